@@ -1,0 +1,68 @@
+"""Model families, one file each, found by name.
+
+A family's file defines `family(flavor) -> ModelSpec` and the names of its flavors; nothing else in
+the repository names it. Layer: above nn and spec.
+"""
+
+import importlib
+import pkgutil
+from difflib import get_close_matches
+from typing import Annotated, Literal
+
+from torchtitan_lite._links import refuse_other_name
+
+refuse_other_name(__name__)
+
+from torchtitan_lite.errors import ConfigError  # noqa: E402
+from torchtitan_lite.section import Section, at_least  # noqa: E402
+from torchtitan_lite.spec import ModelSpec  # noqa: E402
+
+
+class ModelConfig(Section):
+    """Which model to train."""
+
+    name: str = "llama3"
+    """Model family: the name of a file in `models/`."""
+    flavor: str = "debugmodel"
+    """Size of the model within its family."""
+    hf_assets_path: str | None = None
+    """Folder with the tokenizer in Hugging Face's format (tokenizer.json). Unset: a byte-level BPE
+    of the model's vocabulary size is trained once on the corpus and cached."""
+    attention_backend: Literal["auto", "sdpa", "flex"] = "auto"
+    """Attention kernel: "sdpa" runs anywhere, "flex" (FlexAttention) needs a GPU. "auto": what
+    the flavor asks for."""
+    attention_mask: Literal["auto", "causal", "document"] = "auto"
+    """"causal": a token sees all earlier tokens of its block; "document": only those of its own
+    document, and the first token of a document is no target. "auto": what the flavor asks for."""
+    dropout: Annotated[float, at_least(0)] = 0.0
+    """Share of the residual updates that is dropped in training, by a mask that depends on the
+    seed, the step and the position only."""
+    converters: list[str] = []
+    """Changes of the model's modules before training, such as float8; none is supported by this
+    version."""
+    print_after_conversion: bool = False
+    """Print the model's modules once they are built."""
+
+
+def families() -> list[str]:
+    """The names of all model families: the files in this folder."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def model_spec(config: ModelConfig) -> ModelSpec:
+    """The spec that `config` asks for.
+
+    Raises ConfigError with the known names when the family or the flavor does not exist.
+    """
+    if config.name not in families():
+        raise ConfigError(_unknown("model.name", config.name, families()))
+    family = importlib.import_module(f"{__name__}.{config.name}")
+    if config.flavor not in family.FLAVORS:
+        raise ConfigError(_unknown("model.flavor", config.flavor, list(family.FLAVORS)))
+    return family.model_spec(config)
+
+
+def _unknown(key: str, given: str, known: list[str]) -> str:
+    nearest = get_close_matches(given, known, n=1)
+    hint = f' Did you mean "{nearest[0]}"?' if nearest else ""
+    return f'{key} = "{given}" is not one of {", ".join(known)}.{hint}'

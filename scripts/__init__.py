@@ -1,0 +1,1 @@
+"""Small commands, run as `python -m scripts.NAME`."""

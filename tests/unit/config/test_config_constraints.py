@@ -1,0 +1,164 @@
+"""Values that depend on each other: each problem has its numbers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_lite.config import Config, check_against, load_config
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.section import Section
+
+
+@pytest.fixture
+def config(tmp_path: Path):
+    def config(*overrides: str) -> Config:
+        path = tmp_path / "run.toml"
+        path.touch()
+        return load_config(path, overrides)
+
+    return config
+
+
+def refusal(config: Config, world_size: int = 1) -> str:
+    with pytest.raises(ConfigError) as raised:
+        check_against(config, world_size)
+    return str(raised.value)
+
+
+def forced(config: Config, section: str, **values: object) -> Config:
+    """The configuration with values that this version does not admit yet."""
+    part: Section = getattr(config, section)
+    return config.model_copy(update={section: part.model_copy(update=values)})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_defaults_fit(config, world_size: int) -> None:
+    check_against(config(), world_size)
+
+
+def test_the_mesh_equation_is_printed(config) -> None:
+    text = refusal(config("--parallelism.data_parallel_shard_degree", "3"), 4)
+    assert "data_parallel_shard (3)" in text
+    assert "= 3, but there are 4 processes" in text
+    assert "set data_parallel_shard_degree = 4" in text
+
+
+def test_the_batch_equation_is_printed_with_values_that_work(config) -> None:
+    arguments = ["--training.local_batch_size", "8", "--training.global_batch_size", "100"]
+    arguments += ["--parallelism.data_parallel_replicate_degree", "2"]
+    assert refusal(config(*arguments), 4) == (
+        "training.global_batch_size (100) is not a multiple of training.local_batch_size (8) x "
+        "batch ranks (data_parallel_replicate 2 x data_parallel_shard 2 = 4) = 32. "
+        "Set global_batch_size = 96 or 128, or local_batch_size = 5."
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "remedy"),
+    [
+        (7, "Set global_batch_size = 16."),
+        (6, "Set global_batch_size = 16, or local_batch_size = 3."),
+    ],
+)
+def test_a_batch_smaller_than_one_round(config, batch: int, remedy: str) -> None:
+    arguments = ["--training.local_batch_size", "8", "--training.global_batch_size", str(batch)]
+    assert remedy in refusal(config(*arguments), 2)
+
+
+@pytest.mark.parametrize("batch", [-1, 32, 64])
+def test_batches_that_fit(config, batch: int) -> None:
+    check_against(
+        config("--training.local_batch_size", "8", "--training.global_batch_size", str(batch)), 4
+    )
+
+
+def test_a_sequence_longer_than_the_model(config) -> None:
+    arguments = ["--training.seq_len", "200000", "--validation.seq_len", "300000"]
+    assert "training.seq_len (200000) is above the 131072 positions of llama3 debugmodel" in (
+        refusal(config(*arguments))
+    )
+    arguments += ["--validation.enable", "--validation.dataset", "c4"]
+    assert "validation.seq_len (300000) is above the 131072" in refusal(config(*arguments))
+
+
+def test_a_sequence_that_context_parallel_cannot_share(config) -> None:
+    uneven = forced(config("--training.seq_len", "2050"), "parallelism", context_parallel_degree=2)
+    assert refusal(uneven, 2) == (
+        "training.seq_len (2050) is not a multiple of context_parallel_degree (2) x pieces per "
+        "rank (2) = 4. Set seq_len = 2048 or 2052."
+    )
+    check_against(forced(uneven, "parallelism", context_parallel_degree=1), 2)
+
+
+def test_heads_that_tensor_parallel_cannot_share(config) -> None:
+    uneven = forced(config(), "parallelism", tensor_parallel_degree=3)
+    text = refusal(uneven, 3)
+    assert "tensor_parallel_degree (3) does not divide the 16 key/value heads" in text
+    assert "Degrees that do: 1, 2, 4, 8, 16." in text
+
+
+def test_unknown_model_and_flavor(config) -> None:
+    assert 'model.name = "lama3" is not one of' in refusal(config("--model.name", "lama3"))
+    assert 'Did you mean "debugmodel"?' in refusal(config("--model.flavor", "debugmodell"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--model.attention_backend", "flex"], ["--model.flavor", "debugmodel_flex_attn"]]
+)
+def test_flex_attention_needs_a_gpu(config, monkeypatch, arguments: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = refusal(config(*arguments))
+    assert "needs a GPU, but there is none" in text
+    assert 'Set model.attention_backend = "sdpa"' in text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_against(config(*arguments), 1)
+    assert 'but job.device is "cpu"' in refusal(config(*arguments, "--job.device", "cpu"))
+
+
+def test_a_gpu_that_is_not_there(config, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert 'job.device = "cuda", but there is no GPU' in refusal(config("--job.device", "cuda"))
+
+
+def test_validation_needs_data(config) -> None:
+    assert "there is nothing to validate on" in refusal(config("--validation.enable"))
+    check_against(config("--validation.enable", "--training.held_out_fraction", "0.01"), 1)
+    check_against(config("--validation.enable", "--validation.dataset", "c4_validation"), 1)
+
+
+def test_loading_while_checkpoints_are_off(config, tmp_path: Path) -> None:
+    arguments = ["--checkpoint.load_step", "5", "--checkpoint.initial_load_path", str(tmp_path)]
+    text = refusal(config(*arguments))
+    assert "checkpoint.load_step = 5 and checkpoint.initial_load_path" in text
+    assert "have no effect while checkpoint.enable is false" in text
+    check_against(config(*arguments, "--checkpoint.enable"), 1)
+    check_against(config(*arguments, "--checkpoint.load_only"), 1)
+
+
+def test_missing_files_are_all_named(config, tmp_path: Path) -> None:
+    (tmp_path / "there.txt").touch()
+    arguments = ["--model.hf_assets_path", "no/assets", "--checkpoint.enable"]
+    arguments += ["--checkpoint.initial_load_path", "no/checkpoint"]
+    arguments += ["--validation.dataset_path", "no/validation"]
+    arguments += [
+        "--training.corpora",
+        f'[{{dataset_path = "no/*.json"}}, {{dataset_path = "{tmp_path}/*.txt"}}]',
+    ]
+    text = refusal(config(*arguments))
+    assert text.startswith("The configuration has 4 problems:")
+    assert f'model.hf_assets_path = "no/assets": nothing there below {Path.cwd()}.' in text
+    assert 'training.corpora[0].dataset_path = "no/*.json": nothing there' in text
+    assert 'validation.dataset_path = "no/validation"' in text
+    assert 'checkpoint.initial_load_path = "no/checkpoint"' in text
+    assert 'training.dataset_path = "/no/x"' in refusal(config("--training.dataset_path", "/no/x"))
+
+
+def test_offloading_to_the_cpu_needs_no_gpu(config) -> None:
+    check_against(config("--training.enable_cpu_offload"), 1)
+
+
+def test_all_problems_at_once(config) -> None:
+    arguments = ["--training.global_batch_size", "7", "--validation.enable"]
+    arguments += ["--training.seq_len", "999999", "--model.hf_assets_path", "nowhere"]
+    assert refusal(config(*arguments), 2).startswith("The configuration has 4 problems:")

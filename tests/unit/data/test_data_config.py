@@ -1,0 +1,41 @@
+"""The data sections of the config."""
+
+import pytest
+from pydantic import ValidationError
+
+from torchtitan_lite.data import CorpusConfig, DataConfig, ValidationConfig
+
+
+def test_corpora_take_the_place_of_the_keys_beside_them() -> None:
+    config = DataConfig.model_validate({"corpora": [{"dataset": "c4", "weight": 2}, {}]})
+    assert [corpus.weight for corpus in config.resolved_corpora()] == [2.0, 1.0]
+    with pytest.raises(ValidationError, match="dataset_path = 'x'; name the data either"):
+        DataConfig(corpora=[CorpusConfig()], dataset_path="x")
+
+
+def test_a_resolved_config_loads_again() -> None:
+    config = DataConfig(corpora=[CorpusConfig(dataset="text", dataset_path="x")])
+    assert DataConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"seq_len": 0},
+        {"local_batch_size": 0},
+        {"global_batch_size": 0},
+        {"held_out_fraction": -0.1},
+        {"corpora": [{"weight": 0}]},
+        {"dataloader": {"num_workers": 2}},
+        {"no_such_key": 1},
+        {"seq_len": "64"},
+    ],
+)
+def test_bad_values_are_refused(settings: dict) -> None:
+    with pytest.raises(ValidationError, match=next(iter(settings))):
+        DataConfig.model_validate(settings)
+
+
+def test_every_key_is_described() -> None:
+    for section in (CorpusConfig, DataConfig, ValidationConfig):
+        assert [k for k, field in section.model_fields.items() if not field.description] == []

@@ -1,0 +1,73 @@
+"""The sample order: a permutation in each epoch, blends by weight, shares of ranks."""
+
+import numpy as np
+import pytest
+
+from torchtitan_lite.data import SampleOrder, share_of_step
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 64, 257, 1023, 5000])
+def test_each_epoch_uses_each_block_once(size: int) -> None:
+    corpora, epochs, blocks = SampleOrder(3, [size], [1.0]).locate(np.arange(3 * size))
+    assert not corpora.any()
+    for epoch in range(3):
+        assert sorted(blocks[epochs == epoch]) == list(range(size))
+        assert (epochs[epoch * size : (epoch + 1) * size] == epoch).all()
+
+
+def test_seeds_and_epochs_give_other_orders_without_structure() -> None:
+    size = 4001
+    indices = np.arange(2 * size)
+    _, _, blocks = SampleOrder(1, [size], [1.0]).locate(indices)
+    _, _, others = SampleOrder(2, [size], [1.0]).locate(indices)
+    for a, b in [
+        (blocks[:size], blocks[size:]),
+        (blocks[:size], others[:size]),
+        (blocks[:size], np.arange(size)),
+    ]:
+        assert (a == b).mean() < 0.01
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.1
+    neighbours = np.abs(np.diff(blocks[:size])).mean()
+    assert abs(neighbours / size - 1 / 3) < 0.03
+
+
+def test_order_is_a_function_of_the_index_alone() -> None:
+    order = SampleOrder(5, [101, 37], [2.0, 1.0])
+    together = np.stack(order.locate(np.arange(1000)))
+    far = np.stack(order.locate(np.array([999, 3, 500])))
+    assert (far == together[:, [999, 3, 500]]).all()
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[1.0], [0.7, 0.3], [1, 1, 1], [0.5, 0.1, 0.25, 0.15], [1e-3, 1.0, 3.14159], [1.0] * 10],
+)
+def test_blend_keeps_shares_and_has_no_gaps(weights: list[float]) -> None:
+    num_samples = 6000
+    order = SampleOrder(0, [None] * len(weights), weights)
+    corpora, epochs, blocks = order.locate(np.arange(num_samples))
+    assert not epochs.any()
+    for corpus, weight in enumerate(weights):
+        here = corpora == corpus
+        assert (blocks[here] == np.arange(here.sum())).all()
+        used = np.concatenate([[0], np.cumsum(here)])
+        share = np.arange(num_samples + 1) * weight / sum(weights)
+        assert np.abs(used - share).max() <= 2
+        for cursor in (0, 1, 2, 999, num_samples):
+            assert order.own_index(cursor, corpus) == used[cursor]
+
+
+@pytest.mark.parametrize(("local", "steps_of"), [(2, 8), (1, 12), (3, 12)])
+def test_ranks_share_a_step_whatever_their_number(local: int, steps_of: int) -> None:
+    for num_ranks in (1, 2, 4):
+        if steps_of % (local * num_ranks):
+            continue
+        shares = [share_of_step(40, steps_of, local, rank, num_ranks) for rank in range(num_ranks)]
+        rounds = [samples for parts in zip(*shares, strict=True) for samples in parts]
+        assert [i for samples in rounds for i in samples] == list(range(40, 40 + steps_of))
+        assert all(len(samples) == local for samples in rounds)
+
+
+def test_share_of_step_refuses_a_batch_that_does_not_divide() -> None:
+    with pytest.raises(ValueError, match="10 samples in rounds of 4"):
+        share_of_step(0, 10, 2, 0, 2)

@@ -1,0 +1,55 @@
+"""Blocks and document numbers, against a plain loop."""
+
+import numpy as np
+import pytest
+
+from torchtitan_lite.data.packing import PackedBlocks
+from torchtitan_lite.errors import DataError
+
+SEQ_LEN = 7
+
+
+def plain_blocks(documents: list[list[int]]) -> list[tuple[list[int], list[int]]]:
+    tokens = [token for document in documents for token in document]
+    owners = [number for number, document in enumerate(documents) for _ in document]
+    blocks = []
+    start = 0
+    while start + SEQ_LEN < len(tokens):
+        places = range(start, start + SEQ_LEN + 1)
+        blocks.append(([tokens[p] for p in places], [owners[p] - owners[start] for p in places]))
+        start += SEQ_LEN
+    return blocks
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_match_a_plain_loop(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(1, 20, size=30)
+    values = iter(range(10_000))
+    documents = [[next(values) for _ in range(length)] for length in lengths]
+    expected = plain_blocks(documents)
+    flat = np.array([token for document in documents for token in document], dtype=np.uint16)
+    blocks = PackedBlocks(flat, np.cumsum(lengths) - lengths, SEQ_LEN)
+    assert blocks.num_blocks == len(expected)
+    order = generator.permutation(len(expected))
+    tokens, numbers = blocks.read(order)
+    assert (tokens.dtype, numbers.dtype) == (np.int64, np.int32)
+    assert tokens.tolist() == [expected[block][0] for block in order]
+    assert numbers.tolist() == [expected[block][1] for block in order]
+
+
+def test_every_token_is_a_target_once() -> None:
+    tokens, _ = PackedBlocks(np.arange(71), np.array([0]), SEQ_LEN).read(np.arange(10))
+    assert tokens[:, 1:].ravel().tolist() == list(range(1, 71))
+
+
+def test_exactly_one_block_fits_and_less_is_refused() -> None:
+    assert PackedBlocks(np.arange(SEQ_LEN + 1), np.array([0]), SEQ_LEN).num_blocks == 1
+    with pytest.raises(DataError, match=r"7 tokens in 1 documents, .* seq_len \+ 1 = 8"):
+        PackedBlocks(np.arange(SEQ_LEN), np.array([0]), SEQ_LEN)
+
+
+def test_a_block_outside_is_refused() -> None:
+    blocks = PackedBlocks(np.arange(15), np.array([0]), SEQ_LEN)
+    with pytest.raises(IndexError):
+        blocks.read(np.array([2]))

@@ -1,0 +1,138 @@
+"""Streams: the same blocks straight, after a step back and from a saved state."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchtitan_lite.data import CorpusConfig
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.packing import PackedBlocks
+from torchtitan_lite.data.stream import StreamedBlocks
+from torchtitan_lite.data.token_cache import tokenise
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.errors import DataError
+
+SEQ_LEN = 23
+
+
+@pytest.fixture(params=["jsonl", "parquet", "text"])
+def path(request: pytest.FixtureRequest, tmp_path: Path, documents: list[str]) -> Path:
+    """The fixture's documents in three files of uneven length."""
+    import datasets
+
+    folder = tmp_path / "stream"
+    folder.mkdir()
+    for number, part in enumerate([documents[:3], documents[3:36], documents[36:]]):
+        if request.param == "parquet":
+            table = datasets.Dataset.from_dict({"text": part})
+            table.to_parquet(str(folder / f"{number}.parquet"))
+        elif request.param == "jsonl":
+            lines = (json.dumps({"text": text}) + "\n" for text in part)
+            (folder / f"{number}.jsonl").write_text("".join(lines))
+        else:
+            for place, text in enumerate(part):
+                (folder / f"{number}{place:02}.txt").write_text(text)
+    return folder
+
+
+def stream_of(path: Path, tokenizer_folder: Path, cache: Path, fraction: float = 0.0):
+    corpus = open_corpus(CorpusConfig(dataset_path=str(path), streaming=True), cache)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    return StreamedBlocks(corpus, tokenizer, SEQ_LEN, held_out_fraction=fraction)
+
+
+def straight(documents: list[str], tokenizer_folder: Path, epochs: int) -> PackedBlocks:
+    ids = tokenise(load_tokenizer(tokenizer_folder), documents * epochs)
+    lengths = np.array([len(document) for document in ids])
+    return PackedBlocks(np.concatenate(ids), np.cumsum(lengths) - lengths, SEQ_LEN)
+
+
+def assert_same(a, b) -> None:
+    assert a[0].tolist() == b[0].tolist()
+    assert a[1].tolist() == b[1].tolist()
+
+
+def test_stream_matches_the_table_over_epochs_and_resumes_anywhere(
+    path: Path, tokenizer_folder: Path, documents: list[str], tmp_path: Path
+) -> None:
+    table = straight(documents, tokenizer_folder, epochs=3)
+    stream = stream_of(path, tokenizer_folder, tmp_path)
+    num_blocks = table.num_blocks - 8
+    states = {}
+    for first in range(0, num_blocks, 4):
+        blocks = np.arange(first, first + 4)
+        assert_same(stream.read(blocks), table.read(blocks))
+        assert_same(stream.read(blocks), table.read(blocks))
+        states[first + 4] = json.dumps(stream.state(first + 4))
+    assert len(states) > 60
+    for block in list(states)[::9]:
+        resumed = stream_of(path, tokenizer_folder, tmp_path)
+        resumed.load_state(json.loads(states[block]))
+        assert json.dumps(resumed.state(block)) == states[block]
+        blocks = np.arange(block, min(block + 30, num_blocks))
+        assert_same(resumed.read(blocks), table.read(blocks))
+    state = json.loads(states[max(states)])
+    assert state["epoch"] == 2 and state["position"] > 0
+
+
+def test_blocks_of_one_rank_and_steps_back(
+    tokenizer_folder: Path, documents: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "all.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    table = straight(documents, tokenizer_folder, epochs=6)
+    stream = stream_of(file, tokenizer_folder, tmp_path)
+    for first in [3, 11, 19, 11, 0, 400, 396, 2]:
+        blocks = np.array([first, first + 1, first + 4])
+        assert_same(stream.read(blocks), table.read(blocks))
+    # Far back from a saved state: before it there is only the beginning of the stream.
+    state = stream.state(300)
+    resumed = stream_of(file, tokenizer_folder, tmp_path)
+    resumed.load_state(state)
+    for first in [300, 5]:
+        assert_same(resumed.read(np.array([first])), table.read(np.array([first])))
+
+
+def test_held_out_documents_are_left_out(
+    tokenizer_folder: Path, documents: list[str], tmp_path: Path
+) -> None:
+    from torchtitan_lite.data.token_cache import is_held_out
+
+    file = tmp_path / "all.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    kept = [text for text in documents if not is_held_out(text, 0.3)]
+    assert len(kept) < len(documents)
+    table = straight(kept, tokenizer_folder, epochs=2)
+    stream = stream_of(file, tokenizer_folder, tmp_path, fraction=0.3)
+    blocks = np.arange(table.num_blocks)
+    assert_same(stream.read(blocks), table.read(blocks))
+
+
+def test_a_stream_without_text_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "empty.jsonl"
+    file.write_text('{"text": ""}\n')
+    with pytest.raises(DataError, match="has no text to train on"):
+        stream_of(file, tokenizer_folder, tmp_path).read(np.array([0]))
+
+
+def test_repeating_a_step_or_taking_over_does_not_read_again(
+    tokenizer_folder: Path,
+    documents: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = tmp_path / "all.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents * 20))
+    stream = stream_of(file, tokenizer_folder, tmp_path)
+    stream.read(np.arange(400))
+    for first in range(400, 2000, 400):
+        own, other = np.arange(first + 200, first + 400), np.arange(first, first + 200)
+        ahead = own + 400
+        for blocks in (own, ahead, own, other):
+            stream.read(blocks)
+        stream.state(first + 400)
+    assert "going back" not in caplog.text
+    stream.read(np.array([0]))
+    assert "going back" in caplog.text

@@ -1,0 +1,163 @@
+"""The token cache: built once, whole or not at all, split in two, cheap to open again."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchtitan_lite.data import CorpusConfig
+from torchtitan_lite.data.atomic_folder import build_once
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.token_cache import TokenisedCorpus, open_token_cache
+from torchtitan_lite.data.tokenizer import load_tokenizer, open_tokenizer
+from torchtitan_lite.errors import DataError
+
+FIXTURE = Path(__file__).parents[2] / "assets" / "fixture.jsonl"
+
+OPEN = """
+import sys, torch
+from torchtitan_lite.data import DataConfig, ValidationConfig, open_data
+path, tokenizer, cache = sys.argv[1:]
+data = open_data(
+    DataConfig(dataset_path=path, cache_folder=cache, seq_len=16, held_out_fraction=0.2),
+    ValidationConfig(enable=True), hf_assets_path=tokenizer or None, vocab_size=300, seed=1,
+    document_mask=True, pin_memory=False)
+data.loader.take([range(4)], step=0)
+print(data.loader.state(0)["corpora"][0]["digest"])
+print(sorted({"datasets", "tokenizers", "pyarrow", "pandas"} & set(sys.modules)))
+data.loader.close()
+"""
+
+
+def start(*arguments: object) -> subprocess.Popen:
+    command = [sys.executable, "-c", OPEN, *map(str, arguments)]
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> list[str]:
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    return output.splitlines()
+
+
+def tokenised(folder: Path, cache: Path, fraction: float, path: Path = FIXTURE) -> TokenisedCorpus:
+    corpus = open_corpus(CorpusConfig(dataset_path=str(path)), cache)
+    tokenizer = open_tokenizer(str(folder), [corpus], 300, cache)
+    return open_token_cache(
+        corpus, tokenizer, held_out_fraction=fraction, vocab_size=300, cache_folder=cache
+    )
+
+
+def texts_of(part, tokenizer) -> list[str]:
+    return [tokenizer.decode(ids) for ids in np.split(part.tokens, part.document_starts[1:])]
+
+
+def test_documents_are_kept_whole_and_in_order(
+    tmp_path: Path, tokenizer_folder: Path, documents: list[str]
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    part = tokenised(tokenizer_folder, tmp_path, 0.0).train
+    assert texts_of(part, tokenizer) == documents
+    assert (part.tokens[part.document_starts] == tokenizer.bos_id).all()
+    assert (part.tokens[part.document_starts[1:] - 1] == tokenizer.eos_id).all()
+    assert part.tokens.dtype == np.uint16
+
+
+def test_held_out_documents_are_in_one_part_only(
+    tmp_path: Path, tokenizer_folder: Path, documents: list[str]
+) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    both = tokenised(tokenizer_folder, tmp_path, 0.3)
+    train, held_out = texts_of(both.train, tokenizer), texts_of(both.held_out, tokenizer)
+    assert sorted(train + held_out) == sorted(documents)
+    assert 4 <= len(held_out) <= 20
+    # The choice follows the text, so that it is the same in a shuffled copy of the corpus.
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text("\n".join(reversed(FIXTURE.read_text().splitlines())))
+    again = tokenised(tokenizer_folder, tmp_path, 0.3, copy)
+    assert sorted(texts_of(again.held_out, tokenizer)) == sorted(held_out)
+
+
+def test_several_processes_build_once_and_a_warm_start_imports_little(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    outputs = [finish(p) for p in [start(FIXTURE, "", cache) for _ in range(3)]]
+    assert len({digest for digest, _ in outputs}) == 1
+    # Exactly one of the three had to load the libraries for each of tokenizer and tokens.
+    assert 1 <= sum("tokenizers" in modules for _, modules in outputs) <= 2
+    assert len([p for p in (cache / "tokens").iterdir() if p.is_dir()]) == 1
+    assert len([p for p in (cache / "tokenizers").iterdir() if p.is_dir()]) == 1
+    assert finish(start(FIXTURE, "", cache)) == [outputs[0][0], "[]"]
+
+
+def test_a_build_that_is_killed_leaves_nothing(tmp_path: Path, tokenizer_folder: Path) -> None:
+    big = tmp_path / "big.jsonl"
+    big.write_text(FIXTURE.read_text() * 3000)
+    cache = tmp_path / "cache"
+    process = start(big, tokenizer_folder, cache)
+    deadline = time.monotonic() + 40
+    written: list[Path] = []
+    while not any(path.stat().st_size for path in written):
+        assert process.poll() is None and time.monotonic() < deadline
+        written = list(cache.glob("tokens/*.building-*/train/tokens.bin"))
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert [p for p in cache.glob("tokens/*") if p.is_dir() and ".building-" not in p.name] == []
+    big.write_text(FIXTURE.read_text())
+    assert tokenised(tokenizer_folder, cache, 0.2, big).train.tokens.size > 1000
+
+
+def test_what_a_dead_builder_left_is_removed(tmp_path: Path) -> None:
+    left_over = tmp_path / "thing.building-1"
+    left_over.mkdir()
+    (left_over / "half").write_text("torn")
+
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("torn")
+        raise ValueError("stopped")
+
+    with pytest.raises(ValueError, match="stopped"):
+        build_once(tmp_path / "thing", "a thing", fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["thing.lock"]
+    build_once(tmp_path / "thing", "a thing", lambda folder: (folder / "whole").touch())
+    build_once(tmp_path / "thing", "a thing", fail)
+    assert (tmp_path / "thing" / "whole").is_file()
+
+
+def test_a_damaged_or_unwritable_cache_is_named(tmp_path: Path, tokenizer_folder: Path) -> None:
+    tokenised(tokenizer_folder, tmp_path, 0.0)
+    [file] = tmp_path.glob("tokens/*/train/tokens.bin")
+    with file.open("ab") as end:
+        end.write(b"x")
+    with pytest.raises(DataError, match="was changed after it was made. Delete"):
+        tokenised(tokenizer_folder, tmp_path, 0.0)
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"set training.cache_folder"):
+        tokenised(tokenizer_folder, tmp_path / "file", 0.0)
+
+
+def test_a_corpus_without_text_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"text": ""}\n{"text": null}\n')
+    with pytest.raises(DataError, match="no text in column 'text'"):
+        tokenised(tokenizer_folder, tmp_path, 0.0, empty)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_tokenizer_larger_than_the_model(
+    tmp_path: Path, tokenizer_folder: Path, warm: bool
+) -> None:
+    corpus = open_corpus(CorpusConfig(dataset_path=str(FIXTURE)), tmp_path)
+    tokenizer = open_tokenizer(str(tokenizer_folder), [corpus], 300, tmp_path)
+    settings = {"held_out_fraction": 0.0, "cache_folder": tmp_path}
+    if warm:
+        open_token_cache(corpus, tokenizer, vocab_size=300, **settings)
+    with pytest.raises(DataError, match="has 300 tokens, but the model's vocabulary is 299"):
+        open_token_cache(corpus, tokenizer, vocab_size=299, **settings)

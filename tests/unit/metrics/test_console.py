@@ -1,0 +1,165 @@
+import functools
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+from torchtitan_lite.metrics import Event
+from torchtitan_lite.metrics.console import LiveBar, PlainLines, clock, open_console
+from torchtitan_lite.metrics.sink import Cadence
+
+RUN_ON_TERMINAL = """
+import sys
+from torchtitan_lite.log import configure_logging, logger
+from torchtitan_lite.metrics import StepRecord
+from torchtitan_lite.metrics.console import open_console
+from torchtitan_lite.metrics.sink import Cadence
+configure_logging("INFO")
+bar = open_console(Cadence(log_freq=10, first_step=1, last_step=4), color=True)
+stdout, stderr = sys.stdout, sys.stderr
+for step in range(1, 5):
+    bar.step(StepRecord(step=step, loss=4.0, grad_norm=1.0, lr=1e-3, tokens=1,
+        num_target_tokens=1, tokens_per_second=5.0, mfu=None, memory_gib=0.5, step_time_s=1.0,
+        data_time_s=0.0, checkpoint_stall_s=0.0, gc_time_s=0.0, num_replicas=1))
+    logger.info(f"log line {step}")
+    print(f"print line {step}")
+bar.close()
+assert (sys.stdout, sys.stderr) == (stdout, stderr)
+assert logger.handlers[0].stream is stderr
+logger.info("after the bar")
+"""
+
+
+def cadence(last_step, first_step=1, log_freq=10):
+    return Cadence(log_freq=log_freq, first_step=first_step, last_step=last_step)
+
+
+def test_a_plain_line(capsys, make_record):
+    lines = PlainLines(cadence(288))
+    lines.step(make_record(120, mfu=0.1234))
+    lines.step(make_record(130))
+    assert capsys.readouterr().out.splitlines() == [
+        "step 120/288  loss 4.0312  grad_norm 0.71  lr 8.0e-04  tok/s 41,230  mfu 12.3 %"
+        "  mem 0.61 GiB  left 0:42",
+        "step 130/288  loss 4.0312  grad_norm 0.71  lr 8.0e-04  tok/s 41,230  mem 0.61 GiB"
+        "  left 0:40",
+    ]
+
+
+def test_lines_at_the_first_step_every_log_freq_and_the_last(capsys, make_record):
+    lines = PlainLines(cadence(25, first_step=3))
+    for step in range(3, 26):
+        lines.step(make_record(step))
+    shown = re.findall(r"step (\d+)/25", capsys.readouterr().out)
+    assert shown == ["3", "10", "20", "25"]
+
+
+def test_a_skipped_step_is_always_shown(capsys, make_record):
+    PlainLines(cadence(25)).step(make_record(7, loss=float("nan"), skipped=True))
+    out = capsys.readouterr().out
+    assert "step 7/25" in out and "loss nan" in out and "skipped" in out
+
+
+def test_an_event_line(capsys):
+    PlainLines(cadence(9)).event(Event(name="validation", step=5, values={"loss": 4.25, "n": 3}))
+    assert capsys.readouterr().out == "validation  step 5  loss 4.2500  n 3\n"
+
+
+def test_no_terminal_gets_plain_lines(capsys):
+    assert isinstance(open_console(cadence(9), color=True), PlainLines)
+
+
+def test_the_bar_moves_with_every_step(make_record):
+    from rich.console import Console
+
+    screen = io.StringIO()
+    console = Console(force_terminal=True, file=screen, width=100, color_system=None)
+    bar = LiveBar(cadence(40), color=True, console=console)
+    for step in (1, 2, 3):
+        bar.step(make_record(step, loss=4.0 + step))
+    bar.event(Event(name="validation", step=3, values={"loss": 4.5}))
+    bar.close()
+    bar.close()
+    drawn = screen.getvalue()
+    for text in ("step 1/40", "step 2/40", "step 3/40", "loss 7.0000", "41,230 tok/s", "0.61 GiB"):
+        assert text in drawn
+    assert "left 0:09" in drawn
+    assert drawn.count("grad_norm") == 1  # only step 1 was due
+    assert "validation  step 3  loss 4.5000\n" in drawn
+
+
+@pytest.mark.parametrize(
+    ("color", "no_color_variable", "colored"),
+    [(True, "", True), (False, "", False), (True, "1", False)],
+)
+def test_color_is_on_unless_refused(color, no_color_variable, colored):
+    code = RUN_ON_TERMINAL.replace("color=True", f"color={color}")
+    sent = sent_to_terminal(code, no_color_variable)
+    assert bool(re.search(r"\x1b\[(\d+;)*[349]\d", sent)) == colored
+
+
+def test_on_a_terminal_logs_print_above_the_bar_and_streams_come_back():
+    lines = replay(sent_to_terminal(RUN_ON_TERMINAL, ""))
+    for step in range(1, 5):
+        assert any(re.fullmatch(rf"\d\d:\d\d:\d\d log line {step}", line) for line in lines)
+        assert f"print line {step}" in lines
+    bars = [number for number, line in enumerate(lines) if "left" in line and "━" in line]
+    assert len(bars) == 1, lines
+    assert "step 4/4" in lines[bars[0]]
+    assert lines[bars[0] + 1].endswith("after the bar")
+
+
+@functools.cache
+def sent_to_terminal(code, no_color_variable):
+    """What `code` sends to a real terminal of 100 columns: a child process under a pty."""
+    parent, child = pty.openpty()
+    environment = os.environ | {
+        "TERM": "xterm",
+        "COLUMNS": "100",
+        "LINES": "50",
+        "NO_COLOR": no_color_variable,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=child, stderr=child, env=environment
+    )
+    os.close(child)
+    received = b""
+    while True:
+        try:
+            chunk = os.read(parent, 65536)
+        except OSError:  # Linux: the other end was closed
+            break
+        if not chunk:
+            break
+        received += chunk
+    os.close(parent)
+    assert process.wait() == 0, received.decode()
+    return received.decode()
+
+
+def replay(output):
+    """What remains on screen: carriage returns, cursor up and erasing lines are obeyed."""
+    lines, row = [""], 0
+    for token in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
+        if token == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif token == "\x1b[2K":
+            lines[row] = ""
+        elif up := re.fullmatch(r"\x1b\[(\d*)A", token):
+            row -= int(up[1] or 1)
+        elif not token.startswith(("\x1b", "\r")):
+            lines[row] += token
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(None, "?"), (0, "0:00"), (42.4, "0:42"), (3723, "1:02:03"), (183845, "2d 03:04:05")],
+)
+def test_clock(seconds, shown):
+    assert clock(seconds) == shown

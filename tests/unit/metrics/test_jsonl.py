@@ -1,0 +1,130 @@
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from torchtitan_lite.metrics import Event
+from torchtitan_lite.metrics.jsonl import JsonLines
+
+KEYS = {
+    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib"),
+    *("step_time_s", "data_time_s", "checkpoint_stall_s", "num_replicas"),
+    *("gc_time_s", "skipped", "num_target_tokens"),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "metrics.jsonl"
+
+
+@pytest.fixture
+def write(path, make_record):
+    def write(*steps, resume_step):
+        lines = JsonLines(path, resume_step)
+        for step in steps:
+            lines.step(make_record(step))
+        lines.close()
+
+    return write
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def steps_in(path):
+    return [values["step"] for values in read(path)]
+
+
+def test_one_line_a_step_with_every_key(path, make_record):
+    lines = JsonLines(path, 0)
+    lines.step(make_record(1))
+    lines.step(make_record(2, mfu=0.5))
+    first, second = read(path)  # before close: every line is with the operating system already
+    lines.close()
+    assert first.keys() == second.keys() == KEYS
+    assert (first["step"], first["loss"], first["mfu"], first["skipped"]) == (
+        1,
+        4.03125,
+        None,
+        False,
+    )
+    assert second["mfu"] == 0.5
+
+
+def test_numbers_that_are_not_finite_become_null(path, make_record):
+    lines = JsonLines(path, 0)
+    lines.step(make_record(1, loss=float("nan"), grad_norm=float("inf"), skipped=True))
+    lines.event(Event(name="skip", step=1, values={"losses": [float("-inf"), 2.0]}))
+    lines.close()
+    step, event = read(path)
+    assert (step["loss"], step["grad_norm"], step["skipped"]) == (None, None, True)
+    assert event == {"event": "skip", "step": 1, "losses": [None, 2.0]}
+    assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
+
+
+def test_an_event_may_not_hide_the_step():
+    with pytest.raises(ValueError, match="step"):
+        Event(name="validation", step=3, values={"step": 4})
+
+
+def test_resume_drops_what_came_later_and_nothing_else(path, write):
+    lines = JsonLines(path, 0)
+    lines.event(Event(name="resume", step=0, values={}))
+    lines.close()
+    write(1, 2, 3, 4, 5, resume_step=0)
+    lines = JsonLines(path, 5)
+    lines.event(Event(name="validation", step=5, values={"loss": 4.0}))
+    lines.close()
+    assert steps_in(path) == [0, 1, 2, 3, 4, 5, 5]
+    write(4, 5, 6, resume_step=3)
+    assert steps_in(path) == [0, 1, 2, 3, 4, 5, 6]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_fresh_run_starts_a_new_history(path, write):
+    write(1, 2, 3, resume_step=0)
+    write(1, resume_step=0)
+    assert steps_in(path) == [1]
+
+
+def test_resume_with_nothing_to_drop_leaves_the_file_alone(path, write):
+    write(1, 2, resume_step=0)
+    inode = path.stat().st_ino
+    write(3, resume_step=2)
+    assert path.stat().st_ino == inode
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_a_torn_last_line_is_dropped_and_named(path, write, caplog):
+    write(1, 2, resume_step=0)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    with caplog.at_level(logging.WARNING, logger="torchtitan_lite"):
+        write(2, resume_step=1)
+    assert steps_in(path) == [1, 2]
+    assert "line 2" in caplog.text
+
+
+def test_a_last_line_that_lacks_only_its_end_is_kept(path, write):
+    write(1, 2, resume_step=0)
+    path.write_bytes(path.read_bytes()[:-1])
+    write(3, resume_step=2)
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_a_killed_process_leaves_every_line_it_wrote(path):
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from torchtitan_lite.metrics import Event\n"
+        "from torchtitan_lite.metrics.jsonl import JsonLines\n"
+        "lines = JsonLines(Path(sys.argv[1]), 0)\n"
+        "for step in range(100): lines.event(Event(name='x', step=step, values={}))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(path)])
+    assert killed.returncode == -9
+    assert steps_in(path) == list(range(100))

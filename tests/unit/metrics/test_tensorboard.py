@@ -1,0 +1,46 @@
+import pytest
+
+from torchtitan_lite.metrics import Event
+from torchtitan_lite.metrics.tensorboard import TensorBoard
+
+
+def read(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = EventAccumulator(str(folder))
+    files.Reload()
+    return files
+
+
+def test_files_are_readable_and_hold_what_was_written(tmp_path, make_record):
+    board = TensorBoard(tmp_path / "tb", resume_step=0)
+    board.step(make_record(1, loss=5.0))
+    board.step(make_record(10, loss=4.0, mfu=0.25, skipped=True))
+    board.event(Event(name="validation", step=10, values={"loss": 4.5, "corpus": "held out"}))
+    board.close()
+    files = read(tmp_path / "tb")
+    assert [(s.step, s.value) for s in files.Scalars("train/loss")] == [(1, 5.0), (10, 4.0)]
+    assert [(s.step, s.value) for s in files.Scalars("validation/loss")] == [(10, 4.5)]
+    assert [(s.step, s.value) for s in files.Scalars("train/mfu")] == [(10, 0.25)]
+    assert [s.value for s in files.Scalars("train/skipped")] == [0.0, 1.0]
+    assert files.Scalars("train/lr")[0].value == pytest.approx(8e-4)
+    assert "train/step" not in files.Tags()["scalars"]
+    assert "validation/corpus" not in files.Tags()["scalars"]
+
+
+def test_resume_hides_what_came_later(tmp_path, make_record):
+    first = TensorBoard(tmp_path, resume_step=0)
+    for step in (1, 2, 3):
+        first.step(make_record(step, loss=float(step)))
+    first.close()
+    second = TensorBoard(tmp_path, resume_step=1)
+    second.step(make_record(2, loss=20.0))
+    second.close()
+    scalars = read(tmp_path).Scalars("train/loss")
+    assert [(s.step, s.value) for s in scalars] == [(1, 1.0), (2, 20.0)]
+
+
+def test_nothing_is_opened_before_the_first_write(tmp_path):
+    board = TensorBoard(tmp_path / "tb", resume_step=0)
+    board.close()
+    assert not (tmp_path / "tb").exists()

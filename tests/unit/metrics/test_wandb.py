@@ -1,0 +1,32 @@
+from importlib.util import find_spec
+
+import pytest
+
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.metrics import MetricsConfig, open_metrics
+
+pytestmark = pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_package_is_one_clear_error_on_every_rank(tmp_path, rank):
+    with pytest.raises(UserError, match="pip install wandb"):
+        open_metrics(
+            MetricsConfig(enable_wandb=True),
+            folder=tmp_path,
+            rank=rank,
+            is_leader=rank == 0,
+            total_steps=1,
+            resume_step=0,
+            run_config={},
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_named_wandb_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    from torchtitan_lite.metrics.wandb import require_wandb
+
+    with pytest.raises(UserError, match="not installed"):
+        require_wandb()

@@ -1,0 +1,228 @@
+"""The assembly: from a config to a `Job`. No loop is here. Layer: the top."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from torchtitan_lite import rng
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.config import Config, to_toml
+from torchtitan_lite.data import OpenedData, open_data
+from torchtitan_lite.hooks import record_metrics, validate_every, write_sample_ledger
+from torchtitan_lite.log import logger
+from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.metrics import Event, Metrics, open_metrics
+from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
+from torchtitan_lite.metrics.profiler import StepProfiler
+from torchtitan_lite.models import model_spec
+from torchtitan_lite.nn.initialize import initialize
+from torchtitan_lite.optim import build_optimizer
+from torchtitan_lite.optim import build_schedule as build_lr_schedule
+from torchtitan_lite.parallel import build_schedule, parallelize
+from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.replica import SingleReplica
+from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.trainer import Hook, Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A job, and what its owner may want beside it."""
+
+    job: Job
+    spec: ModelSpec
+    data: OpenedData
+    resumed_from: Path | None
+
+
+@contextmanager
+def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
+    """Open the data, build the model on the mesh, restore the newest state, open the metrics;
+    close what was opened at the end. Every rank must call it."""
+    spec = model_spec(config.model)
+    seed = config.debug.seed or 0
+    torch.use_deterministic_algorithms(
+        config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
+    )
+    rng.seed_everything(seed)
+    dump_folder = Path(config.job.dump_folder)
+    with ExitStack() as opened:
+        data = open_data(
+            config.training,
+            config.validation,
+            hf_assets_path=config.model.hf_assets_path,
+            vocab_size=spec.vocab_size,
+            seed=seed,
+            document_mask=spec.document_mask,
+            pin_memory=mesh.device.pin_memory,
+        )
+        opened.callback(data.loader.close)
+        model = build_model(config, spec, mesh)
+        state = TrainState(
+            model=model,
+            optimizer=build_optimizer(config.optimizer, model, spec.no_decay, mesh.device),
+            schedule=build_lr_schedule(
+                config.lr_scheduler, config.optimizer, config.training.steps
+            ),
+            loader=data.loader,
+        )
+        checkpoints = CheckpointManager(
+            config.checkpoint,
+            dump_folder=dump_folder,
+            state=state,
+            mesh=mesh,
+            run_config=config.model_dump(),
+        )
+        resumed_from = checkpoints.restore()
+        metrics = opened.enter_context(
+            open_metrics(
+                config.metrics,
+                folder=dump_folder,
+                rank=mesh.rank,
+                is_leader=mesh.is_leader,
+                total_steps=config.training.steps,
+                resume_step=state.step,
+                run_config=config.model_dump(),
+            )
+        )
+        loss_backend = (
+            config.compile.backend
+            if config.compile.enable and "loss" in config.compile.components
+            else None
+        )
+        schedule = build_schedule(
+            model, cross_entropy(compile_backend=loss_backend), mesh.device
+        )
+        global_batch_size = config.training.global_batch_size
+        if global_batch_size == -1:
+            global_batch_size = config.training.local_batch_size * mesh.degrees.batch
+        job = Job(
+            mesh=mesh,
+            replicas=SingleReplica(),
+            state=state,
+            schedule=schedule,
+            checkpoints=checkpoints,
+            garbage=opened.enter_context(
+                ScheduledGarbageCollection(config.training.gc_freq, config.training.gc_debug)
+            ),
+            hooks=_hooks(
+                config, opened, job_schedule=schedule, metrics=metrics, data=data, spec=spec,
+                state=state, mesh=mesh, tokens_per_step=global_batch_size * config.training.seq_len,
+            ),
+            stop=stop,
+            steps=config.training.steps,
+            global_batch_size=global_batch_size,
+            local_batch_size=config.training.local_batch_size,
+            seq_len=config.training.seq_len,
+            max_norm=config.training.max_norm,
+            max_skipped_steps=config.debug.max_skipped_steps,
+            train_timeout_s=config.comm.train_timeout_seconds,
+        )
+        if resumed_from is not None:
+            logger.info("Resumed from %s at step %d", resumed_from, state.step)
+            values = {"folder": str(resumed_from)}
+            metrics.event(Event(name="resume", step=state.step, values=values))
+        if mesh.is_leader:
+            _write_config(config, dump_folder)
+        yield Built(job=job, spec=spec, data=data, resumed_from=resumed_from)
+
+
+def build_model(config: Config, spec: ModelSpec, mesh: Mesh) -> nn.Module:
+    """The model on the mesh, with its initial weights."""
+    dtype_before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, config.training.dtype))
+    try:
+        with torch.device("meta"):
+            model = spec.build()
+    finally:
+        torch.set_default_dtype(dtype_before)
+    if config.model.print_after_conversion:
+        logger.info("%s", model)
+    buffers = dict(model.named_buffers())
+    parallelize(
+        model,
+        spec,
+        mesh,
+        parallelism=config.parallelism,
+        precision=config.training,
+        checkpointing=config.activation_checkpoint,
+        compilation=config.compile,
+    )
+    device = mesh.device.torch_device
+    model.to_empty(device=torch.device("cpu") if config.training.enable_cpu_offload else device)
+    for name, buffer in buffers.items():
+        # Buffers are computed when the module is made, on the CPU, and to_empty forgets them.
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, buffer.to(device))
+    initialize(model, spec.init, config.debug.seed or 0)
+    model.train()
+    return model
+
+
+def _hooks(
+    config: Config,
+    opened: ExitStack,
+    *,
+    job_schedule,
+    metrics: Metrics,
+    data: OpenedData,
+    spec: ModelSpec,
+    state: TrainState,
+    mesh: Mesh,
+    tokens_per_step: int,
+) -> list[Hook]:
+    """What runs after each step, in this order."""
+    dump_folder = Path(config.job.dump_folder)
+    cost = spec.cost(config.training.seq_len)
+    hooks = [
+        record_metrics(
+            metrics, mesh, tokens_per_step=tokens_per_step, flops_per_token=cost.flops_per_token
+        )
+    ]
+    if data.validation is not None:
+        hooks.append(
+            validate_every(
+                config.validation.freq,
+                config.training.steps,
+                data.validation,
+                job_schedule,
+                metrics,
+                mesh,
+            )
+        )
+    if config.debug.sample_ledger:
+        path = dump_folder / f"samples_rank_{mesh.rank}.jsonl"
+        hook, lines = write_sample_ledger(path, state.step)
+        opened.callback(lines.close)
+        hooks.append(hook)
+    if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
+        profiler = opened.enter_context(
+            StepProfiler(
+                config.profiling,
+                folder=dump_folder,
+                rank=mesh.rank,
+                resume_step=state.step,
+                device_kind=mesh.device.kind,
+            )
+        )
+        hooks.append(lambda state, report: profiler.step(report.number))
+    return hooks
+
+
+def _write_config(config: Config, dump_folder: Path) -> None:
+    """The resolved config beside the outputs."""
+    dump_folder.mkdir(parents=True, exist_ok=True)
+    text = to_toml(config)
+    (dump_folder / "config.toml").write_text(text)
+    if config.job.save_config_file:
+        path = dump_folder / config.job.save_config_file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if config.job.print_config:
+        logger.info("Resolved config:\n%s", text)

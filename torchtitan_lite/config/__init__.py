@@ -1,0 +1,33 @@
+"""The configuration of a run: one TOML file, overridden from the command line.
+
+Each owner of a feature defines its section beside its code; this package composes them, reads
+them, and checks what depends on several of them. Layer: above every owner of a section, below
+the trainer. Invariant: a wrong configuration is one ConfigError that names every problem, and
+nothing that the user asked for is changed on the way.
+"""
+
+from torchtitan_lite.config.command_line import parse_command_line
+from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.config.loading import load_config
+from torchtitan_lite.config.schema import (
+    Config,
+    DebugConfig,
+    ExperimentalConfig,
+    JobConfig,
+    MemoryEstimationConfig,
+    TrainingConfig,
+)
+from torchtitan_lite.config.toml_file import to_toml
+
+__all__ = [
+    "Config",
+    "DebugConfig",
+    "ExperimentalConfig",
+    "JobConfig",
+    "MemoryEstimationConfig",
+    "TrainingConfig",
+    "check_against",
+    "load_config",
+    "parse_command_line",
+    "to_toml",
+]

@@ -1,0 +1,171 @@
+"""Values that depend on each other, on the number of processes, or on the machine.
+
+All checks run and every problem is reported at once, with its numbers and what to change.
+Layer: above schema.
+"""
+
+from collections.abc import Iterator
+from glob import glob
+from pathlib import Path
+
+import torch
+
+from torchtitan_lite.config.problems import config_error
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.errors import ConfigError, MeshError
+from torchtitan_lite.mesh import Degrees, resolve_degrees
+from torchtitan_lite.models import model_spec
+from torchtitan_lite.spec import ModelSpec
+
+
+def check_against(config: Config, world_size: int) -> None:
+    """Check what no section can check alone, for a run of `world_size` processes.
+
+    Raises ConfigError that names every problem. Reads the file system; starts nothing.
+    """
+    problems: list[str] = []
+    degrees = spec = None
+    try:
+        degrees = resolve_degrees(config.parallelism, world_size)
+    except MeshError as error:
+        problems.append(str(error))
+    try:
+        spec = model_spec(config.model)
+    except ConfigError as error:
+        problems.append(str(error))
+    if degrees is not None:
+        problems += _batch(config, degrees)
+        problems += _sequence_shards(config, degrees)
+    if spec is not None:
+        problems += _sequence_length(config, spec)
+        problems += _heads(config, spec)
+        problems += _attention(config, spec)
+    problems += _device(config)
+    problems += _validation(config)
+    problems += _checkpoint(config)
+    problems += _files(config)
+    if problems:
+        raise config_error(problems)
+
+
+def _batch(config: Config, degrees: Degrees) -> Iterator[str]:
+    batch, local = config.training.global_batch_size, config.training.local_batch_size
+    at_once = local * degrees.batch
+    if batch == -1 or batch % at_once == 0:
+        return
+    below = batch // at_once * at_once
+    remedy = f"{at_once}" if below == 0 else f"{below} or {below + at_once}"
+    per_rank, rest = divmod(batch, degrees.batch)
+    fitting = [size for size in range(1, min(local, per_rank) + 1) if per_rank % size == 0]
+    smaller = f", or local_batch_size = {fitting[-1]}" if rest == 0 and fitting else ""
+    yield (
+        f"training.global_batch_size ({batch}) is not a multiple of training.local_batch_size "
+        f"({local}) x batch ranks (data_parallel_replicate {degrees.dp_replicate} x "
+        f"data_parallel_shard {degrees.dp_shard} = {degrees.batch}) = {at_once}. "
+        f"Set global_batch_size = {remedy}{smaller}."
+    )
+
+
+def _sequence_shards(config: Config, degrees: Degrees) -> Iterator[str]:
+    if degrees.cp == 1:
+        return
+    # Head-tail balancing gives each rank one piece from the front and one from the back.
+    pieces = 2 if config.parallelism.context_parallel_load_balancer == "headtail" else 1
+    divisor, seq_len = degrees.cp * pieces, config.training.seq_len
+    if seq_len % divisor:
+        below = seq_len // divisor * divisor
+        yield (
+            f"training.seq_len ({seq_len}) is not a multiple of context_parallel_degree "
+            f"({degrees.cp}) x pieces per rank ({pieces}) = {divisor}. "
+            f"Set seq_len = {below or divisor}{f' or {below + divisor}' if below else ''}."
+        )
+
+
+def _sequence_length(config: Config, spec: ModelSpec) -> Iterator[str]:
+    lengths = {"training.seq_len": config.training.seq_len}
+    if config.validation.enable and config.validation.seq_len is not None:
+        lengths["validation.seq_len"] = config.validation.seq_len
+    for key, length in lengths.items():
+        if length > spec.max_seq_len:
+            yield (
+                f"{key} ({length}) is above the {spec.max_seq_len} positions of {spec.name} "
+                f"{spec.flavor}. Set {key} to at most {spec.max_seq_len}, or choose a flavor with "
+                "a longer context."
+            )
+
+
+def _heads(config: Config, spec: ModelSpec) -> Iterator[str]:
+    degree = config.parallelism.tensor_parallel_degree
+    # Each family has dimensions of its own; one without grouped heads has no num_kv_heads.
+    heads = getattr(spec.dims, "num_kv_heads", None)
+    if heads is not None and heads % degree:
+        fitting = [str(d) for d in range(1, heads + 1) if heads % d == 0]
+        yield (
+            f"parallelism.tensor_parallel_degree ({degree}) does not divide the {heads} key/value "
+            f"heads of {spec.name} {spec.flavor}. Degrees that do: {', '.join(fitting)}."
+        )
+
+
+def _attention(config: Config, spec: ModelSpec) -> Iterator[str]:
+    backend = getattr(spec.dims, "attention_backend", config.model.attention_backend)
+    if backend == "flex" and not _on_gpu(config):
+        asked = (
+            'model.attention_backend = "flex"'
+            if config.model.attention_backend == "flex"
+            else f'model.flavor = "{spec.flavor}" (attention "flex")'
+        )
+        why = "there is none" if not torch.cuda.is_available() else 'job.device is "cpu"'
+        yield f'{asked} needs a GPU, but {why}. Set model.attention_backend = "sdpa".'
+
+
+def _device(config: Config) -> Iterator[str]:
+    if config.job.device == "cuda" and not torch.cuda.is_available():
+        yield 'job.device = "cuda", but there is no GPU. Set job.device = "auto" or "cpu".'
+
+
+def _on_gpu(config: Config) -> bool:
+    return config.job.device != "cpu" and torch.cuda.is_available()
+
+
+def _validation(config: Config) -> Iterator[str]:
+    validation = config.validation
+    if validation.enable and validation.corpus() is None and not config.training.held_out_fraction:
+        yield (
+            "validation.enable = true, but there is nothing to validate on: validation.dataset and "
+            "validation.dataset_path are unset and training.held_out_fraction is 0. Set one of "
+            "them (held_out_fraction = 0.01 keeps 1 % of the documents out of training)."
+        )
+
+
+def _checkpoint(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.enable or checkpoint.load_only:
+        return
+    asked = []
+    if checkpoint.load_step >= 0:
+        asked.append(f"checkpoint.load_step = {checkpoint.load_step}")
+    if checkpoint.initial_load_path is not None:
+        asked.append(f'checkpoint.initial_load_path = "{checkpoint.initial_load_path}"')
+    if asked:
+        yield (
+            f"{' and '.join(asked)} {'have' if len(asked) > 1 else 'has'} no effect while "
+            "checkpoint.enable is false. Set checkpoint.enable = true, or checkpoint.load_only = "
+            "true to save nothing."
+        )
+
+
+def _files(config: Config) -> Iterator[str]:
+    paths = {
+        "model.hf_assets_path": config.model.hf_assets_path,
+        "training.dataset_path": config.training.dataset_path,
+        "validation.dataset_path": config.validation.dataset_path,
+        "checkpoint.initial_load_path": config.checkpoint.initial_load_path,
+    }
+    for index, corpus in enumerate(config.training.corpora):
+        paths[f"training.corpora[{index}].dataset_path"] = corpus.dataset_path
+    for key, path in paths.items():
+        # A URL is looked up by fsspec when it is read.
+        if path is None or "://" in path or glob(str(Path(path).expanduser()), recursive=True):
+            continue
+        relative = "" if Path(path).is_absolute() else f" below {Path.cwd()}"
+        yield f'{key} = "{path}": nothing there{relative}.'

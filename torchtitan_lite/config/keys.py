@@ -1,0 +1,171 @@
+"""One walk over the keys of a configuration, with their types in plain words.
+
+`--help`, the reference, the overrides and the error messages all read the keys here, so they
+cannot disagree. Layer: imports section only.
+"""
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from torchtitan_lite.section import Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key of a section."""
+
+    path: tuple[str, ...]
+    type: Any
+    """Its annotation without constraints."""
+    default: Any
+    meaning: str
+
+    @property
+    def name(self) -> str:
+        """As messages and overrides write it: `training.steps`."""
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A table of the file: a section, or one below it."""
+
+    path: tuple[str, ...]
+    repeated: bool
+    """Written `[[path]]`, once for each element of a list."""
+    meaning: str
+    keys: tuple[Key, ...]
+    """Empty for a free-form table."""
+
+    @property
+    def header(self) -> str:
+        """The table's line in a TOML file."""
+        name = ".".join(self.path)
+        return f"[[{name}]]" if self.repeated else f"[{name}]"
+
+
+def groups(
+    section: type[BaseModel], path: tuple[str, ...] = (), *, repeated: bool = False
+) -> Iterator[Group]:
+    """Every table of `section` in the order of its fields, the outer ones first."""
+    keys: list[Key] = []
+    below: list[Group] = []
+    for name, field in section.model_fields.items():
+        here = (*path, name)
+        type_ = without_constraints(field.annotation)
+        meaning = _one_line(field.description)
+        inner, is_list = section_in(type_)
+        if inner is not None:
+            below += groups(inner, here, repeated=is_list)
+        if get_origin(type_) is dict:
+            below.append(Group(path=here, repeated=False, meaning=meaning, keys=()))
+        elif inner is None or is_list:
+            default = field.get_default(call_default_factory=True)
+            keys.append(Key(path=here, type=type_, default=default, meaning=meaning))
+    if keys:
+        own = _one_line(section.__doc__)
+        yield Group(path=path, repeated=repeated, meaning=own, keys=tuple(keys))
+    yield from below
+
+
+def all_keys(section: type[BaseModel]) -> dict[str, Key]:
+    """Every key by its dotted name."""
+    return {key.name: key for group in groups(section) for key in group.keys}
+
+
+def type_at(section: type[BaseModel], path: tuple[str | int, ...]) -> Any:
+    """The type of what lies at `path`, where a number selects an element of a list. None where
+    the schema does not know."""
+    type_: Any = section
+    for part in path:
+        inner, is_list = section_in(type_)
+        if isinstance(part, int):
+            type_ = get_args(type_)[0] if get_origin(type_) is list else None
+        elif inner is not None and not is_list and part in inner.model_fields:
+            type_ = without_constraints(inner.model_fields[part].annotation)
+        else:
+            return None
+    return type_
+
+
+def without_constraints(annotation: Any) -> Any:
+    """The annotation without what `Annotated` adds, at any depth."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return without_constraints(arguments[0])
+    if origin in (Union, types.UnionType):
+        return Union[tuple(without_constraints(argument) for argument in arguments)]  # noqa: UP007
+    if origin is list:
+        return list[without_constraints(arguments[0])]
+    return annotation
+
+
+def section_in(type_: Any) -> tuple[type[Section] | None, bool]:
+    """The section that `type_` is or lists, and whether it lists it."""
+    is_list = get_origin(type_) is list
+    inner = get_args(type_)[0] if is_list else type_
+    if isinstance(inner, type) and issubclass(inner, Section):
+        return inner, is_list
+    return None, False
+
+
+def split_none(type_: Any) -> tuple[Any, bool]:
+    """The type without None, and whether it admitted None."""
+    if get_origin(type_) not in (Union, types.UnionType):
+        return type_, False
+    rest = [argument for argument in get_args(type_) if argument is not type(None)]
+    return Union[tuple(rest)], len(rest) < len(get_args(type_))  # noqa: UP007
+
+
+def type_text(type_: Any) -> str:
+    """The type as a noun: `integer`, `one of "a", "b"`, `list of strings`."""
+    type_, admits_none = split_none(type_)
+    if get_origin(type_) is Literal:
+        choices = ", ".join(f'"{choice}"' for choice in get_args(type_))
+        text = choices if len(get_args(type_)) == 1 else f"one of {choices}"
+    elif section_in(type_)[1]:
+        text = "list of tables"
+    elif get_origin(type_) is list:
+        text = f"list of {type_text(get_args(type_)[0])}s"
+    elif section_in(type_)[0] or get_origin(type_) is dict:
+        text = "table"
+    else:
+        text = {bool: "true or false", int: "integer", float: "number", str: "string"}[type_]
+    return f"{text} or none" if admits_none else text
+
+
+def needed_text(type_: Any) -> str:
+    """The type with its article, for "needed ..."."""
+    text = type_text(type_)
+    if text.startswith(("one of", "true", '"')):
+        return text
+    return f"an {text}" if text[0] in "aeiou" else f"a {text}"
+
+
+def given_text(value: Any) -> str:
+    """A value of a TOML file with the name of its type, for "given ..."."""
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, list):
+        return f"a list of {len(value)} values"
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string"}
+    return f"{value_text(value)} ({kinds.get(type(value), 'date or time')})"
+
+
+def value_text(value: Any) -> str:
+    """A value as a TOML file writes it; `none` where the key is left out."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, list):
+        return f"[{', '.join(value_text(element) for element in value)}]"
+    return "none" if value is None else str(value)
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())

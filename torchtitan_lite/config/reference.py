@@ -1,0 +1,88 @@
+"""Every key with its meaning, type and default: as `--help`, and as Markdown.
+
+Both come from the same walk over the schema. Layer: above keys.
+"""
+
+import textwrap
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from torchtitan_lite.config.keys import Group, Key, groups, type_text, value_text
+from torchtitan_lite.config.torchtitan_defaults import DEFAULTS, VERSION
+
+_USAGE = """\
+torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]
+python train.py --config FILE [--section.key value ...]"""
+
+_FORMS = """\
+Every key can be set in the file and on the command line, where --section.key value and \
+--section.key=value are the same, --section.flag means true and --section.no_flag false, lists are \
+separated by commas or written as TOML arrays, and none is null. In the file, where TOML has no \
+null, leave the key out or write "none"."""
+
+
+def help_text(schema: type[BaseModel], width: int) -> str:
+    """The text of `--help`, wrapped to `width` columns."""
+    lines = [_USAGE, "", *textwrap.wrap(_FORMS, width)]
+    for group in groups(schema):
+        lines += ["", group.header]
+        lines += textwrap.wrap(group.meaning, width)
+        for key in group.keys:
+            lines += _wrapped(_signature(key, group), width, "  ", "      ")
+            lines += _wrapped(key.meaning, width, "      ", "      ")
+    return "\n".join(lines)
+
+
+def markdown(schema: type[BaseModel]) -> str:
+    """The reference as one Markdown page."""
+    return "\n".join(_markdown_lines(schema)) + "\n"
+
+
+def _markdown_lines(schema: type[BaseModel]) -> Iterator[str]:
+    yield "# Configuration reference"
+    yield ""
+    yield "<!-- Written by `python -m scripts.config_reference`; edit the docstrings instead. -->"
+    yield ""
+    yield "```"
+    yield _USAGE
+    yield "```"
+    yield ""
+    yield _FORMS
+    yield ""
+    yield (
+        f"Sections and keys are those of torchtitan {VERSION}, so its files load here; a key of a "
+        "feature that is not supported is accepted while it is switched off. Where a default "
+        "differs from torchtitan's, the table gives both."
+    )
+    for group in groups(schema):
+        yield ""
+        yield f"## {group.header}"
+        yield ""
+        yield group.meaning
+        if not group.keys:
+            continue
+        yield ""
+        yield "| key | type | default | meaning |"
+        yield "|---|---|---|---|"
+        for key in group.keys:
+            default = f"`{value_text(key.default)}`"
+            if key.name in DEFAULTS:
+                default += f" (torchtitan: `{value_text(DEFAULTS[key.name])}`)"
+            cells = (f"`{key.path[-1]}`", type_text(key.type), default, key.meaning)
+            yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def _signature(key: Key, group: Group) -> str:
+    # The keys of a repeated table cannot be addressed one by one.
+    name = key.path[-1] if group.repeated else f"--{key.name}"
+    default = value_text(key.default)
+    if key.name in DEFAULTS:
+        default += f"; torchtitan {VERSION}: {value_text(DEFAULTS[key.name])}"
+    return f"{name}  ({type_text(key.type)}; default {default})"
+
+
+def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )

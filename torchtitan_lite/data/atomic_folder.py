@@ -1,0 +1,69 @@
+"""Folders that are built once, by one of several processes, and seen only when whole.
+
+Layer: above errors and log. Invariant: a folder under its final name is complete, for it gets
+that name by a rename after everything in it has reached the disk. Whoever finds it missing takes
+a file lock; the kernel drops the lock of a process that dies, and what that process left behind
+lies under another name, which the next builder removes.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import DataError
+from ..log import logger
+
+
+def build_once(folder: Path, what: str, build: Callable[[Path], None]) -> None:
+    """Make `folder` by calling `build(temporary_folder)`, unless it exists. Any number of
+    processes may call this at once; one builds while the others wait. `what` is for messages."""
+    if folder.is_dir():
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_name(f"{folder.name}.lock"), what):
+            if folder.is_dir():
+                return
+            for left_over in folder.parent.glob(f"{folder.name}.building-*"):
+                shutil.rmtree(left_over)
+            temporary = folder.with_name(f"{folder.name}.building-{os.getpid()}")
+            temporary.mkdir()
+            try:
+                build(temporary)
+                _sync_tree(temporary)
+                temporary.rename(folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+            _sync(folder.parent)
+    except OSError as error:
+        raise DataError(
+            f"cannot write {what} to {folder.parent}: {error}. Free the space, or set "
+            f"training.cache_folder to a folder that can be written."
+        ) from error
+
+
+@contextmanager
+def _locked(path: Path, what: str) -> Iterator[None]:
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another process prepares %s; waiting for it", what)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

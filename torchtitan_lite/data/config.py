@@ -1,0 +1,193 @@
+"""The settings of the data: the `[validation]` section and the data keys of `[training]`.
+
+Layer: imports only `section`. Invariant: names and meanings follow torchtitan 0.2.2; where a
+default differs, the text of the field says so.
+"""
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from ..section import Section, above, at_least, between, only, positive_or_minus_one
+
+DEFAULT_DATASET = "python_stdlib"
+_WORKERS = "a loader with worker processes (a background thread reads ahead instead)"
+
+
+class CorpusConfig(Section):
+    """One corpus of several that are blended by weight: `[[training.corpora]]`."""
+
+    dataset: str = DEFAULT_DATASET
+    """What to read: "python_stdlib", "c4", "c4_validation", a format ("json", "jsonl", "parquet",
+    "arrow", "text") together with `dataset_path`, or a name on the Hugging Face hub."""
+
+    dataset_path: str | None = None
+    """A local file, folder or glob. The format follows from the file extensions unless `dataset`
+    names one. A relative path is taken from the working directory."""
+
+    dataset_config: str | None = None
+    """Name of the configuration (subset) of a data set on the hub."""
+
+    dataset_split: str = "train"
+    """Split of a data set on the hub. Local files have no splits; there it is only a label."""
+
+    text_column: str = "text"
+    """Column that holds the text of a document. Files of the "text" format have just this one."""
+
+    streaming: bool = False
+    """Read the data set as a stream instead of tokenising all of it before the first step. The
+    samples then come in the order of the stream, without a shuffle."""
+
+    weight: Annotated[float, above(0)] = 1.0
+    """Share of the samples that come from this corpus, relative to the other corpora's weights."""
+
+
+class DataLoaderConfig(Section):
+    """How batches are loaded. The keys are torchtitan's."""
+
+    num_workers: Annotated[int, only(0, _WORKERS)] = 0
+    """Number of worker processes; only 0, since one background thread reads ahead."""
+
+    persistent_workers: Annotated[bool, only(False, _WORKERS)] = False
+    """Keep the worker processes alive between epochs; only false, as there are none."""
+
+    pin_memory: bool = False
+    """Accepted for compatibility: batches for a GPU always lie in pinned memory, others never."""
+
+    prefetch_factor: Annotated[int | None, only(None, _WORKERS)] = None
+    """Batches that each worker process loads ahead; not set, as there are none."""
+
+
+class DataConfig(Section):
+    """The data keys of `[training]`; the section of that name extends this one."""
+
+    dataset: str = DEFAULT_DATASET
+    """What to train on: "python_stdlib" (the source of the Python standard library on this
+    machine, no download), "c4", "c4_validation", a format ("json", "jsonl", "parquet", "arrow",
+    "text") together with `dataset_path`, or a name on the Hugging Face hub. torchtitan's default
+    is "c4_test", a fixture of its own repository."""
+
+    dataset_path: str | None = None
+    """A local file, folder or glob to read instead of downloading. The format follows from the
+    file extensions unless `dataset` names one."""
+
+    dataset_config: str | None = None
+    """Name of the configuration (subset) of a data set on the hub."""
+
+    dataset_split: str = "train"
+    """Split of a data set on the hub. Local files have no splits; there it is only a label."""
+
+    text_column: str = "text"
+    """Column that holds the text of a document."""
+
+    streaming: bool = False
+    """Read the data set as a stream, in its own order and without a shuffle, instead of
+    tokenising all of it before the first step. torchtitan always streams."""
+
+    corpora: list[CorpusConfig] = Field(default_factory=list)
+    """Several corpora blended by weight, each a `[[training.corpora]]` table. Takes the place of
+    `dataset` and the keys that go with it."""
+
+    held_out_fraction: Annotated[float, between(0, 0.5)] = 0.0
+    """Share of the documents kept for validation, chosen by a hash of the document's text. They
+    are never trained on, whether or not validation is enabled."""
+
+    cache_folder: str = "~/.cache/torchtitan_lite"
+    """Where tokenised corpora and trained tokenizers are kept. Can be deleted at any time between
+    runs; processes on one machine share it."""
+
+    local_batch_size: Annotated[int, at_least(1)] = 8
+    """Samples in a microbatch of one rank."""
+
+    global_batch_size: Annotated[int, positive_or_minus_one()] = -1
+    """Samples in one optimizer step over all ranks; -1 means `local_batch_size` times the number
+    of ranks that see different samples. More than that is reached by accumulating gradients."""
+
+    seq_len: Annotated[int, at_least(1)] = 2048
+    """Target tokens in a sample."""
+
+    dataloader: DataLoaderConfig = DataLoaderConfig()
+    """`[training.dataloader]`: how batches are loaded."""
+
+    @model_validator(mode="after")
+    def _one_way_to_name_the_data(self) -> "DataConfig":
+        single = {
+            key: getattr(self, key)
+            for key in ("dataset", "dataset_path", "dataset_config", "streaming")
+            if getattr(self, key) != type(self).model_fields[key].default
+        }
+        if self.corpora and single:
+            given = ", ".join(f"{key} = {value!r}" for key, value in single.items())
+            raise ValueError(
+                f"got {len(self.corpora)} corpora and also {given}; name the data either in "
+                f"[[training.corpora]] or in those keys, not in both"
+            )
+        return self
+
+    def resolved_corpora(self) -> list[CorpusConfig]:
+        """The corpora to blend: `corpora`, or the one that the keys beside it name."""
+        if self.corpora:
+            return list(self.corpora)
+        return [
+            CorpusConfig(
+                dataset=self.dataset,
+                dataset_path=self.dataset_path,
+                dataset_config=self.dataset_config,
+                dataset_split=self.dataset_split,
+                text_column=self.text_column,
+                streaming=self.streaming,
+            )
+        ]
+
+
+class ValidationConfig(Section):
+    """`[validation]`: the loss on documents that are not trained on."""
+
+    enable: bool = False
+    """Measure the validation loss during training."""
+
+    dataset: str | None = None
+    """What to validate on, named as in `[training]`. Not set: the held-out documents of the
+    training corpora (see `training.held_out_fraction`), or the files in `dataset_path`.
+    torchtitan's default is "c4_validation"."""
+
+    dataset_path: str | None = None
+    """A local file, folder or glob to validate on."""
+
+    dataset_config: str | None = None
+    """Name of the configuration (subset) of a validation set on the hub."""
+
+    dataset_split: str = "train"
+    """Split of a validation set on the hub."""
+
+    text_column: str = "text"
+    """Column of the validation set that holds the text of a document."""
+
+    local_batch_size: Annotated[int, at_least(1)] = 8
+    """Samples that one rank runs at once in validation."""
+
+    seq_len: Annotated[int, at_least(1)] | None = None
+    """Target tokens in a validation sample. Not set: `training.seq_len`; torchtitan's default is
+    2048."""
+
+    freq: Annotated[int, at_least(1)] = 10
+    """Validate every this many steps."""
+
+    steps: Annotated[int, positive_or_minus_one()] = -1
+    """Rounds of `local_batch_size` samples on each rank; -1 means the whole validation set. Every
+    rank takes part in every round."""
+
+    dataloader: DataLoaderConfig = DataLoaderConfig()
+    """`[validation.dataloader]`: how batches are loaded."""
+
+    def corpus(self) -> CorpusConfig | None:
+        """The validation set, or None for the held-out documents of the training corpora."""
+        if self.dataset is None and self.dataset_path is None:
+            return None
+        return CorpusConfig(
+            dataset=self.dataset or DEFAULT_DATASET,
+            dataset_path=self.dataset_path,
+            dataset_config=self.dataset_config,
+            dataset_split=self.dataset_split,
+            text_column=self.text_column,
+        )

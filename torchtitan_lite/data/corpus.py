@@ -1,0 +1,294 @@
+"""The documents of a corpus, read through the `datasets` library.
+
+Owns which files or hub data set a `CorpusConfig` means, and the errors of reading them. Layer:
+above errors, log and section. Invariant: `open_corpus` and the fingerprint of local files need
+no import of `datasets`, so that a start with a warm token cache does not pay for it.
+"""
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from .config import DEFAULT_DATASET, CorpusConfig
+
+FORMATS = {
+    "json": (".json", ".jsonl", ".ndjson"),
+    "jsonl": (".jsonl", ".json", ".ndjson"),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "text": (".txt", ".text", ".md"),
+}
+"""The extensions that a folder is searched for. A file named in full may have any."""
+
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+_C4_SPLITS = {"c4": "train", "c4_validation": "validation", "c4_test": "train"}
+_DOCUMENTS_PER_READ = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """A corpus whose files are known to exist; nothing has been read yet."""
+
+    name: str
+    """For messages."""
+    fingerprint: str
+    """Changes when the documents may have changed."""
+    column: str
+    format: str | None
+    """Builder of `datasets` for local files, else None."""
+    files: tuple[Path, ...]
+    hub_name: str | None
+    hub_config: str | None
+    split: str
+    streaming: bool
+    cache_folder: Path
+
+    def documents(self) -> Iterator[str]:
+        """All documents in order, empty ones left out. Reads them into a memory-mapped table
+        first, which `datasets` keeps in its own cache."""
+        with _reading(self.name):
+            dataset = self._load(streaming=False)
+            self._check_column(dataset.column_names)
+            dataset = dataset.select_columns([self.column])
+        batches = dataset.iter(batch_size=_DOCUMENTS_PER_READ)
+        while True:
+            with _reading(self.name):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for value in batch[self.column]:
+                text = self.text_of({self.column: value})
+                if text:
+                    yield text
+
+    def stream(self) -> Any:
+        """The documents as a `datasets.IterableDataset`, from their start."""
+        with _reading(self.name):
+            dataset = self._load(streaming=True)
+            names = dataset.column_names
+            if names is None:
+                names = list(next(iter(dataset.take(1)), {self.column: ""}))
+            self._check_column(names)
+            return dataset.select_columns([self.column])
+
+    def text_of(self, example: dict[str, Any]) -> str:
+        """The text of one example; "" where it has none."""
+        value = example[self.column]
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise DataError(
+                f"{self.name}: column {self.column!r} holds {type(value).__name__}, but a "
+                f"document is text. Set text_column to a column of strings."
+            )
+        return value
+
+    def _load(self, streaming: bool) -> Any:
+        import datasets
+
+        if self.hub_name is not None:
+            return datasets.load_dataset(
+                self.hub_name, self.hub_config, split=self.split, streaming=streaming
+            )
+        files = [str(path) for path in self.files]
+        if self.name == DEFAULT_DATASET:
+            files = [str(path) for path in self.files if _is_utf8(path)]
+        options: dict[str, Any] = {"sample_by": "document"} if self.format == "text" else {}
+        # Each path is a file that exists; escaping keeps `datasets` from reading it as a pattern.
+        return datasets.load_dataset(
+            str(self.format),
+            data_files={"train": [glob.escape(file) for file in files]},
+            split="train",
+            streaming=streaming,
+            cache_dir=str(self.cache_folder / "datasets"),
+            **options,
+        )
+
+    def _check_column(self, names: list[str]) -> None:
+        if self.column not in names:
+            raise DataError(
+                f"{self.name} has no column {self.column!r}; its columns are "
+                f"{', '.join(map(repr, names))}. Set text_column to the one that holds the text."
+            )
+
+
+def open_corpus(config: CorpusConfig, cache_folder: Path) -> Corpus:
+    """Find what `config` names. Raises DataError when it is not there."""
+    format, files, hub_name, hub_config, split = None, (), None, config.dataset_config, ""
+    column = config.text_column
+    if config.dataset_path is not None:
+        format, files = _local_files(config.dataset, config.dataset_path)
+    elif config.dataset == DEFAULT_DATASET:
+        format, files, column = "text", _standard_library_files(), "text"
+    elif config.dataset in FORMATS:
+        raise DataError(
+            f'dataset = "{config.dataset}" is a file format, so it needs dataset_path: a file, '
+            f"a folder or a glob."
+        )
+    elif config.dataset == "c4_test":
+        raise DataError(
+            'dataset = "c4_test" is a fixture in torchtitan\'s own repository, which is not here. '
+            f'Use dataset = "{DEFAULT_DATASET}" (no download), or set dataset_path to a copy of it.'
+        )
+    elif config.dataset in _C4_SPLITS:
+        hub_name, hub_config = "allenai/c4", config.dataset_config or "en"
+        split = _C4_SPLITS[config.dataset]
+    else:
+        hub_name, split = config.dataset, config.dataset_split
+    if format == "text" and column != "text":
+        raise DataError(
+            f'text files have one column, "text", but text_column = "{column}". Leave it out.'
+        )
+    name = config.dataset if config.dataset_path is None else config.dataset_path
+    if hub_name is None:
+        fingerprint = _fingerprint_of_files(format or "", column, files)
+    else:
+        fingerprint = _fingerprint_on_hub(name, hub_name, hub_config, split, column)
+    return Corpus(
+        name=name,
+        fingerprint=fingerprint,
+        column=column,
+        format="json" if format == "jsonl" else format,
+        files=files,
+        hub_name=hub_name,
+        hub_config=hub_config,
+        split=split,
+        streaming=config.streaming,
+        cache_folder=cache_folder,
+    )
+
+
+def _local_files(dataset: str, dataset_path: str) -> tuple[str, tuple[Path, ...]]:
+    """The format and the files of `dataset_path`, sorted."""
+    wanted = dataset if dataset in FORMATS else None
+    if wanted is None and dataset != DEFAULT_DATASET and dataset not in _C4_SPLITS:
+        raise DataError(
+            f'dataset = "{dataset}" names a data set on the hub and dataset_path = '
+            f'"{dataset_path}" names local files. Leave dataset out, or set it to the format of '
+            f"the files: {', '.join(FORMATS)}."
+        )
+    path = Path(dataset_path).expanduser().absolute()
+    if path.is_file():
+        found = [path]
+    elif path.is_dir():
+        extensions = FORMATS[wanted] if wanted else tuple(sum(FORMATS.values(), ()))
+        found = [file for file in path.rglob("*") if _extension(file) in extensions]
+    else:
+        found = [Path(file) for file in glob.glob(str(path), recursive=True)]
+    # `Dataset.save_to_disk` puts two descriptions beside its data.
+    files = tuple(
+        sorted(
+            file
+            for file in found
+            if file.is_file() and file.name not in ("dataset_info.json", "state.json")
+        )
+    )
+    if not files:
+        kind = f" with the extensions {', '.join(FORMATS[wanted])}" if wanted else ""
+        raise DataError(
+            f'dataset_path = "{dataset_path}" (that is, {path}) matches no file{kind}. Name a '
+            f"file, a folder or a glob; a relative path is taken from the working directory."
+        )
+    return wanted or _format_of(dataset_path, files), files
+
+
+def _format_of(dataset_path: str, files: tuple[Path, ...]) -> str:
+    formats: dict[str, str] = {}
+    for file in files:
+        extension = _extension(file)
+        formats[extension] = next((f for f, known in FORMATS.items() if extension in known), "")
+    if len(set(formats.values())) != 1 or "" in formats.values():
+        raise DataError(
+            f'the files of dataset_path = "{dataset_path}" have the extensions '
+            f"{', '.join(repr(extension) for extension in sorted(formats))}, from which the format "
+            f"does not follow. Set dataset to one of {', '.join(FORMATS)}."
+        )
+    return next(iter(formats.values()))
+
+
+def _extension(file: Path) -> str:
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _standard_library_files() -> tuple[Path, ...]:
+    """The Python source of the running interpreter's library, without tests and packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in left_out]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not files:
+        raise DataError(
+            f"the standard library in {root} has no .py files (this Python ships it compiled). "
+            f"Set training.dataset_path to text of your own."
+        )
+    return tuple(sorted(files))
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _fingerprint_of_files(format: str, column: str, files: tuple[Path, ...]) -> str:
+    """Of paths, sizes and times: what can be known without reading the files."""
+    digest = hashlib.blake2b(f"{format}\n{column}".encode(), digest_size=16)
+    for file in files:
+        status = file.stat()
+        digest.update(f"\n{file}\x1f{status.st_size}\x1f{status.st_mtime_ns}".encode())
+    return digest.hexdigest()
+
+
+def _fingerprint_on_hub(
+    name: str, hub_name: str, hub_config: str | None, split: str, column: str
+) -> str:
+    with _reading(name):
+        import datasets
+
+        builder = datasets.load_dataset_builder(hub_name, hub_config)
+    key = "\x1f".join([hub_name, str(builder.config_id), str(builder.hash), split, column])
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Turn whatever `datasets` raises into one clear error, and keep its bars off the console."""
+    import datasets
+
+    had_bars = not datasets.are_progress_bars_disabled()
+    if had_bars:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    except DataError:
+        raise
+    # `datasets` documents no common base: a name that is unknown, a hub that cannot be reached,
+    # a damaged file and a wrong split each raise another class.
+    except Exception as error:
+        cause = error.__cause__ or error
+        offline = (
+            " The hub can only be reached online and with HF_HUB_OFFLINE unset; for files on this "
+            "machine set dataset_path."
+            if isinstance(error, ConnectionError | FileNotFoundError)
+            else ""
+        )
+        raise DataError(
+            f"cannot read the corpus {name!r}: {type(cause).__name__}: {cause}.{offline}"
+        ) from error
+    finally:
+        if had_bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,193 @@
+"""The microbatches of a step, by the samples' indices in the global order.
+
+Layer: above order, packing, stream and microbatch. Invariant: what `take` returns depends on the
+indices and the step asked for and on nothing else; reading ahead only changes when it is ready.
+There is no cursor here: the trainer's is the only one.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from ..spec import Microbatch
+from .microbatch import FILLER, collate
+from .order import SampleOrder
+from .packing import PackedBlocks
+from .stream import StreamedBlocks
+
+_Request = tuple[tuple[tuple[int, ...], ...], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A corpus of the blend."""
+
+    name: str
+    weight: float
+    digest: str | None
+    """Hash of the tokens; None for a stream."""
+    blocks: PackedBlocks | StreamedBlocks
+
+
+class DataLoader:
+    """Reads microbatches, one request ahead in a background thread.
+
+    All reading happens in that one thread, so that a stream has one reader.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        seq_len: int,
+        seed: int,
+        document_mask: bool,
+        pin_memory: bool,
+    ) -> None:
+        self._sources = tuple(sources)
+        self._seq_len = seq_len
+        self._seed = seed
+        self._document_mask = document_mask
+        self._pin_memory = pin_memory
+        self._order = SampleOrder(
+            seed,
+            [source.blocks.num_blocks for source in sources],
+            [source.weight for source in sources],
+        )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        self._ahead: tuple[_Request, Future[list[Microbatch]]] | None = None
+
+    def take(self, microbatch_indices: Sequence[Sequence[int]], step: int) -> list[Microbatch]:
+        """The microbatches of `step` with these samples. An index of -1 is a filler sample. The
+        same request may come again, as after a step that was not committed."""
+        request = _as_request(microbatch_indices, step)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == request:
+            return ahead[1].result()
+        if ahead is not None:
+            ahead[1].cancel()
+        return self._thread.submit(self._read, request).result()
+
+    def prefetch(self, microbatch_indices: Sequence[Sequence[int]], step: int) -> None:
+        """Begin to read what the next `take` will ask for. A `take` of something else discards
+        it."""
+        request = _as_request(microbatch_indices, step)
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+        self._ahead = (request, self._thread.submit(self._read, request))
+
+    def state(self, cursor: int) -> dict[str, Any]:
+        """JSON values from which a run can go on with sample `cursor`: the same on every rank."""
+        return self._thread.submit(self._state, cursor).result()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken. Raises DataError when the data are not the same, since
+        the order of the samples would then not be continued."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead[1].cancel()
+        self._check_same_data(state)
+        self._thread.submit(self._load_state, state).result()
+
+    def close(self) -> None:
+        """End the background thread."""
+        self._ahead = None
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, request: _Request) -> list[Microbatch]:
+        microbatches, step = request
+        indices = np.array([index for samples in microbatches for index in samples], dtype=np.int64)
+        tokens, documents = self._read_samples(indices)
+        result, first = [], 0
+        for samples in microbatches:
+            rows = slice(first, first + len(samples))
+            first += len(samples)
+            result.append(
+                collate(
+                    tokens[rows],
+                    documents[rows],
+                    samples,
+                    seed=self._seed,
+                    step=step,
+                    document_mask=self._document_mask,
+                    pin_memory=self._pin_memory,
+                )
+            )
+        return result
+
+    def _read_samples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        tokens = np.zeros((len(indices), self._seq_len + 1), dtype=np.int64)
+        documents = np.zeros((len(indices), self._seq_len + 1), dtype=np.int32)
+        real = np.flatnonzero(indices != FILLER)
+        corpora, _, blocks = self._order.locate(indices[real])
+        for corpus, source in enumerate(self._sources):
+            rows = corpora == corpus
+            if rows.any():
+                tokens[real[rows]], documents[real[rows]] = source.blocks.read(blocks[rows])
+        return tokens, documents
+
+    def _state(self, cursor: int) -> dict[str, Any]:
+        corpora = [self._identity(source) for source in self._sources]
+        for corpus, source in enumerate(self._sources):
+            if isinstance(source.blocks, StreamedBlocks):
+                own_index = self._order.own_index(cursor, corpus)
+                corpora[corpus]["stream"] = source.blocks.state(own_index)
+        return {"seed": self._seed, "corpora": corpora}
+
+    def _identity(self, source: Source) -> dict[str, Any]:
+        """What must be the same for the order of the samples to be the same."""
+        kind = "stream" if source.digest is None else "table"
+        return {
+            "name": source.name,
+            "kind": kind,
+            "weight": source.weight,
+            "seq_len": self._seq_len,
+            "num_blocks": source.blocks.num_blocks,
+            "digest": source.digest,
+        }
+
+    def _check_same_data(self, state: dict[str, Any]) -> None:
+        # A corpus may have moved to another folder; a stream is known by its name alone.
+        saved = [
+            {k: v for k, v in corpus.items() if k != "stream" and _counts(corpus, k)}
+            for corpus in state["corpora"]
+        ]
+        now = [
+            {k: v for k, v in corpus.items() if _counts(corpus, k)}
+            for corpus in map(self._identity, self._sources)
+        ]
+        if saved == now and state["seed"] == self._seed:
+            return
+        differences = []
+        if state["seed"] != self._seed:
+            differences.append(f"debug.seed was {state['seed']}, now {self._seed}")
+        if len(saved) != len(now):
+            differences.append(f"there were {len(saved)} corpora, now {len(now)}")
+        for number, (before, after) in enumerate(zip(saved, now, strict=False)):
+            differences += [
+                f"corpus {number} had {key} {before.get(key)}, now {after.get(key)}"
+                for key in after
+                if before.get(key) != after.get(key)
+            ]
+        raise DataError(
+            f"the data are not those of the checkpoint: {'; '.join(differences)}. Restore the "
+            f'data settings and files to go on in the same order, or add "dataloader" to '
+            f"checkpoint.exclude_from_loading to begin with the new data."
+        )
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        for saved, source in zip(state["corpora"], self._sources, strict=True):
+            if isinstance(source.blocks, StreamedBlocks):
+                source.blocks.load_state(saved["stream"])
+
+
+def _counts(corpus: dict[str, Any], key: str) -> bool:
+    return not (key == "name" and corpus["kind"] == "table")
+
+
+def _as_request(microbatch_indices: Sequence[Sequence[int]], step: int) -> _Request:
+    return tuple(tuple(samples) for samples in microbatch_indices), step

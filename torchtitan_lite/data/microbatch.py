@@ -1,0 +1,50 @@
+"""From blocks of tokens to a `Microbatch`.
+
+Layer: above rng, spec and packing. Invariant: a sample's tensors are a function of its block, its
+index and the step, never of the samples beside it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..rng import fold, mix
+from ..spec import IGNORE, Microbatch
+
+FILLER = -1
+"""Index of a sample that only fills a batch up: none of its targets counts."""
+
+
+def collate(
+    tokens: np.ndarray,
+    documents: np.ndarray,
+    indices: Sequence[int],
+    *,
+    seed: int,
+    step: int,
+    document_mask: bool,
+    pin_memory: bool,
+) -> Microbatch:
+    """A microbatch of the samples `indices`, whose blocks are `tokens` and `documents` [B, S+1].
+    With `document_mask` a token has no target in the next document."""
+    indices_B = np.array(indices, dtype=np.int64)
+    targets = tokens[:, 1:].copy()
+    if document_mask:
+        targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
+    targets[indices_B == FILLER] = IGNORE
+    keys = mix(np.uint64(fold(seed, "sample", step)) ^ mix(indices_B.view(np.uint64)))
+    batch_size, seq_len = targets.shape
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        made = torch.from_numpy(np.ascontiguousarray(array))
+        return made.pin_memory() if pin_memory else made
+
+    return Microbatch(
+        tokens_BS=tensor(tokens[:, :-1]),
+        targets_BS=tensor(targets),
+        positions_BS=tensor(np.tile(np.arange(seq_len, dtype=np.int64), (batch_size, 1))),
+        documents_BS=tensor(documents[:, :-1]) if document_mask else None,
+        keys_B=tensor(keys.view(np.int64)),
+        samples=tuple(int(index) for index in indices_B),
+    )

@@ -1,0 +1,182 @@
+"""The assembly of the data: from the settings to a loader. Layer: the top of `data/`.
+
+Invariant: every process that calls `open_data` with the same settings gets the same data, and
+with a warm cache none of them imports `datasets` or `tokenizers` (unless a corpus is streamed).
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import DataError
+from ..log import logger
+from .config import DataConfig, ValidationConfig
+from .corpus import Corpus, open_corpus
+from .loader import DataLoader, Source
+from .packing import PackedBlocks
+from .stream import StreamedBlocks
+from .token_cache import TokenisedCorpus, open_token_cache
+from .tokenizer import Tokenizer, TokenizerFiles, check_vocab_size, open_tokenizer
+from .validation import ValidationData
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedData:
+    """The data of a run."""
+
+    loader: DataLoader
+    validation: ValidationData | None
+    tokenizer_files: TokenizerFiles
+    _loaded: list[Tokenizer] = field(default_factory=list, repr=False)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, loaded at the first call."""
+        if not self._loaded:
+            self._loaded.append(self.tokenizer_files.load())
+        return self._loaded[0]
+
+
+def open_data(
+    config: DataConfig,
+    validation: ValidationConfig,
+    *,
+    hf_assets_path: str | None,
+    vocab_size: int,
+    seed: int,
+    document_mask: bool,
+    pin_memory: bool,
+) -> OpenedData:
+    """Find, tokenise (once) and pack the data of a run. Every rank calls this alike.
+
+    `vocab_size` is the model's; without `hf_assets_path` a tokenizer of that size is trained on
+    the corpora. Raises DataError.
+    """
+    cache_folder = Path(config.cache_folder).expanduser().absolute()
+    settings = config.resolved_corpora()
+    corpora = [open_corpus(corpus, cache_folder) for corpus in settings]
+    files = open_tokenizer(hf_assets_path, corpora, vocab_size, cache_folder)
+    opened = _Opener(
+        config=config, tokenizer=files, vocab_size=vocab_size, cache_folder=cache_folder
+    )
+    tokenised = [None if corpus.streaming else opened.tokenise(corpus) for corpus in corpora]
+    sources = [
+        opened.stream(corpus, setting.weight)
+        if part is None
+        else opened.table(part, setting.weight)
+        for corpus, setting, part in zip(corpora, settings, tokenised, strict=True)
+    ]
+    loader = DataLoader(
+        sources,
+        seq_len=config.seq_len,
+        seed=seed,
+        document_mask=document_mask,
+        pin_memory=pin_memory,
+    )
+    validation_data = None
+    if validation.enable:
+        seq_len = validation.seq_len or config.seq_len
+        validation_data = ValidationData(
+            opened.validation_parts(validation, tokenised, seq_len),
+            seq_len=seq_len,
+            local_batch_size=validation.local_batch_size,
+            steps=validation.steps,
+            seed=seed,
+            document_mask=document_mask,
+            pin_memory=pin_memory,
+        )
+    return OpenedData(loader=loader, validation=validation_data, tokenizer_files=files)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opener:
+    """What the parts of a run's data have in common."""
+
+    config: DataConfig
+    tokenizer: TokenizerFiles
+    vocab_size: int
+    cache_folder: Path
+
+    def tokenise(self, corpus: Corpus, held_out_fraction: float | None = None) -> TokenisedCorpus:
+        if held_out_fraction is None:
+            held_out_fraction = self.config.held_out_fraction
+        return open_token_cache(
+            corpus,
+            self.tokenizer,
+            held_out_fraction=held_out_fraction,
+            vocab_size=self.vocab_size,
+            cache_folder=self.cache_folder,
+        )
+
+    def table(self, tokenised: TokenisedCorpus, weight: float) -> Source:
+        part = tokenised.train
+        blocks = PackedBlocks(
+            part.tokens,
+            part.document_starts,
+            self.config.seq_len,
+            name=f"the corpus {tokenised.name!r}",
+            remedy="lower training.seq_len or add documents",
+        )
+        logger.info(
+            "corpus %s: %s tokens in %s documents, %s blocks of %d",
+            tokenised.name,
+            f"{len(part.tokens):,}",
+            f"{len(part.document_starts):,}",
+            f"{blocks.num_blocks:,}",
+            self.config.seq_len,
+        )
+        return Source(name=tokenised.name, weight=weight, digest=part.digest, blocks=blocks)
+
+    def stream(self, corpus: Corpus, weight: float) -> Source:
+        tokenizer = self.tokenizer.load()
+        check_vocab_size(self.tokenizer.folder, tokenizer.vocab_size, self.vocab_size)
+        blocks = StreamedBlocks(
+            corpus,
+            tokenizer,
+            self.config.seq_len,
+            held_out_fraction=self.config.held_out_fraction,
+        )
+        logger.info("corpus %s: a stream, in blocks of %d", corpus.name, self.config.seq_len)
+        return Source(name=corpus.name, weight=weight, digest=None, blocks=blocks)
+
+    def validation_parts(
+        self,
+        validation: ValidationConfig,
+        tokenised: list[TokenisedCorpus | None],
+        seq_len: int,
+    ) -> list[PackedBlocks]:
+        own = validation.corpus()
+        if own is not None:
+            whole = self.tokenise(open_corpus(own, self.cache_folder), held_out_fraction=0.0)
+            return [
+                PackedBlocks(
+                    whole.train.tokens,
+                    whole.train.document_starts,
+                    seq_len,
+                    name=f"the validation set {whole.name!r}",
+                    remedy="lower validation.seq_len or add documents",
+                )
+            ]
+        fraction = self.config.held_out_fraction
+        if fraction == 0:
+            raise DataError(
+                "validation.enable = true without a validation.dataset means the held-out "
+                "documents of the training corpus, but training.held_out_fraction = 0.0. Set it, "
+                "for example to 0.01, or set validation.dataset."
+            )
+        parts = [
+            PackedBlocks(
+                part.held_out.tokens,
+                part.held_out.document_starts,
+                seq_len,
+                name=f"the held-out part ({fraction:g} of the documents) of {part.name!r}",
+                remedy="raise training.held_out_fraction, lower validation.seq_len, or set "
+                "validation.dataset",
+            )
+            for part in tokenised
+            if part is not None
+        ]
+        if len(parts) < len(tokenised):
+            raise DataError(
+                "the held-out documents of a corpus with streaming = true are not known before "
+                "all of it was read, so they cannot be validated on. Set validation.dataset."
+            )
+        return parts

@@ -1,0 +1,215 @@
+"""Text to token ids and back, with Hugging Face's `tokenizers`.
+
+Owns finding, loading and training a tokenizer. Layer: above errors and log. Invariant: a
+tokenizer is known by a hash of its files, so that a warm start need not import `tokenizers`.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from ..log import logger
+from .atomic_folder import build_once
+from .corpus import Corpus
+
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
+MIN_VOCAB_SIZE = 258
+"""256 bytes and the two special tokens."""
+
+_BOS_NAMES = (BOS, "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
+_EOS_NAMES = (EOS, "</s>", "<eos>", "<|endoftext|>", "<|im_end|>")
+_TRAINING_BYTES = 64 * 2**20
+_FORMAT = 1
+
+
+class Tokenizer:
+    """A tokenizer and the ids that begin and end a document."""
+
+    def __init__(self, inner: Any, bos_id: int | None, eos_id: int | None) -> None:
+        self._inner = inner
+        # Text of a corpus is only text: what looks like a special token in it is spelt out, so
+        # that no document can forge a border.
+        self._inner.encode_special_tokens = True
+        self.bos_id = bos_id
+        self.eos_id = eos_id
+        self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without any special token."""
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; special tokens are left out."""
+        return self._inner.decode(list(ids), skip_special_tokens=True)
+
+    def save(self, folder: Path) -> None:
+        """Write the files that `load_tokenizer` reads."""
+        self._inner.save(str(folder / "tokenizer.json"))
+        names = {
+            key: self._inner.id_to_token(id)
+            for key, id in (("bos_token", self.bos_id), ("eos_token", self.eos_id))
+            if id is not None
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=2) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """A tokenizer on disk that has not been loaded."""
+
+    folder: Path
+    fingerprint: str
+
+    def load(self) -> Tokenizer:
+        return load_tokenizer(self.folder)
+
+
+def open_tokenizer(
+    hf_assets_path: str | None, corpora: Sequence[Corpus], vocab_size: int, cache_folder: Path
+) -> TokenizerFiles:
+    """The tokenizer in `hf_assets_path`, or one that is trained once on `corpora` and cached."""
+    if hf_assets_path is not None:
+        folder = Path(hf_assets_path).expanduser()
+        _require_file(folder)
+    else:
+        parts = [str(_FORMAT), str(vocab_size), *(corpus.fingerprint for corpus in corpora)]
+        key = hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
+        folder = cache_folder / "tokenizers" / key
+
+        def build(temporary: Path) -> None:
+            names = ", ".join(corpus.name for corpus in corpora)
+            logger.info("training a tokenizer of %d tokens on %s", vocab_size, names)
+            train_tokenizer(_first_documents(corpora), vocab_size).save(temporary)
+
+        build_once(folder, "the trained tokenizer", build)
+    return TokenizerFiles(folder=folder, fingerprint=_fingerprint(folder))
+
+
+def load_tokenizer(folder: Path | str) -> Tokenizer:
+    """The tokenizer in `folder`: tokenizer.json, and tokenizer_config.json for the names of the
+    tokens that begin and end a document (without it the usual names are tried)."""
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+    folder = Path(folder).expanduser()
+    file = _require_file(folder)
+    try:
+        inner = HuggingFaceTokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"{file} is not a tokenizer that can be read: {error}") from error
+    config_file = folder / "tokenizer_config.json"
+    try:
+        config = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    except ValueError as error:
+        raise DataError(f"{config_file} is not JSON: {error}") from error
+    return Tokenizer(
+        inner,
+        bos_id=_special_id(inner, config, "bos_token", _BOS_NAMES, config_file),
+        eos_id=_special_id(inner, config, "eos_token", _EOS_NAMES, config_file),
+    )
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE (Sennrich, Haddow and Birch 2016; over bytes as in GPT-2) of at most
+    `vocab_size` tokens, the two special ones included. The same documents give the same one."""
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise DataError(
+            f"a tokenizer of {vocab_size} tokens cannot be trained: 256 bytes and 2 special "
+            f"tokens need {MIN_VOCAB_SIZE}. Use a model with a larger vocabulary, or set "
+            f"model.hf_assets_path to the folder of a tokenizer."
+        )
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    inner = HuggingFaceTokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator(documents, trainer=trainer)
+    return Tokenizer(inner, bos_id=inner.token_to_id(BOS), eos_id=inner.token_to_id(EOS))
+
+
+def check_vocab_size(folder: Path, tokenizer_vocab_size: int, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for."""
+    if tokenizer_vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer in {folder} has {tokenizer_vocab_size} tokens, but the model's "
+            f"vocabulary is {vocab_size}. Choose a model flavor with vocab_size >= "
+            f"{tokenizer_vocab_size}, or another model.hf_assets_path."
+        )
+
+
+def _require_file(folder: Path) -> Path:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        found = "that folder does not exist"
+        if folder.is_dir():
+            names = sorted(path.name for path in folder.iterdir())[:8]
+            found = f"that folder holds {', '.join(names) or 'nothing'}"
+        raise DataError(
+            f'model.hf_assets_path = "{folder}" has no tokenizer.json ({found}). Set it to a '
+            f"folder with the tokenizer files of a Hugging Face model, or leave it out to train a "
+            f"tokenizer on the corpus."
+        )
+    return file
+
+
+def _fingerprint(folder: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        file = folder / name
+        digest.update(file.read_bytes() if file.is_file() else b"")
+        digest.update(b"\x1f")
+    return digest.hexdigest()
+
+
+def _special_id(
+    inner: Any, config: dict[str, Any], key: str, usual_names: tuple[str, ...], config_file: Path
+) -> int | None:
+    name = config.get(key)
+    if isinstance(name, dict):
+        name = name.get("content")
+    if name is None:
+        ids = (inner.token_to_id(usual) for usual in usual_names)
+        return next((id for id in ids if id is not None), None)
+    id = inner.token_to_id(name)
+    if id is None:
+        raise DataError(
+            f"{config_file} says {key} = {name!r}, but tokenizer.json has no such token. The two "
+            f"files are not of one tokenizer."
+        )
+    return id
+
+
+def _first_documents(corpora: Sequence[Corpus]) -> Iterator[str]:
+    """The first documents of each corpus, of `_TRAINING_BYTES` in all: more text hardly changes
+    the merges and a stream may have no end."""
+    return chain.from_iterable(
+        _up_to(_texts(corpus), _TRAINING_BYTES // len(corpora)) for corpus in corpora
+    )
+
+
+def _texts(corpus: Corpus) -> Iterator[str]:
+    if corpus.streaming:
+        return map(corpus.text_of, corpus.stream())
+    return corpus.documents()
+
+
+def _up_to(texts: Iterator[str], limit_bytes: int) -> Iterator[str]:
+    num_bytes = 0
+    for text in texts:
+        yield text
+        num_bytes += len(text.encode())
+        if num_bytes >= limit_bytes:
+            return

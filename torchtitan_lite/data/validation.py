@@ -1,0 +1,82 @@
+"""The validation set, in rounds that every rank takes part in.
+
+Layer: above packing and microbatch. Invariant: every rank gets the same number of rounds, each of
+`local_batch_size` samples; over all ranks each sample is used once. Where the samples do not
+divide by the ranks, fillers without targets take the free places.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ..spec import Microbatch
+from .microbatch import FILLER, collate
+from .packing import PackedBlocks
+
+
+class ValidationData:
+    """The blocks of one or more corpora, one after the other."""
+
+    def __init__(
+        self,
+        parts: Sequence[PackedBlocks],
+        *,
+        seq_len: int,
+        local_batch_size: int,
+        steps: int,
+        seed: int,
+        document_mask: bool,
+        pin_memory: bool,
+    ) -> None:
+        self._parts = tuple(parts)
+        self._ends = np.cumsum([part.num_blocks for part in parts])
+        self._seq_len = seq_len
+        self._local_batch_size = local_batch_size
+        self._steps = steps
+        self._seed = seed
+        self._document_mask = document_mask
+        self._pin_memory = pin_memory
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the whole set."""
+        return int(self._ends[-1])
+
+    def num_rounds(self, num_batch_ranks: int) -> int:
+        """Rounds on each rank: all blocks, or `steps` rounds if that is less."""
+        whole = -(-self.num_blocks // (self._local_batch_size * num_batch_ranks))
+        return whole if self._steps == -1 else min(self._steps, whole)
+
+    def microbatches(self, batch_rank: int, num_batch_ranks: int) -> Iterator[list[Microbatch]]:
+        """This rank's rounds, in the same order each time. When `steps` asks for less than the
+        whole set, the blocks used are spread evenly over it."""
+        rounds = self.num_rounds(num_batch_ranks)
+        places = rounds * num_batch_ranks * self._local_batch_size
+        used = min(places, self.num_blocks)
+        samples = np.full(places, FILLER, dtype=np.int64)
+        samples[:used] = np.arange(used) * self.num_blocks // used
+        mine = samples.reshape(rounds, num_batch_ranks, self._local_batch_size)[:, batch_rank]
+        for indices in mine:
+            tokens, documents = self._read(indices)
+            yield [
+                collate(
+                    tokens,
+                    documents,
+                    indices.tolist(),
+                    seed=self._seed,
+                    step=0,
+                    document_mask=self._document_mask,
+                    pin_memory=self._pin_memory,
+                )
+            ]
+
+    def _read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        tokens = np.zeros((len(indices), self._seq_len + 1), dtype=np.int64)
+        documents = np.zeros((len(indices), self._seq_len + 1), dtype=np.int32)
+        owner = np.searchsorted(self._ends, indices, side="right")
+        for number, part in enumerate(self._parts):
+            rows = (owner == number) & (indices != FILLER)
+            if rows.any():
+                first = int(self._ends[number]) - part.num_blocks
+                tokens[rows], documents[rows] = part.read(indices[rows] - first)
+        return tokens, documents

@@ -1,0 +1,94 @@
+"""What follows from the kind of device. Layer: above errors and log only.
+
+The rest of the code asks here and never tests for CUDA by itself.
+"""
+
+import os
+import resource
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from torchtitan_lite.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The device that this process computes on."""
+
+    torch_device: torch.device
+    backend: str
+    """torch.distributed backend; CPU tensors always have gloo beside it."""
+    pin_memory: bool
+    fused_optimizer: bool
+    peak_flops: float | None
+    """Dense bf16 FLOP/s of one device, None where it is not known (every CPU)."""
+
+    @property
+    def kind(self) -> str:
+        """"cpu" or "cuda"."""
+        return self.torch_device.type
+
+    def synchronize(self) -> None:
+        """Make the host wait for the device."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
+
+    def peak_memory_gib(self) -> float:
+        """Peak since the start: of the allocator on a GPU, of the process on a CPU."""
+        if self.kind == "cuda":
+            return torch.cuda.max_memory_reserved() / 2**30
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+
+    def total_memory_gib(self) -> float:
+        """What the device has in all."""
+        if self.kind == "cuda":
+            return torch.cuda.get_device_properties(self.torch_device).total_memory / 2**30
+        return psutil.virtual_memory().total / 2**30
+
+
+# Vendors' data sheets, dense bf16 without sparsity; the first name contained in the device's wins.
+_PEAK_BF16_FLOPS = (
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H200", 989e12),
+    ("H100", 989e12),
+    ("B200", 2.25e15),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+)
+
+
+def detect_device(name: str = "auto") -> Device:
+    """The device of this process: its own GPU by LOCAL_RANK, or the CPU.
+
+    Raises UserError when `name` is "cuda" and there is none, or fewer than processes.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return Device(
+            torch_device=torch.device("cpu"),
+            backend="gloo",
+            pin_memory=False,
+            fused_optimizer=True,
+            peak_flops=None,
+        )
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    num_devices = torch.cuda.device_count()
+    if local_rank >= num_devices:
+        raise UserError(
+            f"Process {local_rank} of this node needs a GPU of its own, but the node has "
+            f"{num_devices}. Start at most {num_devices} processes a node, or set "
+            '[job] device = "cpu".'
+        )
+    torch_device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(torch_device)
+    device_name = torch.cuda.get_device_name(torch_device)
+    peak = next((flops for part, flops in _PEAK_BF16_FLOPS if part in device_name), None)
+    return Device(
+        torch_device=torch_device,
+        backend="cpu:gloo,cuda:nccl",
+        pin_memory=True,
+        fused_optimizer=True,
+        peak_flops=peak,
+    )

@@ -1,0 +1,34 @@
+"""The errors that a user can meet. Layer: imports nothing of the project.
+
+Each message says what was given, what is needed and what to change. `train.py` prints these
+without a traceback, since the message is the whole story; any other exception is a bug of ours
+and keeps its traceback.
+"""
+
+
+class UserError(Exception):
+    """Something that the user can mend: a setting, a file, a machine."""
+
+
+class ConfigError(UserError):
+    """The configuration is wrong. Carries every problem found, one line each."""
+
+
+class DataError(UserError):
+    """A corpus, tokenizer or cache cannot be read or does not fit the model."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, damaged or does not fit."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is incomplete or its bytes are not those that were written."""
+
+
+class MeshError(UserError):
+    """The degrees of parallelism do not fit the processes or the model."""
+
+
+class TrainingDiverged(UserError):
+    """Too many steps in a row had a non-finite loss or gradient."""

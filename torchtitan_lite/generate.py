@@ -1,0 +1,54 @@
+"""Text from the model as it stands, for a look at what it has learned. Layer: beside trainer."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.parallel.fsdp import reshard
+from torchtitan_lite.rng import generator
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: Sequence[int],
+    mesh: Mesh,
+    *,
+    num_tokens: int,
+    max_seq_len: int,
+    temperature: float,
+    seed: int,
+    stop_id: int | None = None,
+) -> list[int]:
+    """The ids that follow `prompt`, drawn one after the other. Every rank must call it, since the
+    weights are sharded; all get the leader's draws.
+
+    The model sees the last `max_seq_len` ids. A `temperature` of 0 takes the likeliest.
+    """
+    device = mesh.device.torch_device
+    draws = generator(seed, "generate")
+    ids = list(prompt)
+    was_training = model.training
+    model.eval()
+    for _ in range(num_tokens):
+        window = torch.tensor([ids[-max_seq_len:]], device=device)
+        logits_V = model(
+            window,
+            positions_BS=torch.arange(window.shape[1], device=device)[None],
+            keys_B=torch.zeros(1, dtype=torch.int64, device=device),
+        )[0, -1].float().cpu()
+        next_id = mesh.leader_says(_draw(logits_V, temperature, draws))
+        if next_id == stop_id:
+            break
+        ids.append(next_id)
+    reshard(model)
+    model.train(was_training)
+    return ids[len(prompt) :]
+
+
+def _draw(logits_V: torch.Tensor, temperature: float, draws: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    return int(torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=draws))

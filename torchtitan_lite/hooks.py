@@ -1,0 +1,78 @@
+"""What is done after each step beside training: all of it reads the state and never writes it.
+
+Layer: above metrics and data, beside trainer.
+"""
+
+from pathlib import Path
+
+from torchtitan_lite.data import ValidationData
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.metrics import Event, Metrics, StepRecord
+from torchtitan_lite.metrics.jsonl import JsonLines
+from torchtitan_lite.metrics.throughput import mfu
+from torchtitan_lite.spec import Schedule
+from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.trainer import Hook, StepReport
+from torchtitan_lite.validation import validate
+
+
+def record_metrics(
+    metrics: Metrics, mesh: Mesh, *, tokens_per_step: int, flops_per_token: int
+) -> Hook:
+    """Hand each step to the metrics."""
+
+    def hook(state: TrainState, report: StepReport) -> None:
+        tokens_per_second = tokens_per_step / report.step_time_s
+        metrics.step(
+            StepRecord(
+                step=report.number,
+                loss=report.loss,
+                grad_norm=report.grad_norm,
+                lr=report.lr,
+                tokens=state.tokens,
+                num_target_tokens=report.num_target_tokens,
+                tokens_per_second=tokens_per_second,
+                mfu=mfu(
+                    flops_per_token, tokens_per_second, mesh.device.peak_flops, mesh.world_size
+                ),
+                memory_gib=mesh.device.peak_memory_gib(),
+                step_time_s=report.step_time_s,
+                data_time_s=report.data_time_s,
+                checkpoint_stall_s=report.checkpoint_stall_s,
+                gc_time_s=report.gc_time_s,
+                num_replicas=report.num_replicas,
+                skipped=not report.committed,
+            )
+        )
+
+    return hook
+
+
+def validate_every(
+    freq: int,
+    last_step: int,
+    data: ValidationData,
+    schedule: Schedule,
+    metrics: Metrics,
+    mesh: Mesh,
+) -> Hook:
+    """Measure the loss on held-out documents every `freq` steps and after the last."""
+
+    def hook(state: TrainState, report: StepReport) -> None:
+        if report.committed and (state.step % freq == 0 or state.step == last_step):
+            loss = validate(state, schedule, data, mesh)
+            metrics.event(Event(name="validation", step=state.step, values={"loss": loss}))
+
+    return hook
+
+
+def write_sample_ledger(path: Path, resume_step: int) -> tuple[Hook, JsonLines]:
+    """Write the samples that this rank used in each committed step, as JSON lines."""
+    lines = JsonLines(path, resume_step)
+
+    def hook(state: TrainState, report: StepReport) -> None:
+        if report.committed:
+            values = {"samples": list(report.samples)}
+            lines.event(Event(name="samples", step=report.number, values=values))
+
+    return hook, lines

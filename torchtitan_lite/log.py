@@ -1,0 +1,24 @@
+"""Logging for every rank. Layer: imports nothing of the project.
+
+One logger, `torchtitan_lite`. Rank 0 logs at INFO, the other ranks at WARNING, each line with
+its rank when there is more than one process.
+"""
+
+import logging
+import os
+import sys
+
+logger = logging.getLogger("torchtitan_lite")
+
+
+def configure_logging(level: str | None = None) -> None:
+    """Attach one handler to stderr. Idempotent; `TORCHTITAN_LITE_LOG` overrides the level."""
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    default = "INFO" if rank == 0 else "WARNING"
+    logger.setLevel(os.environ.get("TORCHTITAN_LITE_LOG") or level or default)
+    logger.propagate = False
+    prefix = f"[rank {rank}] " if world_size > 1 else ""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
+    logger.handlers = [handler]

@@ -1,0 +1,216 @@
+"""The mesh: its axes, its degrees, and everything that ranks agree on outside a parallelism.
+
+The only file that makes a DeviceMesh or a process group. All axes exist always; a degree of 1 is
+the identity, so no caller asks whether a parallelism is on. Layer: above errors, log, device.
+
+Axes, outermost first: `pp` pipeline stages, `dp_replicate` copies of the weights, `dp_shard`
+shards of the weights, `cp` shards of the sequence, `tp` shards of the matrices.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchtitan_lite.device import Device
+from torchtitan_lite.errors import MeshError
+from torchtitan_lite.section import Section, above, at_least, only, positive_or_minus_one
+from torchtitan_lite.torch_compat import set_group_timeout
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+class ParallelismConfig(Section):
+    """Degrees of each parallelism. Their product is the number of processes."""
+
+    data_parallel_replicate_degree: Annotated[int, at_least(1)] = 1
+    """Copies of the weights (HSDP when `data_parallel_shard_degree` is above 1 too)."""
+    data_parallel_shard_degree: Annotated[int, positive_or_minus_one()] = -1
+    """Ranks that share one copy of the weights (FSDP2). -1: all ranks that are left."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free a block's gathered weights after its forward. "default": yes, but for the last block
+    and the output, which backward needs at once, and not at all under a pipeline."""
+    tensor_parallel_degree: Annotated[int, only(1, "tensor parallelism")] = 1
+    """Ranks that share each matrix."""
+    disable_loss_parallel: bool = False
+    """Compute the loss on whole logits under tensor parallelism."""
+    enable_async_tensor_parallel: Annotated[bool, only(False, "async tensor parallelism")] = False
+    """Overlap the collectives of tensor parallelism with its matrix products."""
+    pipeline_parallel_degree: Annotated[int, only(1, "pipeline parallelism")] = 1
+    """Ranks that share the layers."""
+    pipeline_parallel_schedule: str = "1F1B"
+    """Order of forward and backward over the stages; without effect at degree 1."""
+    pipeline_parallel_microbatch_size: Annotated[int, at_least(1)] = 1
+    """Samples in a microbatch of the pipeline; without effect at degree 1."""
+    pipeline_parallel_first_stage_less_layers: Annotated[int, at_least(0)] = 1
+    """Layers that the first stage has fewer, since it holds the embedding; without effect at
+    degree 1."""
+    pipeline_parallel_last_stage_less_layers: Annotated[int, at_least(0)] = 1
+    """Layers that the last stage has fewer, since it holds the output; without effect at
+    degree 1."""
+    context_parallel_degree: Annotated[int, only(1, "context parallelism")] = 1
+    """Ranks that share each sequence."""
+    context_parallel_load_balancer: Literal["headtail", "ptrr"] | None = "headtail"
+    """How a sequence is cut so that causal attention costs every rank the same; without effect at
+    degree 1."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
+    """How keys and values travel between the ranks of a sequence; without effect at degree 1."""
+    expert_parallel_degree: Annotated[int, only(1, "expert parallelism")] = 1
+    """Ranks that share the experts of a mixture."""
+    expert_tensor_parallel_degree: Annotated[int, only(1, "expert tensor parallelism")] = 1
+    """Ranks that share each expert's matrices."""
+
+
+class CommConfig(Section):
+    """Time limits of collectives and the flight recorder."""
+
+    init_timeout_seconds: Annotated[float, above(0)] = 300
+    """Time limit of a collective until the first step has ended (seconds)."""
+    train_timeout_seconds: Annotated[float, above(0)] = 100
+    """Time limit of a collective after the first step (seconds)."""
+    trace_buf_size: Annotated[int, at_least(0)] = 20000
+    """Entries of the NCCL flight recorder; 0 switches it off. Without effect on gloo."""
+    save_traces_folder: str = "comm_traces"
+    """Folder of the flight recorder's files, below `job.dump_folder`."""
+    save_traces_file_prefix: str = "rank_"
+    """Prefix of the flight recorder's files."""
+    mode: Annotated[str, only("default", "a simulated communication mode")] = "default"
+    """"default": real communication."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """The size of each axis, with their product checked."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+
+    @property
+    def batch(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+
+def resolve_degrees(config: ParallelismConfig, world_size: int) -> Degrees:
+    """Fill in `data_parallel_shard_degree = -1` and check that the product is `world_size`.
+
+    Raises MeshError with the whole equation and the nearest degree that works.
+    """
+    replicate, shard = config.data_parallel_replicate_degree, config.data_parallel_shard_degree
+    others = (
+        config.pipeline_parallel_degree
+        * replicate
+        * config.context_parallel_degree
+        * config.tensor_parallel_degree
+    )
+    product = others * (shard if shard > 0 else max(1, world_size // others))
+    if product != world_size:
+        shown = "what is left" if shard == -1 else str(shard)
+        remedies = [f"start {product} processes"]
+        if world_size % others == 0:
+            remedies.insert(0, f"set data_parallel_shard_degree = {world_size // others}")
+        raise MeshError(
+            f"pipeline ({config.pipeline_parallel_degree}) x data_parallel_replicate ({replicate})"
+            f" x data_parallel_shard ({shown}) x context ({config.context_parallel_degree})"
+            f" x tensor ({config.tensor_parallel_degree}) = {product}, but there "
+            f"{'is 1 process' if world_size == 1 else f'are {world_size} processes'}: "
+            f"{', or '.join(remedies)}."
+        )
+    return Degrees(
+        pp=config.pipeline_parallel_degree,
+        dp_replicate=replicate,
+        dp_shard=product // others,
+        cp=config.context_parallel_degree,
+        tp=config.tensor_parallel_degree,
+    )
+
+
+class Mesh:
+    """This rank's place among all ranks. Made by `start_mesh`."""
+
+    def __init__(self, device: Device, degrees: Degrees) -> None:
+        self.device = device
+        self.degrees = degrees
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device_mesh: DeviceMesh = init_device_mesh(
+            device.kind, degrees.shape, mesh_dim_names=AXES
+        )
+
+    @property
+    def is_leader(self) -> bool:
+        """True on the one rank that prints, and writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def batch_rank(self) -> int:
+        """This rank's place among the `degrees.batch` ranks that see different samples."""
+        replicate = self.device_mesh.get_local_rank("dp_replicate")
+        return replicate * self.degrees.dp_shard + self.device_mesh.get_local_rank("dp_shard")
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` summed over all ranks, in place. Every rank must call it."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on some rank. Every rank must call it; makes the host wait."""
+        return self.sum(torch.tensor([float(flag)])).item() > 0
+
+    def barrier(self) -> None:
+        """Wait until every rank is here. On the CPU: a GPU barrier would not hold the host."""
+        self.sum(torch.zeros(1))
+
+    def leader_says(self, number: int) -> int:
+        """The leader's `number`, on every rank. Every rank must call it."""
+        tensor = torch.tensor([number])
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=0)
+        return int(tensor.item())
+
+    def set_timeout(self, seconds: float) -> None:
+        """Change the time limit of the collectives of every group that this rank is in."""
+        groups = {id(group): group for group in self.device_mesh.get_all_groups()}
+        if dist.group.WORLD is not None:
+            groups[id(dist.group.WORLD)] = dist.group.WORLD
+        for group in groups.values():
+            set_group_timeout(group, timedelta(seconds=seconds))
+
+
+@contextmanager
+def start_mesh(config: ParallelismConfig, comm: CommConfig, device: Device) -> Iterator[Mesh]:
+    """Join the other processes that torchrun started, or run alone; leave at the end.
+
+    A process group that already exists is used and left alone.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    joined_before = dist.is_initialized()
+    degrees = resolve_degrees(config, dist.get_world_size() if joined_before else world_size)
+    if not joined_before:
+        timeout = timedelta(seconds=comm.init_timeout_seconds)
+        if world_size > 1:
+            dist.init_process_group(device.backend, timeout=timeout)
+        else:
+            store = dist.HashStore()
+            dist.init_process_group(
+                device.backend, store=store, rank=0, world_size=1, timeout=timeout
+            )
+    try:
+        yield Mesh(device, degrees)
+    finally:
+        if not joined_before:
+            dist.destroy_process_group()

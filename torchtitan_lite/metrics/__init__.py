@@ -1,0 +1,112 @@
+"""Metrics: what is told of a run while it goes on. Layer: above device and mesh, below config.
+
+`open_metrics` opens what `[metrics]` asks for; the loop hands a `StepRecord` a step to the result.
+Metrics read and never change the run, and no call of theirs waits for another rank. Everything
+heavy (TensorBoard, rich, wandb, the profiler) is imported where it is first used.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from torchtitan_lite.metrics.config import MetricsConfig, ProfilingConfig
+from torchtitan_lite.metrics.console import open_console
+from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
+from torchtitan_lite.metrics.jsonl import JsonLines
+from torchtitan_lite.metrics.profiler import StepProfiler
+from torchtitan_lite.metrics.record import Event, StepRecord
+from torchtitan_lite.metrics.sink import Cadence, Sink
+from torchtitan_lite.metrics.tensorboard import TensorBoard
+from torchtitan_lite.metrics.throughput import mfu
+from torchtitan_lite.metrics.wandb import WeightsAndBiases, require_wandb
+
+__all__ = [
+    "Event",
+    "Metrics",
+    "MetricsConfig",
+    "ProfilingConfig",
+    "ScheduledGarbageCollection",
+    "StepProfiler",
+    "StepRecord",
+    "mfu",
+    "open_metrics",
+]
+
+
+class Metrics:
+    """The open sinks of this rank. Made by `open_metrics`; a context manager that closes them."""
+
+    def __init__(self, every_step: Sequence[Sink], when_due: Sequence[Sink], cadence: Cadence):
+        self._every_step = every_step
+        self._when_due = when_due
+        self._cadence = cadence
+        self._open = ExitStack()
+        for sink in (*every_step, *when_due):
+            self._open.callback(sink.close)
+
+    def step(self, record: StepRecord) -> None:
+        """Tell of a step that has ended."""
+        for sink in self._every_step:
+            sink.step(record)
+        if self._cadence.is_due(record.step):
+            for sink in self._when_due:
+                sink.step(record)
+
+    def event(self, event: Event) -> None:
+        """Tell of something that happened beside the steps."""
+        for sink in (*self._every_step, *self._when_due):
+            sink.event(event)
+
+    def close(self) -> None:
+        """Close every sink, also when one of them fails. Idempotent."""
+        self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+def open_metrics(
+    config: MetricsConfig,
+    *,
+    folder: Path,
+    rank: int,
+    is_leader: bool,
+    total_steps: int,
+    resume_step: int,
+    run_config: Mapping[str, Any],
+) -> Metrics:
+    """Open the sinks of this rank: on the leader `folder/metrics.jsonl`, the console and what
+    `config` switches on; on the others nothing, or the same files with the rank in their names
+    when `config.save_for_all_ranks`.
+
+    `resume_step` is the last step of the state that training starts from, 0 for a fresh run: what
+    the files say of later steps goes. `run_config` is shown by Weights & Biases.
+    Raises UserError when wandb is asked for and missing, on every rank.
+    """
+    if config.enable_wandb:
+        require_wandb()
+    cadence = Cadence(log_freq=config.log_freq, first_step=resume_step + 1, last_step=total_steps)
+    every_step: list[Sink] = []
+    when_due: list[Sink] = []
+    if is_leader or config.save_for_all_ranks:
+        label = "" if is_leader else f"rank_{rank}"
+        name = "metrics.jsonl" if is_leader else f"metrics_{label}.jsonl"
+        if config.enable_wandb:
+            when_due.append(
+                WeightsAndBiases(
+                    folder / label,
+                    resume_step=resume_step,
+                    run_config=run_config,
+                    label=label,
+                )
+            )
+        every_step.append(JsonLines(folder / name, resume_step))
+        if config.enable_tensorboard:
+            when_due.append(TensorBoard(folder / config.save_tb_folder / label, resume_step))
+    if is_leader:
+        every_step.append(open_console(cadence, color=not config.disable_color_printing))
+    return Metrics(every_step, when_due, cadence)

@@ -1,0 +1,169 @@
+"""The console: a live bar on a terminal, plain lines elsewhere. Layer: above record, sink, log.
+
+Invariant: what others print is never garbled. While the bar is on screen, standard output, standard
+error and the project's logger print above it; closing puts the streams back. rich is imported at
+the first step, and only for the bar.
+"""
+
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_lite.log import logger
+from torchtitan_lite.metrics.record import Event, StepRecord
+from torchtitan_lite.metrics.sink import Cadence, Sink
+from torchtitan_lite.metrics.throughput import time_left_s
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+_RECENT_STEPS = 50
+"""Steps that the time left is estimated from."""
+
+
+def open_console(cadence: Cadence, *, color: bool) -> Sink:
+    """The live bar when standard output is a terminal that can move its cursor, else lines."""
+    if sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        return LiveBar(cadence, color=color)
+    return PlainLines(cadence)
+
+
+class PlainLines:
+    """One line for each step that is due or was skipped, and for each event."""
+
+    def __init__(self, cadence: Cadence) -> None:
+        self._cadence = cadence
+        self._recent_step_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def step(self, record: StepRecord) -> None:
+        self._recent_step_s.append(record.step_time_s)
+        if record.skipped or self._cadence.is_due(record.step):
+            print(step_line(record, self._cadence.last_step, self._recent_step_s), flush=True)
+
+    def event(self, event: Event) -> None:
+        print(event_line(event), flush=True)
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+
+class LiveBar:
+    """The same lines as `PlainLines`, above a bar that moves with every step.
+
+    The bar is drawn by the step itself and not by a thread, so it takes nothing from training.
+    `console` is rich's own by default: standard output.
+    """
+
+    def __init__(self, cadence: Cadence, *, color: bool, console: "Console | None" = None) -> None:
+        self._cadence = cadence
+        self._color = color
+        self._console = console
+        self._recent_step_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._progress: Progress | None = None
+        self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
+
+    def step(self, record: StepRecord) -> None:
+        self._recent_step_s.append(record.step_time_s)
+        last_step = self._cadence.last_step
+        progress = self._start()
+        if record.skipped or self._cadence.is_due(record.step):
+            self._print(step_line(record, last_step, self._recent_step_s))
+        left = time_left_s(self._recent_step_s, last_step - record.step)
+        progress.update(
+            progress.task_ids[0],
+            completed=record.step,
+            status=f"loss {record.loss:.4f}  {record.tokens_per_second:,.0f} tok/s  "
+            f"{record.memory_gib:.2f} GiB  left {clock(left)}",
+            refresh=True,
+        )
+
+    def event(self, event: Event) -> None:
+        self._print(event_line(event))
+
+    def close(self) -> None:
+        """Leave the bar as it is on screen and give the streams back. Idempotent."""
+        for handler, stream in self._redirected:
+            handler.setStream(stream)
+        self._redirected.clear()
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _print(self, line: str) -> None:
+        if self._progress is None:
+            print(line, flush=True)
+        else:
+            self._progress.console.print(line, highlight=self._color, markup=False)
+
+    def _start(self) -> "Progress":
+        """The bar, put on screen at the first call."""
+        if self._progress is not None:
+            return self._progress
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        # None leaves the decision to rich, which honours NO_COLOR.
+        console = self._console or Console(no_color=None if self._color else True)
+        stderr = sys.stderr
+        progress = Progress(
+            TextColumn("step {task.completed}/{task.total}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[status]}", markup=False),
+            console=console,
+            auto_refresh=False,
+            redirect_stderr=stderr.isatty(),
+            expand=True,
+        )
+        progress.add_task("", total=self._cadence.last_step, status="")
+        progress.start()
+        # The logger's handler holds the stream itself, which rich can only replace by name.
+        if sys.stderr is not stderr:
+            for handler in logger.handlers:
+                if isinstance(handler, logging.StreamHandler) and handler.stream is stderr:
+                    self._redirected.append((handler, stderr))
+                    handler.setStream(sys.stderr)
+        self._progress = progress
+        return progress
+
+
+def step_line(record: StepRecord, last_step: int, recent_step_s: Iterable[float]) -> str:
+    """A step for the eye; the time left follows from the seconds of the last steps."""
+    parts = [
+        f"step {record.step}/{last_step}",
+        f"loss {record.loss:.4f}",
+        f"grad_norm {record.grad_norm:.2f}",
+        f"lr {record.lr:.1e}",
+        f"tok/s {record.tokens_per_second:,.0f}",
+        f"mem {record.memory_gib:.2f} GiB",
+        f"left {clock(time_left_s(recent_step_s, last_step - record.step))}",
+    ]
+    if record.mfu is not None:
+        parts.insert(5, f"mfu {record.mfu * 100:.1f} %")
+    if record.skipped:
+        parts.append("skipped: not finite")
+    return "  ".join(parts)
+
+
+def event_line(event: Event) -> str:
+    """An event for the eye."""
+    shown = [
+        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in event.values.items()
+    ]
+    return "  ".join([event.name, f"step {event.step}", *shown])
+
+
+def clock(seconds: float | None) -> str:
+    """`0:42`, `1:02:03`, `2d 03:04:05`; `?` for None."""
+    if seconds is None:
+        return "?"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

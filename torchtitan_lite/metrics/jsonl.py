@@ -1,0 +1,75 @@
+"""`metrics.jsonl`: the whole history of a run, one JSON object a line. Layer: above record, log.
+
+Invariant: the file tells one history. A run that resumes at step N first drops what an earlier
+process wrote beyond N, so every step stands in it once and in order. Each line is handed to the
+operating system whole, so a killed process loses at most the line in progress.
+"""
+
+import json
+import os
+from io import FileIO
+from pathlib import Path
+
+from torchtitan_lite.log import logger
+from torchtitan_lite.metrics.record import Event, StepRecord
+
+
+class JsonLines:
+    """Appends to the file at `path`, after it was cut back to `resume_step` (0: a fresh run)."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _cut_back(path, resume_step)
+        # Unbuffered: one line is one write.
+        self._file = FileIO(path, "a")
+
+    def step(self, record: StepRecord) -> None:
+        self._append(record.to_json())
+
+    def event(self, event: Event) -> None:
+        self._append(event.to_json())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, line: str) -> None:
+        self._file.write(line.encode() + b"\n")
+
+
+def _cut_back(path: Path, resume_step: int) -> None:
+    """Drop the lines of later steps and the damaged ones, in one rename. Says what it dropped."""
+    temporary = path.with_name(path.name + ".tmp")
+    num_later, damaged = 0, []
+    ends_whole = True
+    with open(path, "rb") as source, open(temporary, "wb") as target:
+        for number, line in enumerate(source, start=1):
+            ends_whole = line.endswith(b"\n")
+            step = _step_of(line)
+            if step is None:
+                damaged.append(number)
+            elif step > resume_step:
+                num_later += 1
+            else:
+                target.write(line if ends_whole else line + b"\n")
+        target.flush()
+        os.fsync(target.fileno())
+    if not num_later and not damaged and ends_whole:
+        temporary.unlink()
+        return
+    os.replace(temporary, path)
+    if num_later:
+        logger.info(f"{path}: dropped {num_later} lines of steps after {resume_step}.")
+    if damaged:
+        numbers = ", ".join(str(number) for number in damaged)
+        logger.warning(f"{path}: dropped what was not a whole record, at line {numbers}.")
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line; None when the line is not a whole record."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    step = values.get("step") if isinstance(values, dict) else None
+    return step if isinstance(step, int) else None

@@ -1,0 +1,100 @@
+"""What is told of a run: one `StepRecord` a step, and `Event`s between them.
+
+Layer: imports nothing of the project. A record is plain data that is on the host already, so a
+sink never makes the host wait for the device. As JSON it is always well-formed: a number that is
+not finite becomes null.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step of training. All values are global unless they say otherwise."""
+
+    step: int
+    """Number of the step, from 1."""
+    loss: float
+    """Mean over the step's target tokens, in nats."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    tokens: int
+    """Tokens seen since the start of training, this step's included."""
+    num_target_tokens: int
+    """Tokens of this step that count in its loss."""
+    tokens_per_second: float
+    """Of this step."""
+    mfu: float | None
+    """Share of the devices' peak that the model's arithmetic used, 0 to 1; None where the peak
+    is not known."""
+    memory_gib: float
+    """Peak of this rank."""
+    step_time_s: float
+    """From the end of the last step to the end of this one; the waits below are part of it."""
+    data_time_s: float
+    """Waiting for microbatches."""
+    checkpoint_stall_s: float
+    """Held up by a save."""
+    gc_time_s: float
+    """Collecting garbage."""
+    num_replicas: int
+    """Replicas that took part."""
+    skipped: bool = False
+    """True when the loss or a gradient was not finite, so that no weight changed."""
+
+    def values(self) -> dict[str, Any]:
+        """The fields in their order, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def to_json(self) -> str:
+        """One line, without the line end."""
+        return _json_line(self.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happens beside the steps: "validation", "skip", "resume", ..."""
+
+    name: str
+    step: int
+    """The last step that had ended."""
+    values: Mapping[str, Any]
+    """What there is to tell, in types that JSON has. May not contain "event" or "step"."""
+
+    def __post_init__(self) -> None:
+        taken = {"event", "step"} & self.values.keys()
+        if taken:
+            raise ValueError(f"Event {self.name!r} has values named {sorted(taken)}; rename them.")
+
+    def to_json(self) -> str:
+        """One line, without the line end."""
+        return _json_line({"event": self.name, "step": self.step, **self.values})
+
+
+def scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those of `values` that can be drawn over the steps; the step itself is none of them."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, bool | int | float) and name != "step"
+    }
+
+
+def _json_line(values: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(values), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for every number that JSON cannot hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value

@@ -1,0 +1,50 @@
+"""TensorBoard files. Layer: above record.
+
+TensorBoard is imported and its file opened at the first write, since the import takes longer than
+a small step. A run that resumes marks its file so that TensorBoard hides what an earlier process
+wrote beyond the resumed step.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_lite.metrics.record import Event, StepRecord, scalars
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+_FLUSH_SECS = 10
+"""What a killed process can lose."""
+
+
+class TensorBoard:
+    """Writes scalars `train/FIELD` and `EVENT/VALUE` below `folder`."""
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        self._folder = folder
+        self._resume_step = resume_step
+        self._writer: SummaryWriter | None = None
+
+    def step(self, record: StepRecord) -> None:
+        self._write("train", record.step, record.values())
+
+    def event(self, event: Event) -> None:
+        self._write(event.name, event.step, event.values)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+        for name, value in scalars(values).items():
+            self._open().add_scalar(f"{group}/{name}", value, step)
+
+    def _open(self) -> "SummaryWriter":
+        if self._writer is None:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._writer = SummaryWriter(
+                str(self._folder), purge_step=self._resume_step + 1, flush_secs=_FLUSH_SECS
+            )
+        return self._writer

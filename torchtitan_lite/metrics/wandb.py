@@ -1,0 +1,76 @@
+"""Weights & Biases, an option beside TensorBoard. Layer: above record and errors.
+
+The run is opened at the start, so that a missing login shows before the first step and not after
+it. Project, entity, group and mode come from wandb's own environment variables.
+"""
+
+import os
+import uuid
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.metrics.record import Event, StepRecord, scalars
+
+
+def require_wandb() -> None:
+    """Raise UserError when the package is not installed. Cheap: imports nothing."""
+    spec = find_spec("wandb")
+    # A folder ./wandb of an earlier run is found too, as a package without a file.
+    if spec is None or spec.origin is None:
+        raise UserError(
+            "[metrics] enable_wandb = true needs the package wandb, which is not installed. "
+            "Run pip install wandb, or set enable_wandb = false."
+        )
+
+
+class WeightsAndBiases:
+    """Sends scalars `train/FIELD` and `EVENT/VALUE` to one run, which a resume continues. Local
+    files go to `folder/wandb`.
+
+    `run_config` is the resolved config, shown beside the curves. `label` tells ranks apart.
+    Raises UserError when the package is missing.
+    """
+
+    def __init__(
+        self, folder: Path, *, resume_step: int, run_config: Mapping[str, Any], label: str
+    ) -> None:
+        require_wandb()
+        wandb: Any = import_module("wandb")
+        # wandb makes this folder by itself, but only after it was told the id.
+        id_path = folder / "wandb" / "run_id"
+        id_path.parent.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "torchtitan_lite"),
+            id=os.environ.get("WANDB_RUN_ID") or _run_id(id_path, resume_step),
+            resume="allow",
+            name=label or None,
+            dir=str(folder),
+            config=dict(run_config),
+        )
+        # Our own axis: wandb's counter only grows, and a resume may go back.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def step(self, record: StepRecord) -> None:
+        self._send("train", record.step, record.values())
+
+    def event(self, event: Event) -> None:
+        self._send(event.name, event.step, event.values)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _send(self, group: str, step: int, values: Mapping[str, Any]) -> None:
+        named = {f"{group}/{name}": value for name, value in scalars(values).items()}
+        self._run.log({"step": step, **named})
+
+
+def _run_id(path: Path, resume_step: int) -> str:
+    """The id kept in `path` when the run resumes, otherwise a new one."""
+    if resume_step == 0 or not path.exists():
+        path.write_text(uuid.uuid4().hex[:12])
+    return path.read_text().strip()

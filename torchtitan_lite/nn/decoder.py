@@ -1,0 +1,122 @@
+"""A decoder-only language model around any attention and feed-forward block.
+
+What a family's file decides is which blocks it puts in; the order of embedding, blocks, norm and
+output is the same for all. The loss is computed inside the output module, since it is fused with
+the projection and since sharded weights are whole only inside their module's forward.
+Layer: above spec; `nn.attention`, `nn.dropout`, `nn.rope`.
+"""
+
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan_lite.nn.attention import Attention, Backend, BlockContext, attention_mask
+from torchtitan_lite.nn.dropout import KeyedDropout
+from torchtitan_lite.nn.rope import RotaryEmbedding
+from torchtitan_lite.spec import TokenLoss
+
+
+class DecoderBlock(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        norm_eps: float,
+        attention: Attention,
+        feed_forward: nn.Module,
+        dropout: float,
+        layer: int,
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.feed_forward = feed_forward
+        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention_dropout = KeyedDropout(dropout, site=2 * layer)
+        self.ffn_dropout = KeyedDropout(dropout, site=2 * layer + 1)
+
+    def forward(self, x_BSD: torch.Tensor, context: BlockContext) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        keys, positions = context.keys_B, context.positions_BS
+        update = self.attention(self.attention_norm(x_BSD), context)
+        x_BSD = x_BSD + self.attention_dropout(update, keys, positions)
+        update = self.feed_forward(self.ffn_norm(x_BSD))
+        return x_BSD + self.ffn_dropout(update, keys, positions)
+
+
+class OutputProjection(nn.Module):
+    """Hidden states -> logits, or -> the loss when one is given."""
+
+    def __init__(self, dim: int, vocab_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+
+    def forward(
+        self,
+        hidden_BSD: torch.Tensor,
+        targets_BS: torch.Tensor | None = None,
+        loss: TokenLoss | None = None,
+    ) -> torch.Tensor:
+        """Logits [B, S, V], or the 0-d sum of the loss over the targets."""
+        if loss is None or targets_BS is None:
+            return F.linear(hidden_BSD, self.weight)
+        return loss(hidden_BSD.flatten(0, 1), self.weight, targets_BS.flatten())
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm, output."""
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        vocab_size: int,
+        norm_eps: float,
+        rotary: RotaryEmbedding,
+        blocks: list[DecoderBlock],
+        attention_backend: Backend,
+        tied_embeddings: bool,
+    ) -> None:
+        super().__init__()
+        self.attention_backend: Backend = attention_backend
+        self.rotary = rotary
+        self.tok_embeddings = nn.Embedding(vocab_size, dim)
+        self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
+        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.output = OutputProjection(dim, vocab_size)
+        self.tied_embeddings = tied_embeddings
+        self._tie()
+
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        *,
+        positions_BS: torch.Tensor,
+        keys_B: torch.Tensor,
+        documents_BS: torch.Tensor | None = None,
+        targets_BS: torch.Tensor | None = None,
+        loss: TokenLoss | None = None,
+    ) -> torch.Tensor:
+        """Tokens -> logits [B, S, V], or the loss summed over `targets_BS` when `loss` is given."""
+        cos, sin = self.rotary(positions_BS)
+        mask = attention_mask(positions_BS, documents_BS, self.attention_backend)
+        context = BlockContext(cos, sin, mask, positions_BS, keys_B)
+        x_BSD = self.tok_embeddings(tokens_BS)
+        for block in self.layers.values():
+            x_BSD = block(x_BSD, context)
+        return self.output(self.norm(x_BSD), targets_BS, loss)
+
+    def _apply(self, fn, recurse: bool = True) -> Self:
+        """As in nn.Module, but the tied weight stays one parameter: `to_empty` on a meta model
+        would make two of it."""
+        super()._apply(fn, recurse)
+        self._tie()
+        return self
+
+    def _tie(self) -> None:
+        if self.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight

@@ -1,0 +1,33 @@
+"""Dropout whose mask depends on the seed, the step, the sample and the position, not on the rank.
+
+Layer: above rng and spec.
+"""
+
+import torch
+from torch import nn
+
+from torchtitan_lite.rng import mix_tensor, uniform
+
+
+class KeyedDropout(nn.Module):
+    """Sets a share of its input to zero and scales the rest up, in training mode only.
+
+    `site` numbers the places of a model that drop out, so that no two use the same mask.
+    """
+
+    def __init__(self, share: float, site: int) -> None:
+        super().__init__()
+        self.share = share
+        self.site = site
+
+    def forward(
+        self, x_BSD: torch.Tensor, keys_B: torch.Tensor, positions_BS: torch.Tensor
+    ) -> torch.Tensor:
+        """`x_BSD` with its mask applied; the input itself when nothing is dropped."""
+        if not self.training or self.share == 0.0:
+            return x_BSD
+        site_keys_B = mix_tensor(keys_B + self.site)
+        position_keys_BS = mix_tensor(site_keys_B[:, None] + positions_BS)
+        features_D = torch.arange(x_BSD.shape[-1], device=x_BSD.device)
+        kept = uniform(position_keys_BS[:, :, None] + features_D) >= self.share
+        return x_BSD * kept / (1 - self.share)

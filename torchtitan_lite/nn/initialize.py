@@ -1,0 +1,64 @@
+"""Initial weights that do not depend on the mesh.
+
+Invariant: each number of a parameter is a function of the seed, the parameter's name and its row
+block. A rank draws the row blocks that its box touches and keeps its part of them, so every mesh
+starts from the same bits. Layer: above redistribute and spec.
+"""
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.redistribute import Box, local_box
+from torchtitan_lite.rng import generator
+from torchtitan_lite.spec import InitRule
+
+_ELEMENTS_PER_BLOCK = 1 << 18
+"""Part of the definition of the initial weights: another value gives other weights."""
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, rules: Sequence[InitRule], seed: int) -> None:
+    """Fill every parameter of `model` as its first matching rule says.
+
+    Raises LookupError naming the parameter that no rule matches.
+    """
+    for name, parameter in model.named_parameters():
+        rule = next((rule for rule in rules if fnmatchcase(name, rule.pattern)), None)
+        if rule is None:
+            raise LookupError(f"No InitRule matches parameter {name}. Add one to the ModelSpec.")
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if rule.kind == "normal":
+            box = local_box(parameter)
+            if not box.is_empty:
+                local.copy_(draw_box(name, parameter.shape, box, rule, seed))
+        else:
+            local.fill_(1.0 if rule.kind == "ones" else 0.0)
+
+
+def draw_box(
+    name: str, shape: Sequence[int], box: Box, rule: InitRule, seed: int
+) -> torch.Tensor:
+    """The values of one box of a normally drawn parameter of global `shape`, float32."""
+    row_elements = max(1, math.prod(shape[1:]))
+    block_rows = max(1, _ELEMENTS_PER_BLOCK // row_elements)
+    first_row, num_rows = box.offset[0], box.size[0]
+    cutoff = rule.std * rule.cutoff_stds
+    parts = []
+    for block in range(first_row // block_rows, -(-(first_row + num_rows) // block_rows)):
+        start = block * block_rows
+        rows = torch.empty(min(block_rows, shape[0] - start), *shape[1:])
+        nn.init.trunc_normal_(
+            rows,
+            std=rule.std,
+            a=-cutoff,
+            b=cutoff,
+            generator=generator(seed, "init", name, block),
+        )
+        inside = slice(max(first_row - start, 0), first_row + num_rows - start)
+        parts.append(rows[(inside, *box.slices[1:])])
+    return torch.cat(parts)

@@ -1,0 +1,46 @@
+"""How a model runs on a mesh: one file per technique, each with one `apply`.
+
+A technique at degree 1, or switched off, is the identity. No file here names a model: all that
+they know of one is its ModelSpec. Layer: above nn, redistribute, mesh and spec.
+"""
+
+from torch import nn
+
+from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.parallel import activation_checkpoint, compiling, fsdp
+from torchtitan_lite.parallel.config import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    PrecisionConfig,
+)
+from torchtitan_lite.parallel.schedule import OneStage, build_schedule
+from torchtitan_lite.spec import ModelSpec
+
+__all__ = [
+    "ActivationCheckpointConfig",
+    "CompileConfig",
+    "OneStage",
+    "PrecisionConfig",
+    "build_schedule",
+    "parallelize",
+]
+
+
+def parallelize(
+    model: nn.Module,
+    spec: ModelSpec,
+    mesh: Mesh,
+    *,
+    parallelism: ParallelismConfig,
+    precision: PrecisionConfig,
+    checkpointing: ActivationCheckpointConfig,
+    compilation: CompileConfig,
+) -> None:
+    """Apply every technique to a model on the meta device, in the one order that works.
+
+    Recomputation goes inside the compiled region, so that the compiler sees it; sharding goes
+    outside both, so that its collectives stay out of the graph.
+    """
+    activation_checkpoint.apply(model, spec, checkpointing)
+    compiling.apply(model, spec, compilation)
+    fsdp.apply(model, spec, mesh, parallelism, precision)

@@ -1,0 +1,93 @@
+"""Fully sharded data parallelism (FSDP2), with replicas (HSDP), mixed precision and offload.
+
+Invariant: the gradient is the plain sum over ranks. FSDP would average it, which is wrong when
+ranks hold different numbers of target tokens; the one division is the trainer's.
+Layer: above mesh and spec.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from torchtitan_lite.device import Device
+from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.parallel.blocks import modules_matching
+from torchtitan_lite.parallel.config import PrecisionConfig
+from torchtitan_lite.spec import ModelSpec
+
+
+def apply(
+    model: nn.Module,
+    spec: ModelSpec,
+    mesh: Mesh,
+    parallelism: ParallelismConfig,
+    precision: PrecisionConfig,
+) -> None:
+    """Shard the parameters of each unit of `spec` over `dp_shard`, replicate over `dp_replicate`.
+
+    One rank in full precision needs none of this and is left as it is; with mixed precision or
+    offload it runs the same code as many ranks, so that its arithmetic is the same too.
+    """
+    compute_dtype = compute_dtype_of(precision, mesh.device)
+    parameter_dtype = getattr(torch, precision.dtype)
+    mixed = compute_dtype != parameter_dtype
+    if mesh.degrees.batch == 1 and not mixed and not precision.enable_cpu_offload:
+        return
+    settings = {
+        "mesh": _sharding_mesh(mesh),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute_dtype if mixed else None,
+            reduce_dtype=getattr(torch, precision.mixed_precision_reduce) if mixed else None,
+        ),
+        "offload_policy": (
+            CPUOffloadPolicy(pin_memory=mesh.device.pin_memory)
+            if precision.enable_cpu_offload
+            else OffloadPolicy()
+        ),
+    }
+    units = modules_matching(model, spec.blocks, *spec.extra_fsdp_units)
+    policy = parallelism.fsdp_reshard_after_forward
+    for position, unit in enumerate(units):
+        # Backward needs the last unit at once: to free it in between would gather it twice.
+        is_last = position == len(units) - 1
+        reshard = policy == "always" or (policy == "default" and not is_last)
+        fully_shard(unit, **settings, reshard_after_forward=reshard)
+    fully_shard(model, **settings, reshard_after_forward=policy == "always")
+    _sum_gradients(model)
+
+
+def compute_dtype_of(precision: PrecisionConfig, device: Device) -> torch.dtype:
+    """The dtype in which parameters take part in forward and backward."""
+    if precision.mixed_precision_param != "auto":
+        return getattr(torch, precision.mixed_precision_param)
+    return torch.bfloat16 if device.kind == "cuda" else getattr(torch, precision.dtype)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what a forward without backward has gathered. FSDP waits for a backward to do that,
+    and until then `named_parameters` gives whole weights where shards are expected."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _sharding_mesh(mesh: Mesh) -> DeviceMesh:
+    """1-D without replicas, else 2-D, as fully_shard wants it."""
+    if mesh.degrees.dp_replicate == 1:
+        return mesh.device_mesh["dp_shard"]
+    return mesh.device_mesh["dp_replicate", "dp_shard"]
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    """Undo FSDP's averaging: a factor of 1, by a plain sum (gloo has no scaled sum)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,57 @@
+"""The schedule of a step: in which order this rank runs its microbatches through its stages.
+
+Layer: above mesh and spec.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from torchtitan_lite.device import Device
+from torchtitan_lite.parallel.fsdp import reshard
+from torchtitan_lite.spec import Microbatch, Schedule, TokenLoss
+
+
+def build_schedule(model: nn.Module, loss: TokenLoss, device: Device) -> Schedule:
+    """The schedule for the model on this rank."""
+    return OneStage(model, loss, device)
+
+
+class OneStage:
+    """The whole model on this rank: microbatches one after the other, gradients accumulated.
+
+    Each microbatch's gradients are reduced over the shards at once, since whole gradients would
+    need the memory that sharding saves; replicas are summed once, after the last.
+    """
+
+    def __init__(self, model: nn.Module, loss: TokenLoss, device: Device) -> None:
+        self._model = model
+        self._loss = loss
+        self._device = device
+
+    def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> torch.Tensor:
+        """See `spec.Schedule`."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device.torch_device)
+        for number, microbatch in enumerate(microbatches, start=1):
+            batch = microbatch.to(self._device.torch_device)
+            if backward and isinstance(self._model, FSDPModule):
+                is_last = number == len(microbatches)
+                self._model.set_is_last_backward(is_last)
+                self._model.set_requires_all_reduce(is_last)
+            with torch.set_grad_enabled(backward):
+                loss = self._model(
+                    batch.tokens_BS,
+                    positions_BS=batch.positions_BS,
+                    keys_B=batch.keys_B,
+                    documents_BS=batch.documents_BS,
+                    targets_BS=batch.targets_BS,
+                    loss=self._loss,
+                )
+            if backward:
+                loss.backward()
+            total += loss.detach()
+        if not backward:
+            reshard(self._model)
+        return total

@@ -1,0 +1,38 @@
+"""Being asked to leave. Layer: above log.
+
+SIGTERM and SIGINT only set a flag; the trainer reads it once a step, at a point where all ranks
+share what they know, so that all leave after the same step.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from torchtitan_lite.log import logger
+
+
+class StopRequest:
+    """Whether this process was asked to leave."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.requested:
+            name = signal.Signals(number).name
+            logger.warning("%s received: finishing the step, saving, leaving.", name)
+        self.requested = True
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Listen for SIGTERM and SIGINT until the end of the block. Main thread only."""
+    request = StopRequest()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, request._on_signal) for number in numbers}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

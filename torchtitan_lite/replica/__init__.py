@@ -1,0 +1,10 @@
+"""Replicas: whole copies of the job that may come and go. Layer: below config and trainer.
+
+The loop asks a `Replicas` who takes part in a step, adds gradients over those, and lets them
+vote. A job without fault tolerance is one replica that always agrees with itself.
+"""
+
+from torchtitan_lite.replica.config import FaultToleranceConfig
+from torchtitan_lite.replica.participation import Replicas, Share, SingleReplica
+
+__all__ = ["FaultToleranceConfig", "Replicas", "Share", "SingleReplica"]

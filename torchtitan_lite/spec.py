@@ -1,0 +1,124 @@
+"""What layers hand to each other: plain frozen data and protocols, no behaviour.
+
+A model family hands over a `ModelSpec`; the data loader hands over `Microbatch`es; a schedule
+runs them. Because these are data, `parallel/` never names a model and a model never imports
+`parallel/`. Layer: above errors, log and rng only.
+
+Shape legend, used as suffixes of tensor names everywhere:
+    B samples   S positions   T = B*S tokens   D model width   H query heads   K key/value heads
+    E width of a head   F width of the feed-forward   V vocabulary
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+IGNORE = -100
+"""A target that does not count in the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """The samples that one rank runs through the model at once, and what forward needs of them."""
+
+    tokens_BS: torch.Tensor
+    """int64."""
+    targets_BS: torch.Tensor
+    """int64; `IGNORE` where the position has no target."""
+    positions_BS: torch.Tensor
+    """int64 position of each token in its block."""
+    documents_BS: torch.Tensor | None
+    """int32 number of the document within the block, rising from 0; None without document masks."""
+    keys_B: torch.Tensor
+    """int64 key of each sample for random draws in forward; a function of seed, step and sample."""
+    samples: tuple[int, ...]
+    """The samples' indices in the global order."""
+
+    def to(self, device: torch.device) -> "Microbatch":
+        """A copy on `device`; from pinned memory the copy does not make the host wait."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return Microbatch(
+            tokens_BS=move(self.tokens_BS),
+            targets_BS=move(self.targets_BS),
+            positions_BS=move(self.positions_BS),
+            documents_BS=None if self.documents_BS is None else move(self.documents_BS),
+            keys_B=move(self.keys_B),
+            samples=self.samples,
+        )
+
+
+class TokenLoss(Protocol):
+    """The loss as a sum over target tokens, fused with the output projection so that the logits
+    of a large vocabulary are never held whole."""
+
+    def __call__(
+        self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
+    ) -> torch.Tensor:
+        """A 0-d tensor, float32 or wider."""
+        ...
+
+
+class Schedule(Protocol):
+    """Runs the microbatches of a step through the stages of the model that this rank holds.
+
+    Gradient accumulation is a pipeline with one stage, so the loop has one path.
+    """
+
+    def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> torch.Tensor:
+        """The loss summed over the target tokens of `microbatches`: a detached 0-d tensor. With
+        `backward`, the gradients of that sum, reduced over the mesh, are in `.grad`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitRule:
+    """How the parameters whose name matches `pattern` (fnmatch) are drawn. The first match wins."""
+
+    pattern: str
+    kind: Literal["normal", "ones", "zeros"]
+    std: float = 0.0
+    cutoff_stds: float = 3.0
+    """A normal draw is truncated at this many standard deviations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCost:
+    """What a model costs, for logs and MFU."""
+
+    num_params: int
+    num_active_params: int
+    """Parameters that one token passes through; less than all of them in a mixture of experts."""
+    flops_per_token: int
+    """Forward and backward of one token at the sequence length asked for, attention included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Everything that the framework needs to know of one flavor of a model family."""
+
+    name: str
+    flavor: str
+    dims: Any
+    """The family's frozen dataclass of dimensions."""
+    vocab_size: int
+    num_layers: int
+    max_seq_len: int
+    document_mask: bool
+    """Whether attention stays within documents, and a document's first token is no target."""
+    build: Callable[[], nn.Module]
+    """Makes the module; called under the meta device."""
+    init: tuple[InitRule, ...]
+    blocks: str = "layers.*"
+    """Pattern of the repeated blocks: the unit of sharding, checkpointing and compiling."""
+    extra_fsdp_units: tuple[str, ...] = ()
+    """Modules beside the blocks that are gathered on their own; the rest goes with the root."""
+    no_decay: tuple[str, ...] = field(default=("*norm*", "*embeddings*", "*.bias"))
+    """Parameters that weight decay leaves alone."""
+    cost: Callable[[int], ModelCost]
+    """Sequence length -> cost."""

@@ -1,0 +1,62 @@
+"""What a run says at its end: a sample of the model, where the outputs are, how to go on.
+
+Layer: beside trainer.
+"""
+
+import os
+from pathlib import Path
+
+from torchtitan_lite.build import Built
+from torchtitan_lite.config import Config
+from torchtitan_lite.generate import generate
+
+_SAMPLE_TOKENS = 80
+
+
+def say_goodbye(built: Built, config: Config, config_path: Path, *, finished: bool) -> None:
+    """Print the end of the run. Every rank must call it, since the sample is made by all."""
+    job = built.job
+    lines = [""]
+    if finished:
+        lines += ["A sample of the model:", "", _indented(_sample(built, config)), ""]
+    else:
+        lines += [f"Left at step {job.state.step} of {job.steps}, as asked.", ""]
+    folder = Path(config.job.dump_folder)
+    lines.append(f"Outputs      {folder}/ (config.toml, metrics.jsonl)")
+    if config.checkpoint.enable:
+        lines.append(f"Checkpoints  {job.checkpoints.root}/")
+        lines.append(f"Resume       {_resume_command(job.mesh.world_size, config, config_path)}")
+    if config.metrics.enable_tensorboard:
+        lines.append(f"TensorBoard  tensorboard --logdir {folder / config.metrics.save_tb_folder}")
+    if job.mesh.is_leader:
+        print("\n".join(lines), flush=True)
+
+
+def _sample(built: Built, config: Config) -> str:
+    tokenizer = built.data.tokenizer()
+    start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    ids = generate(
+        built.job.state.model,
+        [start if start is not None else 0],
+        built.job.mesh,
+        num_tokens=_SAMPLE_TOKENS,
+        max_seq_len=config.training.seq_len,
+        temperature=0.8,
+        seed=config.debug.seed or 0,
+        stop_id=tokenizer.eos_id,
+    )
+    return tokenizer.decode(ids)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _resume_command(world_size: int, config: Config, config_path: Path) -> str:
+    launcher = "python" if world_size == 1 else f"torchrun --nproc-per-node {_local(world_size)}"
+    steps = 2 * config.training.steps
+    return f"{launcher} train.py --config {config_path} --training.steps {steps}"
+
+
+def _local(world_size: int) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

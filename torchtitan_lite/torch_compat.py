@@ -1,0 +1,52 @@
+"""The one file that touches private parts of torch. Layer: imports nothing of the project.
+
+Each function says why the public API does not serve, and until when it is needed. `pyproject.toml`
+admits torch 2.11 to 2.13; the tests run on 2.13.0.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Change the timeout of a running process group.
+
+    There is no public way: `init_process_group(timeout=)` holds for the whole life of a group.
+    Needed until torch.distributed offers one.
+    """
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timeout, group)
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply many tensors in place in one call.
+
+    One call instead of one per tensor; the optimizers of torch use it and no public function
+    offers it. Needed until there is one.
+    """
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def record_cuda_memory_history(max_entries: int | None) -> None:
+    """Record the last `max_entries` allocations and frees on the GPU; None stops it.
+
+    The documentation of torch teaches these two functions for memory snapshots, but they are
+    underscored. Needed until they have public names.
+    """
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_cuda_memory_snapshot(path: str) -> None:
+    """Write what `record_cuda_memory_history` recorded, for pytorch.org/memory_viz.
+
+    The file is a pickle because that viewer wants one; nothing here ever reads it.
+    """
+    torch.cuda.memory._dump_snapshot(path)

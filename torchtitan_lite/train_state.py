@@ -1,0 +1,88 @@
+"""TrainState: the definition of what a restart needs. What is not in it is lost.
+
+Layer: above data, optim and checkpoint (whose `State` it is).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchtitan_lite.data import DataLoader
+from torchtitan_lite.optim import WarmupStableDecay
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """A run between two steps. The ambient generators belong to it too; the checkpoint manager
+    saves them of every rank."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: WarmupStableDecay
+    loader: DataLoader
+    step: int = 0
+    """Committed steps. A step that was refused does not count."""
+    tokens: int = 0
+    """Tokens of all committed steps."""
+    cursor: int = 0
+    """Place in the global order of samples at which the next step begins; a refused step moves it
+    on too."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """`model.NAME`, and `optimizer.NAME.SLOT` once the optimizer has its state."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            found[f"model.{name}"] = parameter.detach()
+            for slot, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    found[f"optimizer.{name}.{slot}"] = value
+        persistent = self.model.state_dict(keep_vars=True)
+        for name, buffer in self.model.named_buffers():
+            if name in persistent:
+                found[f"model.{name}"] = buffer
+        return found
+
+    def values(self) -> dict[str, Any]:
+        """Everything that is not a tensor, by the parts that `exclude_from_loading` names."""
+        return {
+            "train_state": {"step": self.step, "tokens": self.tokens},
+            "lr_scheduler": asdict(self.schedule),
+            "dataloader": {"cursor": self.cursor, "sources": self.loader.state(self.cursor)},
+        }
+
+    def allocate(self, slots: Mapping[str, tuple[int, ...]]) -> None:
+        """Make the optimizer's state, which torch makes in its first step, for the saved names."""
+        places = {name: parameter for name, parameter in self.model.named_parameters()}
+        fused = {
+            parameter: bool(group.get("fused") or group.get("capturable"))
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for full_name, shape in slots.items():
+            part, _, rest = full_name.partition(".")
+            name, _, slot = rest.rpartition(".")
+            if part != "optimizer" or name not in places:
+                continue
+            parameter = places[name]
+            if slot in self.optimizer.state[parameter]:
+                continue
+            if shape == tuple(parameter.shape):
+                value = torch.zeros_like(parameter, requires_grad=False)
+            else:
+                # A count of steps lies beside its parameter only for the fused kernels.
+                device = parameter.device if fused[parameter] else torch.device("cpu")
+                value = torch.zeros(shape, dtype=torch.float32, device=device)
+            self.optimizer.state[parameter][slot] = value
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Take back what `values` gave. The learning rate's schedule is that of the config, which
+        may have changed on purpose (more steps); the saved one is kept for the record only."""
+        if "train_state" in values:
+            self.step = values["train_state"]["step"]
+            self.tokens = values["train_state"]["tokens"]
+        if "dataloader" in values:
+            self.cursor = values["dataloader"]["cursor"]
+            self.loader.load_state(values["dataloader"]["sources"])

@@ -1,0 +1,183 @@
+"""The loop. Everything it uses is handed to it in a `Job`, which `build.py` makes.
+
+Invariants: a step either changes everything that it should or nothing but the data cursor; all
+ranks take the same decisions, since they decide on the same numbers. Layer: above config and
+replica.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.data import share_of_step
+from torchtitan_lite.errors import TrainingDiverged
+from torchtitan_lite.log import logger
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
+from torchtitan_lite.optim import local_gradients, scale_, square_norm
+from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.replica import Replicas
+from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
+from torchtitan_lite.train_state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one step did, for the hooks."""
+
+    number: int
+    """The step that was tried, from 1."""
+    committed: bool
+    leave: bool
+    """Some rank was asked to leave."""
+    loss: float
+    """Mean over the step's target tokens, in nats."""
+    grad_norm: float
+    lr: float
+    num_target_tokens: int
+    num_replicas: int
+    samples: tuple[int, ...]
+    """Indices in the global order of the samples that this rank used."""
+    data_time_s: float
+    step_time_s: float = 0.0
+    checkpoint_stall_s: float = 0.0
+    gc_time_s: float = 0.0
+
+
+Hook = Callable[[TrainState, StepReport], None]
+"""Called after each step on every rank; reads the state and never writes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a run is made of."""
+
+    mesh: Mesh
+    replicas: Replicas
+    state: TrainState
+    schedule: Schedule
+    checkpoints: CheckpointManager
+    garbage: ScheduledGarbageCollection
+    hooks: Sequence[Hook]
+    stop: StopRequest
+    steps: int
+    global_batch_size: int
+    local_batch_size: int
+    seq_len: int
+    max_norm: float
+    max_skipped_steps: int
+    train_timeout_s: float
+
+
+def train(job: Job) -> bool:
+    """Take steps until the last one, or until some rank is asked to leave; then save.
+
+    Returns whether the last step was reached. Raises TrainingDiverged after too many refused
+    steps in a row, with the last good state saved.
+    """
+    state = job.state
+    refused_in_a_row = 0
+    leave = False
+    while state.step < job.steps and not leave:
+        started = time.perf_counter()
+        report = train_step(job)
+        leave = report.leave
+        refused_in_a_row = 0 if report.committed else refused_in_a_row + 1
+        stall_s = job.checkpoints.after_step() if report.committed else 0.0
+        gc_s = job.garbage.step(report.number)
+        report = _timed(report, started, stall_s, gc_s)
+        for hook in job.hooks:
+            hook(state, report)
+        if refused_in_a_row == job.max_skipped_steps:
+            folder = job.checkpoints.final_save(finished=False)
+            raise TrainingDiverged(
+                f"{refused_in_a_row} steps in a row had a loss or gradient that is not finite "
+                f"(debug.max_skipped_steps). The weights are those of step {state.step}"
+                + (f", saved in {folder}." if folder else ", and checkpoint.enable is false.")
+                + " Lower optimizer.lr, or look at the samples of the last steps with "
+                "debug.sample_ledger = true."
+            )
+        if refused_in_a_row == 0 and state.step == 1:
+            job.mesh.set_timeout(job.train_timeout_s)
+    finished = state.step >= job.steps
+    job.checkpoints.final_save(finished=finished)
+    return finished
+
+
+def train_step(job: Job) -> StepReport:
+    """Try one step: forward and backward over this rank's microbatches, agree, update."""
+    state = job.state
+    share = job.replicas.agree(state.step)
+    microbatches, data_time_s = _take(job)
+    loss_sum = job.schedule.run(microbatches, backward=True)
+    gradients = local_gradients(state.model.parameters())
+    num_targets = sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches)
+    counts = loss_sum.new_tensor([loss_sum, num_targets, float(job.stop.requested)])
+    job.replicas.sum_([*(gradient for gradient, _ in gradients), counts])
+    totals = torch.cat([counts, square_norm(gradients).reshape(1).to(counts.device)])
+    # The one exchange of numbers of a step, and the one place where the host waits for the device.
+    loss, targets, leave, squares = job.mesh.sum(totals).tolist()
+
+    # The loss is a sum over target tokens: this is where it is divided, once, by their number.
+    grad_norm = math.sqrt(squares) / targets if targets and squares >= 0 else math.nan
+    loss = loss / targets if targets else math.nan
+    lr = state.schedule.lr(state.step)
+    committed = job.replicas.vote(math.isfinite(loss) and math.isfinite(grad_norm))
+    number = state.step + 1
+    if committed:
+        scale_(gradients, min(1.0, job.max_norm / (grad_norm + 1e-6)) / targets)
+        for group in state.optimizer.param_groups:
+            group["lr"] = lr
+        state.optimizer.step()
+        state.step += 1
+        state.tokens += job.global_batch_size * job.seq_len
+    else:
+        logger.warning("Step %d refused: loss %s, gradient norm %s.", number, loss, grad_norm)
+    state.optimizer.zero_grad()
+    state.cursor += job.global_batch_size
+    return StepReport(
+        number=number,
+        committed=committed,
+        leave=leave > 0,
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=lr,
+        num_target_tokens=int(targets),
+        num_replicas=share.count,
+        samples=tuple(sample for mb in microbatches for sample in mb.samples),
+        data_time_s=data_time_s,
+    )
+
+
+def _take(job: Job) -> tuple[list[Microbatch], float]:
+    """This rank's microbatches, and the seconds waited for them; the next step's are read while
+    this one computes."""
+    started = time.perf_counter()
+    state, mesh = job.state, job.mesh
+
+    def share(cursor: int) -> list[range]:
+        return share_of_step(
+            cursor,
+            job.global_batch_size,
+            job.local_batch_size,
+            mesh.batch_rank,
+            mesh.degrees.batch,
+        )
+
+    microbatches = state.loader.take(share(state.cursor), state.step + 1)
+    if state.step + 1 < job.steps:
+        state.loader.prefetch(share(state.cursor + job.global_batch_size), state.step + 2)
+    return microbatches, time.perf_counter() - started
+
+
+def _timed(report: StepReport, started: float, stall_s: float, gc_s: float) -> StepReport:
+    return replace(
+        report,
+        step_time_s=time.perf_counter() - started,
+        checkpoint_stall_s=stall_s,
+        gc_time_s=gc_s,
+    )

@@ -1,0 +1,43 @@
+"""Train a language model: `torchrun --nproc-per-node N train.py --config FILE`.
+
+`python train.py --config FILE` runs one process; `--help` lists every key.
+"""
+
+import os
+import sys
+
+from torchtitan_lite.config import check_against, parse_command_line
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.log import configure_logging, logger
+
+
+def main(argv: list[str]) -> int:
+    """Run the job that the command line asks for. Returns the exit status."""
+    configure_logging()
+    try:
+        config, config_path = parse_command_line(argv)
+        check_against(config, int(os.environ.get("WORLD_SIZE", "1")))
+        # Imported once the config is known to be right, so that a typo is told of at once.
+        from torchtitan_lite.build import build
+        from torchtitan_lite.device import detect_device
+        from torchtitan_lite.mesh import start_mesh
+        from torchtitan_lite.preemption import stop_on_signals
+        from torchtitan_lite.summary import say_goodbye
+        from torchtitan_lite.trainer import train
+
+        device = detect_device(config.job.device)
+        with (
+            stop_on_signals() as stop,
+            start_mesh(config.parallelism, config.comm, device) as mesh,
+            build(config, mesh, stop) as built,
+        ):
+            finished = train(built.job)
+            say_goodbye(built, config, config_path, finished=finished)
+    except UserError as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
