@@ -50,7 +50,5 @@ class CheckpointConfig(Section):
     """"disabled": training waits until the save is on disk."""
     enable_ft_dataloader_checkpoints: bool = True
     """Accepted for compatibility: the data position is always part of a checkpoint."""
-    create_seed_checkpoint: Annotated[
-        bool, only(False, "a seed checkpoint")
-    ] = False
+    create_seed_checkpoint: Annotated[bool, only(False, "a seed checkpoint")] = False
     """Not needed: initial weights are the same on every mesh."""

@@ -85,7 +85,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(
             f"{folder} holds no {MANIFEST}, so it is no complete checkpoint."
         ) from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
     if isinstance(raw, dict) and raw.get("format") == FORMAT and raw.get("version") != VERSION:
         raise CheckpointError(

@@ -96,9 +96,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             if config.compile.enable and "loss" in config.compile.components
             else None
         )
-        schedule = build_schedule(
-            model, cross_entropy(compile_backend=loss_backend), mesh.device
-        )
+        schedule = build_schedule(model, cross_entropy(compile_backend=loss_backend), mesh.device)
         global_batch_size = config.training.global_batch_size
         if global_batch_size == -1:
             global_batch_size = config.training.local_batch_size * mesh.degrees.batch
@@ -112,8 +110,15 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 ScheduledGarbageCollection(config.training.gc_freq, config.training.gc_debug)
             ),
             hooks=_hooks(
-                config, opened, job_schedule=schedule, metrics=metrics, data=data, spec=spec,
-                state=state, mesh=mesh, tokens_per_step=global_batch_size * config.training.seq_len,
+                config,
+                opened,
+                job_schedule=schedule,
+                metrics=metrics,
+                data=data,
+                spec=spec,
+                state=state,
+                mesh=mesh,
+                tokens_per_step=global_batch_size * config.training.seq_len,
             ),
             stop=stop,
             steps=config.training.steps,

@@ -27,7 +27,7 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """"cpu" or "cuda"."""
+        """ "cpu" or "cuda"."""
         return self.torch_device.type
 
     def synchronize(self) -> None:

@@ -34,11 +34,15 @@ def generate(
     model.eval()
     for _ in range(num_tokens):
         window = torch.tensor([ids[-max_seq_len:]], device=device)
-        logits_V = model(
-            window,
-            positions_BS=torch.arange(window.shape[1], device=device)[None],
-            keys_B=torch.zeros(1, dtype=torch.int64, device=device),
-        )[0, -1].float().cpu()
+        logits_V = (
+            model(
+                window,
+                positions_BS=torch.arange(window.shape[1], device=device)[None],
+                keys_B=torch.zeros(1, dtype=torch.int64, device=device),
+            )[0, -1]
+            .float()
+            .cpu()
+        )
         next_id = mesh.leader_says(_draw(logits_V, temperature, draws))
         if next_id == stop_id:
             break

@@ -28,7 +28,11 @@ def cross_entropy(*, compile_backend: str | None = None) -> TokenLoss:
     def loss(
         hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
     ) -> torch.Tensor:
-        return _ChunkedCrossEntropy.apply(hidden_TD, weight_VD, targets_T, chunk)
+        # Asked here, since inside the Function nothing knows of an outer `no_grad`.
+        learns = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
+        return _ChunkedCrossEntropy.apply(
+            hidden_TD, weight_VD, targets_T, chunk if learns else _chunk_loss
+        )
 
     return loss
 
@@ -38,8 +42,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_T, chunk: _Chunk):  # type: ignore[override]
-        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
-            chunk = _chunk_loss
         size = max(_MIN_CHUNK_TOKENS, _LOGITS_PER_CHUNK // weight_VD.shape[0])
         total, hidden_grads, weight_grad = None, [], None
         for start in range(0, hidden_TD.shape[0], size):
@@ -55,7 +57,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             else:
                 weight_grad = weight_grad.to(_accumulator(weight_VD.dtype)) + chunk_weight_grad
         assert total is not None and weight_grad is not None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+        if chunk is not _chunk_loss:
             hidden_grad = hidden_grads[0] if len(hidden_grads) == 1 else torch.cat(hidden_grads)
             ctx.save_for_backward(hidden_grad, weight_grad.to(weight_VD.dtype))
         return total

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite.device import Device
@@ -54,6 +55,14 @@ class ParallelismConfig(Section):
     pipeline_parallel_last_stage_less_layers: Annotated[int, at_least(0)] = 1
     """Layers that the last stage has fewer, since it holds the output; without effect at
     degree 1."""
+    pipeline_parallel_layers_per_stage: Annotated[int, at_least(1)] | None = None
+    """Layers in a stage; without effect at degree 1."""
+    pipeline_parallel_schedule_csv: str | None = ""
+    """File with a schedule of your own; without effect at degree 1."""
+    pipeline_parallel_expert_parallel_overlap: bool = True
+    """Overlap the collectives of experts with the pipeline; without effect at degree 1."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """Names of the modules of each stage; without effect at degree 1."""
     context_parallel_degree: Annotated[int, only(1, "context parallelism")] = 1
     """Ranks that share each sequence."""
     context_parallel_load_balancer: Literal["headtail", "ptrr"] | None = "headtail"
@@ -65,6 +74,8 @@ class ParallelismConfig(Section):
     """Ranks that share the experts of a mixture."""
     expert_tensor_parallel_degree: Annotated[int, only(1, "expert tensor parallelism")] = 1
     """Ranks that share each expert's matrices."""
+    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
+    """How tokens travel to their experts; without effect at degree 1."""
 
 
 class CommConfig(Section):
@@ -205,7 +216,7 @@ def start_mesh(config: ParallelismConfig, comm: CommConfig, device: Device) -> I
         if world_size > 1:
             dist.init_process_group(device.backend, timeout=timeout)
         else:
-            store = dist.HashStore()
+            store = HashStore()
             dist.init_process_group(
                 device.backend, store=store, rank=0, world_size=1, timeout=timeout
             )

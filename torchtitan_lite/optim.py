@@ -144,11 +144,16 @@ def build_optimizer(
         {"params": undecayed, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    implementation = config.implementation
+    if config.name == "SGD" and implementation == "fused":
+        # DTensor has no sharding rule for the fused SGD kernel (torch 2.13).
+        implementation = "foreach"
+        logger.info('optimizer.implementation = "fused" does not exist for SGD; using "foreach".')
     how = {
         "for-loop": {"foreach": False, "fused": False},
         "foreach": {"foreach": True, "fused": False},
         "fused": {"foreach": False, "fused": device.fused_optimizer},
-    }[config.implementation]
+    }[implementation]
     if config.name == "SGD":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1, **how)
     betas = (config.beta1, config.beta2)

@@ -29,7 +29,7 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float) -> None:
     offers it. Needed until there is one.
     """
     if tensors:
-        torch._foreach_mul_(tensors, factor)
+        torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def record_cuda_memory_history(max_entries: int | None) -> None:

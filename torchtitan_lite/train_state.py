@@ -55,7 +55,7 @@ class TrainState:
 
     def allocate(self, slots: Mapping[str, tuple[int, ...]]) -> None:
         """Make the optimizer's state, which torch makes in its first step, for the saved names."""
-        places = {name: parameter for name, parameter in self.model.named_parameters()}
+        places = dict(self.model.named_parameters())
         fused = {
             parameter: bool(group.get("fused") or group.get("capturable"))
             for group in self.optimizer.param_groups

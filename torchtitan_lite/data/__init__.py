@@ -5,12 +5,12 @@ Invariant: which samples a step uses, and in which order, is a pure function of 
 seed and the cursor, whatever the ranks.
 """
 
-from .config import CorpusConfig, DataConfig, DataLoaderConfig, ValidationConfig
-from .loader import DataLoader
-from .opening import OpenedData, open_data
-from .order import SampleOrder, share_of_step
-from .tokenizer import Tokenizer, load_tokenizer
-from .validation import ValidationData
+from torchtitan_lite.data.config import CorpusConfig, DataConfig, DataLoaderConfig, ValidationConfig
+from torchtitan_lite.data.loader import DataLoader
+from torchtitan_lite.data.opening import OpenedData, open_data
+from torchtitan_lite.data.order import SampleOrder, share_of_step
+from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_lite.data.validation import ValidationData
 
 __all__ = [
     "CorpusConfig",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from ..section import Section, above, at_least, between, only, positive_or_minus_one
+from torchtitan_lite.section import Section, above, at_least, between, only, positive_or_minus_one
 
 DEFAULT_DATASET = "python_stdlib"
 _WORKERS = "a loader with worker processes (a background thread reads ahead instead)"

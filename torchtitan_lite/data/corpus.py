@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
-from .config import DEFAULT_DATASET, CorpusConfig
+from torchtitan_lite.data.config import DEFAULT_DATASET, CorpusConfig
+from torchtitan_lite.errors import DataError
 
 FORMATS = {
     "json": (".json", ".jsonl", ".ndjson"),

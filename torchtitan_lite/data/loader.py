@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
-from ..spec import Microbatch
-from .microbatch import FILLER, collate
-from .order import SampleOrder
-from .packing import PackedBlocks
-from .stream import StreamedBlocks
+from torchtitan_lite.data.microbatch import FILLER, collate
+from torchtitan_lite.data.order import SampleOrder
+from torchtitan_lite.data.packing import PackedBlocks
+from torchtitan_lite.data.stream import StreamedBlocks
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.spec import Microbatch
 
 _Request = tuple[tuple[tuple[int, ...], ...], int]
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..rng import fold, mix
-from ..spec import IGNORE, Microbatch
+from torchtitan_lite.rng import fold, mix
+from torchtitan_lite.spec import IGNORE, Microbatch
 
 FILLER = -1
 """Index of a sample that only fills a batch up: none of its targets counts."""

@@ -7,16 +7,21 @@ with a warm cache none of them imports `datasets` or `tokenizers` (unless a corp
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import DataError
-from ..log import logger
-from .config import DataConfig, ValidationConfig
-from .corpus import Corpus, open_corpus
-from .loader import DataLoader, Source
-from .packing import PackedBlocks
-from .stream import StreamedBlocks
-from .token_cache import TokenisedCorpus, open_token_cache
-from .tokenizer import Tokenizer, TokenizerFiles, check_vocab_size, open_tokenizer
-from .validation import ValidationData
+from torchtitan_lite.data.config import DataConfig, ValidationConfig
+from torchtitan_lite.data.corpus import Corpus, open_corpus
+from torchtitan_lite.data.loader import DataLoader, Source
+from torchtitan_lite.data.packing import PackedBlocks
+from torchtitan_lite.data.stream import StreamedBlocks
+from torchtitan_lite.data.token_cache import TokenisedCorpus, open_token_cache
+from torchtitan_lite.data.tokenizer import (
+    Tokenizer,
+    TokenizerFiles,
+    check_vocab_size,
+    open_tokenizer,
+)
+from torchtitan_lite.data.validation import ValidationData
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.log import logger
 
 
 @dataclass(frozen=True, kw_only=True)

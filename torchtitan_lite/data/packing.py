@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import DataError
+from torchtitan_lite.errors import DataError
 
 
 class BlockSource(Protocol):

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
-from ..log import logger
-from .corpus import Corpus
-from .packing import cut_blocks
-from .token_cache import is_held_out, tokenise
-from .tokenizer import Tokenizer
+from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.packing import cut_blocks
+from torchtitan_lite.data.token_cache import is_held_out, tokenise
+from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.log import logger
 
 _DOCUMENTS_PER_RUN = 32
 _REMEMBERED_READS = 8

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
-from .atomic_folder import build_once
-from .corpus import Corpus
-from .progress import progress
-from .tokenizer import Tokenizer, TokenizerFiles, check_vocab_size
+from torchtitan_lite.data.atomic_folder import build_once
+from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.progress import progress
+from torchtitan_lite.data.tokenizer import Tokenizer, TokenizerFiles, check_vocab_size
+from torchtitan_lite.errors import DataError
 
 _FORMAT = 1
 _PARTS = ("train", "held_out")

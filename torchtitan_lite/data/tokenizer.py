@@ -12,10 +12,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
-from ..log import logger
-from .atomic_folder import build_once
-from .corpus import Corpus
+from torchtitan_lite.data.atomic_folder import build_once
+from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.errors import DataError
+from torchtitan_lite.log import logger
 
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"

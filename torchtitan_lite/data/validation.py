@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..spec import Microbatch
-from .microbatch import FILLER, collate
-from .packing import PackedBlocks
+from torchtitan_lite.data.microbatch import FILLER, collate
+from torchtitan_lite.data.packing import PackedBlocks
+from torchtitan_lite.spec import Microbatch
 
 
 class ValidationData:

@@ -6,7 +6,7 @@ the projection and since sharded weights are whole only inside their module's fo
 Layer: above spec; `nn.attention`, `nn.dropout`, `nn.rope`.
 """
 
-from typing import Self
+from typing import Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -119,4 +119,4 @@ class Decoder(nn.Module):
 
     def _tie(self) -> None:
         if self.tied_embeddings:
-            self.output.weight = self.tok_embeddings.weight
+            self.output.weight = cast(nn.Parameter, self.tok_embeddings.weight)

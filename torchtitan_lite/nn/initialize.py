@@ -40,9 +40,7 @@ def initialize(model: nn.Module, rules: Sequence[InitRule], seed: int) -> None:
             local.fill_(1.0 if rule.kind == "ones" else 0.0)
 
 
-def draw_box(
-    name: str, shape: Sequence[int], box: Box, rule: InitRule, seed: int
-) -> torch.Tensor:
+def draw_box(name: str, shape: Sequence[int], box: Box, rule: InitRule, seed: int) -> torch.Tensor:
     """The values of one box of a normally drawn parameter of global `shape`, float32."""
     row_elements = max(1, math.prod(shape[1:]))
     block_rows = max(1, _ELEMENTS_PER_BLOCK // row_elements)

@@ -22,6 +22,8 @@ class RopeScaling:
 class RotaryEmbedding(nn.Module):
     """Positions -> the cosine and sine of each rotation."""
 
+    frequencies_E: torch.Tensor
+
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
         super().__init__()
         # On the CPU even while the model is built on the meta device: it has no other source.
@@ -48,8 +50,6 @@ def _stretch(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Slow rotations are slowed by `factor`, fast ones kept, those between blended."""
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_position / wavelengths
-    blend = (turns - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0, 1)
     return frequencies * (blend + (1 - blend) / scaling.factor)

@@ -106,7 +106,7 @@ def test_a_resumed_blend_goes_on_as_the_straight_run(opened: Opener, tmp_path: P
     settings = {"corpora": blend(tmp_path)}
     straight = opened(**settings).loader
     expected, states = {}, {}
-    for step in range(0, 60):
+    for step in range(60):
         expected[step] = straight.take([range(step * 6, step * 6 + 6)], step)
         states[step + 1] = json.dumps(straight.state(step * 6 + 6))
     for step in (1, 17, 40):

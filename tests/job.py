@@ -1,0 +1,130 @@
+"""Small real jobs for tests: a model of odd sizes on the text fixture, run in a pool's worker."""
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.build import build
+from torchtitan_lite.config import Config, check_against
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.mesh import start_mesh
+from torchtitan_lite.models import llama3
+from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.trainer import StepReport, train
+
+FIXTURE = Path(__file__).parent / "assets" / "fixture.jsonl"
+
+ODD_DIMS = llama3.Llama3Dims(
+    dim=36,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=10,
+    hidden_dim=50,
+    vocab_size=517,
+    document_mask=True,
+)
+"""No size is a multiple of 4, so that every cut over ranks is uneven."""
+
+
+@dataclass
+class Outcome:
+    """What a job did, in values that can be compared."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    samples: list[tuple[int, ...]] = field(default_factory=list)
+    """Of this rank, by step."""
+    committed: list[bool] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Whole parameters after the last step."""
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Whole tensors of the train state after the last step."""
+    resumed_at: int = 0
+    finished: bool = False
+
+
+def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
+    """The config of the odd model, with `section.key` overrides. Batches of 8 samples of 18
+    tokens; documents begin within them, so ranks have unequal numbers of targets."""
+    values: dict[str, dict[str, Any]] = {
+        "job": {"dump_folder": str(folder), "device": "cpu"},
+        "model": {"flavor": "odd"},
+        "training": {
+            "dataset_path": str(FIXTURE),
+            "cache_folder": str(folder.parent / "cache"),
+            "local_batch_size": 1,
+            "global_batch_size": 8,
+            "seq_len": 18,
+            "steps": 5,
+            "dtype": "float64",
+        },
+        "optimizer": {"lr": 1e-2},
+        "lr_scheduler": {"warmup_steps": 2, "total_steps": 12},
+        "activation_checkpoint": {"mode": "none"},
+        "comm": {"train_timeout_seconds": 120},
+    }
+    for key, value in overrides.items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+    llama3.FLAVORS["odd"] = ODD_DIMS
+    llama3.FLAVORS["odd_tied"] = replace(ODD_DIMS, tied_embeddings=True)
+    return Config.model_validate(values)
+
+
+def run_job(folder: Path, overrides: Mapping[str, Any], stop_after: int = 0) -> Outcome:
+    """Train the odd model in this worker, and tell what happened. `stop_after`: ask to leave, on
+    the last rank only, during that step."""
+    logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
+    config = odd_config(folder, overrides)
+    outcome = Outcome()
+    stop = StopRequest()
+
+    def watch(state: TrainState, report: StepReport) -> None:
+        outcome.losses.append(report.loss)
+        outcome.grad_norms.append(report.grad_norm)
+        outcome.samples.append(report.samples)
+        outcome.committed.append(report.committed)
+        outcome.targets.append(report.num_target_tokens)
+        if stop_after and report.number == stop_after - 1:
+            stop.requested = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+
+    device = detect_device("cpu")
+    with start_mesh(config.parallelism, config.comm, device) as mesh:
+        check_against(config, mesh.world_size)
+        with build(config, mesh, stop) as built:
+            outcome.resumed_at = built.job.state.step
+            job = replace(built.job, hooks=[*built.job.hooks, watch])
+            outcome.finished = train(job)
+            outcome.state = {name: whole(t) for name, t in job.state.tensors().items()}
+    outcome.weights = {
+        name.removeprefix("model."): tensor
+        for name, tensor in outcome.state.items()
+        if name.startswith("model.")
+    }
+    return outcome
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that the ranks hold together. Every rank must call it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """A hash of each tensor's bits."""
+    return {
+        name: hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        if tensor.ndim
+        else str(tensor.item())
+        for name, tensor in tensors.items()
+    }
+
+

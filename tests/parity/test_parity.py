@@ -1,0 +1,142 @@
+"""The mesh does not change the mathematics: every row against one process.
+
+Each row trains the model of odd sizes for five steps on unequal documents and compares loss,
+gradient norm and all weights. SGD is there because AdamW hides a wrong scale of the gradient.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tolerances
+from tests.job import Outcome, run_job
+from tests.pool import WorkerPool
+
+Pools = Callable[[int], WorkerPool]
+
+FSDP: dict[str, Any] = {"parallelism.data_parallel_shard_degree": -1}
+HSDP = {"parallelism.data_parallel_replicate_degree": 2}
+BIG_LOCAL_BATCH = {"training.local_batch_size": 2}
+
+# name -> (processes, overrides)
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp-2": (2, {**FSDP, "training.local_batch_size": 4}),
+    "fsdp-4": (4, {**FSDP, **BIG_LOCAL_BATCH}),
+    "hsdp-2x2": (4, {**HSDP, **BIG_LOCAL_BATCH}),
+    "replicate-2": (2, {**HSDP, "parallelism.data_parallel_shard_degree": 1}),
+    "accumulation-1": (1, {"training.local_batch_size": 2}),
+    "accumulation-fsdp-2": (2, FSDP),
+    "accumulation-hsdp-2x2": (4, HSDP),
+    "reshard-never": (2, {**FSDP, "parallelism.fsdp_reshard_after_forward": "never"}),
+    "reshard-always": (2, {**FSDP, "parallelism.fsdp_reshard_after_forward": "always"}),
+    "cpu-offload": (2, {**FSDP, "training.enable_cpu_offload": True}),
+    "recompute-full": (1, {"activation_checkpoint.mode": "full"}),
+    "recompute-full-fsdp-2": (2, {**FSDP, "activation_checkpoint.mode": "full"}),
+    "recompute-selective": (2, {**FSDP, "activation_checkpoint.mode": "selective"}),
+    "recompute-op": (
+        2,
+        {
+            **FSDP,
+            "activation_checkpoint.mode": "selective",
+            "activation_checkpoint.selective_ac_option": "op",
+        },
+    ),
+}
+REFERENCE = {"training.local_batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def reference(
+    pools: Pools, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Outcome]:
+    """Overrides -> the outcome of one process, computed once."""
+    folder = tmp_path_factory.mktemp("reference")
+
+    @cache
+    def run(overrides: tuple[tuple[str, Any], ...]) -> Outcome:
+        name = str(abs(hash(overrides)))
+        return pools(1).run(run_job, folder / name, {**REFERENCE, **dict(overrides)})[0]
+
+    return lambda **overrides: run(tuple(sorted(overrides.items())))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_same_training_as_one_process(
+    mesh: str, optimizer: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = MESHES[mesh]
+    shared = {"optimizer.name": optimizer}
+    expected = reference(**shared)
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp-2", "hsdp-2x2"])
+def test_same_training_with_dropout(
+    mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = MESHES[mesh]
+    shared = {"model.dropout": 0.2}
+    expected = reference(**shared)
+    assert expected.losses != reference().losses
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+def test_same_training_with_tied_embeddings(
+    pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    shared = {"model.flavor": "odd_tied"}
+    expected = reference(**shared)
+    assert "output.weight" not in expected.weights
+    for outcome in pools(2).run(run_job, tmp_path / "run", {**FSDP, **shared}):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp-4", "hsdp-2x2"])
+def test_same_loss_in_float32(
+    mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = MESHES[mesh]
+    shared = {"training.dtype": "float32"}
+    expected = reference(**shared)
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert outcome.losses == pytest.approx(
+            expected.losses, rel=tolerances.PARITY_FLOAT32_LOSS
+        )
+
+
+def test_same_loss_with_bfloat16_parameters_in_forward(
+    pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    shared = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"}
+    expected = reference(**shared)
+    assert expected.losses != reference(**{"training.dtype": "float32"}).losses
+    for outcome in pools(2).run(run_job, tmp_path / "run", {**FSDP, **shared}):
+        assert outcome.losses == pytest.approx(
+            expected.losses, rel=tolerances.PARITY_BFLOAT16_LOSS
+        )
+
+
+def test_compiled_blocks_train_alike(
+    pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    overrides = {**FSDP, "compile.enable": True, "activation_checkpoint.mode": "full"}
+    expected = reference()
+    for outcome in pools(2).run(run_job, tmp_path / "run", overrides, timeout_s=280):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+def assert_same(outcome: Outcome, expected: Outcome, tolerance: float) -> None:
+    assert outcome.targets == expected.targets
+    assert len(set(expected.targets)) > 1
+    assert outcome.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=tolerance)
+    assert outcome.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        difference = (outcome.weights[name] - weight).abs().max().item()
+        assert difference <= tolerance * weight.abs().max().item(), name

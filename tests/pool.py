@@ -1,0 +1,108 @@
+"""Pools of worker processes that live for the whole test session, one pool per world size.
+
+Most of a small multi-process test is importing torch, so the workers are kept and are sent cases:
+a function of a test module, by reference, with its arguments. A case that fails or hangs ends its
+pool, and the next case gets a new one.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+
+from typing import Any
+
+GLOO_TIMEOUT_S = 120
+
+
+class WorkerPool:
+    """`world_size` processes with a gloo process group among them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, case: Callable[..., Any], *args: Any, timeout_s: float = 180) -> list[Any]:
+        """`case(*args)` on every rank; its results by rank. Raises with the first traceback."""
+        if not self._workers:
+            self._start()
+        for _, connection in self._workers:
+            connection.send((case, args))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise TimeoutError(f"Ranks {sorted(waiting.values())} gave nothing in {timeout_s}s")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    failed, value = connection.recv()
+                except EOFError:
+                    failed, value = True, "the process died"
+                if failed:
+                    self.close()
+                    raise AssertionError(f"rank {rank} of {self.world_size} failed:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        """End the workers."""
+        workers, self._workers = self._workers, []
+        for process, connection in workers:
+            connection.close()
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = os.path.join(tempfile.mkdtemp(prefix="pool-"), "store")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.world_size, store, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+
+def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+        HF_DATASETS_OFFLINE="1",
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=GLOO_TIMEOUT_S),
+    )
+    while True:
+        try:
+            case, args = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            connection.send((False, case(*args)))
+        except BaseException:
+            connection.send((True, traceback.format_exc()))
+
+

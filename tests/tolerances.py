@@ -1,0 +1,49 @@
+"""How far two ways to the same number may lie apart: every tolerance of the tests, with its reason.
+
+A number here is loosened only with a new reason beside it. What should be equal bit by bit is
+compared with `torch.equal`, and has no entry.
+"""
+
+PARITY_FLOAT64 = 1e-10
+"""Relative, float64. Another mesh adds the same terms in another order: an error of 1e-16 per
+addition, some 1e4 additions deep, and Adam's division by small second moments in the first steps."""
+
+PARITY_FLOAT32_LOSS = 1e-6
+"""Relative, of a summed loss in float32. Ten times its rounding unit (1.2e-7)."""
+
+PARITY_BFLOAT16_LOSS = 1e-3
+"""Relative, of a loss whose matrix products run in bfloat16 (unit 4e-3): a gradient's sum over
+tokens is rounded once on one process and once per rank on several."""
+
+CHUNKED_LOSS_FLOAT64 = 1e-12
+"""Absolute and relative. The same formula as F.cross_entropy, with sums cut into chunks."""
+
+CHUNKED_LOSS_FLOAT32 = 2e-5
+"""Absolute and relative, of gradients. A weight's gradient adds some 1e2 terms of about 1, each
+off by 1e-7."""
+
+CHUNKED_LOSS_BFLOAT16 = 2e-2
+"""Relative to the largest element. bfloat16 keeps 8 bits (4e-3); logits and the result are
+rounded once each."""
+
+ROPE_FLOAT32 = 1e-6
+"""Absolute, of rotated numbers about 1 at positions below 64: an angle is off by its rounding."""
+
+LOGITS_FLOAT32 = 2e-5
+"""Absolute, of logits about 1 behind some layers: the same formula in another order of sums."""
+
+LOGITS_FLOAT64 = 1e-6
+"""Absolute, of the same in float64. Both sides keep their rotations and angles in float32."""
+
+ATTENTION_FLOAT64 = 1e-12
+"""Absolute, of outputs about 1. A masked and a plain call are two kernels with equal terms."""
+
+OPTIMIZER_FLOAT32 = 1e-6
+"""Absolute, of weights about 1 after some steps: fused kernels fold multiplications and
+additions together."""
+
+SCHEDULE = 1e-12
+"""Relative. Python's floats, with the same formula written in another order."""
+
+COUNTED_FLOPS = 1e-9
+"""Relative. Both are whole numbers of operations; only their division by the tokens rounds."""

@@ -1,0 +1,99 @@
+"""Boxes by arithmetic against what DTensor really holds."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.errors import MeshError
+from torchtitan_lite.mesh import CommConfig, ParallelismConfig, start_mesh
+from torchtitan_lite.redistribute import Box, box_of, is_first_holder, local_box
+
+_PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 6), (5, 7), (2, 3), (7, 0)])
+@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (4,), (2, 2), (2, 3), (3, 2), (1, 4)])
+def test_boxes_are_the_chunks_that_torch_cuts(
+    shape: tuple[int, int], mesh_shape: tuple[int, ...]
+) -> None:
+    whole = torch.arange(math.prod(shape)).reshape(shape)
+    for placements in itertools.product(_PLACEMENTS, repeat=len(mesh_shape)):
+        for coordinate in _coordinates(mesh_shape):
+            held = whole
+            for axis_size, placement, index in zip(
+                mesh_shape, placements, coordinate, strict=True
+            ):
+                if isinstance(placement, Shard):
+                    chunks = held.chunk(axis_size, placement.dim)
+                    # torch.chunk gives fewer chunks where there is nothing left for the rest.
+                    held = (
+                        chunks[index]
+                        if index < len(chunks)
+                        else held.narrow(placement.dim, held.shape[placement.dim], 0)
+                    )
+            box = box_of(shape, mesh_shape, placements, coordinate)
+            assert box.size == tuple(held.shape), (placements, coordinate)
+            assert torch.equal(whole[box.slices], held), (placements, coordinate)
+
+
+@pytest.mark.parametrize("placement", _PLACEMENTS)
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 9])
+@pytest.mark.parametrize("axis_size", [1, 2, 3, 4, 5])
+def test_boxes_are_the_shards_that_dtensor_makes(
+    placement: Placement, length: int, axis_size: int
+) -> None:
+    if not isinstance(placement, Shard):
+        return
+    whole = torch.arange(length * 6).reshape((length, 6) if placement.dim == 0 else (6, length))
+    shards, _ = placement._split_tensor(whole, axis_size, with_padding=False, contiguous=True)
+    for index in range(axis_size):
+        box = box_of(whole.shape, (axis_size,), (placement,), (index,))
+        assert torch.equal(whole[box.slices], shards[index])
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_boxes_of_different_ranks_cover_a_tensor_exactly_once(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    mesh_shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    kinds = st.one_of(st.just(Replicate()), st.integers(0, len(shape) - 1).map(Shard))
+    placements = [data.draw(kinds) for _ in mesh_shape]
+    covered = torch.zeros(shape, dtype=torch.int64)
+    for coordinate in _coordinates(mesh_shape):
+        box = box_of(shape, mesh_shape, placements, coordinate)
+        assert box.is_empty == (covered[box.slices].numel() == 0)
+        covered[box.slices] += 1
+    copies = math.prod(
+        size for size, p in zip(mesh_shape, placements, strict=True) if p.is_replicate()
+    )
+    assert (covered == copies).all()
+
+
+def test_a_partial_sum_has_no_box() -> None:
+    with pytest.raises(MeshError, match=r"shape \(4, 2\) has no plain box"):
+        box_of((4, 2), (2,), (Partial(),), (0,))
+
+
+def test_a_live_dtensor_and_a_plain_tensor_give_their_box() -> None:
+    plain = torch.ones(3, 2)
+    assert local_box(plain) == Box((0, 0), (3, 2))
+    assert local_box(torch.tensor(1.0)) == Box((), ())
+    assert not local_box(torch.tensor(1.0)).is_empty
+    assert is_first_holder(plain, 0) and not is_first_holder(plain, 1)
+    with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as mesh:
+        sharded = DTensor.from_local(
+            plain, mesh.device_mesh["dp_replicate", "dp_shard"], [Replicate(), Shard(0)]
+        )
+        assert local_box(sharded) == Box((0, 0), (3, 2))
+        assert is_first_holder(sharded, 0)
+
+
+def _coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
+    return list(itertools.product(*map(range, mesh_shape)))
