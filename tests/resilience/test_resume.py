@@ -1,0 +1,96 @@
+"""A run that is stopped and resumed is the run that was not, bit by bit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.job import Outcome, digest, run_job
+from tests.pool import WorkerPool
+from torchtitan_lite.errors import CheckpointError
+
+Pools = Callable[[int], WorkerPool]
+SAVING: dict[str, Any] = {
+    "checkpoint.enable": True,
+    "checkpoint.interval": 100,
+    "training.steps": 7,
+    "training.local_batch_size": 2,
+    "model.dropout": 0.1,
+    "debug.sample_ledger": True,
+}
+HSDP = {"parallelism.data_parallel_replicate_degree": 2}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "fsdp-2": (2, {}),
+    "hsdp-2x2": (4, HSDP),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_stopped_and_resumed_equals_straight_bitwise(
+    mesh: str, optimizer: str, pools: Pools, tmp_path: Path
+) -> None:
+    world_size, overrides = MESHES[mesh]
+    settings = {**SAVING, **overrides, "optimizer.name": optimizer, "training.dtype": "float32"}
+    pool = pools(world_size)
+    straight = pool.run(run_job, tmp_path / "straight", settings)
+    stopped = pool.run(run_job, tmp_path / "resumed", settings, 3)
+    resumed = pool.run(run_job, tmp_path / "resumed", settings)
+    for whole_run, first, second in zip(straight, stopped, resumed, strict=True):
+        assert not first.finished
+        assert (len(first.losses), second.resumed_at, len(second.losses)) == (3, 3, 4)
+        assert first.losses + second.losses == whole_run.losses
+        assert first.samples + second.samples == whole_run.samples
+        assert digest(second.state) == digest(whole_run.state)
+    kept = ("step", "loss", "grad_norm", "lr", "tokens", "num_target_tokens")
+    straight_lines, resumed_lines = (
+        [
+            {key: line[key] for key in kept}
+            for line in map(
+                json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+            )
+            if "event" not in line
+        ]
+        for name in ("straight", "resumed")
+    )
+    assert resumed_lines == straight_lines
+
+
+def test_a_finished_run_goes_on_when_its_steps_are_raised(pools: Pools, tmp_path: Path) -> None:
+    pool = pools(2)
+    straight = pool.run(run_job, tmp_path / "straight", SAVING)
+    pool.run(run_job, tmp_path / "resumed", {**SAVING, "training.steps": 4})
+    again = pool.run(run_job, tmp_path / "resumed", {**SAVING, "training.steps": 4})
+    assert [outcome.losses for outcome in again] == [[], []]
+    raised = pool.run(run_job, tmp_path / "resumed", SAVING)
+    assert [outcome.resumed_at for outcome in raised] == [4, 4]
+    assert digest(raised[0].state) == digest(straight[0].state)
+
+
+def test_optimizer_implementations_continue_each_other(pools: Pools, tmp_path: Path) -> None:
+    first = {**SAVING, "training.steps": 3, "optimizer.implementation": "for-loop"}
+    pools(2).run(run_job, tmp_path / "run", first)
+    outcome = pools(2).run(run_job, tmp_path / "run", SAVING)[0]
+    assert outcome.resumed_at == 3
+    assert outcome.finished
+
+
+def test_another_mesh_gets_one_clear_error(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(run_job, tmp_path / "run", SAVING)
+    with pytest.raises(AssertionError, match="was saved on another mesh") as caught:
+        pools(4).run(run_job, tmp_path / "run", {**SAVING, "training.steps": 9})
+    assert CheckpointError.__name__ in str(caught.value)
+    assert "dp_shard 2" in str(caught.value)
+
+
+def test_model_only_start_takes_the_weights_and_nothing_else(pools: Pools, tmp_path: Path) -> None:
+    first: Outcome = pools(2).run(run_job, tmp_path / "first", SAVING)[0]
+    path = str(tmp_path / "first" / "checkpoint" / "step-7")
+    settings = {**SAVING, "checkpoint.initial_load_path": path, "optimizer.lr": 0.0}
+    second: Outcome = pools(2).run(run_job, tmp_path / "second", settings)[0]
+    assert second.resumed_at == 0
+    assert digest(second.weights) == digest(first.weights)
+    assert second.samples == first.samples

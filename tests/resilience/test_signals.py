@@ -1,0 +1,56 @@
+"""SIGTERM and SIGINT: all ranks finish the step, save, and leave; the run resumes bitwise."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import launch
+
+ASKED = {"SIGTERM to one rank": signal.SIGTERM, "SIGINT to one rank": signal.SIGINT}
+
+
+@pytest.mark.parametrize("how", ASKED)
+def test_a_signal_to_one_rank_saves_and_resumes_bitwise(how: str, tmp_path: Path) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    arguments = [*launch.SMALL, f"--job.dump_folder={folder}", "--checkpoint.interval=100000"]
+    process = launch.start(2, [*arguments, "--training.steps=100000"], log)
+    try:
+        launch.wait_for_step(folder, 3, process, log)
+        launch.ranks_of(process)[1].send_signal(ASKED[how])
+        assert process.wait(timeout=60) == 0, log.read_text()[-4000:]
+    finally:
+        launch.end(process)
+    (left,) = (folder / "checkpoint").iterdir()
+    step = json.loads((left / "manifest.json").read_text())["step"]
+    assert step >= 3
+    assert f"Left at step {step}" in log.read_text()
+    assert launch.steps_of(folder)[-1]["step"] == step
+
+    last = f"--training.steps={step + 3}"
+    resumed = launch.run(2, [*arguments, last], log)
+    assert f"Resumed from {left}" in resumed
+    straight = tmp_path / "straight"
+    launch.run(2, [*arguments, last, f"--job.dump_folder={straight}"], tmp_path / "straight.log")
+    expected = launch.saved_tensors(straight / "checkpoint" / f"step-{step + 3}")
+    found = launch.saved_tensors(folder / "checkpoint" / f"step-{step + 3}")
+    assert found.keys() == expected.keys()
+    assert len(expected) > 50
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_signal_to_torchrun_saves(tmp_path: Path) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    arguments = [*launch.SMALL, f"--job.dump_folder={folder}", "--training.steps=100000"]
+    process = launch.start(2, arguments, log)
+    try:
+        launch.wait_for_step(folder, 2, process, log)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+    finally:
+        launch.end(process)
+    last_step = launch.steps_of(folder)[-1]["step"]
+    assert (folder / "checkpoint" / f"step-{last_step}" / "manifest.json").is_file()

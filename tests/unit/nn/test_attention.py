@@ -1,0 +1,87 @@
+"""Attention: causal, within documents, with shared heads."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.tolerances import ATTENTION_FLOAT64
+from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples
+from torchtitan_lite.nn.attention import Attention, BlockContext, SDPAKernel, attention_mask
+from torchtitan_lite.nn.rope import RotaryEmbedding, rotate
+
+
+def test_a_packed_document_gives_what_it_gives_alone() -> None:
+    # Positions start anew, so that rotations are equal to the last bit.
+    lengths = [5, 1, 8]
+    documents_BS = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].int()
+    positions_BS = torch.cat([torch.arange(length) for length in lengths])[None]
+    model = tiny_decoder().eval()
+    tokens_BS = tiny_samples(1, sum(lengths))["tokens_BS"]
+    keys_B = torch.zeros(1, dtype=torch.int64)
+    packed_BSV = model(
+        tokens_BS, positions_BS=positions_BS, keys_B=keys_B, documents_BS=documents_BS
+    )
+    for start, length in zip([0, 5, 6], lengths, strict=True):
+        part = slice(start, start + length)
+        alone = model(
+            tokens_BS[:, part], positions_BS=positions_BS[:, part], keys_B=keys_B
+        )
+        torch.testing.assert_close(packed_BSV[:, part], alone, atol=ATTENTION_FLOAT64, rtol=0)
+    mixed_BSV = model(tokens_BS, positions_BS=positions_BS, keys_B=keys_B)
+    assert (mixed_BSV[:, 5:] - packed_BSV[:, 5:]).abs().min(dim=-1).values.max() > 1e-5
+
+
+def test_a_later_token_changes_no_earlier_logit() -> None:
+    model = tiny_decoder().eval()
+    samples = dict(tiny_samples())
+    before_BSV = model(**samples)
+    samples["tokens_BS"] = samples["tokens_BS"].clone()
+    samples["tokens_BS"][:, 9] = (samples["tokens_BS"][:, 9] + 1) % DIMS.vocab_size
+    after_BSV = model(**samples)
+    torch.testing.assert_close(
+        after_BSV[:, :9], before_BSV[:, :9], atol=ATTENTION_FLOAT64, rtol=0
+    )
+    assert ((after_BSV - before_BSV)[:, 9:].abs().amax(-1) > 1e-6).all()
+
+
+def test_documents_need_a_mask_and_plain_causal_attention_none() -> None:
+    positions_BS = torch.arange(4).repeat(2, 1)
+    assert attention_mask(positions_BS, None, "sdpa") is None
+    documents_BS = torch.tensor([[0, 0, 1, 1], [0, 1, 2, 2]], dtype=torch.int32)
+    mask = attention_mask(positions_BS, documents_BS, "sdpa")
+    assert mask.int().tolist() == [
+        [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]],
+        [[[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]],
+    ]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+def test_attention_is_softmax_of_scores_over_the_past(num_kv_heads: int) -> None:
+    draws = torch.Generator().manual_seed(0)
+    attention = Attention(20, 6, num_kv_heads, 10, "sdpa").double()
+    x_BSD = torch.randn(2, 7, 20, generator=draws, dtype=torch.float64)
+    positions_BS = torch.arange(7).repeat(2, 1)
+    cos, sin = RotaryEmbedding(10, 100.0, None)(positions_BS)
+    context = BlockContext(cos, sin, None, positions_BS, torch.zeros(2, dtype=torch.int64))
+
+    q_BSHE = rotate(attention.wq(x_BSD).unflatten(-1, (6, 10)), cos, sin)
+    k_BSKE = rotate(attention.wk(x_BSD).unflatten(-1, (num_kv_heads, 10)), cos, sin)
+    v_BSKE = attention.wv(x_BSD).unflatten(-1, (num_kv_heads, 10))
+    heads = []
+    for head in range(6):
+        shared = head * num_kv_heads // 6
+        scores_BSS = q_BSHE[:, :, head] @ k_BSKE[:, :, shared].mT / 10**0.5
+        future_SS = torch.ones(7, 7, dtype=torch.bool).triu(1)
+        weights_BSS = scores_BSS.masked_fill(future_SS, -torch.inf).softmax(-1)
+        heads.append(weights_BSS @ v_BSKE[:, :, shared])
+    expected_BSD = attention.wo(torch.cat(heads, dim=-1))
+
+    torch.testing.assert_close(
+        attention(x_BSD, context), expected_BSD, atol=ATTENTION_FLOAT64, rtol=0
+    )
+
+
+def test_no_mask_means_the_causal_path_of_the_kernel() -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(SDPAKernel()(q, k, v, None), expected)

@@ -1,0 +1,109 @@
+"""Initial weights that do not depend on how they are cut."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from torchtitan_lite.models import ModelConfig, model_spec
+from torchtitan_lite.nn import initialize as module
+from torchtitan_lite.nn.initialize import draw_box, initialize
+from torchtitan_lite.redistribute import Box
+from torchtitan_lite.spec import InitRule
+
+_RULE = InitRule(pattern="*", kind="normal", std=0.5, cutoff_stds=2.0)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_any_box_is_that_part_of_the_whole(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    offset = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
+    size = tuple(
+        data.draw(st.integers(1, length - start))
+        for start, length in zip(offset, shape, strict=True)
+    )
+    elements_per_block = data.draw(st.sampled_from([1, 5, 24, 1 << 18]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_ELEMENTS_PER_BLOCK", elements_per_block)
+        whole = draw_box("w", shape, Box((0,) * len(shape), tuple(shape)), _RULE, 3)
+        part = draw_box("w", shape, Box(offset, size), _RULE, 3)
+    assert whole.shape == torch.Size(shape)
+    assert torch.equal(part, whole[Box(offset, size).slices])
+
+
+def test_a_box_across_real_row_blocks_is_that_part_of_the_whole() -> None:
+    shape = (1030, 300)  # 873 rows in a block.
+    whole = draw_box("w", shape, Box((0, 0), shape), _RULE, 0)
+    for first, num_rows in [(0, 873), (870, 10), (873, 157), (1029, 1)]:
+        part = draw_box("w", shape, Box((first, 100), (num_rows, 50)), _RULE, 0)
+        assert torch.equal(part, whole[first : first + num_rows, 100:150])
+
+
+def test_draws_have_the_deviation_and_the_cutoff_of_their_rule() -> None:
+    drawn = draw_box("w", (1000, 300), Box((0, 0), (1000, 300)), _RULE, 0).double()
+    # Variance of a standard normal cut at 2: 1 - 2 * 2 * pdf(2) / (2 * cdf(2) - 1).
+    pdf = math.exp(-2) / math.sqrt(2 * math.pi)
+    expected = 0.5 * math.sqrt(1 - 4 * pdf / math.erf(math.sqrt(2)))
+    assert abs(drawn.std().item() / expected - 1) < 0.01
+    assert abs(drawn.mean().item()) < 0.005
+    assert 0.99 < drawn.abs().max().item() <= 1.0
+
+
+def test_seed_and_name_and_row_block_give_other_numbers() -> None:
+    box = Box((0, 0), (2000, 200))
+    drawn = draw_box("w", box.size, box, _RULE, 0)
+    for other in (
+        draw_box("w", box.size, box, _RULE, 1),
+        draw_box("v", box.size, box, _RULE, 0),
+        drawn.roll(1310, 0),  # Rows in a block.
+    ):
+        assert (other == drawn).float().mean() < 1e-3
+
+
+def test_the_first_matching_rule_fills_a_parameter() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    rules = [
+        InitRule(pattern="*.bias", kind="zeros"),
+        InitRule(pattern="1.*", kind="ones"),
+        InitRule(pattern="*", kind="normal", std=0.1),
+    ]
+    initialize(model, rules, seed=0)
+    values = dict(model.named_parameters())
+    assert not values["0.bias"].any() and not values["1.bias"].any()
+    assert (values["1.weight"] == 1).all()
+    assert values["0.weight"].abs().max() <= 0.3 and values["0.weight"].std() > 0.01
+
+
+def test_a_parameter_without_a_rule_is_named() -> None:
+    rules = [InitRule(pattern="weight", kind="ones")]
+    with pytest.raises(LookupError, match="No InitRule matches parameter bias"):
+        initialize(nn.Linear(2, 2), rules, seed=0)
+
+
+def test_wider_and_narrower_dtypes_hold_the_same_draws_rounded() -> None:
+    narrow = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    wide = nn.Linear(4, 4, bias=False, dtype=torch.float64)
+    for linear in (narrow, wide):
+        initialize(linear, [_RULE], seed=0)
+    assert torch.equal(wide.weight.bfloat16(), narrow.weight)
+    assert torch.equal(wide.weight.float().double(), wide.weight)
+
+
+def test_the_initial_weights_of_a_seed_never_change() -> None:
+    spec = model_spec(ModelConfig(flavor="tiny"))
+    model = spec.build()
+    initialize(model, spec.init, seed=42)
+    # A sum with a fixed ramp: it moves with every weight, and not with the last bit that another
+    # processor's vector unit may round otherwise.
+    digest = sum(
+        (p.detach().double().flatten() * torch.arange(p.numel()).double().cos()).sum().item()
+        for p in model.parameters()
+    )
+    assert digest == pytest.approx(0.0, rel=1e-6)

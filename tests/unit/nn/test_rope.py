@@ -1,0 +1,47 @@
+"""Properties of rotary embedding that need no second implementation."""
+
+import torch
+
+from tests.tolerances import ROPE_FLOAT32
+from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding, rotate
+
+
+def test_scores_depend_on_the_distance_of_positions_only() -> None:
+    rotary = RotaryEmbedding(8, 100.0, None)
+    draws = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=draws)
+
+    def score(q_at: int, k_at: int) -> torch.Tensor:
+        turned_q = rotate(q, *rotary(torch.tensor([[q_at]])))
+        turned_k = rotate(k, *rotary(torch.tensor([[k_at]])))
+        return (turned_q * turned_k).sum()
+
+    torch.testing.assert_close(score(9, 4), score(25, 20), atol=5 * ROPE_FLOAT32, rtol=0)
+    assert (score(9, 4) - score(9, 5)).abs() > 1e-3
+
+
+def test_rotation_keeps_the_dtype_and_computes_in_float32() -> None:
+    cos, sin = RotaryEmbedding(8, 100.0, None)(torch.tensor([[1000]]))
+    assert cos.dtype == sin.dtype == torch.float32
+    x = torch.randn(1, 1, 2, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    turned = rotate(x, cos, sin)
+    assert turned.dtype == torch.bfloat16
+    assert torch.equal(turned, rotate(x.float(), cos, sin).bfloat16())
+
+
+def test_scaling_slows_slow_rotations_and_keeps_fast_ones() -> None:
+    plain = RotaryEmbedding(64, 500000.0, None).frequencies_E
+    scaled = RotaryEmbedding(64, 500000.0, RopeScaling(factor=8.0)).frequencies_E
+    turns = 8192 * plain / (2 * torch.pi)
+    assert torch.equal(scaled[turns > 4], plain[turns > 4])
+    torch.testing.assert_close(scaled[turns < 1], plain[turns < 1] / 8)
+    between = (turns > 1) & (turns < 4)
+    assert between.any()
+    assert ((scaled < plain) & (scaled > plain / 8))[between].all()
+
+
+def test_rotations_are_computed_even_where_the_model_is_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        rotary = RotaryEmbedding(8, 100.0, RopeScaling())
+    expected = RotaryEmbedding(8, 100.0, RopeScaling())
+    assert torch.equal(rotary.frequencies_E, expected.frequencies_E)
