@@ -15,7 +15,7 @@ def main(argv: list[str]) -> int:
     """Run the job that the command line asks for. Returns the exit status."""
     configure_logging()
     try:
-        config, config_path = parse_command_line(argv)
+        config, _ = parse_command_line(argv)
         check_against(config, int(os.environ.get("WORLD_SIZE", "1")))
         # Imported once the config is known to be right, so that a typo is told of at once.
         from torchtitan_lite.build import build
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
             build(config, mesh, stop) as built,
         ):
             finished = train(built.job)
-            say_goodbye(built, config, config_path, finished=finished)
+            say_goodbye(built, config, argv, finished=finished)
     except UserError as error:
         logger.error("%s", error)
         return 1

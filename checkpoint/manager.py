@@ -199,15 +199,25 @@ class CheckpointManager:
             rng.restore(generators)
 
     def _delete_old(self) -> None:
-        """Keep the newest `keep_latest_k`. A folder is renamed first, so that one that is half
-        deleted is no checkpoint."""
-        keep = self._config.keep_latest_k
-        if keep == 0 or not self._mesh.is_leader:
+        """Keep the newest `keep_latest_k` up to the step just saved: those of later steps are
+        damaged or of a run that was taken back, and must not push out what was just written.
+
+        A folder is renamed first, so that one that is half deleted is no checkpoint. What cannot
+        be deleted is reported: only the leader is here, so an error would leave the others alone.
+        """
+        keep, saved_step = self._config.keep_latest_k, self._saved_step
+        if keep == 0 or saved_step is None or not self._mesh.is_leader:
             return
-        for folder in list(step_folders(self.root).values())[:-keep]:
-            doomed = folder.with_name(f".deleting-{folder.name}")
-            os.rename(folder, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+        try:
+            for left in self.root.glob(".deleting-*"):
+                shutil.rmtree(left)
+            own = [folder for step, folder in step_folders(self.root).items() if step <= saved_step]
+            for folder in own[:-keep]:
+                doomed = folder.with_name(f".deleting-{folder.name}")
+                os.rename(folder, doomed)
+                shutil.rmtree(doomed)
+        except OSError as error:
+            logger.warning("Old checkpoints in %s could not be deleted: %s", self.root, error)
 
 
 def _in(name: str, parts: set[str]) -> bool:

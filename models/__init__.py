@@ -14,7 +14,7 @@ from torchtitan_lite._links import refuse_other_name
 refuse_other_name(__name__)
 
 from torchtitan_lite.errors import ConfigError  # noqa: E402
-from torchtitan_lite.section import Section, at_least  # noqa: E402
+from torchtitan_lite.section import Section, at_least, below  # noqa: E402
 from torchtitan_lite.spec import ModelSpec  # noqa: E402
 
 
@@ -34,7 +34,7 @@ class ModelConfig(Section):
     attention_mask: Literal["auto", "causal", "document"] = "auto"
     """"causal": a token sees all earlier tokens of its block; "document": only those of its own
     document, and the first token of a document is no target. "auto": what the flavor asks for."""
-    dropout: Annotated[float, at_least(0)] = 0.0
+    dropout: Annotated[float, at_least(0), below(1)] = 0.0
     """Share of the residual updates that is dropped in training, by a mask that depends on the
     seed, the step and the position only."""
     converters: list[str] = []
@@ -63,6 +63,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 
 def _unknown(key: str, given: str, known: list[str]) -> str:
-    nearest = get_close_matches(given, known, n=1)
-    hint = f' Did you mean "{nearest[0]}"?' if nearest else ""
+    by_lower = {name.lower(): name for name in known}
+    nearest = get_close_matches(given.lower(), by_lower, n=1)
+    hint = f' Did you mean "{by_lower[nearest[0]]}"?' if nearest else ""
     return f'{key} = "{given}" is not one of {", ".join(known)}.{hint}'

@@ -155,13 +155,14 @@ def build(dims: Llama3Dims) -> Decoder:
         vocab_size=dims.vocab_size,
         norm_eps=dims.norm_eps,
         rotary=RotaryEmbedding(dims.head_size, dims.rope_theta, dims.rope_scaling),
-        blocks=[_block(dims, layer) for layer in range(dims.num_layers)],
+        blocks=[_block(dims) for _ in range(dims.num_layers)],
         attention_backend=dims.attention_backend,
         tied_embeddings=dims.tied_embeddings,
+        dropout=dims.dropout,
     )
 
 
-def _block(dims: Llama3Dims, layer: int) -> DecoderBlock:
+def _block(dims: Llama3Dims) -> DecoderBlock:
     return DecoderBlock(
         dim=dims.dim,
         norm_eps=dims.norm_eps,
@@ -170,7 +171,6 @@ def _block(dims: Llama3Dims, layer: int) -> DecoderBlock:
         ),
         feed_forward=FeedForward(dims.dim, dims.hidden_dim),
         dropout=dims.dropout,
-        layer=layer,
     )
 
 

@@ -13,8 +13,10 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-
+from pathlib import Path
 from typing import Any
+
+from tests.failures import LOGS, note_failure
 
 GLOO_TIMEOUT_S = 120
 
@@ -38,8 +40,10 @@ class WorkerPool:
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
+                silent = sorted(waiting.values())
+                note_failure(self._log(silent[0]))
                 self.close()
-                raise TimeoutError(f"Ranks {sorted(waiting.values())} gave nothing in {timeout_s}s")
+                raise TimeoutError(f"Ranks {silent} gave nothing in {timeout_s} s")
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
@@ -48,6 +52,7 @@ class WorkerPool:
                 except EOFError:
                     failed, value = True, "the process died"
                 if failed:
+                    note_failure(self._log(rank))
                     self.close()
                     raise AssertionError(f"rank {rank} of {self.world_size} failed:\n{value}")
                 results[rank] = value
@@ -63,19 +68,27 @@ class WorkerPool:
                 process.kill()
                 process.join()
 
+    def _log(self, rank: int) -> Path:
+        return LOGS / f"pool-of-{self.world_size}" / f"rank-{rank}.log"
+
     def _start(self) -> None:
+        self._log(0).parent.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("spawn")
         store = os.path.join(tempfile.mkdtemp(prefix="pool-"), "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.world_size, store, theirs)
+            arguments = (rank, self.world_size, store, str(self._log(rank)), theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, store: str, log: str, connection: Connection) -> None:
+    # Whatever the worker prints, and what C++ prints for it, goes to its own log.
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -103,4 +116,5 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
         try:
             connection.send((False, case(*args)))
         except BaseException:
+            traceback.print_exc()
             connection.send((True, traceback.format_exc()))

@@ -6,7 +6,7 @@ compared with `torch.equal`, and has no entry.
 
 PARITY_FLOAT64 = 1e-10
 """Relative, float64. Another mesh adds the same terms in another order: an error of 1e-16 per
-addition, some 1e4 additions deep, and Adam's division by small second moments in the first steps."""
+addition, some 1e4 additions deep, and Adam divides by small second moments in its first steps."""
 
 PARITY_FLOAT32_LOSS = 1e-6
 """Relative, of a summed loss in float32. Ten times its rounding unit (1.2e-7)."""
@@ -27,7 +27,8 @@ CHUNKED_LOSS_BFLOAT16 = 2e-2
 rounded once each."""
 
 ROPE_FLOAT32 = 1e-6
-"""Absolute, of rotated numbers about 1 at positions below 64: an angle is off by its rounding."""
+"""Absolute, of rotated numbers below 1 at positions below 8, whose angles are off by 5e-7 from
+rounding; also relative, of the frequencies. It grows with the position: 1e-5 at 64."""
 
 LOGITS_FLOAT32 = 2e-5
 """Absolute, of logits about 1 behind some layers: the same formula in another order of sums."""
@@ -47,3 +48,7 @@ SCHEDULE = 1e-12
 
 COUNTED_FLOPS = 1e-9
 """Relative. Both are whole numbers of operations; only their division by the tokens rounds."""
+
+GOLDEN_DIGEST = 1e-4
+"""Relative, of a sum over all initial weights. Vector units of other processors round the last bit
+of a draw otherwise, which moves the sum by 1e-6; another seed, name or block moves it by 10."""

@@ -45,6 +45,11 @@ def above(minimum: float) -> AfterValidator:
     return _bounded(lambda given: given > minimum, f"greater than {minimum}")
 
 
+def below(maximum: float) -> AfterValidator:
+    """A number less than `maximum`, with the value in the error."""
+    return _bounded(lambda given: given < maximum, f"less than {maximum}")
+
+
 def positive_or_minus_one() -> AfterValidator:
     """A positive number, or -1 for "what is left"."""
     return _bounded(lambda given: given == -1 or given > 0, "positive, or -1")

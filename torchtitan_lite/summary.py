@@ -4,6 +4,8 @@ Layer: beside trainer.
 """
 
 import os
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_lite.build import Built
@@ -11,10 +13,12 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.generate import generate
 
 _SAMPLE_TOKENS = 80
+_STEPS = "--training.steps"
 
 
-def say_goodbye(built: Built, config: Config, config_path: Path, *, finished: bool) -> None:
-    """Print the end of the run. Every rank must call it, since the sample is made by all."""
+def say_goodbye(built: Built, config: Config, argv: Sequence[str], *, finished: bool) -> None:
+    """Print the end of the run. `argv` are the arguments that it was started with. Every rank must
+    call it, since the sample is made by all."""
     job = built.job
     lines = [""]
     if finished:
@@ -25,7 +29,9 @@ def say_goodbye(built: Built, config: Config, config_path: Path, *, finished: bo
     lines.append(f"Outputs      {folder}/ (config.toml, metrics.jsonl)")
     if config.checkpoint.enable:
         lines.append(f"Checkpoints  {job.checkpoints.root}/")
-        lines.append(f"Resume       {_resume_command(job.mesh.world_size, config, config_path)}")
+        lines.append(
+            f"Resume       {_resume_command(argv, job.mesh.world_size, job.steps, finished)}"
+        )
     if config.metrics.enable_tensorboard:
         lines.append(f"TensorBoard  tensorboard --logdir {folder / config.metrics.save_tb_folder}")
     if job.mesh.is_leader:
@@ -52,11 +58,15 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _resume_command(world_size: int, config: Config, config_path: Path) -> str:
-    launcher = "python" if world_size == 1 else f"torchrun --nproc-per-node {_local(world_size)}"
-    steps = 2 * config.training.steps
-    return f"{launcher} train.py --config {config_path} --training.steps {steps}"
-
-
-def _local(world_size: int) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+def _resume_command(argv: Sequence[str], world_size: int, steps: int, finished: bool) -> str:
+    """The same command; a run that is finished needs more steps to go on."""
+    arguments = list(argv)
+    if finished:
+        kept = [argument for argument in arguments if not argument.startswith(_STEPS + "=")]
+        if _STEPS in kept:
+            place = kept.index(_STEPS)
+            del kept[place : place + 2]
+        arguments = [*kept, _STEPS, str(2 * steps)]
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    launcher = ["torchrun", "--nproc-per-node", str(local_size)] if world_size > 1 else ["python"]
+    return shlex.join([*launcher, "train.py", *arguments])

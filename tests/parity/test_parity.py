@@ -116,11 +116,22 @@ def test_same_loss_with_bfloat16_parameters_in_forward(
         assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_BFLOAT16_LOSS)
 
 
+@pytest.mark.parametrize(
+    "backend",
+    # inductor spends a minute in the C++ compiler.
+    ["aot_eager", pytest.param("inductor", marks=pytest.mark.matrix)],
+)
 def test_compiled_blocks_train_alike(
-    pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+    backend: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    overrides = {**FSDP, "compile.enable": True, "activation_checkpoint.mode": "full"}
-    expected = reference()
+    overrides = {
+        **FSDP,
+        "compile.enable": True,
+        "compile.backend": backend,
+        "activation_checkpoint.mode": "full",
+        "model.dropout": 0.2,
+    }
+    expected = reference(**{"model.dropout": 0.2})
     for outcome in pools(2).run(run_job, tmp_path / "run", overrides, timeout_s=280):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 

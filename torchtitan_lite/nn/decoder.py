@@ -6,6 +6,7 @@ the projection and since sharded weights are whole only inside their module's fo
 Layer: above spec; `nn.attention`, `nn.dropout`, `nn.rope`.
 """
 
+from dataclasses import replace
 from typing import Self, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torchtitan_lite.nn.attention import Attention, Backend, BlockContext, attention_mask
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.rope import RotaryEmbedding
+from torchtitan_lite.rng import mix_tensor
 from torchtitan_lite.spec import TokenLoss
 
 
@@ -29,15 +31,14 @@ class DecoderBlock(nn.Module):
         attention: Attention,
         feed_forward: nn.Module,
         dropout: float,
-        layer: int,
     ) -> None:
         super().__init__()
         self.attention = attention
         self.feed_forward = feed_forward
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.attention_dropout = KeyedDropout(dropout, site=2 * layer)
-        self.ffn_dropout = KeyedDropout(dropout, site=2 * layer + 1)
+        self.attention_dropout = KeyedDropout(dropout, site=0)
+        self.ffn_dropout = KeyedDropout(dropout, site=1)
 
     def forward(self, x_BSD: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]."""
@@ -80,8 +81,10 @@ class Decoder(nn.Module):
         blocks: list[DecoderBlock],
         attention_backend: Backend,
         tied_embeddings: bool,
+        dropout: float,
     ) -> None:
         super().__init__()
+        self.dropout = dropout
         self.attention_backend: Backend = attention_backend
         self.rotary = rotary
         self.tok_embeddings = nn.Embedding(vocab_size, dim)
@@ -106,9 +109,16 @@ class Decoder(nn.Module):
         mask = attention_mask(positions_BS, documents_BS, self.attention_backend)
         context = BlockContext(cos, sin, mask, positions_BS, keys_B)
         x_BSD = self.tok_embeddings(tokens_BS)
-        for block in self.layers.values():
-            x_BSD = block(x_BSD, context)
+        for layer, block in enumerate(self.layers.values()):
+            x_BSD = block(x_BSD, self._of_layer(context, layer))
         return self.output(self.norm(x_BSD), targets_BS, loss)
+
+    def _of_layer(self, context: BlockContext, layer: int) -> BlockContext:
+        """The context with keys of the layer's own. The keys differ and not the blocks, so that
+        all blocks are one to the compiler."""
+        if not self.training or self.dropout == 0.0:
+            return context
+        return replace(context, keys_B=mix_tensor(context.keys_B + layer))
 
     def _apply(self, fn, recurse: bool = True) -> Self:
         """As in nn.Module, but the tied weight stays one parameter: `to_empty` on a meta model

@@ -12,7 +12,8 @@ from torchtitan_lite.rng import mix_tensor, uniform
 class KeyedDropout(nn.Module):
     """Sets a share of its input to zero and scales the rest up, in training mode only.
 
-    `site` numbers the places of a model that drop out, so that no two use the same mask.
+    `site` numbers the places of a block that drop out, so that no two use the same mask; the
+    blocks of a model get keys of their own.
     """
 
     def __init__(self, share: float, site: int) -> None:

@@ -23,9 +23,7 @@ def test_a_packed_document_gives_what_it_gives_alone() -> None:
     )
     for start, length in zip([0, 5, 6], lengths, strict=True):
         part = slice(start, start + length)
-        alone = model(
-            tokens_BS[:, part], positions_BS=positions_BS[:, part], keys_B=keys_B
-        )
+        alone = model(tokens_BS[:, part], positions_BS=positions_BS[:, part], keys_B=keys_B)
         torch.testing.assert_close(packed_BSV[:, part], alone, atol=ATTENTION_FLOAT64, rtol=0)
     mixed_BSV = model(tokens_BS, positions_BS=positions_BS, keys_B=keys_B)
     assert (mixed_BSV[:, 5:] - packed_BSV[:, 5:]).abs().min(dim=-1).values.max() > 1e-5
@@ -38,9 +36,7 @@ def test_a_later_token_changes_no_earlier_logit() -> None:
     samples["tokens_BS"] = samples["tokens_BS"].clone()
     samples["tokens_BS"][:, 9] = (samples["tokens_BS"][:, 9] + 1) % DIMS.vocab_size
     after_BSV = model(**samples)
-    torch.testing.assert_close(
-        after_BSV[:, :9], before_BSV[:, :9], atol=ATTENTION_FLOAT64, rtol=0
-    )
+    torch.testing.assert_close(after_BSV[:, :9], before_BSV[:, :9], atol=ATTENTION_FLOAT64, rtol=0)
     assert ((after_BSV - before_BSV)[:, 9:].abs().amax(-1) > 1e-6).all()
 
 

@@ -1,0 +1,65 @@
+# Two commands set everything up: `make train` and `make test`. All targets are listed by `make help`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONFIG ?= configs/llama3_debug.toml
+PROCESSES ?= 2
+ARGS ?=
+
+# One thread a process: the processes of a run share the cores.
+export OMP_NUM_THREADS ?= 1
+# Tests and checks ask no hub.
+test test-all bench: export HF_HUB_OFFLINE = 1
+test test-all bench: export HF_DATASETS_OFFLINE = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-all check fmt bench docs clean
+
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed-dev ## Make .venv with everything that tests and checks need.
+
+train: $(VENV)/.installed ## Train the small Llama 3 (CONFIG=, PROCESSES=, ARGS="--section.key value").
+	$(BIN)/torchrun --nproc-per-node $(PROCESSES) train.py --config $(CONFIG) $(ARGS)
+
+test: setup ## Run the tests that every change must pass (ARGS="-k name" to choose).
+	$(BIN)/python -m pytest -m "not matrix and not gpu" $(ARGS)
+
+test-all: setup ## Run all tests, the long matrices included.
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+check: setup ## Lint, format, types, layers, generated docs.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m scripts.config_reference --check
+
+fmt: setup ## Format the code and mend what lint can mend.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## Run every benchmark and write benchmarks/results/.
+	$(BIN)/python -m benchmarks.step --json benchmarks/results/step.json
+
+docs: setup ## Write the generated pages of docs/ again.
+	$(BIN)/python -m scripts.config_reference
+
+clean: ## Remove what runs and tests have written; .venv stays.
+	rm -rf outputs test-logs build dist *.egg-info
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Python 3.11 or later is needed, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	       "Set PYTHON=python3.12, say."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: requirements.txt $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	@touch $@
+
+$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
+	@touch $@

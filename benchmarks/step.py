@@ -1,0 +1,111 @@
+"""The trainer against a loop written by hand: the CPU time of a step, and the time to start.
+
+python -m benchmarks.step [--quick] [--json PATH]
+
+Two comparisons, each on 1 and 2 processes of one thread: CPU seconds per step (see `alternation`),
+and wall seconds from the launch to the end of the first step (see `start_time`). Sides alternate,
+and the medians are compared. Exits with 1 when the sides did not do the same work; a missed goal is
+a row that says so, since times on a busy machine prove nothing.
+"""
+
+import argparse
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.agreement import Agreement
+from benchmarks.processes import THREADS
+from benchmarks.rows import Row, table, write_json
+from benchmarks.start_time import StartCase, measure_start, write_inputs
+from benchmarks.step_cost import StepCase, measure_step
+from benchmarks.turns import Turns
+
+TRAINER_ARGUMENTS = (
+    *("--config", "configs/llama3_debug.toml"),
+    *("--job.device", "cpu"),
+    # One microbatch a step on any number of processes.
+    *("--training.global_batch_size", "-1"),
+    # What the hand-written loop does not do. The console and metrics.jsonl stay on.
+    *("--checkpoint.enable", "false"),
+    *("--validation.enable", "false"),
+    *("--metrics.enable_tensorboard", "false"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one run of this benchmark measures."""
+
+    step_cases: Sequence[StepCase]
+    start_cases: Sequence[StartCase]
+
+
+_TURNS = Turns(warmup_steps=3, steps=6, count=9)
+_SHORT_TURNS = Turns(warmup_steps=2, steps=2, count=5)
+FULL = Plan(
+    step_cases=(
+        StepCase(flavor="tiny", num_processes=1, turns=_TURNS),
+        StepCase(flavor="tiny", num_processes=2, turns=_TURNS),
+        StepCase(flavor="debugmodel", num_processes=1, turns=_SHORT_TURNS),
+        StepCase(flavor="debugmodel", num_processes=2, turns=_SHORT_TURNS),
+    ),
+    start_cases=(
+        StartCase(flavor="tiny", num_processes=1, warmup_rounds=1, rounds=5),
+        StartCase(flavor="tiny", num_processes=2, warmup_rounds=1, rounds=5),
+    ),
+)
+# The runs before it have warmed what a start reads, so the few rounds need none of their own.
+QUICK = Plan(
+    step_cases=(
+        StepCase(flavor="tiny", num_processes=1, turns=_SHORT_TURNS),
+        StepCase(flavor="tiny", num_processes=2, turns=_SHORT_TURNS),
+    ),
+    start_cases=(
+        StartCase(flavor="tiny", num_processes=1, warmup_rounds=0, rounds=1),
+        StartCase(flavor="tiny", num_processes=2, warmup_rounds=0, rounds=1),
+    ),
+)
+
+
+def main() -> None:
+    """Entry of the command."""
+    parser = argparse.ArgumentParser(description="The trainer against a hand-written loop.")
+    parser.add_argument("--quick", action="store_true", help="a small version, under 50 seconds")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    given = parser.parse_args()
+    began_s = time.perf_counter()
+    print(
+        f"torch {version('torch')}, Python {platform.python_version()}, "
+        f"OMP_NUM_THREADS={THREADS} in every process",
+        flush=True,
+    )
+    rows, all_agree = [], True
+    with tempfile.TemporaryDirectory() as folder:
+        for row, agreement in measure(QUICK if given.quick else FULL, Path(folder)):
+            print(agreement.text(), flush=True)
+            rows.append(row)
+            all_agree = all_agree and agreement.holds
+    print(f"\n{table(rows)}\n\n{time.perf_counter() - began_s:.0f} s in all")
+    if given.json:
+        write_json(given.json, rows)
+    sys.exit(0 if all_agree else 1)
+
+
+def measure(plan: Plan, folder: Path) -> Iterator[tuple[Row, Agreement]]:
+    """The cases of `plan`, one after the other, with their files in `folder`."""
+    for number, case in enumerate(plan.step_cases):
+        yield measure_step(case, TRAINER_ARGUMENTS, folder / f"step_{number}")
+    (flavor,) = {case.flavor for case in plan.start_cases}
+    max_processes = max(case.num_processes for case in plan.start_cases)
+    inputs = write_inputs(flavor, max_processes, TRAINER_ARGUMENTS, folder / "inputs")
+    for number, case in enumerate(plan.start_cases):
+        yield measure_start(case, inputs, TRAINER_ARGUMENTS, folder / f"start_{number}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The first thing that a user does: train the debug config, look at the end, resume."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+from tests import launch
+
+
+def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = [
+        "--config=configs/llama3_debug.toml",
+        f"--job.dump_folder={folder}",
+        "--training.steps=6",
+        "--validation.freq=3",
+        "--validation.steps=2",
+        "--checkpoint.interval=4",
+    ]
+    text = launch.run(2, arguments, tmp_path / "log")
+    assert re.search(r"step 6/6 .*loss \d", text)
+    assert re.search(r"validation +step 3 +loss \d", text)
+    sample = text.split("A sample of the model:")[1].split("Outputs")[0]
+    assert len(sample.strip()) > 20
+    steps = launch.steps_of(folder)
+    assert [line["step"] for line in steps] == list(range(1, 7))
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert steps[-1]["tokens"] == 6 * 16 * 256
+    assert {path.name for path in (folder / "checkpoint").iterdir()} == {"step-4", "step-6"}
+    assert list((folder / "tb").glob("events.*"))
+    assert "steps = 6" in (folder / "config.toml").read_text()
+
+    (resume,) = re.findall(r"^Resume +(.+)$", text, re.MULTILINE)
+    words = shlex.split(resume)
+    assert words[:4] == ["torchrun", "--nproc-per-node", "2", "train.py"]
+    again = launch.run(2, words[4:], tmp_path / "again.log")
+    assert f"Resumed from {folder}/checkpoint/step-6" in again
+    assert launch.steps_of(folder)[-1]["step"] == 12
+
+
+def test_one_process_without_torchrun(tmp_path: Path) -> None:
+    arguments = [*launch.SMALL, f"--job.dump_folder={tmp_path / 'run'}", "--training.steps=2"]
+    text = launch.run(1, arguments, tmp_path / "log")
+    assert "A sample of the model" in text
+    manifest = tmp_path / "run" / "checkpoint" / "step-2" / "manifest.json"
+    assert json.loads(manifest.read_text())["mesh"] == {
+        "pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1,
+    }  # fmt: skip

@@ -1,0 +1,112 @@
+"""A small real state, and managers for it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan_lite.checkpoint.config import CheckpointConfig
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.log import logger
+from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
+
+
+class SmallState:
+    """Tensors of several shapes and dtypes; the optimizer's come into being with a step."""
+
+    def __init__(self, seed: int = 0) -> None:
+        draws = torch.Generator().manual_seed(seed)
+        self.step = 0
+        self.cursor = 0
+        self.slots: dict[str, torch.Tensor] = {}
+        self.model = {
+            "model.weight": torch.randn(5, 7, generator=draws),
+            "model.wide": torch.randn(3, 2, generator=draws, dtype=torch.float64),
+            "model.narrow": torch.randn(9, generator=draws).bfloat16(),
+            "model.flags": torch.randint(0, 2, (3,), generator=draws, dtype=torch.bool),
+            "model.count": torch.randint(0, 9, (), generator=draws),
+        }
+
+    def take_step(self) -> None:
+        """Change everything."""
+        self.step += 1
+        self.cursor += 8
+        self.allocate({"optimizer.weight.momentum": (5, 7), "optimizer.weight.step": ()})
+        for tensor in self.tensors().values():
+            tensor.copy_(~tensor if tensor.dtype == torch.bool else tensor + self.step)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.model | self.slots
+
+    def values(self) -> dict[str, Any]:
+        return {
+            "train_state": {"step": self.step},
+            "lr_scheduler": {"peak_lr": 0.1},
+            "dataloader": {"cursor": self.cursor},
+        }
+
+    def allocate(self, slots: Mapping[str, tuple[int, ...]]) -> None:
+        for name, shape in slots.items():
+            if name.startswith("optimizer."):
+                self.slots.setdefault(name, torch.zeros(shape))
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        if "train_state" in values:
+            self.step = values["train_state"]["step"]
+        if "dataloader" in values:
+            self.cursor = values["dataloader"]["cursor"]
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as started:
+        yield started
+
+
+Manage = Callable[..., CheckpointManager]
+
+
+@pytest.fixture
+def manage(tmp_path: Path, mesh: Mesh) -> Manage:
+    """(state, settings of [checkpoint]) -> a manager in `tmp_path/checkpoint`, saving each step."""
+
+    def make(state: SmallState, **settings: Any) -> CheckpointManager:
+        config = CheckpointConfig(**({"enable": True, "interval": 1} | settings))
+        return CheckpointManager(
+            config, dump_folder=tmp_path, state=state, mesh=mesh, run_config={"seed": 1}
+        )
+
+    return make
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the project's logger says, which does not pass it on to the root."""
+    propagate = logger.propagate
+    logger.propagate = False
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.propagate = propagate
+
+
+def run_steps(manager: CheckpointManager, state: SmallState, num_steps: int) -> None:
+    """Steps, each followed by what the trainer calls after it."""
+    for _ in range(num_steps):
+        state.take_step()
+        manager.after_step()
+
+
+def steps_in(root: Path) -> list[str]:
+    """The names in the folder of checkpoints."""
+    return sorted(path.name for path in root.iterdir())
+
+
+def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    """Whether both hold the same names and bits."""
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
+    )

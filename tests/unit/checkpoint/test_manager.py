@@ -1,0 +1,345 @@
+"""When to save, what to resume from, and how many checkpoints stay."""
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.unit.checkpoint.conftest import Manage, SmallState, run_steps, same, steps_in
+from torchtitan_lite.checkpoint.manifest import read_manifest
+from torchtitan_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint
+
+_DATA = "rank-00000.safetensors"
+
+
+def _truncate(folder: Path) -> None:
+    content = (folder / _DATA).read_bytes()
+    (folder / _DATA).write_bytes(content[:-1])
+
+
+def _flip(folder: Path) -> None:
+    first, _ = read_manifest(folder).tensors["model.weight"].boxes[0].bytes
+    content = bytearray((folder / _DATA).read_bytes())
+    content[first + 17] ^= 1
+    (folder / _DATA).write_bytes(content)
+
+
+def _remove(folder: Path) -> None:
+    (folder / _DATA).unlink()
+
+
+class _Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def _pickled(folder: Path) -> None:
+    length = (folder / _DATA).stat().st_size
+    content = pickle.dumps(_Bomb(folder.parent / "exploded"))
+    (folder / _DATA).write_bytes(content.ljust(length, b"\0"))
+
+
+def _pickled_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_bytes(pickle.dumps(_Bomb(folder.parent / "exploded")))
+
+
+_DAMAGES = {
+    "truncated": (_truncate, rf"step-3/{_DATA} is damaged: .* should lie in bytes"),
+    "flipped": (_flip, rf"step-3/{_DATA} is damaged: the checksum of model.weight \(bytes"),
+    "missing": (_remove, rf"step-3/{_DATA} is missing; it should hold"),
+    "pickled": (_pickled, rf"step-3/{_DATA} is damaged: the checksum of"),
+    "pickled manifest": (_pickled_manifest, r"step-3/manifest.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGES)
+def test_a_damaged_newest_is_named_and_the_one_before_is_used(
+    manage: Manage, damage: str, logged: pytest.LogCaptureFixture
+) -> None:
+    state = SmallState()
+    manager = manage(state)
+    run_steps(manager, state, 2)
+    expected = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    run_steps(manager, state, 1)
+    act, message = _DAMAGES[damage]
+    act(manager.root / "step-3")
+
+    other = SmallState(seed=1)
+    assert manage(other).restore() == manager.root / "step-2"
+    assert same(other.tensors(), expected)
+    assert other.step == 2
+    warnings = [r.getMessage() for r in logged.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert re.search(message, warnings[0])
+    assert not (manager.root / "exploded").exists()
+
+
+@pytest.mark.parametrize("damage", _DAMAGES)
+def test_a_damaged_one_that_was_asked_for_stops_and_leaves_the_state_alone(
+    manage: Manage, damage: str
+) -> None:
+    state = SmallState()
+    manager = manage(state)
+    run_steps(manager, state, 3)
+    act, message = _DAMAGES[damage]
+    act(manager.root / "step-3")
+    other, untouched = SmallState(seed=1), SmallState(seed=1)
+    with pytest.raises(DamagedCheckpoint, match=message):
+        manage(other, load_step=3).restore()
+    assert same(other.model, untouched.model)
+    assert other.step == 0
+
+
+def test_a_run_with_damaged_checkpoints_only_does_not_start_afresh(manage: Manage) -> None:
+    state = SmallState()
+    manager = manage(state)
+    run_steps(manager, state, 2)
+    _flip(manager.root / "step-1")
+    _truncate(manager.root / "step-2")
+    with pytest.raises(DamagedCheckpoint, match=r"None of .* is intact: .*step-2.*step-1.*Delete"):
+        manage(SmallState()).restore()
+
+
+def test_nothing_saved_means_a_fresh_start(manage: Manage) -> None:
+    assert manage(SmallState()).restore() is None
+
+
+def test_a_step_that_is_not_there_lists_those_that_are(manage: Manage) -> None:
+    state = SmallState()
+    manager = manage(state)
+    with pytest.raises(CheckpointError, match=r"load_step = 3, but .* holds the steps: none\."):
+        manage(state, load_step=3).restore()
+    run_steps(manager, state, 2)
+    with pytest.raises(CheckpointError, match=r"load_step = 3, but .* holds the steps: 1, 2\."):
+        manage(state, load_step=3).restore()
+
+
+def test_an_earlier_step_can_be_asked_for(manage: Manage) -> None:
+    state = SmallState()
+    run_steps(manage(state), state, 3)
+    other = SmallState()
+    manage(other, load_step=2).restore()
+    assert other.step == 2 and other.cursor == 16
+
+
+def test_saves_come_at_the_interval_and_after_the_first_step_when_asked(manage: Manage) -> None:
+    for first, expected in ((False, ["step-3", "step-6"]), (True, ["step-1", "step-3", "step-6"])):
+        state = SmallState()
+        folder = f"first-{first}"
+        settings = {"interval": 3, "folder": folder, "enable_first_step_checkpoint": first}
+        manager = manage(state, **settings)
+        run_steps(manager, state, 7)
+        assert steps_in(manager.root) == expected
+
+
+@pytest.mark.parametrize("settings", [{"enable": False}, {"load_only": True}])
+def test_nothing_is_saved_when_saving_is_off(manage: Manage, settings: dict[str, Any]) -> None:
+    state = SmallState()
+    manager = manage(state, **settings)
+    run_steps(manager, state, 2)
+    assert manager.final_save(finished=True) is None
+    assert not manager.root.exists()
+
+
+def test_exactly_the_newest_stay(manage: Manage) -> None:
+    state = SmallState()
+    manager = manage(state, keep_latest_k=2)
+    for step in range(1, 12):
+        run_steps(manager, state, 1)
+        kept = sorted(f"step-{s}" for s in (step - 1, step) if s > 0)
+        assert steps_in(manager.root) == kept
+
+
+def test_all_stay_when_none_is_to_be_deleted(manage: Manage) -> None:
+    state = SmallState()
+    manager = manage(state, keep_latest_k=0)
+    run_steps(manager, state, 12)
+    assert len(steps_in(manager.root)) == 12
+
+
+def test_a_save_is_never_deleted_for_a_damaged_one_of_a_later_step(manage: Manage) -> None:
+    state = SmallState()
+    manager = manage(state, keep_latest_k=0)
+    run_steps(manager, state, 4)
+    _flip(manager.root / "step-4")
+    _flip(manager.root / "step-3")
+    _flip(manager.root / "step-2")
+    # Resumes from step 1, and is stopped after step 2 was saved anew.
+    state = SmallState()
+    manager = manage(state, keep_latest_k=1)
+    manager.restore()
+    run_steps(manager, state, 1)
+    assert "step-2" in steps_in(manager.root)
+    other = SmallState()
+    assert manage(other).restore() == manager.root / "step-2"
+    assert same(other.tensors(), state.tensors())
+
+
+def test_a_deletion_that_was_killed_is_finished_by_the_next_save(manage: Manage) -> None:
+    state = SmallState()
+    manager = manage(state, keep_latest_k=1)
+    run_steps(manager, state, 1)
+    for left in (".deleting-step-1", ".deleting-step-0"):
+        (manager.root / left).mkdir()
+        (manager.root / left / _DATA).write_bytes(b"left over")
+    run_steps(manager, state, 1)
+    assert steps_in(manager.root) == ["step-2"]
+
+
+def test_a_save_that_was_killed_is_no_checkpoint_and_is_removed_by_the_next(
+    manage: Manage,
+) -> None:
+    state = SmallState()
+    manager = manage(state)
+    run_steps(manager, state, 1)
+    # As a kill just before the rename leaves it: complete, but not committed.
+    (manager.root / "step-1").rename(manager.root / ".writing-step-1")
+    assert manage(SmallState()).restore() is None
+    run_steps(manager, state, 1)
+    assert steps_in(manager.root) == ["step-2"]
+
+
+def test_training_goes_on_when_a_save_fails_but_the_last_save_must_not(
+    manage: Manage, logged: pytest.LogCaptureFixture
+) -> None:
+    state = SmallState()
+    manager = manage(state)
+    manager.root.write_text("a file where the folder should be")
+    state.take_step()
+    assert manager.after_step() > 0
+    errors = [record.getMessage() for record in logged.records if record.levelname == "ERROR"]
+    assert len(errors) == 1
+    assert errors[0].startswith(f"The checkpoint of step 1 was not saved in {manager.root}: ")
+    assert errors[0].endswith("Training goes on.")
+    with pytest.raises(CheckpointError, match="step 1 was not saved"):
+        manager.final_save(finished=True)
+    manager.root.unlink()
+    assert manager.final_save(finished=True) == manager.root / "step-1"
+
+
+def test_the_last_step_is_saved_once(manage: Manage) -> None:
+    state = SmallState()
+    manager = manage(state, interval=2)
+    run_steps(manager, state, 3)
+    assert manager.final_save(finished=True) == manager.root / "step-3"
+    written = (manager.root / "step-3" / "manifest.json").stat().st_ino
+    manager.final_save(finished=True)
+    restarted = manage(SmallState(), interval=2)
+    restarted.restore()
+    restarted.final_save(finished=True)
+    assert (manager.root / "step-3" / "manifest.json").stat().st_ino == written
+
+
+def test_the_last_save_can_be_the_weights_alone_in_another_dtype(manage: Manage) -> None:
+    state = SmallState()
+    settings = {"last_save_model_only": True, "export_dtype": "bfloat16", "interval": 2}
+    manager = manage(state, **settings)
+    run_steps(manager, state, 2)
+    assert len(read_manifest(manager.root / "step-2").tensors) == 7
+    folder = manager.final_save(finished=True)
+    assert folder is not None
+    manifest = read_manifest(folder)
+    assert manifest.model_only and manifest.values == {} and manifest.rng == {}
+    with safe_open(folder / _DATA, "pt") as file:
+        exported = {name: file.get_tensor(name) for name in file.keys()}
+    assert same(
+        exported,
+        {n: t.bfloat16() if t.is_floating_point() else t for n, t in state.model.items()},
+    )
+    with pytest.raises(CheckpointError, match="holds the weights only, so training cannot resume"):
+        manage(SmallState()).restore()
+
+
+def test_a_run_that_was_stopped_early_saves_all_of_its_state(manage: Manage) -> None:
+    state = SmallState()
+    manager = manage(state, last_save_model_only=True, interval=100)
+    run_steps(manager, state, 2)
+    folder = manager.final_save(finished=False)
+    assert folder is not None and not read_manifest(folder).model_only
+    other = SmallState()
+    assert manage(other).restore() == folder
+    assert other.step == 2
+
+
+def test_parts_can_be_left_out_of_loading(manage: Manage) -> None:
+    state = SmallState()
+    run_steps(manage(state), state, 2)
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    other, untouched = SmallState(seed=1), SmallState(seed=1)
+    manage(other, exclude_from_loading=["model", "dataloader", "rng"]).restore()
+    assert same(other.model, untouched.model)
+    assert same(other.slots, state.slots)
+    assert (other.step, other.cursor) == (2, 0)
+    assert torch.equal(torch.rand(1), expected)
+
+    other = SmallState(seed=1)
+    manage(other, exclude_from_loading=["optimizer", "train_state"]).restore()
+    assert same(other.tensors(), state.model)
+    assert (other.step, other.cursor) == (0, 16)
+
+
+def test_a_part_that_does_not_exist_cannot_be_left_out(manage: Manage) -> None:
+    with pytest.raises(ConfigError, match=r"names weights; the parts are model, optimizer, "):
+        manage(SmallState(), exclude_from_loading=["weights", "model"])
+
+
+@pytest.mark.parametrize("model_only", [True, False])
+def test_another_run_can_be_the_start_until_this_one_has_its_own(
+    manage: Manage, model_only: bool
+) -> None:
+    source = SmallState()
+    elsewhere = manage(source, folder="elsewhere")
+    run_steps(elsewhere, source, 2)
+    settings = {
+        "initial_load_path": str(elsewhere.root / "step-2"),
+        "initial_load_model_only": model_only,
+    }
+    state = SmallState(seed=1)
+    manager = manage(state, **settings)
+    assert manager.restore() == elsewhere.root / "step-2"
+    assert same(state.model, source.model)
+    assert state.step == (0 if model_only else 2)
+    assert same(state.slots, {} if model_only else source.slots)
+    manager.final_save(finished=False)
+    assert steps_in(manager.root) == [f"step-{state.step}"]
+
+    run_steps(manager, state, 1)
+    again = SmallState()
+    assert manage(again, **settings).restore() == manager.root / f"step-{state.step}"
+    assert same(again.tensors(), state.tensors())
+
+
+def test_weights_alone_can_start_another_run(manage: Manage) -> None:
+    source = SmallState()
+    elsewhere = manage(source, folder="elsewhere", last_save_model_only=True)
+    run_steps(elsewhere, source, 1)
+    folder = elsewhere.final_save(finished=True)
+    state = SmallState(seed=1)
+    manage(state, initial_load_path=str(folder)).restore()
+    assert torch.equal(state.model["model.weight"], source.model["model.weight"])
+
+
+def test_a_start_that_is_not_there_is_refused(manage: Manage, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"step-9 holds no manifest\.json"):
+        manage(SmallState(), initial_load_path=str(tmp_path / "step-9")).restore()
+
+
+def test_a_model_that_does_not_fit_stops_and_is_not_taken_for_damage(manage: Manage) -> None:
+    state = SmallState()
+    run_steps(manage(state), state, 2)
+    other = SmallState()
+    other.model["model.weight"] = torch.zeros(5, 8)
+    with pytest.raises(CheckpointError, match=r"model.weight has shape \[5, 8\]") as error:
+        manage(other).restore()
+    assert not isinstance(error.value, DamagedCheckpoint)

@@ -1,0 +1,17 @@
+"""Finding modules by pattern."""
+
+from tests.unit.models.tiny import tiny_decoder, tiny_spec
+from torchtitan_lite.parallel.blocks import blocks_of, modules_matching
+
+
+def test_blocks_are_found_in_model_order_and_their_parts_are_not() -> None:
+    model = tiny_decoder(num_layers=12)
+    assert blocks_of(model, tiny_spec()) == list(model.layers.values())
+
+
+def test_a_pattern_matches_at_its_own_depth_only() -> None:
+    model = tiny_decoder()
+    assert modules_matching(model, "*norm*") == [model.norm]
+    assert modules_matching(model, "output", "tok_*") == [model.tok_embeddings, model.output]
+    assert len(modules_matching(model, "layers.*.attention.w?")) == 12
+    assert modules_matching(model, "nothing") == []

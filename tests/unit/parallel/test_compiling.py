@@ -1,0 +1,32 @@
+"""Compiling block by block. The numbers are compared in tests/parity."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples, tiny_spec
+from torchtitan_lite.parallel import CompileConfig, compiling
+
+
+@pytest.mark.parametrize(
+    "config", [CompileConfig(), CompileConfig(enable=True, components=["loss"])]
+)
+def test_blocks_are_compiled_only_when_asked(config: CompileConfig) -> None:
+    model = tiny_decoder()
+    compiling.apply(model, tiny_spec(), config.model_copy(update={"backend": "no such backend"}))
+    model(**tiny_samples())
+
+
+def test_all_blocks_share_one_graph() -> None:
+    counter = CompileCounter()
+    model, plain = tiny_decoder(num_layers=5).eval(), tiny_decoder(num_layers=5).eval()
+    config = CompileConfig(enable=True).model_copy(update={"backend": counter})
+    compiling.apply(model, tiny_spec(num_layers=5), config)
+    with torch.no_grad():
+        compiled = model(**tiny_samples())
+        assert torch.equal(compiled, plain(**tiny_samples()))
+    assert counter.frame_count == 1
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
+    assert DIMS.num_layers != 5

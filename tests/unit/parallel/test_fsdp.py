@@ -1,0 +1,114 @@
+"""FSDP on one process: when it is left out, mixed precision, offload, and freeing weights."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tests.tolerances import CHUNKED_LOSS_BFLOAT16
+from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
+from torchtitan_lite.device import Device, detect_device
+from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.nn.decoder import Decoder
+from torchtitan_lite.parallel import PrecisionConfig, fsdp
+
+_MIXED = PrecisionConfig(mixed_precision_param="bfloat16")
+
+
+def test_one_rank_in_full_precision_is_left_as_it_is(mesh: Mesh) -> None:
+    model = tiny_decoder(torch.float32)
+    fsdp.apply(model, tiny_spec(), mesh, ParallelismConfig(), PrecisionConfig())
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_units_are_the_blocks_what_the_spec_adds_and_the_rest(mesh: Mesh, tied: bool) -> None:
+    model = _sharded(mesh, tied_embeddings=tied)
+    units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    blocks = {"", "layers.0", "layers.1", "layers.2"}
+    assert units == (blocks if tied else blocks | {"tok_embeddings", "output"})
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("policy", ["default", "always", "never"])
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(
+    mesh: Mesh, policy: str, tied: bool
+) -> None:
+    model = _sharded(mesh, policy, tied_embeddings=tied)
+    reference = tiny_decoder(torch.bfloat16, tied_embeddings=tied)
+    _backward(model)
+    _backward(reference)
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(sharded.grad, DTensor) and whole.grad is not None
+        assert sharded.dtype == sharded.grad.dtype == torch.float32
+        scale = whole.grad.abs().max()
+        error = (sharded.grad.full_tensor() - whole.grad.float()).abs().max()
+        # Not divided by anything, or by a wrong number, which would be off by far more.
+        assert error <= CHUNKED_LOSS_BFLOAT16 * scale
+
+
+def test_gradients_of_offloaded_weights_are_those_of_plain_ones(mesh: Mesh) -> None:
+    model, reference = tiny_decoder(torch.float32), tiny_decoder(torch.float32)
+    precision = PrecisionConfig(enable_cpu_offload=True)
+    fsdp.apply(model, tiny_spec(), mesh, ParallelismConfig(), precision)
+    assert isinstance(model, FSDPModule)
+    assert torch.equal(_backward(model), _backward(reference))
+    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(sharded.grad, DTensor) and whole.grad is not None
+        assert torch.equal(sharded.grad.full_tensor(), whole.grad)
+
+
+def test_weights_gathered_by_a_forward_alone_are_freed(mesh: Mesh) -> None:
+    model = _sharded(mesh)
+    with torch.no_grad():
+        model(**tiny_samples())
+    assert not all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    fsdp.reshard(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, torch.float32),
+        ({"dtype": "float64"}, torch.float64),
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"mixed_precision_param": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "bfloat16", "mixed_precision_param": "float32"}, torch.float32),
+    ],
+)
+def test_the_compute_dtype_on_the_cpu_is_that_of_the_weights_unless_asked(
+    settings: dict[str, Any], expected: torch.dtype
+) -> None:
+    precision = PrecisionConfig.model_validate(settings)
+    assert fsdp.compute_dtype_of(precision, detect_device("cpu")) == expected
+
+
+def test_the_compute_dtype_on_a_gpu_is_bfloat16_unless_asked() -> None:
+    gpu = Device(
+        torch_device=torch.device("cuda", 0),
+        backend="cpu:gloo,cuda:nccl",
+        pin_memory=True,
+        fused_optimizer=True,
+        peak_flops=None,
+    )
+    assert fsdp.compute_dtype_of(PrecisionConfig(), gpu) == torch.bfloat16
+    plain = PrecisionConfig(mixed_precision_param="float32")
+    assert fsdp.compute_dtype_of(plain, gpu) == torch.float32
+
+
+def _sharded(mesh: Mesh, policy: str = "default", **changes: Any) -> Decoder:
+    model = tiny_decoder(torch.float32, **changes)
+    parallelism = ParallelismConfig.model_validate({"fsdp_reshard_after_forward": policy})
+    fsdp.apply(model, tiny_spec(**changes), mesh, parallelism, _MIXED)
+    return model
+
+
+def _backward(model: Decoder) -> torch.Tensor:
+    loss = model(**tiny_samples(), targets_BS=tiny_targets(), loss=cross_entropy())
+    loss.backward()
+    return loss.detach()

@@ -1,0 +1,53 @@
+"""One stage: gradients add up over microbatches."""
+
+import torch
+
+from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_targets
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.parallel import build_schedule
+from torchtitan_lite.spec import Microbatch
+
+_SAMPLES, _TARGETS = tiny_samples(6), tiny_targets(6)
+
+
+def test_microbatches_add_up_to_the_whole_batch() -> None:
+    whole, parts = tiny_decoder(), tiny_decoder()
+    loss = cross_entropy()
+    expected = build_schedule(whole, loss, detect_device("cpu")).run(
+        [_microbatch(slice(0, 6))], backward=True
+    )
+    total = build_schedule(parts, loss, detect_device("cpu")).run(
+        [_microbatch(slice(0, 1)), _microbatch(slice(1, 4)), _microbatch(slice(4, 6))],
+        backward=True,
+    )
+    assert total.dtype == torch.float64 and total.shape == () and not total.requires_grad
+    torch.testing.assert_close(total, expected)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_without_backward_nothing_is_recorded() -> None:
+    model = tiny_decoder()
+    schedule = build_schedule(model, cross_entropy(), detect_device("cpu"))
+    batches = [_microbatch(slice(0, 2)), _microbatch(slice(2, 6))]
+    value = schedule.run(batches, backward=False)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(value, schedule.run(batches, backward=True))
+    assert torch.is_grad_enabled()
+
+
+def test_no_microbatch_is_a_loss_of_zero() -> None:
+    schedule = build_schedule(tiny_decoder(), cross_entropy(), detect_device("cpu"))
+    assert schedule.run([], backward=True).item() == 0
+
+
+def _microbatch(part: slice) -> Microbatch:
+    return Microbatch(
+        tokens_BS=_SAMPLES["tokens_BS"][part],
+        targets_BS=_TARGETS[part],
+        positions_BS=_SAMPLES["positions_BS"][part],
+        documents_BS=None,
+        keys_B=_SAMPLES["keys_B"][part],
+        samples=tuple(range(6))[part],
+    )

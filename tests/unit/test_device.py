@@ -1,0 +1,22 @@
+"""What follows from the kind of device."""
+
+import pytest
+import torch
+
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.errors import UserError
+
+
+def test_the_cpu_needs_nothing() -> None:
+    device = detect_device("cpu")
+    assert device.kind == "cpu" and device.backend == "gloo"
+    assert device.peak_flops is None and not device.pin_memory
+    device.synchronize()
+    assert 0.01 < device.peak_memory_gib() < device.total_memory_gib()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused_and_never_taken_by_itself() -> None:
+    assert detect_device("auto").kind == "cpu"
+    with pytest.raises(UserError, match=r'the node has 0\. .* \[job\] device = "cpu"'):
+        detect_device("cuda")

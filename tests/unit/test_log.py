@@ -1,0 +1,62 @@
+"""The one logger: its level by rank, one handler, the rank in each line."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from torchtitan_lite.log import configure_logging, logger
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "TORCHTITAN_LITE_LOG"):
+        monkeypatch.delenv(name, raising=False)
+    before = (logger.level, logger.propagate, logger.handlers)
+    yield
+    logger.level, logger.propagate, logger.handlers = before
+    logger.setLevel(before[0])
+
+
+@pytest.mark.parametrize(
+    ("rank", "given", "variable", "level"),
+    [
+        ("0", None, None, logging.INFO),
+        ("3", None, None, logging.WARNING),
+        ("3", "DEBUG", None, logging.DEBUG),
+        ("0", "DEBUG", "ERROR", logging.ERROR),
+    ],
+)
+def test_the_level_follows_rank_argument_and_environment(
+    rank: str,
+    given: str | None,
+    variable: str | None,
+    level: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    if variable is not None:
+        monkeypatch.setenv("TORCHTITAN_LITE_LOG", variable)
+    configure_logging(given)
+    assert logger.level == level
+
+
+def test_a_line_comes_once_and_with_its_rank_among_many(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    configure_logging()
+    configure_logging()
+    logger.info("too quiet")
+    logger.warning("seen")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("seen") == 1 and err.strip().endswith("[rank 2] seen")
+    assert "quiet" not in err
+
+
+def test_one_process_shows_no_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging()
+    logger.info("alone")
+    assert "rank" not in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""The chunked loss against torch's cross entropy."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.tolerances import (
+    CHUNKED_LOSS_BFLOAT16,
+    CHUNKED_LOSS_FLOAT32,
+    CHUNKED_LOSS_FLOAT64,
+    PARITY_FLOAT32_LOSS,
+)
+from torchtitan_lite import loss as module
+from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.spec import IGNORE
+
+_NUM_TOKENS, _VOCAB, _DIM = 101, 37, 16
+
+
+@pytest.fixture(params=[1, 10, 101, 512], ids=lambda size: f"chunk{size}")
+def chunk_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The number of tokens in a chunk: many chunks with a short last one, or one."""
+    monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", request.param * _VOCAB)
+    yield request.param
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loss_rtol", "grad_tolerance"),
+    [
+        (torch.float64, CHUNKED_LOSS_FLOAT64, CHUNKED_LOSS_FLOAT64),
+        (torch.float32, PARITY_FLOAT32_LOSS, CHUNKED_LOSS_FLOAT32),
+    ],
+)
+def test_value_and_gradients_are_those_of_torch(
+    chunk_tokens: int, dtype: torch.dtype, loss_rtol: float, grad_tolerance: float
+) -> None:
+    ours, theirs = _inputs(dtype), _inputs(dtype)
+    loss = cross_entropy()(*ours)
+    (loss * 0.7).backward()
+    expected = _reference(*theirs)
+    (expected * 0.7).backward()
+    assert loss.dtype == dtype and loss.shape == ()
+    torch.testing.assert_close(loss, expected, rtol=loss_rtol, atol=0)
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=grad_tolerance, atol=grad_tolerance)
+    assert (ours[0].grad[ours[2] == IGNORE] == 0).all()  # pyright: ignore[reportOptionalSubscript]
+
+
+def test_no_gradient_is_made_where_none_is_wanted(
+    chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = _inputs(torch.float64)
+    with_gradient = cross_entropy()(*inputs)
+
+    def fail(*arguments: torch.Tensor) -> None:
+        raise AssertionError("gradients were computed")
+
+    monkeypatch.setattr(module, "_chunk_loss_and_gradients", fail)
+    with torch.no_grad():
+        under_no_grad = cross_entropy()(*inputs)
+    of_constants = cross_entropy()(*(tensor.detach() for tensor in inputs))
+    with pytest.raises(AssertionError, match="gradients were computed"):
+        cross_entropy()(*inputs)
+    for value in (under_no_grad, of_constants):
+        assert not value.requires_grad
+        torch.testing.assert_close(value, with_gradient.detach(), rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("learner", [0, 1])
+def test_one_of_both_inputs_may_be_frozen(learner: int) -> None:
+    hidden, weight, targets = _inputs(torch.float64)
+    (weight, hidden)[learner].requires_grad_(False)
+    cross_entropy()(hidden, weight, targets).backward()
+    reference = _inputs(torch.float64)
+    _reference(*reference).backward()
+    learned = (hidden, weight)[learner]
+    torch.testing.assert_close(learned.grad, reference[learner].grad)
+    assert (weight, hidden)[learner].grad is None
+
+
+def test_targets_that_are_all_ignored_give_zero_and_zero_gradients(chunk_tokens: int) -> None:
+    hidden, weight, targets = _inputs(torch.float32)
+    loss = cross_entropy()(hidden, weight, torch.full_like(targets, IGNORE))
+    loss.backward()
+    assert loss.item() == 0
+    assert hidden.grad is not None and not hidden.grad.any()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_bfloat16_computes_the_loss_in_float32(chunk_tokens: int) -> None:
+    narrow = _inputs(torch.bfloat16)
+    wide = [t.detach().float().requires_grad_(t.is_floating_point()) for t in narrow[:2]]
+    loss = cross_entropy()(*narrow)
+    loss.backward()
+    expected = _reference(wide[0], wide[1], narrow[2])
+    expected.backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=CHUNKED_LOSS_BFLOAT16, atol=0)
+    for mine, other in zip(narrow[:2], wide, strict=True):
+        assert mine.grad is not None and other.grad is not None
+        assert mine.grad.dtype == torch.bfloat16
+        error = (mine.grad.float() - other.grad).abs().max() / other.grad.abs().max()
+        assert error < CHUNKED_LOSS_BFLOAT16
+
+
+def test_chunks_of_a_bfloat16_weight_gradient_add_up_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", 1)
+    # 1,024 equal terms of 1/2: in bfloat16 the sum would stop at 128.
+    hidden = torch.ones(1024, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    cross_entropy()(hidden, weight, torch.zeros(1024, dtype=torch.int64)).backward()
+    assert weight.grad is not None
+    assert weight.grad.flatten().tolist() == [-512.0, 512.0]
+
+
+def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", 10 * _VOCAB)
+    sizes = []
+    whole = module._chunk_loss_and_gradients
+
+    def recording(hidden: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sizes.append(len(hidden))
+        return whole(hidden, *rest)
+
+    monkeypatch.setattr(module, "_chunk_loss_and_gradients", recording)
+    cross_entropy()(*_inputs(torch.float32))
+    assert sizes == [10] * 10 + [1]
+
+
+def _inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    hidden = torch.randn(_NUM_TOKENS, _DIM, generator=draws, dtype=torch.float64).to(dtype)
+    weight = torch.randn(_VOCAB, _DIM, generator=draws, dtype=torch.float64).to(dtype)
+    targets = torch.randint(0, _VOCAB, (_NUM_TOKENS,), generator=draws)
+    targets[torch.rand(_NUM_TOKENS, generator=draws) < 0.2] = IGNORE
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def _reference(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(hidden @ weight.T, targets, ignore_index=IGNORE, reduction="sum")

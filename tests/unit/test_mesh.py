@@ -1,0 +1,122 @@
+"""Degrees, and the mesh of a single process."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.errors import MeshError
+from torchtitan_lite.mesh import (
+    AXES,
+    CommConfig,
+    Degrees,
+    ParallelismConfig,
+    resolve_degrees,
+    start_mesh,
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "replicate", "shard"),
+    [
+        ({}, 1, 1, 1),
+        ({}, 6, 1, 6),
+        ({"data_parallel_replicate_degree": 2}, 6, 2, 3),
+        ({"data_parallel_replicate_degree": 6}, 6, 6, 1),
+        ({"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 3}, 6, 2, 3),
+    ],
+)
+def test_degrees_are_filled_up_to_the_processes(
+    settings: dict[str, Any], world_size: int, replicate: int, shard: int
+) -> None:
+    degrees = resolve_degrees(ParallelismConfig(**settings), world_size)
+    assert degrees == Degrees(dp_replicate=replicate, dp_shard=shard)
+    assert degrees.batch == world_size
+    assert degrees.shape == (1, replicate, shard, 1, 1)
+
+
+def test_degrees_that_do_not_multiply_are_refused_with_the_whole_equation() -> None:
+    config = ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=4)
+    with pytest.raises(MeshError) as error:
+        resolve_degrees(config, 6)
+    assert str(error.value) == (
+        "pipeline (1) x data_parallel_replicate (2) x data_parallel_shard (4) x context (1) x "
+        "tensor (1) = 8, but there are 6 processes: set data_parallel_shard_degree = 3, or start "
+        "8 processes."
+    )
+    with pytest.raises(MeshError, match=r"there is 1 process: start 8 processes\.$"):
+        resolve_degrees(config, 1)
+
+
+@pytest.mark.parametrize(("world_size", "product"), [(2, 4), (6, 4), (9, 8)])
+def test_what_is_left_must_be_whole(world_size: int, product: int) -> None:
+    with pytest.raises(MeshError) as error:
+        resolve_degrees(ParallelismConfig(data_parallel_replicate_degree=4), world_size)
+    assert f"data_parallel_shard (what is left) x context (1) x tensor (1) = {product}" in str(
+        error.value
+    )
+    assert str(error.value).endswith(f"start {product} processes.")
+
+
+def test_a_mesh_of_one_process_has_every_axis_at_degree_one() -> None:
+    with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as mesh:
+        assert dist.get_backend() == "gloo"
+        assert mesh.device_mesh.mesh_dim_names == AXES
+        assert mesh.device_mesh.shape == (1, 1, 1, 1, 1)
+        assert (mesh.rank, mesh.world_size, mesh.batch_rank) == (0, 1, 0)
+        assert mesh.is_leader
+    assert not dist.is_initialized()
+
+
+def test_one_process_agrees_with_itself() -> None:
+    with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as mesh:
+        values = torch.tensor([1.5, -2.0])
+        assert mesh.sum(values) is values
+        assert values.tolist() == [1.5, -2.0]
+        assert mesh.any(True) and not mesh.any(False)
+        assert mesh.leader_says(2**53 + 1) == 2**53 + 1
+        mesh.barrier()
+
+
+def test_the_group_is_left_when_the_block_fails() -> None:
+    with (
+        pytest.raises(RuntimeError, match="inside"),
+        start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")),
+    ):
+        raise RuntimeError("inside")
+    assert not dist.is_initialized()
+
+
+def test_a_group_that_exists_is_used_and_left_alone() -> None:
+    device = detect_device("cpu")
+    with start_mesh(ParallelismConfig(), CommConfig(), device):
+        with start_mesh(ParallelismConfig(), CommConfig(), device) as inner:
+            assert inner.world_size == 1
+        assert dist.is_initialized()
+
+
+def test_degrees_are_refused_before_anything_is_started() -> None:
+    config = ParallelismConfig(data_parallel_shard_degree=2)
+    with (
+        pytest.raises(MeshError, match="there is 1 process"),
+        start_mesh(config, CommConfig(), detect_device("cpu")),
+    ):
+        raise AssertionError("started")
+    assert not dist.is_initialized()
+
+
+def test_the_time_limit_of_every_group_changes() -> None:
+    with start_mesh(
+        ParallelismConfig(), CommConfig(init_timeout_seconds=77), detect_device("cpu")
+    ) as mesh:
+        groups = [dist.group.WORLD, *mesh.device_mesh.get_all_groups()]
+        assert _timeouts(groups) == {timedelta(seconds=77)}
+        mesh.set_timeout(33)
+        assert _timeouts(groups) == {timedelta(seconds=33)}
+
+
+def _timeouts(groups: list[Any]) -> set[timedelta]:
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}

@@ -1,0 +1,201 @@
+"""Schedule, groups, implementations, and the norm of the gradient."""
+
+import itertools
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tolerances import OPTIMIZER_FLOAT32, SCHEDULE
+from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.log import logger
+from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.optim import (
+    LRSchedulerConfig,
+    OptimizerConfig,
+    build_optimizer,
+    build_schedule,
+    local_gradients,
+    scale_,
+    square_norm,
+)
+
+_SHAPES = {
+    "linear": lambda p: 1 - p,
+    "sqrt": lambda p: 1 - p**0.5,
+    "cosine": lambda p: 0.5 + 0.5 * math.cos(math.pi * p),
+}
+
+
+@pytest.mark.parametrize("decay_type", ["linear", "sqrt", "cosine"])
+@pytest.mark.parametrize("min_factor", [0.0, 0.1])
+def test_each_step_has_the_rate_of_its_phase(decay_type: str, min_factor: float) -> None:
+    config = LRSchedulerConfig(
+        warmup_steps=4,
+        decay_ratio=0.25,
+        decay_type=decay_type,  # pyright: ignore[reportArgumentType]
+        min_lr_factor=min_factor,
+    )
+    schedule = build_schedule(config, OptimizerConfig(lr=2.0), steps=40)
+    rates = [schedule.lr(committed) for committed in range(40)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert rates[4:31] == [2.0] * 27
+    shape = _SHAPES[decay_type]
+    decay = [2.0 * (min_factor + (1 - min_factor) * shape(i / 10)) for i in range(1, 10)]
+    assert rates[31:] == pytest.approx(decay, rel=SCHEDULE)
+
+
+def test_decay_follows_warmup_at_once_when_no_share_is_given() -> None:
+    schedule = build_schedule(LRSchedulerConfig(warmup_steps=2), OptimizerConfig(lr=1.0), steps=6)
+    rates = [schedule.lr(committed) for committed in range(6)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25], rel=SCHEDULE)
+
+
+def test_no_step_has_a_rate_of_zero_and_after_the_last_it_stays_at_the_end() -> None:
+    for warmup, ratio, kind, steps in itertools.product(
+        [0, 1, 5, 50], [None, 0.0, 0.3, 1.0], ["linear", "sqrt", "cosine"], [1, 2, 10]
+    ):
+        config = LRSchedulerConfig(
+            warmup_steps=warmup,
+            decay_ratio=ratio,
+            decay_type=kind,  # pyright: ignore[reportArgumentType]
+        )
+        schedule = build_schedule(config, OptimizerConfig(lr=1.0), steps=steps)
+        rates = [schedule.lr(committed) for committed in range(steps)]
+        assert all(0 < rate <= 1 for rate in rates), (warmup, ratio, kind, steps)
+        assert 0 <= schedule.lr(steps + 1000) <= rates[-1]
+
+
+def test_phases_longer_than_the_run_are_cut_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.INFO, logger.name):
+            short = build_schedule(LRSchedulerConfig(), OptimizerConfig(), steps=10)
+            both = build_schedule(
+                LRSchedulerConfig(warmup_steps=6, decay_ratio=0.9), OptimizerConfig(), steps=10
+            )
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert (short.warmup_steps, short.decay_steps) == (10, 0)
+    assert (both.warmup_steps, both.decay_steps) == (6, 4)
+    assert "warmup_steps = 200 exceeds the schedule's 10 steps; using 10" in caplog.text
+    assert "warmup (6) and decay (9) exceed the schedule's 10 steps; decay takes 4" in caplog.text
+
+
+def test_the_schedule_may_be_longer_than_the_run() -> None:
+    config = LRSchedulerConfig(warmup_steps=0, total_steps=100)
+    assert build_schedule(config, OptimizerConfig(lr=1.0), steps=10).lr(50) == 0.5
+
+
+def test_norms_embeddings_and_biases_are_exempt_from_decay() -> None:
+    model = tiny_decoder()
+    model.layers["0"].attention.wq.bias = nn.Parameter(torch.zeros(60))  # pyright: ignore
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = _groups(OptimizerConfig(weight_decay=0.3), model)
+    exempt = {names[parameter] for parameter in groups[0.0]}
+    assert exempt == {
+        "tok_embeddings.weight",
+        "norm.weight",
+        "layers.0.attention.wq.bias",
+        *(f"layers.{i}.{norm}.weight" for i in range(3) for norm in ("attention_norm", "ffn_norm")),
+    }
+    assert {names[parameter] for parameter in groups[0.3]} == set(names.values()) - exempt
+
+
+def test_all_parameters_decay_when_asked() -> None:
+    model = tiny_decoder()
+    config = OptimizerConfig(weight_decay=0.3, decay_norms_biases_embeddings=True)
+    assert {decay: len(ps) for decay, ps in _groups(config, model).items()} == {
+        0.3: len(list(model.parameters()))
+    }
+
+
+def test_decay_shrinks_weights_by_the_rate_and_leaves_norms_alone() -> None:
+    model = tiny_decoder()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    config = OptimizerConfig(lr=0.1, weight_decay=0.5)
+    optimizer = build_optimizer(config, model, tiny_spec().no_decay, detect_device("cpu"))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    after = dict(model.named_parameters())
+    torch.testing.assert_close(after["output.weight"].data, before["output.weight"] * 0.95)
+    assert torch.equal(after["norm.weight"], before["norm.weight"])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+def test_implementations_give_the_same_weights(name: str) -> None:
+    results = {}
+    for implementation in ("for-loop", "foreach", "fused"):
+        model = tiny_decoder(torch.float32)
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+        config = OptimizerConfig.model_validate(
+            {"name": name, "lr": 1e-2, "implementation": implementation}
+        )
+        optimizer = build_optimizer(config, model, tiny_spec().no_decay, detect_device("cpu"))
+        # There is no fused SGD here; foreach takes its place.
+        used = "foreach" if (name, implementation) == ("SGD", "fused") else implementation
+        assert optimizer.defaults["fused"] == (used == "fused")
+        assert optimizer.defaults["foreach"] == (used == "foreach")
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(**tiny_samples(), targets_BS=tiny_targets(), loss=cross_entropy())
+            (loss / 46).backward()
+            optimizer.step()
+        results[implementation] = [parameter.detach() for parameter in model.parameters()]
+        moved = [(a - b).abs().max() for a, b in zip(start, results[implementation], strict=True)]
+        assert max(moved) > 100 * OPTIMIZER_FLOAT32
+    for other in ("foreach", "fused"):
+        for a, b in zip(results["for-loop"], results[other], strict=True):
+            torch.testing.assert_close(a, b, atol=OPTIMIZER_FLOAT32, rtol=OPTIMIZER_FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("AdamW", torch.optim.AdamW), ("Adam", torch.optim.Adam), ("SGD", torch.optim.SGD)],
+)
+def test_settings_reach_the_optimizer(name: str, kind: type[torch.optim.Optimizer]) -> None:
+    config = OptimizerConfig.model_validate(
+        {"name": name, "lr": 0.25, "beta1": 0.6, "beta2": 0.7, "eps": 1e-3}
+    )
+    optimizer = build_optimizer(config, tiny_decoder(), (), detect_device("cpu"))
+    assert type(optimizer) is kind
+    assert optimizer.defaults["lr"] == 0.25
+    if name == "SGD":
+        assert optimizer.defaults["momentum"] == 0.6
+    else:
+        assert optimizer.defaults["betas"] == (0.6, 0.7)
+        assert optimizer.defaults["eps"] == 1e-3
+
+
+def test_the_norm_and_the_scale_act_on_all_gradients_there_are() -> None:
+    a, b, frozen = (nn.Parameter(torch.zeros(n)) for n in (2, 1, 3))
+    a.grad, b.grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+    gradients = local_gradients([a, b, frozen])
+    assert [holders for _, holders in gradients] == [1, 1]
+    squares = square_norm(gradients)
+    assert squares.dtype == torch.float64 and squares.shape == ()
+    assert squares.item() == pytest.approx(169.0)
+    scale_(gradients, 0.5)
+    assert a.grad.tolist() == [1.5, 2.0] and b.grad.tolist() == [6.0]
+    assert square_norm([]).item() == 0
+    scale_([], 0.5)
+
+
+def test_a_gradient_that_several_ranks_hold_counts_once_over_all() -> None:
+    whole, copied = torch.tensor([2.0]), torch.tensor([3.0])
+    share = square_norm([(whole, 1), (copied, 4)])
+    assert share.item() == pytest.approx(4 + 9 / 4)
+
+
+def test_a_gradient_that_is_not_finite_shows_in_the_norm() -> None:
+    for bad in (float("nan"), float("inf")):
+        assert not square_norm([(torch.tensor([1.0, bad]), 1)]).isfinite()
+
+
+def _groups(config: OptimizerConfig, model: nn.Module) -> dict[float, list[nn.Parameter]]:
+    optimizer = build_optimizer(config, model, tiny_spec().no_decay, detect_device("cpu"))
+    return {group["weight_decay"]: group["params"] for group in optimizer.param_groups}
