@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         device = detect_device(config.job.device)
         with (
             stop_on_signals() as stop,
-            start_mesh(config.parallelism, config.comm, device) as mesh,
+            start_mesh(config.parallelism, config.comm, device, config.job.dump_folder) as mesh,
             build(config, mesh, stop) as built,
         ):
             finished = train(built.job)

@@ -13,8 +13,8 @@ LOSS_TOLERANCE = 1e-5
 class Agreement:
     """Collects what the sides of a case say of themselves."""
 
-    def __init__(self, case: str) -> None:
-        self._lines = [case]
+    def __init__(self, title: str) -> None:
+        self._lines = [title]
         self._faults: list[str] = []
 
     @property

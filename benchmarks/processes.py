@@ -47,8 +47,12 @@ def start(
 
 def run(program: Sequence[str], arguments: Sequence[str], num_processes: int, log: Path) -> None:
     """Start `program` and wait for its end. Raises ChildFailed with the end of its log."""
-    if start(program, arguments, num_processes, log).wait() != 0:
-        raise _failure(program, log)
+    process = start(program, arguments, num_processes, log)
+    try:
+        if process.wait() != 0:
+            raise _failure(program, log)
+    finally:
+        _end(process)
 
 
 def first_line(

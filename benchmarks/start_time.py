@@ -66,7 +66,7 @@ def measure_start(
         seconds, floor = _start_floor(case, inputs, round_folder)
         floor_s.append(seconds)
     ours_s, floor_s = ours_s[case.warmup_rounds :], floor_s[case.warmup_rounds :]
-    agreement = Agreement(case=case.name)
+    agreement = Agreement(f"{case.name}: start")
     agreement.same("dtype", ours["dtype"], floor["dtype"])
     # The trainer leaves the number of threads to the environment, as torch does.
     agreement.same("threads", THREADS, floor["threads"])

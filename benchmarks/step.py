@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.agreement import Agreement
-from benchmarks.processes import THREADS
+from benchmarks.processes import THREADS, ChildFailed
 from benchmarks.rows import Row, table, write_json
 from benchmarks.start_time import StartCase, measure_start, write_inputs
 from benchmarks.step_cost import StepCase, measure_step
@@ -47,6 +47,7 @@ class Plan:
 
 _TURNS = Turns(warmup_steps=3, steps=6, count=9)
 _SHORT_TURNS = Turns(warmup_steps=2, steps=2, count=5)
+_SHORTEST_TURNS = Turns(warmup_steps=2, steps=1, count=5)
 FULL = Plan(
     step_cases=(
         StepCase(flavor="tiny", num_processes=1, turns=_TURNS),
@@ -62,8 +63,8 @@ FULL = Plan(
 # The runs before it have warmed what a start reads, so the few rounds need none of their own.
 QUICK = Plan(
     step_cases=(
-        StepCase(flavor="tiny", num_processes=1, turns=_SHORT_TURNS),
-        StepCase(flavor="tiny", num_processes=2, turns=_SHORT_TURNS),
+        StepCase(flavor="tiny", num_processes=1, turns=_SHORTEST_TURNS),
+        StepCase(flavor="tiny", num_processes=2, turns=_SHORTEST_TURNS),
     ),
     start_cases=(
         StartCase(flavor="tiny", num_processes=1, warmup_rounds=0, rounds=1),
@@ -86,10 +87,13 @@ def main() -> None:
     )
     rows, all_agree = [], True
     with tempfile.TemporaryDirectory() as folder:
-        for row, agreement in measure(QUICK if given.quick else FULL, Path(folder)):
-            print(agreement.text(), flush=True)
-            rows.append(row)
-            all_agree = all_agree and agreement.holds
+        try:
+            for row, agreement in measure(QUICK if given.quick else FULL, Path(folder)):
+                print(agreement.text(), flush=True)
+                rows.append(row)
+                all_agree = all_agree and agreement.holds
+        except ChildFailed as failure:
+            sys.exit(str(failure))
     print(f"\n{table(rows)}\n\n{time.perf_counter() - began_s:.0f} s in all")
     if given.json:
         write_json(given.json, rows)

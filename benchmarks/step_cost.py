@@ -48,11 +48,11 @@ def measure_step(
         json.loads((folder / f"rank_{rank}.json").read_text(encoding="utf-8"))
         for rank in range(case.num_processes)
     ]
-    agreement = Agreement(case=case.name)
+    agreement = Agreement(f"{case.name}: step")
     for name in ("dtype", "threads"):
-        agreement.same(name, *({rank[side][name] for rank in ranks} for side in ("ours", "floor")))
+        agreement.same(name, _said(ranks, "ours", name), _said(ranks, "floor", name))
     losses = (ranks[0][side]["losses"] for side in ("ours", "floor"))
-    agreement.close_losses(*losses, stride=max(1, case.turns.total_steps // _SHOWN_LOSSES))
+    agreement.close_losses(*losses, stride=-(-case.turns.total_steps // _SHOWN_LOSSES))
     ours, floor = (_step_cpu_s(ranks, side, case.turns.steps) for side in ("ours", "floor"))
     agreement.note(f"CPU ms per step in each turn: ours {_shown(ours)}; floor {_shown(floor)}")
     row = compare(
@@ -65,6 +65,11 @@ def measure_step(
         comparable=agreement.holds,
     )
     return row, agreement
+
+
+def _said(ranks: list[dict[str, Any]], side: str, name: str) -> str:
+    """What all ranks say, once if they say the same."""
+    return ", ".join(sorted({str(rank[side][name]) for rank in ranks}))
 
 
 def _step_cpu_s(ranks: list[dict[str, Any]], side: str, steps: int) -> list[float]:

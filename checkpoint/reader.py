@@ -72,7 +72,7 @@ def read_boxes(
             maps[saved.file] = np.memmap(path, np.uint8, mode="c")
         first, end = saved.bytes
         data = maps[saved.file][first:end]
-        if xxhash.xxh3_64_hexdigest(data) != saved.xxh3:
+        if xxhash.xxh3_64_hexdigest(data.data) != saved.xxh3:
             raise DamagedCheckpoint(
                 f"{path} is damaged: the checksum of {name} (bytes {first} to {end}) does not hold."
             )

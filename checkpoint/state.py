@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
+PARTS: tuple[str, ...] = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
 """The parts of a training state, by the names that `exclude_from_loading` uses."""
 
 

@@ -11,7 +11,7 @@ from torchtitan_lite.nn.attention import Attention, Backend
 from torchtitan_lite.nn.decoder import Decoder, DecoderBlock
 from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding
-from torchtitan_lite.spec import InitRule, ModelCost, ModelSpec
+from torchtitan_lite.spec import InitRule, ModelCost, ModelSpec, ShardRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +120,17 @@ FLAVORS = {
 }
 
 
+SHARD_PLAN = (
+    ShardRule(pattern="tok_embeddings.weight", cut="embedding"),
+    ShardRule(pattern="layers.*.attention.w[qkv].weight", cut="columns"),
+    ShardRule(pattern="layers.*.attention.wo.weight", cut="rows"),
+    ShardRule(pattern="layers.*.feed_forward.w[13].weight", cut="columns"),
+    ShardRule(pattern="layers.*.feed_forward.w2.weight", cut="rows"),
+    ShardRule(pattern="*norm.weight", cut="sequence"),
+    ShardRule(pattern="output.weight", cut="output"),
+)
+
+
 def model_spec(config: ModelConfig) -> ModelSpec:
     """The spec of `config.flavor`, with the attention that `config` asks for."""
     dims = replace(FLAVORS[config.flavor], dropout=config.dropout)
@@ -142,6 +153,11 @@ def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
         document_mask=dims.document_mask,
         build=lambda: build(dims),
         init=_init_rules(dims),
+        shard_plan=SHARD_PLAN,
+        cut_sizes=(
+            ("key/value heads", dims.num_kv_heads),
+            ("features of the feed-forward block", dims.hidden_dim),
+        ),
         # Tied weights are one parameter of two modules, which only their parent can gather once.
         extra_fsdp_units=() if dims.tied_embeddings else ("tok_embeddings", "output"),
         cost=lambda seq_len: _cost(dims, seq_len),

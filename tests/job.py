@@ -16,6 +16,7 @@ from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import start_mesh
 from torchtitan_lite.models import llama3
 from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.redistribute import local_box
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import StepReport, train
 
@@ -114,8 +115,17 @@ def run_job(folder: Path, overrides: Mapping[str, Any], stop_after: int = 0) -> 
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that the ranks hold together. Every rank must call it."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    """The tensor that the ranks hold together, put together from their boxes. Every rank must
+    call it. (`full_tensor` is wrong for uneven strided shards in torch 2.13.)"""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    mine = (local_box(tensor).slices, tensor.to_local().detach())
+    torch.distributed.all_gather_object(parts, mine)
+    found = torch.full(tensor.shape, torch.nan, dtype=torch.float64).to(tensor.dtype)
+    for slices, part in parts:
+        found[slices] = part
+    return found
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

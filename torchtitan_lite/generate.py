@@ -33,13 +33,16 @@ def generate(
     was_training = model.training
     model.eval()
     for _ in range(num_tokens):
-        window = torch.tensor([ids[-max_seq_len:]], device=device)
+        seen = ids[-max_seq_len:]
+        # Filled up to what the mesh can cut; attention does not look ahead.
+        filler = [0] * (-len(seen) % mesh.degrees.sequence_multiple)
+        window = torch.tensor([seen + filler], device=device)
         logits_V = (
             model(
                 window,
                 positions_BS=torch.arange(window.shape[1], device=device)[None],
                 keys_B=torch.zeros(1, dtype=torch.int64, device=device),
-            )[0, -1]
+            )[0, len(seen) - 1]
             .float()
             .cpu()
         )

@@ -2,20 +2,22 @@
 
 The sum is divided once, by the step's global number of target tokens, when the gradient is
 scaled; nothing here divides. Forward makes the gradient of one chunk of tokens at a time, so the
-logits of all tokens are never held. Layer: above spec.
+logits of all tokens are never held. Where the vocabulary is cut over ranks, three numbers a token
+travel in forward and nothing in backward. Layer: above spec.
 """
 
 from collections.abc import Callable
 
 import torch
 
-from torchtitan_lite.spec import IGNORE, TokenLoss
+from torchtitan_lite.spec import IGNORE, TokenLoss, VocabularyShard
 
 _LOGITS_PER_CHUNK = 1 << 24
 _MIN_CHUNK_TOKENS = 512
 
 _Chunk = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    [torch.Tensor, torch.Tensor, torch.Tensor, VocabularyShard | None],
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ]
 
 
@@ -26,12 +28,16 @@ def cross_entropy(*, compile_backend: str | None = None) -> TokenLoss:
         chunk = torch.compile(chunk, backend=compile_backend)
 
     def loss(
-        hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        *,
+        shard: VocabularyShard | None = None,
     ) -> torch.Tensor:
-        # Asked here, since inside the Function nothing knows of an outer `no_grad`.
-        learns = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
+        # Asked here: inside an autograd function gradients are always off.
+        wanted = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
         return _ChunkedCrossEntropy.apply(
-            hidden_TD, weight_VD, targets_T, chunk if learns else _chunk_loss
+            hidden_TD, weight_VD, targets_T, shard, chunk if wanted else _chunk_loss
         )
 
     return loss
@@ -41,23 +47,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """-log softmax(hidden @ weight.T)[target], summed over targets that are not `IGNORE`."""
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, targets_T, chunk: _Chunk):  # type: ignore[override]
+    def forward(ctx, hidden_TD, weight_VD, targets_T, shard, chunk: _Chunk):  # type: ignore[override]
+        total = hidden_TD.new_zeros((), dtype=_accumulator(hidden_TD.dtype))
+        hidden_grads: list[torch.Tensor] = []
+        weight_grad: torch.Tensor | None = None
         size = max(_MIN_CHUNK_TOKENS, _LOGITS_PER_CHUNK // weight_VD.shape[0])
-        total, hidden_grads, weight_grad = None, [], None
         for start in range(0, hidden_TD.shape[0], size):
             part = slice(start, start + size)
-            summed, hidden_grad, chunk_weight_grad = chunk(
-                hidden_TD[part], weight_VD, targets_T[part]
-            )
-            total = summed if total is None else total + summed
+            summed, hidden_grad, grad = chunk(hidden_TD[part], weight_VD, targets_T[part], shard)
+            total = total + summed
             hidden_grads.append(hidden_grad)
             # Chunks add up in float32: in bfloat16 the later ones would be lost.
-            if weight_grad is None:
-                weight_grad = chunk_weight_grad
-            else:
-                weight_grad = weight_grad.to(_accumulator(weight_VD.dtype)) + chunk_weight_grad
-        assert total is not None and weight_grad is not None
-        if chunk is not _chunk_loss:
+            weight_grad = (
+                grad
+                if weight_grad is None
+                else weight_grad.to(_accumulator(weight_VD.dtype)) + grad
+            )
+        if chunk is not _chunk_loss and weight_grad is not None:
             hidden_grad = hidden_grads[0] if len(hidden_grads) == 1 else torch.cat(hidden_grads)
             ctx.save_for_backward(hidden_grad, weight_grad.to(weight_VD.dtype))
         return total
@@ -70,33 +76,67 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             weight_grad * upstream.to(weight_grad.dtype) if ctx.needs_input_grad[1] else None,
             None,
             None,
+            None,
         )
 
 
 def _chunk_loss_and_gradients(
-    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, targets_C: torch.Tensor
+    hidden_CD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_C: torch.Tensor,
+    shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The summed loss of a chunk of C tokens, and its gradients for hidden states and weight."""
     logits_CV = (hidden_CD @ weight_VD.T).to(_accumulator(hidden_CD.dtype))
+    rows_C1, is_mine_C1 = _rows(targets_C, weight_VD, shard)
     counted_C1 = (targets_C != IGNORE)[:, None]
-    picked_C1 = targets_C.clamp_min(0)[:, None]
-    normalizer_C1 = logits_CV.logsumexp(dim=-1, keepdim=True)
-    losses_C1 = (normalizer_C1 - logits_CV.gather(1, picked_C1)) * counted_C1
+    normalizer_C1 = _log_sum_exp(logits_CV, shard)
+    losses_C1 = (normalizer_C1 - _picked(logits_CV, rows_C1, is_mine_C1, shard)) * counted_C1
     grad_CV = (logits_CV - normalizer_C1).exp()
-    grad_CV = grad_CV.scatter_add(1, picked_C1, -torch.ones_like(normalizer_C1)) * counted_C1
+    grad_CV = grad_CV.scatter_add(1, rows_C1, -is_mine_C1.to(grad_CV.dtype)) * counted_C1
     grad_CV = grad_CV.to(hidden_CD.dtype)
     return losses_C1.sum(), grad_CV @ weight_VD, grad_CV.T @ hidden_CD
 
 
 def _chunk_loss(
-    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, targets_C: torch.Tensor
+    hidden_CD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    targets_C: torch.Tensor,
+    shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The summed loss alone, for validation; the gradients are empty."""
     logits_CV = (hidden_CD @ weight_VD.T).to(_accumulator(hidden_CD.dtype))
-    picked_C1 = targets_C.clamp_min(0)[:, None]
-    losses_C1 = logits_CV.logsumexp(dim=-1, keepdim=True) - logits_CV.gather(1, picked_C1)
+    rows_C1, is_mine_C1 = _rows(targets_C, weight_VD, shard)
+    losses_C1 = _log_sum_exp(logits_CV, shard) - _picked(logits_CV, rows_C1, is_mine_C1, shard)
     none = hidden_CD.new_empty(0)
     return (losses_C1 * (targets_C != IGNORE)[:, None]).sum(), none, none
+
+
+def _rows(
+    targets_C: torch.Tensor, weight_VD: torch.Tensor, shard: VocabularyShard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row of `weight_VD` that each target names, and whether this rank holds it."""
+    rows_C1 = targets_C[:, None] - (shard.first if shard is not None else 0)
+    is_mine_C1 = (rows_C1 >= 0) & (rows_C1 < weight_VD.shape[0])
+    return rows_C1.clamp(0, weight_VD.shape[0] - 1), is_mine_C1
+
+
+def _picked(
+    logits_CV: torch.Tensor,
+    rows_C1: torch.Tensor,
+    is_mine_C1: torch.Tensor,
+    shard: VocabularyShard | None,
+) -> torch.Tensor:
+    """Each target's logit."""
+    picked_C1 = logits_CV.gather(1, rows_C1) * is_mine_C1
+    return picked_C1 if shard is None else shard.sum_(picked_C1)
+
+
+def _log_sum_exp(logits_CV: torch.Tensor, shard: VocabularyShard | None) -> torch.Tensor:
+    if shard is None:
+        return logits_CV.logsumexp(dim=-1, keepdim=True)
+    greatest_C1 = shard.max_(logits_CV.amax(dim=-1, keepdim=True))
+    return shard.sum_((logits_CV - greatest_C1).exp().sum(-1, keepdim=True)).log() + greatest_C1
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -37,8 +38,11 @@ class ParallelismConfig(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free a block's gathered weights after its forward. "default": yes, but for the last block
     and the output, which backward needs at once, and not at all under a pipeline."""
-    tensor_parallel_degree: Annotated[int, only(1, "tensor parallelism")] = 1
+    tensor_parallel_degree: Annotated[int, at_least(1)] = 1
     """Ranks that share each matrix."""
+    enable_sequence_parallel: bool = True
+    """Between the matrices that tensor parallelism cuts, let each rank work on its part of the
+    sequence (torchtitan: always)."""
     disable_loss_parallel: bool = False
     """Compute the loss on whole logits under tensor parallelism."""
     enable_async_tensor_parallel: Annotated[bool, only(False, "async tensor parallelism")] = False
@@ -113,6 +117,16 @@ class Degrees:
     def batch(self) -> int:
         """Ranks that see different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def token_copies(self) -> int:
+        """Ranks that see the same tokens."""
+        return self.pp * self.tp
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence must be a multiple of to be cut evenly."""
+        return self.tp
 
 
 def resolve_degrees(config: ParallelismConfig, world_size: int) -> Degrees:
@@ -203,15 +217,19 @@ class Mesh:
 
 
 @contextmanager
-def start_mesh(config: ParallelismConfig, comm: CommConfig, device: Device) -> Iterator[Mesh]:
+def start_mesh(
+    config: ParallelismConfig, comm: CommConfig, device: Device, dump_folder: str = "."
+) -> Iterator[Mesh]:
     """Join the other processes that torchrun started, or run alone; leave at the end.
 
-    A process group that already exists is used and left alone.
+    A process group that already exists is used and left alone. `dump_folder` is where the flight
+    recorder writes when a collective times out.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     joined_before = dist.is_initialized()
     degrees = resolve_degrees(config, dist.get_world_size() if joined_before else world_size)
     if not joined_before:
+        _configure_flight_recorder(comm, dump_folder)
         timeout = timedelta(seconds=comm.init_timeout_seconds)
         if world_size > 1:
             dist.init_process_group(device.backend, timeout=timeout)
@@ -225,3 +243,17 @@ def start_mesh(config: ParallelismConfig, comm: CommConfig, device: Device) -> I
     finally:
         if not joined_before:
             dist.destroy_process_group()
+
+
+def _configure_flight_recorder(comm: CommConfig, dump_folder: str) -> None:
+    """NCCL reads these when a group is made; what the user's environment says stays."""
+    traces = Path(dump_folder) / comm.save_traces_folder
+    settings = {
+        "TORCH_FR_BUFFER_SIZE": str(comm.trace_buf_size),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1" if comm.trace_buf_size else "0",
+        "TORCH_FR_DUMP_TEMP_FILE": str(traces / comm.save_traces_file_prefix),
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    if dist.is_nccl_available() and comm.trace_buf_size:
+        traces.mkdir(parents=True, exist_ok=True)

@@ -169,6 +169,11 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tens
         if gradient is None:
             continue
         if isinstance(gradient, DTensor):
+            if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+                # Without FSDP, the gradient of a weight that every tp rank holds whole is still
+                # each rank's part of a sum.
+                gradient = gradient.redistribute(placements=parameter.placements)
+                parameter.grad = gradient
             holders = 1
             for axis, placement in enumerate(gradient.placements):
                 if placement.is_replicate():

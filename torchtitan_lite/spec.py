@@ -53,14 +53,37 @@ class Microbatch:
         )
 
 
+class VocabularyShard(Protocol):
+    """The rows of the vocabulary that this rank holds, and sums over the ranks that hold the
+    others."""
+
+    first: int
+    """The first row of this rank."""
+
+    def max_(self, values: torch.Tensor) -> torch.Tensor:
+        """The greatest of all ranks' `values`, element by element, in place."""
+        ...
+
+    def sum_(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `values`, element by element, in place."""
+        ...
+
+
 class TokenLoss(Protocol):
     """The loss as a sum over target tokens, fused with the output projection so that the logits
     of a large vocabulary are never held whole."""
 
     def __call__(
-        self, hidden_TD: torch.Tensor, weight_VD: torch.Tensor, targets_T: torch.Tensor
+        self,
+        hidden_TD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        *,
+        shard: VocabularyShard | None = None,
     ) -> torch.Tensor:
-        """A 0-d tensor, float32 or wider."""
+        """A 0-d tensor, float32 or wider. With `shard`, `weight_VD` holds only this rank's rows;
+        the loss is that of the whole vocabulary, and the gradient of `hidden_TD` only this rank's
+        part of it."""
         ...
 
 
@@ -71,8 +94,9 @@ class Schedule(Protocol):
     """
 
     def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> torch.Tensor:
-        """The loss summed over the target tokens of `microbatches`: a detached 0-d tensor. With
-        `backward`, the gradients of that sum, reduced over the mesh, are in `.grad`."""
+        """This rank's share of the loss of `microbatches`: a detached 0-d tensor, whose sum over
+        all ranks is the loss summed over target tokens. With `backward`, the gradients of that
+        sum, reduced over the mesh, are in `.grad`."""
         ...
 
 
@@ -85,6 +109,18 @@ class InitRule:
     std: float = 0.0
     cutoff_stds: float = 3.0
     """A normal draw is truncated at this many standard deviations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRule:
+    """How tensor parallelism cuts the parameters whose name matches `pattern` (fnmatch). The first
+    match wins; a parameter without one is held whole by every rank."""
+
+    pattern: str
+    cut: Literal["columns", "rows", "embedding", "output", "sequence", "heads"]
+    """columns: a linear's output features. rows: its input features. embedding, output: the
+    vocabulary. sequence: the weight is whole and its module works on a part of the sequence.
+    heads: the weight is whole and its module works on this rank's heads (dim 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +150,10 @@ class ModelSpec:
     build: Callable[[], nn.Module]
     """Makes the module; called under the meta device."""
     init: tuple[InitRule, ...]
+    shard_plan: tuple[ShardRule, ...] = ()
+    """How tensor parallelism cuts the model."""
+    cut_sizes: tuple[tuple[str, int], ...] = ()
+    """(what it is, how many): sizes that the degree of tensor parallelism must divide."""
     blocks: str = "layers.*"
     """Pattern of the repeated blocks: the unit of sharding, checkpointing and compiling."""
     extra_fsdp_units: tuple[str, ...] = ()

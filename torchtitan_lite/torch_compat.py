@@ -6,9 +6,12 @@ admits torch 2.11 to 2.13; the tests run on 2.13.0.
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -50,3 +53,12 @@ def dump_cuda_memory_snapshot(path: str) -> None:
     The file is a pickle because that viewer wants one; nothing here ever reads it.
     """
     torch.cuda.memory._dump_snapshot(path)
+
+
+def is_strided_shard(placement: Placement) -> TypeGuard[Shard]:
+    """Whether a placement is the private one by which FSDP2 marks that it cut a tensor which an
+    inner axis had cut before. It has a `dim` as Shard does.
+
+    Needed until DTensor tells the order of its cuts in public.
+    """
+    return isinstance(placement, _StridedShard)

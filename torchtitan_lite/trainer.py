@@ -116,6 +116,7 @@ def train_step(job: Job) -> StepReport:
     loss_sum = job.schedule.run(microbatches, backward=True)
     gradients = local_gradients(state.model.parameters())
     num_targets = sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches)
+    num_targets /= job.mesh.degrees.token_copies
     counts = loss_sum.new_tensor([loss_sum, num_targets, float(job.stop.requested)])
     job.replicas.sum_([*(gradient for gradient, _ in gradients), counts])
     totals = torch.cat([counts, square_norm(gradients).reshape(1).to(counts.device)])
@@ -146,7 +147,7 @@ def train_step(job: Job) -> StepReport:
         loss=loss,
         grad_norm=grad_norm,
         lr=lr,
-        num_target_tokens=int(targets),
+        num_target_tokens=round(targets),
         num_replicas=share.count,
         samples=tuple(sample for mb in microbatches for sample in mb.samples),
         data_time_s=data_time_s,

@@ -15,7 +15,7 @@ def validate(state: TrainState, schedule: Schedule, data: ValidationData, mesh: 
     for microbatches in data.microbatches(mesh.batch_rank, mesh.degrees.batch):
         num_targets = sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches)
         totals[0] += schedule.run(microbatches, backward=False)
-        totals[1] += num_targets
+        totals[1] += num_targets / mesh.degrees.token_copies
     state.model.train()
     loss_sum, num_targets = mesh.sum(totals).tolist()
     return loss_sum / num_targets

@@ -16,6 +16,7 @@ from torchtitan_lite.models import model_spec
 
 Pools = Callable[[int], WorkerPool]
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
+TP = {"parallelism.tensor_parallel_degree": 2}
 STEPS = 5
 BATCH = 8
 
@@ -36,7 +37,7 @@ def test_initial_weights_are_the_same_bits_on_every_mesh(
     precision = {"training.dtype": dtype}
     (alone,) = pools(1).run(initial_weights, tmp_path, precision)
     assert len(set(alone.values())) > 10
-    for world_size, mesh in ((2, {}), (4, {}), (4, HSDP)):
+    for world_size, mesh in ((2, {}), (4, {}), (4, HSDP), (2, TP), (4, TP)):
         for weights in pools(world_size).run(initial_weights, tmp_path, {**precision, **mesh}):
             assert weights == alone
     (other_seed,) = pools(1).run(initial_weights, tmp_path, {**precision, "debug.seed": 1})
@@ -46,11 +47,13 @@ def test_initial_weights_are_the_same_bits_on_every_mesh(
 def test_each_step_uses_the_same_samples_on_any_number_of_ranks(
     pools: Pools, tmp_path: Path
 ) -> None:
-    for world_size, mesh in ((1, {}), (2, {}), (4, {}), (4, HSDP)):
-        folder = tmp_path / f"{world_size}-{len(mesh)}"
+    for world_size, mesh in ((1, {}), (2, {}), (4, {}), (4, HSDP), (4, TP)):
+        folder = tmp_path / f"{world_size}-{'-'.join(mesh)}"
         overrides = {"debug.sample_ledger": True, "training.steps": STEPS, **mesh}
         outcomes = pools(world_size).run(run_job, folder, overrides)
         for step in range(STEPS):
             used = [sample for outcome in outcomes for sample in outcome.samples[step]]
-            assert sorted(used) == list(range(step * BATCH, (step + 1) * BATCH))
+            copies = mesh.get("parallelism.tensor_parallel_degree", 1)
+            expected = [i for i in range(step * BATCH, (step + 1) * BATCH) for _ in range(copies)]
+            assert sorted(used) == expected
         assert len(list(folder.glob("samples_rank_*.jsonl"))) == world_size

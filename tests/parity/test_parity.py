@@ -20,6 +20,11 @@ Pools = Callable[[int], WorkerPool]
 FSDP: dict[str, Any] = {"parallelism.data_parallel_shard_degree": -1}
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
 BIG_LOCAL_BATCH = {"training.local_batch_size": 2}
+TP = {"parallelism.tensor_parallel_degree": 2, **BIG_LOCAL_BATCH}
+OP_RECOMPUTE = {
+    "activation_checkpoint.mode": "selective",
+    "activation_checkpoint.selective_ac_option": "op",
+}
 
 # name -> (processes, overrides)
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -33,17 +38,16 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "reshard-never": (2, {**FSDP, "parallelism.fsdp_reshard_after_forward": "never"}),
     "reshard-always": (2, {**FSDP, "parallelism.fsdp_reshard_after_forward": "always"}),
     "cpu-offload": (2, {**FSDP, "training.enable_cpu_offload": True}),
+    "tp-2": (2, TP),
+    "tp-2-whole-sequence": (2, {**TP, "parallelism.enable_sequence_parallel": False}),
+    "tp-2-whole-logits": (2, {**TP, "parallelism.disable_loss_parallel": True}),
+    "tp-2-recompute-op": (2, {**TP, **OP_RECOMPUTE}),
+    "fsdp-2-tp-2": (4, TP),
+    "replicate-2-tp-2": (4, {**TP, **HSDP}),
     "recompute-full": (1, {"activation_checkpoint.mode": "full"}),
     "recompute-full-fsdp-2": (2, {**FSDP, "activation_checkpoint.mode": "full"}),
     "recompute-selective": (2, {**FSDP, "activation_checkpoint.mode": "selective"}),
-    "recompute-op": (
-        2,
-        {
-            **FSDP,
-            "activation_checkpoint.mode": "selective",
-            "activation_checkpoint.selective_ac_option": "op",
-        },
-    ),
+    "recompute-op": (2, {**FSDP, **OP_RECOMPUTE}),
 }
 REFERENCE = {"training.local_batch_size": 8}
 

@@ -1,6 +1,7 @@
 """The chunked loss against torch's cross entropy."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     whole = module._chunk_loss_and_gradients
 
-    def recording(hidden: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def recording(hidden: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         sizes.append(len(hidden))
         return whole(hidden, *rest)
 

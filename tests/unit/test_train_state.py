@@ -33,6 +33,7 @@ MakeState = Callable[..., TrainState]
 def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenedData]:
     folder = tmp_path_factory.mktemp("data")
     texts = [json.loads(line)["text"] for line in _FIXTURE.read_text().splitlines()]
+    (folder / "tokenizer").mkdir()
     train_tokenizer(texts, 300).save(folder / "tokenizer")
     opened = open_data(
         DataConfig(seq_len=17, dataset_path=str(_FIXTURE), cache_folder=str(folder / "cache")),

@@ -38,7 +38,7 @@ def check_against(config: Config, world_size: int) -> None:
         problems += _sequence_shards(config, degrees)
     if spec is not None:
         problems += _sequence_length(config, spec)
-        problems += _heads(config, spec)
+        problems += _tensor_cuts(config, spec)
         problems += _attention(config, spec)
     problems += _device(config)
     problems += _validation(config)
@@ -94,15 +94,22 @@ def _sequence_length(config: Config, spec: ModelSpec) -> Iterator[str]:
             )
 
 
-def _heads(config: Config, spec: ModelSpec) -> Iterator[str]:
+def _tensor_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
     degree = config.parallelism.tensor_parallel_degree
-    # Each family has dimensions of its own; one without grouped heads has no num_kv_heads.
-    heads = getattr(spec.dims, "num_kv_heads", None)
-    if heads is not None and heads % degree:
-        fitting = [str(d) for d in range(1, heads + 1) if heads % d == 0]
+    for what, size in spec.cut_sizes:
+        if size % degree:
+            fitting = [str(d) for d in range(1, min(size, 64) + 1) if size % d == 0]
+            yield (
+                f"parallelism.tensor_parallel_degree ({degree}) does not divide the {size} {what} "
+                f"of {spec.name} {spec.flavor}. Degrees that do: {', '.join(fitting)}."
+            )
+    seq_len = config.training.seq_len
+    if config.parallelism.enable_sequence_parallel and seq_len % degree:
+        below = seq_len // degree * degree
         yield (
-            f"parallelism.tensor_parallel_degree ({degree}) does not divide the {heads} key/value "
-            f"heads of {spec.name} {spec.flavor}. Degrees that do: {', '.join(fitting)}."
+            f"training.seq_len ({seq_len}) is not a multiple of tensor_parallel_degree ({degree}),"
+            f" which sequence parallelism needs. Set seq_len = {below or degree}"
+            f"{f' or {below + degree}' if below else ''}, or enable_sequence_parallel = false."
         )
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_lite.device import Device
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.parallel.fsdp import reshard
 from torchtitan_lite.spec import Microbatch, Schedule, TokenLoss
 
 
-def build_schedule(model: nn.Module, loss: TokenLoss, device: Device) -> Schedule:
+def build_schedule(model: nn.Module, loss: TokenLoss, mesh: Mesh) -> Schedule:
     """The schedule for the model on this rank."""
-    return OneStage(model, loss, device)
+    return OneStage(model, loss, mesh)
 
 
 class OneStage:
@@ -26,16 +26,18 @@ class OneStage:
     need the memory that sharding saves; replicas are summed once, after the last.
     """
 
-    def __init__(self, model: nn.Module, loss: TokenLoss, device: Device) -> None:
+    def __init__(self, model: nn.Module, loss: TokenLoss, mesh: Mesh) -> None:
         self._model = model
         self._loss = loss
-        self._device = device
+        self._device = mesh.device.torch_device
+        # The ranks that share the matrices all compute the same loss.
+        self._copies = mesh.degrees.tp
 
     def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> torch.Tensor:
         """See `spec.Schedule`."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device.torch_device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         for number, microbatch in enumerate(microbatches, start=1):
-            batch = microbatch.to(self._device.torch_device)
+            batch = microbatch.to(self._device)
             if backward and isinstance(self._model, FSDPModule):
                 is_last = number == len(microbatches)
                 self._model.set_is_last_backward(is_last)
@@ -54,4 +56,4 @@ class OneStage:
             total += loss.detach()
         if not backward:
             reshard(self._model)
-        return total
+        return total / self._copies

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from torchtitan_lite.errors import MeshError
+from torchtitan_lite.torch_compat import is_strided_shard
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,20 @@ def box_of(
 ) -> Box:
     """The box of a tensor of `shape` that the rank at `coordinate` of the mesh holds.
 
-    Axes are applied from the outermost in; each cuts what is left of its dim into equal parts of
-    ceil(length / axis size), so that the last parts may be shorter or empty (`torch.chunk`).
-    Raises MeshError for placements that are neither replicated nor plain shards.
+    Plain shards are applied from the outermost axis in; each cuts what is left of its dim into
+    equal parts of ceil(length / axis size), so that the last parts may be shorter or empty
+    (`torch.chunk`). A strided shard is how FSDP marks that it cut what an inner axis (tp) had cut
+    before, so those follow, from the innermost out.
+    Raises MeshError for placements that are neither replicated nor shards.
     """
     offset, size = [0] * len(shape), list(shape)
-    for axis_size, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
+    cuts = list(zip(mesh_shape, placements, coordinate, strict=True))
+    plain = [cut for cut in cuts if not is_strided_shard(cut[1])]
+    strided = [cut for cut in reversed(cuts) if is_strided_shard(cut[1])]
+    for axis_size, placement, index in plain + strided:
         if placement.is_replicate():
             continue
-        if type(placement) is not Shard:
+        if not isinstance(placement, Shard) and not is_strided_shard(placement):
             raise MeshError(f"{placement} of a tensor of shape {tuple(shape)} has no plain box.")
         dim = placement.dim
         part = -(-size[dim] // axis_size)

@@ -250,7 +250,8 @@ def test_the_last_save_can_be_the_weights_alone_in_another_dtype(manage: Manage)
     manifest = read_manifest(folder)
     assert manifest.model_only and manifest.values == {} and manifest.rng == {}
     with safe_open(folder / _DATA, "pt") as file:
-        exported = {name: file.get_tensor(name) for name in file.keys()}
+        names = file.keys()
+        exported = {name: file.get_tensor(name) for name in names}
     assert same(
         exported,
         {n: t.bfloat16() if t.is_floating_point() else t for n, t in state.model.items()},

@@ -56,7 +56,8 @@ def test_other_programs_can_read_the_files(saved: Path) -> None:
     state = SmallState()
     state.take_step()
     with safe_open(saved / "rank-00000.safetensors", "pt") as file:
-        assert same({name: file.get_tensor(name) for name in file.keys()}, state.tensors())
+        names = file.keys()
+        assert same({name: file.get_tensor(name) for name in names}, state.tensors())
 
 
 def test_the_manifest_says_what_it_is_of(saved: Path) -> None:

@@ -51,7 +51,7 @@ def test_backward_runs_the_chosen_blocks_again(mode: str, passes: list[int]) -> 
     model = _checkpointed(mode)
     counted: Counter[int] = Counter()
     for number, block in enumerate(model.layers.values()):
-        block.attention_norm.register_forward_hook(
+        block.get_submodule("attention_norm").register_forward_hook(
             lambda *_, number=number: counted.update([number])
         )
     _loss(model)

@@ -1,4 +1,7 @@
-"""FSDP on one process: when it is left out, mixed precision, offload, and freeing weights."""
+"""FSDP on one process: when it is left out, mixed precision, offload, and freeing weights.
+
+That gradients are summed and not averaged shows on several ranks only: see tests/parity.
+"""
 
 from typing import Any
 
@@ -47,7 +50,6 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(
         assert sharded.dtype == sharded.grad.dtype == torch.float32
         scale = whole.grad.abs().max()
         error = (sharded.grad.full_tensor() - whole.grad.float()).abs().max()
-        # Not divided by anything, or by a wrong number, which would be off by far more.
         assert error <= CHUNKED_LOSS_BFLOAT16 * scale
 
 

@@ -77,7 +77,9 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
 def test_boxes_of_different_ranks_cover_a_tensor_exactly_once(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     mesh_shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    kinds = st.one_of(st.just(Replicate()), st.integers(0, len(shape) - 1).map(Shard))
+    kinds = st.one_of(
+        st.just(Replicate()), st.integers(0, len(shape) - 1).map(lambda dim: Shard(dim))
+    )
     placements = [data.draw(kinds) for _ in mesh_shape]
     covered = torch.zeros(shape, dtype=torch.int64)
     for coordinate in _coordinates(mesh_shape):
