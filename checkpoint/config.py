@@ -42,7 +42,7 @@ class CheckpointConfig(Section):
     """Data type of the weights in a last save with `last_save_model_only`."""
     exclude_from_loading: list[str] = []
     """Parts of the state that are not loaded: model, optimizer, lr_scheduler, dataloader,
-    train_state, rng."""
+    train_state, rng. (The learning rate's schedule is always that of the config.)"""
     async_mode: Annotated[
         Literal["disabled", "async", "async_with_pinned_mem"],
         only("disabled", "asynchronous saving"),

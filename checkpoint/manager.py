@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.manifest import Manifest, read_manifest, step_folders
 from torchtitan_lite.checkpoint.reader import check_fit, fill, read_boxes
 from torchtitan_lite.checkpoint.state import PARTS, State
-from torchtitan_lite.checkpoint.writer import write_checkpoint
+from torchtitan_lite.checkpoint.writer import recover, write_checkpoint
 from torchtitan_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
@@ -48,6 +48,7 @@ class CheckpointManager:
         self._run_config = run_config
         self.root = dump_folder / config.folder
         self._saved_step: int | None = None
+        self._saved_values: dict[str, Any] = {}
 
     def restore(self) -> Path | None:
         """Load what this run starts from, and return its folder; None to start afresh.
@@ -57,6 +58,9 @@ class CheckpointManager:
         not fit, and when this run has checkpoints but none is intact.
         """
         config = self._config
+        if self._mesh.is_leader and self.root.is_dir():
+            recover(self.root)
+        self._mesh.barrier()
         own = step_folders(self.root) if config.enable or config.load_only else {}
         candidates = [own[step] for step in sorted(own, reverse=True)]
         parts = set(PARTS) - set(config.exclude_from_loading)
@@ -75,6 +79,7 @@ class CheckpointManager:
         loaded = self._load_first_intact(candidates, parts)
         if loaded is not None and loaded.parent == self.root:
             self._saved_step = self._state.step
+            self._saved_values = self._state.values()
         return loaded
 
     def after_step(self) -> float:
@@ -99,7 +104,11 @@ class CheckpointManager:
         if not self._saves:
             return None
         model_only = finished and self._config.last_save_model_only
-        if self._saved_step != self._state.step or model_only:
+        # A refused step moves the data cursor on and not the step.
+        is_saved = self._saved_step == self._state.step and (
+            self._saved_values == self._state.values()
+        )
+        if not is_saved or model_only:
             self._save(model_only=model_only)
         return self.root / f"step-{self._state.step}"
 
@@ -128,6 +137,7 @@ class CheckpointManager:
             model_only=model_only,
         )
         self._saved_step = step
+        self._saved_values = values
         logger.info("Saved %s", folder)
         self._delete_old()
 

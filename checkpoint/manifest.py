@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
@@ -70,6 +72,13 @@ class Manifest(_Entry):
     """Rank -> its ambient generators."""
     config: dict[str, Any]
     versions: dict[str, str]
+    xxh3: str = ""
+    """Checksum of all the rest of the manifest."""
+
+    def checksum(self) -> str:
+        """xxh3 of the manifest without this very key, as JSON with sorted keys."""
+        rest = self.model_dump(exclude={"xxh3"})
+        return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -98,6 +107,8 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise DamagedCheckpoint(f"{path} is damaged at {where}: {first['msg']}") from None
+    if manifest.xxh3 != manifest.checksum():
+        raise DamagedCheckpoint(f"{path} is damaged: its own checksum does not hold.")
     _check_bytes(manifest, folder)
     return manifest
 
@@ -114,7 +125,7 @@ def join_parts(parts: list[Part]) -> dict[str, TensorEntry]:
 
 _BYTES_PER_ELEMENT = {
     "BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "F32": 4, "I64": 8, "F64": 8,
+    "I32": 4, "F32": 4, "I64": 8, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 
 
@@ -136,10 +147,10 @@ def _check_bytes(manifest: Manifest, folder: Path) -> None:
                 )
             used.setdefault(box.file, []).append((first, end, name))
         covered = sum(math.prod(box.size) for box in tensor.boxes)
-        if covered != math.prod(tensor.shape):
+        if covered != math.prod(tensor.shape) or _some_overlap(tensor.boxes):
             raise DamagedCheckpoint(
                 f"{folder / MANIFEST} is damaged: the boxes of {name} hold {covered} of "
-                f"{math.prod(tensor.shape)} elements."
+                f"{math.prod(tensor.shape)} elements, or some of them twice."
             )
     for file, ranges in used.items():
         path = folder / file
@@ -155,6 +166,16 @@ def _check_bytes(manifest: Manifest, folder: Path) -> None:
                     else f"{path} is missing; it should hold {name}."
                 )
             position = end
+
+
+def _some_overlap(boxes: list[BoxEntry]) -> bool:
+    """Whether two boxes share an element; all pairs at once."""
+    if len(boxes) < 2:
+        return False
+    first = np.array([box.offset for box in boxes])
+    end = first + np.array([box.size for box in boxes])
+    pairs = (first[:, None] < end[None]) & (first[None] < end[:, None])
+    return bool(np.triu(pairs.all(-1), k=1).any())
 
 
 _STEP = re.compile(r"^step-([0-9]{1,18})$")

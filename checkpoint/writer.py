@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import xxhash
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from torchtitan_lite import __version__, rng
 from torchtitan_lite.checkpoint.manifest import (
@@ -32,6 +32,7 @@ from torchtitan_lite.mesh import AXES, Mesh
 from torchtitan_lite.redistribute import is_first_holder, local_box
 
 _TEMPORARY_PREFIX = ".writing-"
+_REPLACED_PREFIX = ".replaced-"
 
 
 def write_checkpoint(
@@ -59,10 +60,12 @@ def write_checkpoint(
 
         def commit() -> None:
             _write_manifest(temporary, step, values, config, mesh, model_only)
+            replaced = root / f"{_REPLACED_PREFIX}{final.name}"
             if final.exists():
-                shutil.rmtree(final)
+                os.rename(final, replaced)
             os.rename(temporary, final)
             _sync_folder(root)
+            shutil.rmtree(replaced, ignore_errors=True)
 
         problem = _attempt(mesh.is_leader, commit)
         failed = mesh.any(problem is not None)
@@ -72,6 +75,17 @@ def write_checkpoint(
         cause = problem or "another rank could not write"
         raise CheckpointError(f"The checkpoint of step {step} was not saved in {root}: {cause}")
     return final
+
+
+def recover(root: Path) -> None:
+    """Put back a checkpoint whose replacement was killed between its two renames, and remove one
+    that was replaced. For the leader, before anything is read."""
+    for replaced in root.glob(f"{_REPLACED_PREFIX}*"):
+        final = root / replaced.name.removeprefix(_REPLACED_PREFIX)
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(replaced, final)
 
 
 def _attempt(mine: bool, action: Any) -> str | None:
@@ -87,7 +101,10 @@ def _attempt(mine: bool, action: Any) -> str | None:
 
 def _make_empty(folder: Path) -> None:
     """An empty folder; leavings of saves that were killed are removed."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not folder.parent.exists():
+        folder.parent.mkdir(parents=True)
+        for made in folder.parent.parents:
+            _sync_folder(made)
     for left in folder.parent.glob(f"{_TEMPORARY_PREFIX}*"):
         shutil.rmtree(left)
     folder.mkdir()
@@ -96,13 +113,16 @@ def _make_empty(folder: Path) -> None:
 def _write_part(folder: Path, tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
     """This rank's safetensors file, made durable, and its part of the manifest."""
     held = {}
+    entries: dict[str, TensorEntry] = {}
     for name, tensor in tensors.items():
         box = local_box(tensor)
+        if tensor.numel() == 0 and mesh.is_leader:
+            dtype = json.loads(save({name: torch.empty(0, dtype=tensor.dtype)})[8:])[name]["dtype"]
+            entries[name] = TensorEntry(dtype=dtype, shape=list(tensor.shape), boxes=[])
         if is_first_holder(tensor, mesh.rank) and not box.is_empty:
             local = getattr(tensor, "to_local", lambda tensor=tensor: tensor)()
             held[name] = (tensor, box, local.detach().cpu().contiguous())
     path = folder / f"rank-{mesh.rank:05d}.safetensors"
-    entries: dict[str, TensorEntry] = {}
     if held:
         save_file({name: local for name, (_, _, local) in held.items()}, path)
         header, data_start = _header(path)
@@ -150,6 +170,7 @@ def _write_manifest(
         config=dict(config),
         versions={"torchtitan_lite": __version__, "torch": torch.__version__},
     )
+    manifest = manifest.model_copy(update={"xxh3": manifest.checksum()})
     path = folder / MANIFEST
     path.write_text(json.dumps(manifest.model_dump(), indent=1))
     _sync_file(path)

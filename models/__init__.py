@@ -1,7 +1,7 @@
 """Model families, one file each, found by name.
 
-A family's file defines `family(flavor) -> ModelSpec` and the names of its flavors; nothing else in
-the repository names it. Layer: above nn and spec.
+A family's file defines `FLAVORS`, its sizes by name, and `model_spec(config) -> ModelSpec`; nothing
+else in the repository names it. Layer: above nn and spec.
 """
 
 import importlib

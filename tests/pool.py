@@ -103,7 +103,7 @@ def _serve(rank: int, world_size: int, store: str, log: str, connection: Connect
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world_size),
+        store=dist.FileStore(store, world_size),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=GLOO_TIMEOUT_S),

@@ -1,4 +1,5 @@
-"""The assembly: from a config to a `Job`. No loop is here. Layer: the top."""
+"""The assembly: from a config to a `Job`. No loop is here. Layer: above hooks and
+trainer."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,6 +1,6 @@
 """What is done after each step beside training: all of it reads the state and never writes it.
 
-Layer: above metrics and data, beside trainer.
+Layer: above trainer.
 """
 
 from pathlib import Path

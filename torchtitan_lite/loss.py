@@ -90,11 +90,15 @@ def _chunk_loss_and_gradients(
     logits_CV = (hidden_CD @ weight_VD.T).to(_accumulator(hidden_CD.dtype))
     rows_C1, is_mine_C1 = _rows(targets_C, weight_VD, shard)
     counted_C1 = (targets_C != IGNORE)[:, None]
-    normalizer_C1 = _log_sum_exp(logits_CV, shard)
-    losses_C1 = (normalizer_C1 - _picked(logits_CV, rows_C1, is_mine_C1, shard)) * counted_C1
-    grad_CV = (logits_CV - normalizer_C1).exp()
-    grad_CV = grad_CV.scatter_add(1, rows_C1, -is_mine_C1.to(grad_CV.dtype)) * counted_C1
-    grad_CV = grad_CV.to(hidden_CD.dtype)
+    # Few passes over the logits and few copies of them: this is most of what the loss costs.
+    log_probs_CV = (
+        logits_CV.log_softmax(-1) if shard is None else logits_CV - _log_sum_exp(logits_CV, shard)
+    )
+    del logits_CV
+    losses_C1 = -_picked(log_probs_CV, rows_C1, is_mine_C1, shard) * counted_C1
+    grad_CV = log_probs_CV.exp_()
+    grad_CV.scatter_add_(1, rows_C1, -is_mine_C1.to(grad_CV.dtype))
+    grad_CV = grad_CV.mul_(counted_C1).to(hidden_CD.dtype)
     return losses_C1.sum(), grad_CV @ weight_VD, grad_CV.T @ hidden_CD
 
 
@@ -116,7 +120,10 @@ def _rows(
     targets_C: torch.Tensor, weight_VD: torch.Tensor, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The row of `weight_VD` that each target names, and whether this rank holds it."""
-    rows_C1 = targets_C[:, None] - (shard.first if shard is not None else 0)
+    if shard is None:
+        # No clamp from above: a target beyond the vocabulary must fail and not count as another.
+        return targets_C[:, None].clamp_min(0), (targets_C >= 0)[:, None]
+    rows_C1 = targets_C[:, None] - shard.first
     is_mine_C1 = (rows_C1 >= 0) & (rows_C1 < weight_VD.shape[0])
     return rows_C1.clamp(0, weight_VD.shape[0] - 1), is_mine_C1
 

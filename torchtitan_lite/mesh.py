@@ -36,8 +36,9 @@ class ParallelismConfig(Section):
     data_parallel_shard_degree: Annotated[int, positive_or_minus_one()] = -1
     """Ranks that share one copy of the weights (FSDP2). -1: all ranks that are left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free a block's gathered weights after its forward. "default": yes, but for the last block
-    and the output, which backward needs at once, and not at all under a pipeline."""
+    """Free a block's gathered weights after its forward. "default": yes, but for the last unit that
+    is gathered (the output, or the last block when embeddings are tied), which backward needs at
+    once."""
     tensor_parallel_degree: Annotated[int, at_least(1)] = 1
     """Ranks that share each matrix."""
     enable_sequence_parallel: bool = True

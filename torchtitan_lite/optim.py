@@ -5,7 +5,7 @@ step leaves no trace in it. Layer: above mesh and spec.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
@@ -13,12 +13,11 @@ from typing import Annotated, Literal
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from torchtitan_lite.device import Device
 from torchtitan_lite.log import logger
 from torchtitan_lite.section import Section, at_least, between, only
-from torchtitan_lite.torch_compat import foreach_mul_
+from torchtitan_lite.torch_compat import foreach_mul_, foreach_norm
 
 
 class OptimizerConfig(Section):
@@ -195,8 +194,14 @@ def square_norm(gradients: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
         by_holders.setdefault(holders, []).append(gradient)
     total = torch.zeros((), dtype=torch.float64)
     for holders, tensors in by_holders.items():
-        total = total.to(tensors[0].device) + get_total_norm(tensors).double().square() / holders
+        total = total.to(tensors[0].device) + square_sum(tensors) / holders
     return total
+
+
+def square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the squares of all elements, float64; each tensor's own sum is float32 at least,
+    since in bfloat16 it would depend on how the tensors are cut."""
+    return torch.stack([norm.double() for norm in foreach_norm(tensors)]).square().sum()
 
 
 def scale_(gradients: list[tuple[torch.Tensor, int]], factor: float) -> None:

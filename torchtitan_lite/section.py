@@ -1,6 +1,6 @@
 """The base of every config section. Layer: imports nothing of the project.
 
-Each owner of a feature defines its section beside its code; `config.py` composes them. The
+Each owner of a feature defines its section beside its code; `config/` composes them. The
 docstring under a field is its text in `--help` and in the generated reference.
 """
 

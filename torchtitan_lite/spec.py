@@ -1,4 +1,4 @@
-"""What layers hand to each other: plain frozen data and protocols, no behaviour.
+"""What layers hand to each other: plain frozen data and protocols.
 
 A model family hands over a `ModelSpec`; the data loader hands over `Microbatch`es; a schedule
 runs them. Because these are data, `parallel/` never names a model and a model never imports

@@ -1,6 +1,6 @@
 """What a run says at its end: a sample of the model, where the outputs are, how to go on.
 
-Layer: beside trainer.
+Layer: the top.
 """
 
 import os

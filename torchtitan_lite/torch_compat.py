@@ -13,6 +13,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+ATTENTION_OPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+}
+"""The kernels behind scaled_dot_product_attention on each device. Selective recomputation sees
+these names and not the public function's; needed as long as its policy is asked about kernels."""
+
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Change the timeout of a running process group.
@@ -33,6 +43,16 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float) -> None:
     """
     if tensors:
         torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def foreach_norm(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The 2-norm of each tensor, float32 at least, in one call.
+
+    `torch.nn.utils.get_total_norm` computes in the tensors' own dtype. Needed until it can be told
+    another.
+    """
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch._foreach_norm(list(tensors), 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def record_cuda_memory_history(max_entries: int | None) -> None:

@@ -82,6 +82,7 @@ def train(job: Job) -> bool:
     state = job.state
     refused_in_a_row = 0
     leave = False
+    first = True
     while state.step < job.steps and not leave:
         started = time.perf_counter()
         report = train_step(job)
@@ -101,8 +102,10 @@ def train(job: Job) -> bool:
                 + " Lower optimizer.lr, or look at the samples of the last steps with "
                 "debug.sample_ledger = true."
             )
-        if refused_in_a_row == 0 and state.step == 1:
+        if first:
+            # The first step compiles and connects, and is given longer.
             job.mesh.set_timeout(job.train_timeout_s)
+            first = False
     finished = state.step >= job.steps
     job.checkpoints.final_save(finished=finished)
     return finished
@@ -117,7 +120,8 @@ def train_step(job: Job) -> StepReport:
     gradients = local_gradients(state.model.parameters())
     num_targets = sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches)
     num_targets /= job.mesh.degrees.token_copies
-    counts = loss_sum.new_tensor([loss_sum, num_targets, float(job.stop.requested)])
+    known = torch.tensor([num_targets, float(job.stop.requested)], dtype=torch.float64)
+    counts = torch.cat([loss_sum.reshape(1), known.to(loss_sum.device, non_blocking=True)])
     job.replicas.sum_([*(gradient for gradient, _ in gradients), counts])
     totals = torch.cat([counts, square_norm(gradients).reshape(1).to(counts.device)])
     # The one exchange of numbers of a step, and the one place where the host waits for the device.

@@ -77,7 +77,7 @@ def test_same_training_as_one_process(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp-2", "hsdp-2x2"])
+@pytest.mark.parametrize("mesh", ["fsdp-2", "hsdp-2x2", "tp-2", "tp-2-whole-sequence"])
 def test_same_training_with_dropout(
     mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:

@@ -113,7 +113,7 @@ class DataConfig(Section):
     def _one_way_to_name_the_data(self) -> "DataConfig":
         single = {
             key: getattr(self, key)
-            for key in ("dataset", "dataset_path", "dataset_config", "streaming")
+            for key in CorpusConfig.model_fields.keys() & type(self).model_fields.keys()
             if getattr(self, key) != type(self).model_fields[key].default
         }
         if self.corpora and single:

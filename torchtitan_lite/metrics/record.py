@@ -35,7 +35,8 @@ class StepRecord:
     memory_gib: float
     """Peak of this rank."""
     step_time_s: float
-    """From the end of the last step to the end of this one; the waits below are part of it."""
+    """From the start of the step to its end: data, computation, save and garbage collection;
+    validation and metrics are not in it."""
     data_time_s: float
     """Waiting for microbatches."""
     checkpoint_stall_s: float

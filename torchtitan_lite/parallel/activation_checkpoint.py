@@ -18,16 +18,9 @@ from torch.utils.checkpoint import (
 from torchtitan_lite.parallel.blocks import blocks_of
 from torchtitan_lite.parallel.config import ActivationCheckpointConfig
 from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.torch_compat import ATTENTION_OPS
 
 _aten = torch.ops.aten
-_ALWAYS_SAVED = {
-    # Attention, by the name of each device's kernel, and what is cheap to keep.
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.higher_order.flex_attention,
-}
 _MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default}
 
 
@@ -69,7 +62,7 @@ def _policy(recomputed_shapes: set[tuple[int, ...]]) -> Callable[..., Checkpoint
     counts = {False: 0, True: 0}
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in _ALWAYS_SAVED:
+        if op in ATTENTION_OPS:
             return CheckpointPolicy.MUST_SAVE
         if op in _MATRIX_PRODUCTS:
             matrix = args[1] if op is not _aten.addmm.default else args[2]

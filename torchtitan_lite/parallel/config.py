@@ -16,7 +16,7 @@ class PrecisionConfig(Section):
     """Data type in which parameters take part in forward and backward. "auto": bfloat16 on a GPU,
     `training.dtype` elsewhere (torchtitan: bfloat16 everywhere)."""
     mixed_precision_reduce: Literal["float32"] = "float32"
-    """Data type in which gradients are summed over ranks."""
+    """Data type in which gradients are summed over ranks, where theirs is narrower."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory, and take the optimizer's
     step there."""

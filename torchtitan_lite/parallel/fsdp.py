@@ -44,7 +44,12 @@ def apply(
         "mesh": _sharding_mesh(mesh),
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=compute_dtype if mixed else None,
-            reduce_dtype=getattr(torch, precision.mixed_precision_reduce) if mixed else None,
+            # float32 at least: a sum over ranks in bfloat16 would lose most of them.
+            reduce_dtype=(
+                torch.promote_types(compute_dtype, torch.float32)
+                if compute_dtype.itemsize < torch.float32.itemsize
+                else None
+            ),
         ),
         "offload_policy": (
             CPUOffloadPolicy(pin_memory=mesh.device.pin_memory)

@@ -21,7 +21,6 @@ from torch.distributed.tensor import (
     Placement,
     Replicate,
     Shard,
-    distribute_module,
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
@@ -35,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.spec import ModelSpec, TokenLoss
 
 
@@ -61,6 +61,10 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
     tp = mesh.device_mesh["tp"]
     parallelize_module(model, tp, styles)
     _replicate_rest(model, tp)
+    if stream.is_shard():
+        for module in model.modules():
+            if isinstance(module, KeyedDropout):
+                module.register_forward_pre_hook(partial(_own_positions, tp))
     for (module, name), others in shared:
         for other, other_name in others:
             other.register_parameter(other_name, getattr(module, name))
@@ -137,6 +141,12 @@ def _distributed(parameter: torch.Tensor, tp: DeviceMesh, placement: Placement) 
     return nn.Parameter(distribute_tensor(parameter, tp, [placement]))
 
 
+def _own_positions(tp: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give dropout the positions of the part of the sequence that it sees between the matrices."""
+    x_BSD, keys_B, positions_BS = inputs
+    return x_BSD, keys_B, positions_BS.chunk(tp.size(), dim=1)[tp.get_local_rank()]
+
+
 class _Gathered(ParallelStyle):
     """The module's first input is gathered along the sequence; its other inputs are left alone."""
 
@@ -157,16 +167,14 @@ class _Whole(ParallelStyle):
     """The weights are whole and the module works on the whole sequence, alike on every rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(
-            module,
-            device_mesh,
-            lambda name, part, tp: _replicate_rest(part, tp),
-            lambda part, inputs, tp: (
-                DTensor.from_local(inputs[0], tp, [Replicate()], run_check=False),
-                *inputs[1:],
-            ),
-            lambda part, output, tp: output.to_local(),
-        )
+        def enter(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            first = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
+            return first, *inputs[1:]
+
+        _replicate_rest(module, device_mesh)
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(lambda part, inputs, output: output.to_local())
+        return module
 
 
 class _Output(ParallelStyle):
@@ -181,11 +189,8 @@ class _Output(ParallelStyle):
         self._cut: Placement = Shard(0) if loss_parallel else Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def cut(name: str, part: nn.Module, tp: DeviceMesh) -> None:
-            for parameter_name, parameter in list(part.named_parameters(recurse=False)):
-                part.register_parameter(parameter_name, _distributed(parameter, tp, self._cut))
-
-        distribute_module(module, device_mesh, cut)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, _distributed(parameter, device_mesh, self._cut))
         module.forward = partial(self._forward, module, device_mesh)
         return module
 
@@ -204,6 +209,7 @@ class _Output(ParallelStyle):
         is_cut = self._cut.is_shard()
         if loss is None or targets_BS is None:
             logits = nn.functional.linear(hidden, weight)
+            assert isinstance(logits, DTensor)
             return logits.redistribute(placements=[Replicate()]).to_local()
         # Each rank's gradient of the hidden states is its rows' part of the sum; it is summed and
         # cut along the sequence in one reduce-scatter. Of whole weights it is the whole already.

@@ -1,4 +1,4 @@
-"""Which rank holds which box of a tensor, by arithmetic. Layer: above errors only.
+"""Which rank holds which box of a tensor, by arithmetic. Layer: above errors and torch_compat.
 
 Invariant: the boxes of the ranks that hold different parts of a tensor cover it exactly once.
 """
