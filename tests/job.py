@@ -54,7 +54,7 @@ class Outcome:
 
 
 def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
-    """The config of the odd model, with `section.key` overrides. Batches of 8 samples of 18
+    """The config of the odd model, with `section.key` overrides. Batches of 8 samples of 24
     tokens; documents begin within them, so ranks have unequal numbers of targets."""
     values: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": str(folder), "device": "cpu"},
@@ -64,7 +64,7 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
             "cache_folder": str(folder.parent / "cache"),
             "local_batch_size": 1,
             "global_batch_size": 8,
-            "seq_len": 18,
+            "seq_len": 24,
             "steps": 5,
             "dtype": "float64",
         },

@@ -97,7 +97,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             if config.compile.enable and "loss" in config.compile.components
             else None
         )
-        schedule = build_schedule(model, cross_entropy(compile_backend=loss_backend), mesh)
+        loss = cross_entropy(compile_backend=loss_backend)
+        schedule = build_schedule(model, loss, mesh, config.parallelism)
         global_batch_size = config.training.global_batch_size
         if global_batch_size == -1:
             global_batch_size = config.training.local_batch_size * mesh.degrees.batch

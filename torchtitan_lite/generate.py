@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.parallel.fsdp import reshard
 from torchtitan_lite.rng import generator
+from torchtitan_lite.spec import Schedule
 
 
-@torch.no_grad()
 def generate(
     model: nn.Module,
+    schedule: Schedule,
     prompt: Sequence[int],
     mesh: Mesh,
     *,
@@ -27,7 +27,6 @@ def generate(
 
     The model sees the last `max_seq_len` ids. A `temperature` of 0 takes the likeliest.
     """
-    device = mesh.device.torch_device
     draws = generator(seed, "generate")
     ids = list(prompt)
     was_training = model.training
@@ -36,21 +35,12 @@ def generate(
         seen = ids[-max_seq_len:]
         # Filled up to what the mesh can cut; attention does not look ahead.
         filler = [0] * (-len(seen) % mesh.degrees.sequence_multiple)
-        window = torch.tensor([seen + filler], device=device)
-        logits_V = (
-            model(
-                window,
-                positions_BS=torch.arange(window.shape[1], device=device)[None],
-                keys_B=torch.zeros(1, dtype=torch.int64, device=device),
-            )[0, len(seen) - 1]
-            .float()
-            .cpu()
-        )
+        logits_BSV = schedule.logits(torch.tensor([seen + filler]))
+        logits_V = logits_BSV[0, len(seen) - 1].float().cpu()
         next_id = mesh.leader_says(_draw(logits_V, temperature, draws))
         if next_id == stop_id:
             break
         ids.append(next_id)
-    reshard(model)
     model.train(was_training)
     return ids[len(prompt) :]
 

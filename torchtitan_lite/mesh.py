@@ -68,13 +68,16 @@ class ParallelismConfig(Section):
     """Overlap the collectives of experts with the pipeline; without effect at degree 1."""
     module_fqns_per_model_part: list[list[str]] | None = None
     """Names of the modules of each stage; without effect at degree 1."""
-    context_parallel_degree: Annotated[int, only(1, "context parallelism")] = 1
+    context_parallel_degree: Annotated[int, at_least(1)] = 1
     """Ranks that share each sequence."""
     context_parallel_load_balancer: Literal["headtail", "ptrr"] | None = "headtail"
-    """How a sequence is cut so that causal attention costs every rank the same; without effect at
-    degree 1."""
-    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """How keys and values travel between the ranks of a sequence; without effect at degree 1."""
+    """How a sequence is cut. "headtail": each rank has a piece from its head and one from its tail,
+    so that causal attention costs every rank the same. "none": one piece each. "ptrr" is not
+    supported by this version."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall", "ulysses"] = "allgather"
+    """"allgather": keys and values are gathered. "alltoall": they go round in a ring, which needs
+    the least memory and cannot keep to documents. "ulysses" (not in torchtitan): heads are
+    exchanged for positions, which needs as many heads as ranks."""
     expert_parallel_degree: Annotated[int, only(1, "expert parallelism")] = 1
     """Ranks that share the experts of a mixture."""
     expert_tensor_parallel_degree: Annotated[int, only(1, "expert tensor parallelism")] = 1
@@ -121,13 +124,13 @@ class Degrees:
 
     @property
     def token_copies(self) -> int:
-        """Ranks that see the same tokens."""
-        return self.pp * self.tp
+        """Ranks that are given the same samples."""
+        return self.pp * self.cp * self.tp
 
     @property
     def sequence_multiple(self) -> int:
         """What the length of a sequence must be a multiple of to be cut evenly."""
-        return self.tp
+        return self.tp * 2 * self.cp
 
 
 def resolve_degrees(config: ParallelismConfig, world_size: int) -> Degrees:

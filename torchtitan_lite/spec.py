@@ -99,6 +99,11 @@ class Schedule(Protocol):
         sum, reduced over the mesh, are in `.grad`."""
         ...
 
+    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """The logits [B, S, V] of plain causal sequences, on every rank. S must be a multiple of
+        the mesh's `sequence_multiple`."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class InitRule:

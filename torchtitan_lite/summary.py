@@ -43,6 +43,7 @@ def _sample(built: Built, config: Config) -> str:
     start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
     ids = generate(
         built.job.state.model,
+        built.job.schedule,
         [start if start is not None else 0],
         built.job.mesh,
         num_tokens=_SAMPLE_TOKENS,

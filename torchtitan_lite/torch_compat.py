@@ -10,6 +10,7 @@ from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -82,3 +83,59 @@ def is_strided_shard(placement: Placement) -> TypeGuard[Shard]:
     Needed until DTensor tells the order of its cuts in public.
     """
     return isinstance(placement, _StridedShard)
+
+
+def attention_with_lse(
+    q_BHSE: torch.Tensor, k_BHSE: torch.Tensor, v_BHSE: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, and the log-sum-exp [B, H, S] of its scores, by which parts are merged.
+
+    scaled_dot_product_attention does not return the latter, so the kernels behind it are called:
+    the CPU's, and FlashAttention on a GPU (float16 and bfloat16 only). Needed until the public
+    function returns it.
+    """
+    if q_BHSE.is_cuda:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q_BHSE, k_BHSE, v_BHSE, 0.0, causal
+        )
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_BHSE, k_BHSE, v_BHSE, 0.0, causal
+        )
+    return out, lse
+
+
+def attention_backward(
+    grad_out: torch.Tensor,
+    q_BHSE: torch.Tensor,
+    k_BHSE: torch.Tensor,
+    v_BHSE: torch.Tensor,
+    out: torch.Tensor,
+    lse_BHS: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients for q, k and v of a part, given the output and log-sum-exp of the whole.
+
+    See `attention_with_lse`.
+    """
+    inputs = (grad_out, q_BHSE, k_BHSE, v_BHSE, out.contiguous(), lse_BHS.contiguous())
+    if not q_BHSE.is_cuda:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, 0.0, causal
+        )
+    none = torch.empty(0, device=q_BHSE.device)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q_BHSE.device)
+    offset = torch.zeros((), dtype=torch.uint64, device=q_BHSE.device)
+    lengths = q_BHSE.shape[2], k_BHSE.shape[2]
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *inputs, none, none, *lengths, 0.0, causal, seed, offset
+    )
+
+
+def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
+    """Several axes of a mesh as one, with the mesh still as its root.
+
+    FSDP2 wants one axis to shard over, of the same root mesh as that of the tensors it shards.
+    Needed until DeviceMesh flattens in public.
+    """
+    return mesh[axes]._flatten(name)

@@ -21,6 +21,7 @@ FSDP: dict[str, Any] = {"parallelism.data_parallel_shard_degree": -1}
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
 BIG_LOCAL_BATCH = {"training.local_batch_size": 2}
 TP = {"parallelism.tensor_parallel_degree": 2, **BIG_LOCAL_BATCH}
+CP = {"parallelism.context_parallel_degree": 2}
 OP_RECOMPUTE = {
     "activation_checkpoint.mode": "selective",
     "activation_checkpoint.selective_ac_option": "op",
@@ -44,6 +45,16 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp-2-recompute-op": (2, {**TP, **OP_RECOMPUTE}),
     "fsdp-2-tp-2": (4, TP),
     "replicate-2-tp-2": (4, {**TP, **HSDP}),
+    "cp-2-allgather": (2, {**CP, **BIG_LOCAL_BATCH}),
+    "cp-2-unbalanced": (2, {**CP, "parallelism.context_parallel_load_balancer": None}),
+    "cp-2-ulysses": (2, {**CP, "parallelism.context_parallel_rotate_method": "ulysses"}),
+    "cp-4-allgather": (4, {"parallelism.context_parallel_degree": 4}),
+    "fsdp-2-cp-2": (4, CP),
+    "replicate-2-cp-2-ulysses": (
+        4,
+        {**CP, **HSDP, "parallelism.context_parallel_rotate_method": "ulysses"},
+    ),
+    "tp-2-cp-2": (4, {**TP, **CP}),
     "recompute-full": (1, {"activation_checkpoint.mode": "full"}),
     "recompute-full-fsdp-2": (2, {**FSDP, "activation_checkpoint.mode": "full"}),
     "recompute-selective": (2, {**FSDP, "activation_checkpoint.mode": "selective"}),
@@ -140,9 +151,31 @@ def test_compiled_blocks_train_alike(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
-def assert_same(outcome: Outcome, expected: Outcome, tolerance: float) -> None:
+@pytest.mark.parametrize("balancer", ["headtail", None])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_same_training_with_ring_attention(
+    world_size: int,
+    balancer: str | None,
+    pools: Pools,
+    reference: Callable[..., Outcome],
+    tmp_path: Path,
+) -> None:
+    shared = {"model.attention_mask": "causal"}
+    overrides = {
+        "parallelism.context_parallel_degree": world_size,
+        "parallelism.context_parallel_rotate_method": "alltoall",
+        "parallelism.context_parallel_load_balancer": balancer,
+    }
+    expected = reference(**shared)
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64, unequal_targets=False)
+
+
+def assert_same(
+    outcome: Outcome, expected: Outcome, tolerance: float, *, unequal_targets: bool = True
+) -> None:
     assert outcome.targets == expected.targets
-    assert len(set(expected.targets)) > 1
+    assert (len(set(expected.targets)) > 1) == unequal_targets
     assert outcome.losses == pytest.approx(expected.losses, rel=tolerance)
     assert outcome.grad_norms == pytest.approx(expected.grad_norms, rel=tolerance)
     assert outcome.weights.keys() == expected.weights.keys()

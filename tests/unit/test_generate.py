@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_spec
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.generate import generate
+from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
 from torchtitan_lite.nn.decoder import Decoder
-from torchtitan_lite.parallel import PrecisionConfig, fsdp
+from torchtitan_lite.parallel import PrecisionConfig, build_schedule, fsdp
 
 
 @pytest.fixture
@@ -78,4 +79,5 @@ def _generate(model: Decoder, mesh: Mesh, **changes: Any) -> list[int]:
         "temperature": 1.0,
         "seed": 0,
     }
-    return generate(model, [1, 2, 3], mesh, **(settings | changes))
+    schedule = build_schedule(model, cross_entropy(), mesh, ParallelismConfig())
+    return generate(model, schedule, [1, 2, 3], mesh, **(settings | changes))

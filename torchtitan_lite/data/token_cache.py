@@ -13,6 +13,7 @@ to train on, and those held out.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,12 @@ def tokenise(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, fraction: float, folder: Path) -> None:
     dtype = _token_dtype(tokenizer.vocab_size)
-    writers = {part: _PartWriter(folder / part, dtype) for part in _PARTS}
-    with progress(f"tokenising {corpus.name}", "documents") as advance:
+    with ExitStack() as opened:
+        writers = {
+            part: opened.enter_context(closing(_PartWriter(folder / part, dtype)))
+            for part in _PARTS
+        }
+        advance = opened.enter_context(progress(f"tokenising {corpus.name}", "documents"))
         for texts in _batches(corpus.documents()):
             documents = tokenise(tokenizer, texts)
             for text, ids in zip(texts, documents, strict=True):
@@ -112,7 +117,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, fraction: float, folder: Path) 
         "corpus": corpus.name,
         "vocab_size": tokenizer.vocab_size,
         "held_out_fraction": fraction,
-        "parts": {part: writer.close() for part, writer in writers.items()},
+        "parts": {part: writer.meta() for part, writer in writers.items()},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
@@ -153,9 +158,11 @@ class _PartWriter:
         self._num_tokens += len(ids)
         self.num_documents += 1
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> None:
         self._tokens_file.close()
         self._documents_file.close()
+
+    def meta(self) -> dict[str, Any]:
         return {
             "num_tokens": self._num_tokens,
             "num_documents": self.num_documents,

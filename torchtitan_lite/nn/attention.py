@@ -35,20 +35,42 @@ class BlockContext:
     keys_B: torch.Tensor
 
 
-def attention_mask(
-    positions_BS: torch.Tensor, documents_BS: torch.Tensor | None, backend: Backend
+class AttentionMask(nn.Module):
+    """The mask that keeps a token within its document and its past. A module, so that context
+    parallelism can put its own in its place."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self.backend: Backend = backend
+
+    def forward(self, positions_BS: torch.Tensor, documents_BS: torch.Tensor | None) -> Any:
+        """A bool tensor [B, 1, S, S] or a Flex BlockMask; None where the kernel's own causal path
+        serves."""
+        length, device = positions_BS.shape[1], positions_BS.device
+        if self.backend == "flex":
+            if documents_BS is None:
+                return _causal_block_mask(length, device)
+        elif documents_BS is None:
+            return None
+        everywhere = torch.arange(length, device=device)
+        return visible(everywhere, everywhere, documents_BS, self.backend)
+
+
+def visible(
+    queries_Q: torch.Tensor,
+    keys_K: torch.Tensor,
+    documents_BS: torch.Tensor | None,
+    backend: Backend,
 ) -> Any:
-    """The mask that keeps a token within its document and its past; None where the kernel's own
-    causal path serves."""
-    length, device = positions_BS.shape[1], positions_BS.device
+    """Which keys each query attends to, by their positions in the sequence: a bool tensor
+    [B or 1, 1, Q, K], or a Flex BlockMask."""
     if backend == "flex":
-        if documents_BS is None:
-            return _causal_block_mask(length, device)
-        return _document_block_mask(documents_BS)
+        return _visible_blocks(queries_Q, keys_K, documents_BS)
+    past = queries_Q[:, None] >= keys_K
     if documents_BS is None:
-        return None
-    same = documents_BS[:, None, :, None] == documents_BS[:, None, None, :]
-    return same & torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        return past[None, None]
+    same = documents_BS[:, queries_Q, None] == documents_BS[:, None, keys_K]
+    return (same & past)[:, None]
 
 
 class Attention(nn.Module):
@@ -60,11 +82,12 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
+        self.num_heads = num_heads
         self.wq = nn.Linear(dim, num_heads * head_dim, bias=False)
         self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(num_heads * head_dim, dim, bias=False)
-        self.kernel = FlexKernel() if backend == "flex" else SDPAKernel()
+        self.kernel: nn.Module = FlexKernel() if backend == "flex" else SDPAKernel()
 
     def forward(self, x_BSD: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]."""
@@ -130,11 +153,23 @@ def _causal_block_mask(length: int, device: torch.device) -> Any:
     return _compiled_block_mask()(past, None, None, length, length, device=device)
 
 
-def _document_block_mask(documents_BS: torch.Tensor) -> Any:
-    def same_document_past(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (q >= k) & (documents_BS[b, q] == documents_BS[b, k])
+def _visible_blocks(
+    queries_Q: torch.Tensor, keys_K: torch.Tensor, documents_BS: torch.Tensor | None
+) -> Any:
+    def past(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return queries_Q[q] >= keys_K[k]
 
-    batch, length = documents_BS.shape
+    def same_document_past(b: Any, h: Any, q: Any, k: Any) -> Any:
+        assert documents_BS is not None
+        same = documents_BS[b, queries_Q[q]] == documents_BS[b, keys_K[k]]
+        return same & (queries_Q[q] >= keys_K[k])
+
+    batch = None if documents_BS is None else len(documents_BS)
     return _compiled_block_mask()(
-        same_document_past, batch, None, length, length, device=documents_BS.device
+        past if documents_BS is None else same_document_past,
+        batch,
+        None,
+        len(queries_Q),
+        len(keys_K),
+        device=queries_Q.device,
     )

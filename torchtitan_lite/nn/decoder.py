@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan_lite.nn.attention import Attention, Backend, BlockContext, attention_mask
+from torchtitan_lite.nn.attention import Attention, AttentionMask, Backend, BlockContext
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.rope import RotaryEmbedding
 from torchtitan_lite.rng import mix_tensor
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.dropout = dropout
-        self.attention_backend: Backend = attention_backend
+        self.mask = AttentionMask(attention_backend)
         self.rotary = rotary
         self.tok_embeddings = nn.Embedding(vocab_size, dim)
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Tokens -> logits [B, S, V], or the loss summed over `targets_BS` when `loss` is given."""
         cos, sin = self.rotary(positions_BS)
-        mask = attention_mask(positions_BS, documents_BS, self.attention_backend)
+        mask = self.mask(positions_BS, documents_BS)
         context = BlockContext(cos, sin, mask, positions_BS, keys_B)
         x_BSD = self.tok_embeddings(tokens_BS)
         for layer, block in enumerate(self.layers.values()):

@@ -7,7 +7,7 @@ they know of one is its ModelSpec. Layer: above nn, redistribute, mesh and spec.
 from torch import nn
 
 from torchtitan_lite.mesh import Mesh, ParallelismConfig
-from torchtitan_lite.parallel import activation_checkpoint, compiling, fsdp, tensor
+from torchtitan_lite.parallel import activation_checkpoint, compiling, context, fsdp, tensor
 from torchtitan_lite.parallel.config import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -43,6 +43,7 @@ def parallelize(
     outside both, so that its collectives stay out of the graph.
     """
     tensor.apply(model, spec, mesh, parallelism)
+    context.apply(model, spec, mesh, parallelism)
     activation_checkpoint.apply(model, spec, checkpointing)
     compiling.apply(model, spec, compilation)
     fsdp.apply(model, spec, mesh, parallelism, precision)

@@ -21,6 +21,7 @@ from torchtitan_lite.mesh import Mesh, ParallelismConfig
 from torchtitan_lite.parallel.blocks import modules_matching
 from torchtitan_lite.parallel.config import PrecisionConfig
 from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.torch_compat import flatten_axes
 
 
 def apply(
@@ -38,7 +39,8 @@ def apply(
     compute_dtype = compute_dtype_of(precision, mesh.device)
     parameter_dtype = getattr(torch, precision.dtype)
     mixed = compute_dtype != parameter_dtype
-    if mesh.degrees.batch == 1 and not mixed and not precision.enable_cpu_offload:
+    is_alone = mesh.degrees.batch * mesh.degrees.cp == 1
+    if is_alone and not mixed and not precision.enable_cpu_offload:
         return
     settings = {
         "mesh": _sharding_mesh(mesh),
@@ -85,9 +87,16 @@ def reshard(model: nn.Module) -> None:
 
 def _sharding_mesh(mesh: Mesh) -> DeviceMesh:
     """1-D without replicas, else 2-D, as fully_shard wants it."""
+    shard = "dp_shard"
+    if mesh.degrees.cp > 1:
+        # Ranks that share a sequence share the weights as ranks with other samples do.
+        shard = "dp_shard_cp"
+        flat = flatten_axes(mesh.device_mesh, ("dp_shard", "cp"), shard)
+        if mesh.degrees.dp_replicate == 1:
+            return flat
     if mesh.degrees.dp_replicate == 1:
-        return mesh.device_mesh["dp_shard"]
-    return mesh.device_mesh["dp_replicate", "dp_shard"]
+        return mesh.device_mesh[shard]
+    return mesh.device_mesh["dp_replicate", shard]
 
 
 def _sum_gradients(model: nn.Module) -> None:

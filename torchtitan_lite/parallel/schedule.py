@@ -9,14 +9,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.parallel.collectives import all_gather
+from torchtitan_lite.parallel.context import sequence_cut
 from torchtitan_lite.parallel.fsdp import reshard
+from torchtitan_lite.parallel.sequence_cut import SequenceCut
 from torchtitan_lite.spec import Microbatch, Schedule, TokenLoss
 
 
-def build_schedule(model: nn.Module, loss: TokenLoss, mesh: Mesh) -> Schedule:
+def build_schedule(
+    model: nn.Module, loss: TokenLoss, mesh: Mesh, parallelism: ParallelismConfig
+) -> Schedule:
     """The schedule for the model on this rank."""
-    return OneStage(model, loss, mesh)
+    return OneStage(model, loss, mesh, sequence_cut(mesh, parallelism))
 
 
 class OneStage:
@@ -26,7 +31,9 @@ class OneStage:
     need the memory that sharding saves; replicas are summed once, after the last.
     """
 
-    def __init__(self, model: nn.Module, loss: TokenLoss, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, loss: TokenLoss, mesh: Mesh, cut: SequenceCut) -> None:
+        self._cut = cut
+        self._group = mesh.device_mesh.get_group("cp")
         self._model = model
         self._loss = loss
         self._device = mesh.device.torch_device
@@ -37,7 +44,7 @@ class OneStage:
         """See `spec.Schedule`."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for number, microbatch in enumerate(microbatches, start=1):
-            batch = microbatch.to(self._device)
+            batch = self._cut.cut(microbatch.to(self._device))
             if backward and isinstance(self._model, FSDPModule):
                 is_last = number == len(microbatches)
                 self._model.set_is_last_backward(is_last)
@@ -57,3 +64,26 @@ class OneStage:
         if not backward:
             reshard(self._model)
         return total / self._copies
+
+    @torch.no_grad()
+    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """See `spec.Schedule`."""
+        tokens_BS = tokens_BS.to(self._device)
+        batch = self._cut.cut(
+            Microbatch(
+                tokens_BS=tokens_BS,
+                targets_BS=tokens_BS,
+                positions_BS=torch.arange(tokens_BS.shape[1], device=self._device).expand_as(
+                    tokens_BS
+                ),
+                documents_BS=None,
+                keys_B=torch.zeros_like(tokens_BS[:, 0]),
+                samples=(),
+            )
+        )
+        own_BSV = self._model(batch.tokens_BS, positions_BS=batch.positions_BS, keys_B=batch.keys_B)
+        reshard(self._model)
+        if self._cut.num_ranks == 1:
+            return own_BSV
+        order = self._cut.order(tokens_BS.shape[1], self._device)
+        return all_gather(own_BSV, self._group).movedim(0, 1).flatten(1, 2)[:, order.argsort()]

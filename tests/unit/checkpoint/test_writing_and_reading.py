@@ -1,5 +1,6 @@
 """The files of a checkpoint: what is written comes back bit by bit, or not at all."""
 
+import contextlib
 import json
 import random
 from collections.abc import Callable
@@ -8,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors import safe_open
 
 from tests.unit.checkpoint.conftest import Manage, SmallState, run_steps, same, steps_in
 from torchtitan_lite import rng
-from torchtitan_lite.checkpoint.manifest import read_manifest, step_folders
+from torchtitan_lite.checkpoint.manifest import Manifest, read_manifest, step_folders
 from torchtitan_lite.checkpoint.reader import check_fit
 from torchtitan_lite.checkpoint.writer import write_checkpoint
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
@@ -198,8 +200,20 @@ def test_a_manifest_that_cannot_be_true_is_refused(
     path = saved / "manifest.json"
     raw = json.loads(path.read_text())
     change(raw)
+    # Signed again, since its own checksum would be found wrong first.
+    with contextlib.suppress(ValidationError):
+        raw["xxh3"] = Manifest.model_validate(raw).checksum()
     path.write_text(json.dumps(raw))
     with pytest.raises(DamagedCheckpoint, match=message):
+        read_manifest(saved)
+
+
+def test_a_changed_value_is_found_by_the_manifests_own_checksum(saved: Path) -> None:
+    path = saved / "manifest.json"
+    text = path.read_text()
+    assert '"cursor": 8' in text
+    path.write_text(text.replace('"cursor": 8', '"cursor": 9'))
+    with pytest.raises(DamagedCheckpoint, match="its own checksum does not hold"):
         read_manifest(saved)
 
 

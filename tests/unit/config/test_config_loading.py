@@ -146,10 +146,10 @@ def test_a_torchtitan_file_loads_unchanged(write) -> None:
     ("off", "on", "key", "feature"),
     [
         (
-            "tensor_parallel_degree = 1",
-            "tensor_parallel_degree = 2",
-            "parallelism.tensor",
-            "tensor",
+            "enable_async_tensor_parallel = false",
+            "enable_async_tensor_parallel = true",
+            "parallelism.enable_async",
+            "async tensor",
         ),
         (
             'async_mode = "disabled"',

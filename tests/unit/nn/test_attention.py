@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from tests.tolerances import ATTENTION_FLOAT64
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples
-from torchtitan_lite.nn.attention import Attention, BlockContext, SDPAKernel, attention_mask
+from torchtitan_lite.nn.attention import Attention, AttentionMask, BlockContext, SDPAKernel
 from torchtitan_lite.nn.rope import RotaryEmbedding, rotate
 
 
@@ -42,9 +42,9 @@ def test_a_later_token_changes_no_earlier_logit() -> None:
 
 def test_documents_need_a_mask_and_plain_causal_attention_none() -> None:
     positions_BS = torch.arange(4).repeat(2, 1)
-    assert attention_mask(positions_BS, None, "sdpa") is None
+    assert AttentionMask("sdpa")(positions_BS, None) is None
     documents_BS = torch.tensor([[0, 0, 1, 1], [0, 1, 2, 2]], dtype=torch.int32)
-    mask = attention_mask(positions_BS, documents_BS, "sdpa")
+    mask = AttentionMask("sdpa")(positions_BS, documents_BS)
     assert mask.int().tolist() == [
         [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]],
         [[[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]],

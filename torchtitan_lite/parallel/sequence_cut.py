@@ -1,0 +1,58 @@
+"""Which positions of a sequence each rank of the `cp` axis holds.
+
+Causal attention costs more for later positions. Head-tail balancing cuts the sequence into twice
+as many pieces as ranks and gives rank r the pieces r and 2n - 1 - r, so that all ranks have the
+same work. Layer: above spec.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from torchtitan_lite.spec import Microbatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceCut:
+    """The cut of a sequence over the ranks of one cp group."""
+
+    num_ranks: int
+    rank: int
+    head_tail: bool
+
+    def order(self, length: int, device: torch.device) -> torch.Tensor:
+        """The positions [S] in the order in which the ranks hold them, rank after rank."""
+        return sequence_order(length, self.num_ranks, self.head_tail).to(device)
+
+    def own(self, length: int, device: torch.device) -> torch.Tensor:
+        """The positions [S / ranks] that this rank holds."""
+        return self.order(length, device).chunk(self.num_ranks)[self.rank]
+
+    def cut(self, batch: Microbatch) -> Microbatch:
+        """This rank's positions of a microbatch. The documents stay whole: attention needs to know
+        those of the positions that the other ranks hold."""
+        if self.num_ranks == 1:
+            return batch
+        own = self.own(batch.tokens_BS.shape[1], batch.tokens_BS.device)
+        return replace(
+            batch,
+            tokens_BS=batch.tokens_BS[:, own],
+            targets_BS=batch.targets_BS[:, own],
+            positions_BS=batch.positions_BS[:, own],
+        )
+
+
+@cache
+def sequence_order(length: int, num_ranks: int, head_tail: bool) -> torch.Tensor:
+    """The positions [S] in the order in which the ranks hold them, int64, without a Python loop.
+
+    Raises ValueError when the pieces would not be equal.
+    """
+    pieces = 2 * num_ranks if head_tail else num_ranks
+    if length % pieces:
+        raise ValueError(f"A sequence of {length} positions does not divide into {pieces} pieces.")
+    positions = torch.arange(length).view(pieces, -1)
+    if not head_tail:
+        return positions.flatten()
+    return torch.stack([positions[:num_ranks], positions[num_ranks:].flip(0)], dim=1).flatten()
