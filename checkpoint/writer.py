@@ -116,10 +116,10 @@ def _write_part(folder: Path, tensors: Mapping[str, torch.Tensor], mesh: Mesh) -
     entries: dict[str, TensorEntry] = {}
     for name, tensor in tensors.items():
         box = local_box(tensor)
-        if tensor.numel() == 0 and mesh.is_leader:
+        if tensor.numel() == 0 and mesh.is_first_of_stage:
             dtype = json.loads(save({name: torch.empty(0, dtype=tensor.dtype)})[8:])[name]["dtype"]
             entries[name] = TensorEntry(dtype=dtype, shape=list(tensor.shape), boxes=[])
-        if is_first_holder(tensor, mesh.rank) and not box.is_empty:
+        if is_first_holder(tensor, mesh.is_first_of_stage) and not box.is_empty:
             local = getattr(tensor, "to_local", lambda tensor=tensor: tensor)()
             held[name] = (tensor, box, local.detach().cpu().contiguous())
     path = folder / f"rank-{mesh.rank:05d}.safetensors"

@@ -154,6 +154,17 @@ def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
         build=lambda: build(dims),
         init=_init_rules(dims),
         shard_plan=SHARD_PLAN,
+        stage_units=(
+            ()
+            if dims.tied_embeddings
+            else (
+                "tok_embeddings",
+                *(f"layers.{layer}" for layer in range(dims.num_layers)),
+                "norm",
+                "output",
+            )
+        ),
+        width=dims.dim,
         cut_sizes=(
             ("key/value heads", dims.num_kv_heads),
             ("features of the feed-forward block", dims.hidden_dim),

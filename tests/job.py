@@ -105,7 +105,7 @@ def run_job(folder: Path, overrides: Mapping[str, Any], stop_after: int = 0) -> 
             outcome.resumed_at = built.job.state.step
             job = replace(built.job, hooks=[*built.job.hooks, watch])
             outcome.finished = train(job)
-            outcome.state = {name: whole(t) for name, t in job.state.tensors().items()}
+            outcome.state = whole(job.state.tensors())
     outcome.weights = {
         name.removeprefix("model."): tensor
         for name, tensor in outcome.state.items()
@@ -114,17 +114,26 @@ def run_job(folder: Path, overrides: Mapping[str, Any], stop_after: int = 0) -> 
     return outcome
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that the ranks hold together, put together from their boxes. Every rank must
-    call it. (`full_tensor` is wrong for uneven strided shards in torch 2.13.)"""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    mine = (local_box(tensor).slices, tensor.to_local().detach())
-    torch.distributed.all_gather_object(parts, mine)
-    found = torch.full(tensor.shape, torch.nan, dtype=torch.float64).to(tensor.dtype)
-    for slices, part in parts:
-        found[slices] = part
+def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that the ranks hold together, put together from their boxes; with a pipeline,
+    also those of the other stages. Every rank must call it. (`full_tensor` is wrong for uneven
+    strided shards in torch 2.13.)"""
+    mine = {
+        name: (
+            tuple(tensor.shape),
+            local_box(tensor).slices,
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone(),
+        )
+        for name, tensor in tensors.items()
+    }
+    of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(of_ranks, mine)
+    found: dict[str, torch.Tensor] = {}
+    for held in of_ranks:
+        for name, (shape, slices, part) in held.items():
+            if name not in found:
+                found[name] = torch.full(shape, torch.nan, dtype=torch.float64).to(part.dtype)
+            found[name][slices] = part
     return found
 
 

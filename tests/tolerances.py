@@ -52,3 +52,11 @@ COUNTED_FLOPS = 1e-9
 GOLDEN_DIGEST = 1e-4
 """Relative, of a sum over all initial weights. Vector units of other processors round the last bit
 of a draw otherwise, which moves the sum by 1e-6; another seed, name or block moves it by 10."""
+
+MOE_FLOAT64 = 1e-12
+"""Absolute and relative, of outputs and gradients about 1 to 10: the same products as a loop over
+single tokens, added in another order."""
+
+GROUPED_BFLOAT16 = 2e-2
+"""Relative to the largest element. Both ways add in float32 and round to bfloat16 (4e-3) once; on
+a GPU the kernel may add in parts."""

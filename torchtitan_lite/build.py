@@ -25,6 +25,9 @@ from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.optim import build_schedule as build_lr_schedule
 from torchtitan_lite.parallel import build_schedule, parallelize
+from torchtitan_lite.parallel.fsdp import compute_dtype_of
+from torchtitan_lite.parallel.stages import joined, keep_only, plan_stages
+from torchtitan_lite.parallel.tensor import check_plan
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import SingleReplica
 from torchtitan_lite.spec import ModelSpec
@@ -64,7 +67,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             pin_memory=mesh.device.pin_memory,
         )
         opened.callback(data.loader.close)
-        model = build_model(config, spec, mesh)
+        parts = build_model(config, spec, mesh)
+        model = joined(parts)
         state = TrainState(
             model=model,
             optimizer=build_optimizer(config.optimizer, model, spec.no_decay, mesh.device),
@@ -98,7 +102,14 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             else None
         )
         loss = cross_entropy(compile_backend=loss_backend)
-        schedule = build_schedule(model, loss, mesh, config.parallelism)
+        schedule = build_schedule(
+            parts,
+            spec,
+            loss,
+            mesh,
+            config.parallelism,
+            hidden_dtype=compute_dtype_of(config.training, mesh.device),
+        )
         global_batch_size = config.training.global_batch_size
         if global_batch_size == -1:
             global_batch_size = config.training.local_batch_size * mesh.degrees.batch
@@ -125,7 +136,12 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             stop=stop,
             steps=config.training.steps,
             global_batch_size=global_batch_size,
-            local_batch_size=config.training.local_batch_size,
+            # A pipeline is fed in microbatches of its own size.
+            local_batch_size=(
+                config.training.local_batch_size
+                if mesh.degrees.pp == 1
+                else config.parallelism.pipeline_parallel_microbatch_size
+            ),
             seq_len=config.training.seq_len,
             max_norm=config.training.max_norm,
             max_skipped_steps=config.debug.max_skipped_steps,
@@ -140,17 +156,37 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         yield Built(job=job, spec=spec, data=data, resumed_from=resumed_from)
 
 
-def build_model(config: Config, spec: ModelSpec, mesh: Mesh) -> nn.Module:
-    """The model on the mesh, with its initial weights."""
+def build_model(config: Config, spec: ModelSpec, mesh: Mesh) -> list[nn.Module]:
+    """The parts of the model that this rank holds, with their initial weights: one, or one for
+    each of its stages of the pipeline."""
+    whole = _on_meta(config, spec)
+    check_plan(whole, spec)
+    if config.model.print_after_conversion:
+        logger.info("%s", whole)
+    if mesh.degrees.pp == 1:
+        return [_prepared(whole, config, spec, mesh)]
+    plan = plan_stages(spec, config.parallelism)
+    parts = []
+    for stage in plan.of_rank(mesh.device_mesh.get_local_rank("pp")):
+        part = _on_meta(config, spec)
+        keep_only(part, spec, plan.modules[stage])
+        parts.append(_prepared(part, config, spec, mesh))
+    return parts
+
+
+def _on_meta(config: Config, spec: ModelSpec) -> nn.Module:
+    """The whole model, without memory."""
     dtype_before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, config.training.dtype))
     try:
         with torch.device("meta"):
-            model = spec.build()
+            return spec.build()
     finally:
         torch.set_default_dtype(dtype_before)
-    if config.model.print_after_conversion:
-        logger.info("%s", model)
+
+
+def _prepared(model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh) -> nn.Module:
+    """A model on the meta device, parallelized, in memory, and with its initial weights."""
     buffers = dict(model.named_buffers())
     parallelize(
         model,
@@ -168,8 +204,7 @@ def build_model(config: Config, spec: ModelSpec, mesh: Mesh) -> nn.Module:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, buffer.to(device))
     initialize(model, spec.init, config.debug.seed or 0)
-    model.train()
-    return model
+    return model.train()
 
 
 def _hooks(

@@ -38,7 +38,7 @@ class ParallelismConfig(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free a block's gathered weights after its forward. "default": yes, but for the last unit that
     is gathered (the output, or the last block when embeddings are tied), which backward needs at
-    once."""
+    once, and not at all under a pipeline."""
     tensor_parallel_degree: Annotated[int, at_least(1)] = 1
     """Ranks that share each matrix."""
     enable_sequence_parallel: bool = True
@@ -48,26 +48,26 @@ class ParallelismConfig(Section):
     """Compute the loss on whole logits under tensor parallelism."""
     enable_async_tensor_parallel: Annotated[bool, only(False, "async tensor parallelism")] = False
     """Overlap the collectives of tensor parallelism with its matrix products."""
-    pipeline_parallel_degree: Annotated[int, only(1, "pipeline parallelism")] = 1
+    pipeline_parallel_degree: Annotated[int, at_least(1)] = 1
     """Ranks that share the layers."""
     pipeline_parallel_schedule: str = "1F1B"
-    """Order of forward and backward over the stages; without effect at degree 1."""
+    """Order of forward and backward over the stages: 1F1B, GPipe, Interleaved1F1B, LoopedBFS,
+    InterleavedZeroBubble, ZBVZeroBubble or DualPipeV. The last five hold several stages a rank."""
     pipeline_parallel_microbatch_size: Annotated[int, at_least(1)] = 1
-    """Samples in a microbatch of the pipeline; without effect at degree 1."""
+    """Samples in a microbatch of the pipeline, in the place of `training.local_batch_size`: all
+    samples of a step that a rank has go through the pipeline in one run."""
     pipeline_parallel_first_stage_less_layers: Annotated[int, at_least(0)] = 1
-    """Layers that the first stage has fewer, since it holds the embedding; without effect at
-    degree 1."""
+    """Layers that the first stage has fewer, since it holds the embedding."""
     pipeline_parallel_last_stage_less_layers: Annotated[int, at_least(0)] = 1
-    """Layers that the last stage has fewer, since it holds the output; without effect at
-    degree 1."""
+    """Layers that the last stage has fewer, since it holds the output."""
     pipeline_parallel_layers_per_stage: Annotated[int, at_least(1)] | None = None
-    """Layers in a stage; without effect at degree 1."""
-    pipeline_parallel_schedule_csv: str | None = ""
-    """File with a schedule of your own; without effect at degree 1."""
+    """Layers in a stage. Unset: one or two stages a rank, as the schedule needs."""
+    pipeline_parallel_schedule_csv: Annotated[str | None, only("", "a schedule from a file")] = ""
+    """File with a schedule of your own."""
     pipeline_parallel_expert_parallel_overlap: bool = True
     """Overlap the collectives of experts with the pipeline; without effect at degree 1."""
     module_fqns_per_model_part: list[list[str]] | None = None
-    """Names of the modules of each stage; without effect at degree 1."""
+    """Names of the modules of each stage, in the order of forward."""
     context_parallel_degree: Annotated[int, at_least(1)] = 1
     """Ranks that share each sequence."""
     context_parallel_load_balancer: Literal["headtail", "ptrr"] | None = "headtail"
@@ -203,6 +203,12 @@ class Mesh:
     def barrier(self) -> None:
         """Wait until every rank is here. On the CPU: a GPU barrier would not hold the host."""
         self.sum(torch.zeros(1))
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """True on the first of the ranks that hold the same stage of the pipeline."""
+        axes = [axis for axis in AXES if axis != "pp"]
+        return all(self.device_mesh.get_local_rank(axis) == 0 for axis in axes)
 
     def leader_says(self, number: int) -> int:
         """The leader's `number`, on every rank. Every rank must call it."""

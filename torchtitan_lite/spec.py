@@ -159,6 +159,11 @@ class ModelSpec:
     """How tensor parallelism cuts the model."""
     cut_sizes: tuple[tuple[str, int], ...] = ()
     """(what it is, how many): sizes that the degree of tensor parallelism must divide."""
+    stage_units: tuple[str, ...] = ()
+    """Names of the modules that the pipeline shares out, in the order of forward; none of them is
+    missed by the model's forward when it is None or deleted. Empty: no pipeline."""
+    width: int = 0
+    """Width of the hidden states that pass from stage to stage."""
     blocks: str = "layers.*"
     """Pattern of the repeated blocks: the unit of sharding, checkpointing and compiling."""
     extra_fsdp_units: tuple[str, ...] = ()

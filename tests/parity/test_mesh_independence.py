@@ -6,17 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests import tolerances
 from tests.job import digest, odd_config, run_job, whole
 from tests.pool import WorkerPool
-from torchtitan_lite.build import build_model
+from torchtitan_lite.build import build, build_model
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import start_mesh
 from torchtitan_lite.models import model_spec
+from torchtitan_lite.parallel.stages import joined
+from torchtitan_lite.preemption import StopRequest
 
 Pools = Callable[[int], WorkerPool]
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
 TP = {"parallelism.tensor_parallel_degree": 2}
+CP = {"parallelism.context_parallel_degree": 2}
+PP = {"parallelism.pipeline_parallel_degree": 2}
 STEPS = 5
 BATCH = 8
 
@@ -26,8 +32,8 @@ def initial_weights(folder: Path, overrides: dict[str, Any]) -> dict[str, str]:
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     config = odd_config(folder, overrides)
     with start_mesh(config.parallelism, config.comm, detect_device("cpu")) as mesh:
-        model = build_model(config, model_spec(config.model), mesh)
-        return digest({name: whole(p) for name, p in model.named_parameters()})
+        model = joined(build_model(config, model_spec(config.model), mesh))
+        return digest(whole(dict(model.named_parameters())))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -37,7 +43,7 @@ def test_initial_weights_are_the_same_bits_on_every_mesh(
     precision = {"training.dtype": dtype}
     (alone,) = pools(1).run(initial_weights, tmp_path, precision)
     assert len(set(alone.values())) > 10
-    for world_size, mesh in ((2, {}), (4, {}), (4, HSDP), (2, TP), (4, TP)):
+    for world_size, mesh in ((2, {}), (4, {}), (4, HSDP), (2, TP), (4, TP), (2, PP), (4, PP)):
         for weights in pools(world_size).run(initial_weights, tmp_path, {**precision, **mesh}):
             assert weights == alone
     (other_seed,) = pools(1).run(initial_weights, tmp_path, {**precision, "debug.seed": 1})
@@ -57,3 +63,30 @@ def test_each_step_uses_the_same_samples_on_any_number_of_ranks(
             expected = [i for i in range(step * BATCH, (step + 1) * BATCH) for _ in range(copies)]
             assert sorted(used) == expected
         assert len(list(folder.glob("samples_rank_*.jsonl"))) == world_size
+
+
+def logits_of_fixed_tokens(folder: Path, overrides: dict[str, Any]) -> torch.Tensor:
+    """The untrained model's logits, by the path that generation takes."""
+    logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
+    config = odd_config(folder, overrides)
+    with (
+        start_mesh(config.parallelism, config.comm, detect_device("cpu")) as mesh,
+        build(config, mesh, StopRequest()) as built,
+    ):
+        tokens_BS = torch.arange(48).reshape(2, 24)
+        return built.job.schedule.logits(tokens_BS)
+
+
+def test_generation_sees_the_same_logits_on_every_mesh(pools: Pools, tmp_path: Path) -> None:
+    (alone,) = pools(1).run(logits_of_fixed_tokens, tmp_path / "1", {})
+    interleaved = {**PP, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
+    for world_size, mesh in (
+        (2, {}),
+        (2, TP),
+        (2, CP),
+        (2, PP),
+        (2, interleaved),
+        (4, {**TP, **PP}),
+    ):
+        for logits in pools(world_size).run(logits_of_fixed_tokens, tmp_path / "n", mesh):
+            torch.testing.assert_close(logits, alone, rtol=0, atol=tolerances.PARITY_FLOAT64)

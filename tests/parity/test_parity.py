@@ -22,6 +22,8 @@ HSDP = {"parallelism.data_parallel_replicate_degree": 2}
 BIG_LOCAL_BATCH = {"training.local_batch_size": 2}
 TP = {"parallelism.tensor_parallel_degree": 2, **BIG_LOCAL_BATCH}
 CP = {"parallelism.context_parallel_degree": 2}
+PP = {"parallelism.pipeline_parallel_degree": 2}
+ONE_BY_ONE = {"training.local_batch_size": 1}
 OP_RECOMPUTE = {
     "activation_checkpoint.mode": "selective",
     "activation_checkpoint.selective_ac_option": "op",
@@ -55,6 +57,25 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
         {**CP, **HSDP, "parallelism.context_parallel_rotate_method": "ulysses"},
     ),
     "tp-2-cp-2": (4, {**TP, **CP}),
+    "pp-2": (2, PP),
+    "pp-2-gpipe-microbatches-of-2": (
+        2,
+        {
+            **PP,
+            "parallelism.pipeline_parallel_schedule": "GPipe",
+            "parallelism.pipeline_parallel_microbatch_size": 2,
+        },
+    ),
+    "pp-2-interleaved": (2, {**PP, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
+    "pp-2-zbv": (2, {**PP, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
+    "pp-2-fsdp-2": (4, PP),
+    "pp-2-tp-2": (4, {**PP, **TP}),
+    "pp-2-cp-2": (4, {**PP, **CP}),
+    "pp-2-tp-2-fsdp-2": (8, {**PP, **TP}),
+    "pp-2-cp-2-fsdp-2": (8, {**PP, **CP}),
+    "tp-2-cp-2-fsdp-2": (8, {**TP, **CP}),
+    "hsdp-2x2-tp-2": (8, {**HSDP, **TP, **ONE_BY_ONE}),
+    "hsdp-2x2-cp-2": (8, {**HSDP, **CP}),
     "recompute-full": (1, {"activation_checkpoint.mode": "full"}),
     "recompute-full-fsdp-2": (2, {**FSDP, "activation_checkpoint.mode": "full"}),
     "recompute-selective": (2, {**FSDP, "activation_checkpoint.mode": "selective"}),

@@ -25,6 +25,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "fsdp-2": (2, {}),
     "hsdp-2x2": (4, HSDP),
+    "pp-2-fsdp-2": (4, {"parallelism.pipeline_parallel_degree": 2}),
     "fsdp-2-tp-2": (4, {"parallelism.tensor_parallel_degree": 2}),
 }
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_spec
+from tests.unit.models.tiny import DIMS, WHOLE, tiny_decoder, tiny_spec
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.generate import generate
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
 from torchtitan_lite.nn.decoder import Decoder
-from torchtitan_lite.parallel import PrecisionConfig, build_schedule, fsdp
+from torchtitan_lite.parallel import OneStage, PrecisionConfig, fsdp
 
 
 @pytest.fixture
@@ -79,5 +79,5 @@ def _generate(model: Decoder, mesh: Mesh, **changes: Any) -> list[int]:
         "temperature": 1.0,
         "seed": 0,
     }
-    schedule = build_schedule(model, cross_entropy(), mesh, ParallelismConfig())
+    schedule = OneStage(model, cross_entropy(), mesh, WHOLE)
     return generate(model, schedule, [1, 2, 3], mesh, **(settings | changes))

@@ -15,6 +15,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import ConfigError, MeshError
 from torchtitan_lite.mesh import Degrees, resolve_degrees
 from torchtitan_lite.models import model_spec
+from torchtitan_lite.parallel.stages import plan_stages
 from torchtitan_lite.spec import ModelSpec
 
 
@@ -36,6 +37,8 @@ def check_against(config: Config, world_size: int) -> None:
     if degrees is not None:
         problems += _batch(config, degrees)
         problems += _sequence_shards(config, degrees)
+    if spec is not None and degrees is not None and degrees.pp > 1:
+        problems += _pipeline(config, spec, degrees)
     if spec is not None:
         problems += _sequence_length(config, spec)
         problems += _tensor_cuts(config, spec)
@@ -50,6 +53,10 @@ def check_against(config: Config, world_size: int) -> None:
 
 def _batch(config: Config, degrees: Degrees) -> Iterator[str]:
     batch, local = config.training.global_batch_size, config.training.local_batch_size
+    key = "training.local_batch_size"
+    if degrees.pp > 1:
+        local = config.parallelism.pipeline_parallel_microbatch_size
+        key = "parallelism.pipeline_parallel_microbatch_size"
     at_once = local * degrees.batch
     if batch == -1 or batch % at_once == 0:
         return
@@ -57,13 +64,39 @@ def _batch(config: Config, degrees: Degrees) -> Iterator[str]:
     remedy = f"{at_once}" if below == 0 else f"{below} or {below + at_once}"
     per_rank, rest = divmod(batch, degrees.batch)
     fitting = [size for size in range(1, min(local, per_rank) + 1) if per_rank % size == 0]
-    smaller = f", or local_batch_size = {fitting[-1]}" if rest == 0 and fitting else ""
+    smaller = f", or {key.partition('.')[2]} = {fitting[-1]}" if rest == 0 and fitting else ""
     yield (
-        f"training.global_batch_size ({batch}) is not a multiple of training.local_batch_size "
+        f"training.global_batch_size ({batch}) is not a multiple of {key} "
         f"({local}) x batch ranks (data_parallel_replicate {degrees.dp_replicate} x "
         f"data_parallel_shard {degrees.dp_shard} = {degrees.batch}) = {at_once}. "
         f"Set global_batch_size = {remedy}{smaller}."
     )
+
+
+def _pipeline(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str]:
+    if not spec.stage_units:
+        yield (
+            f"The pipeline cannot share out {spec.name} {spec.flavor}: its embedding and its "
+            "output are one weight, which the first and the last stage would both hold. Use "
+            "pipeline_parallel_degree = 1, or a flavor whose embeddings are not tied."
+        )
+        return
+    try:
+        plan = plan_stages(spec, config.parallelism)
+    except MeshError as error:
+        yield str(error)
+        return
+    batch = config.training.global_batch_size
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    if batch == -1:
+        batch = config.training.local_batch_size * degrees.batch
+    num, needed = batch // (size * degrees.batch), len(plan.modules)
+    if num < needed:
+        yield (
+            f"A step of {batch} samples gives each pipeline {num} microbatches of "
+            f"{size} (over {degrees.batch} batch ranks), fewer than its {needed} stages. Set "
+            f"training.global_batch_size = {needed * size * degrees.batch} or more."
+        )
 
 
 def _sequence_shards(config: Config, degrees: Degrees) -> Iterator[str]:

@@ -75,10 +75,20 @@ def visible(
 
 class Attention(nn.Module):
     """Multi-head attention with `num_kv_heads` heads of keys and values, which groups of query
-    heads share (GQA, arXiv:2305.13245)."""
+    heads share (GQA, arXiv:2305.13245).
+
+    With `qk_norm_eps` each head of queries and keys is normalised before its rotation
+    (arXiv:2302.05442).
+    """
 
     def __init__(
-        self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, backend: Backend
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        backend: Backend,
+        qk_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -87,6 +97,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(num_heads * head_dim, dim, bias=False)
+        self.q_norm = _head_norm(head_dim, qk_norm_eps)
+        self.k_norm = _head_norm(head_dim, qk_norm_eps)
         self.kernel: nn.Module = FlexKernel() if backend == "flex" else SDPAKernel()
 
     def forward(self, x_BSD: torch.Tensor, context: BlockContext) -> torch.Tensor:
@@ -94,8 +106,8 @@ class Attention(nn.Module):
         q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
         k_BSKE = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
         v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
-        q_BSHE = rotate(q_BSHE, context.cos_BS1E, context.sin_BS1E)
-        k_BSKE = rotate(k_BSKE, context.cos_BS1E, context.sin_BS1E)
+        q_BSHE = rotate(self.q_norm(q_BSHE), context.cos_BS1E, context.sin_BS1E)
+        k_BSKE = rotate(self.k_norm(k_BSKE), context.cos_BS1E, context.sin_BS1E)
         out_BHSE = self.kernel(
             q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2), context.mask
         )
@@ -129,6 +141,10 @@ class FlexKernel(nn.Module):
         self, q_BHSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor, mask: Any
     ) -> torch.Tensor:
         return _compiled_flex()(q_BHSE, k_BKSE, v_BKSE, block_mask=mask, enable_gqa=True)
+
+
+def _head_norm(head_dim: int, eps: float | None) -> nn.Module:
+    return nn.Identity() if eps is None else nn.RMSNorm(head_dim, eps=eps)
 
 
 @cache

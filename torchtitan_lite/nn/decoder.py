@@ -104,14 +104,20 @@ class Decoder(nn.Module):
         targets_BS: torch.Tensor | None = None,
         loss: TokenLoss | None = None,
     ) -> torch.Tensor:
-        """Tokens -> logits [B, S, V], or the loss summed over `targets_BS` when `loss` is given."""
+        """Tokens -> logits [B, S, V], or the loss summed over `targets_BS` when `loss` is given.
+
+        A stage of a pipeline has only some of the modules: without the embedding it takes hidden
+        states in the place of `tokens_BS`, and without the output it returns them.
+        """
         cos, sin = self.rotary(positions_BS)
         mask = self.mask(positions_BS, documents_BS)
         context = BlockContext(cos, sin, mask, positions_BS, keys_B)
-        x_BSD = self.tok_embeddings(tokens_BS)
-        for layer, block in enumerate(self.layers.values()):
-            x_BSD = block(x_BSD, self._of_layer(context, layer))
-        return self.output(self.norm(x_BSD), targets_BS, loss)
+        x_BSD = tokens_BS if self.tok_embeddings is None else self.tok_embeddings(tokens_BS)
+        for layer, block in self.layers.items():
+            x_BSD = block(x_BSD, self._of_layer(context, int(layer)))
+        if self.norm is not None:
+            x_BSD = self.norm(x_BSD)
+        return x_BSD if self.output is None else self.output(x_BSD, targets_BS, loss)
 
     def _of_layer(self, context: BlockContext, layer: int) -> BlockContext:
         """The context with keys of the layer's own. The keys differ and not the blocks, so that
@@ -128,5 +134,5 @@ class Decoder(nn.Module):
         return self
 
     def _tie(self) -> None:
-        if self.tied_embeddings:
+        if self.tied_embeddings and self.tok_embeddings is not None and self.output is not None:
             self.output.weight = cast(nn.Parameter, self.tok_embeddings.weight)

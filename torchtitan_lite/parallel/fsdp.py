@@ -64,7 +64,9 @@ def apply(
     for position, unit in enumerate(units):
         # Backward needs the last unit at once: to free it in between would gather it twice.
         is_last = position == len(units) - 1
-        reshard = policy == "always" or (policy == "default" and not is_last)
+        # Under a pipeline each microbatch would gather again what was freed.
+        frees = policy == "default" and mesh.degrees.pp == 1 and not is_last
+        reshard = policy == "always" or frees
         fully_shard(unit, **settings, reshard_after_forward=reshard)
     fully_shard(model, **settings, reshard_after_forward=policy == "always")
     _sum_gradients(model)

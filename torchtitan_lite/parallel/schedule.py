@@ -10,18 +10,37 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.mesh import Mesh, ParallelismConfig
-from torchtitan_lite.parallel.collectives import all_gather
 from torchtitan_lite.parallel.context import sequence_cut
 from torchtitan_lite.parallel.fsdp import reshard
-from torchtitan_lite.parallel.sequence_cut import SequenceCut
-from torchtitan_lite.spec import Microbatch, Schedule, TokenLoss
+from torchtitan_lite.parallel.pipeline import Pipeline
+from torchtitan_lite.parallel.sequence_cut import SequenceCut, plain_sequences
+from torchtitan_lite.parallel.stages import plan_stages
+from torchtitan_lite.spec import Microbatch, ModelSpec, Schedule, TokenLoss
 
 
 def build_schedule(
-    model: nn.Module, loss: TokenLoss, mesh: Mesh, parallelism: ParallelismConfig
+    parts: Sequence[nn.Module],
+    spec: ModelSpec,
+    loss: TokenLoss,
+    mesh: Mesh,
+    parallelism: ParallelismConfig,
+    hidden_dtype: torch.dtype,
 ) -> Schedule:
-    """The schedule for the model on this rank."""
-    return OneStage(model, loss, mesh, sequence_cut(mesh, parallelism))
+    """The schedule for the parts of the model on this rank. `hidden_dtype` is that of the hidden
+    states that pass from stage to stage."""
+    cut = sequence_cut(mesh, parallelism)
+    if mesh.degrees.pp == 1:
+        return OneStage(parts[0], loss, mesh, cut)
+    return Pipeline(
+        parts,
+        plan_stages(spec, parallelism),
+        loss,
+        mesh,
+        cut,
+        parallelism,
+        spec=spec,
+        dtype=hidden_dtype,
+    )
 
 
 class OneStage:
@@ -68,22 +87,7 @@ class OneStage:
     @torch.no_grad()
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """See `spec.Schedule`."""
-        tokens_BS = tokens_BS.to(self._device)
-        batch = self._cut.cut(
-            Microbatch(
-                tokens_BS=tokens_BS,
-                targets_BS=tokens_BS,
-                positions_BS=torch.arange(tokens_BS.shape[1], device=self._device).expand_as(
-                    tokens_BS
-                ),
-                documents_BS=None,
-                keys_B=torch.zeros_like(tokens_BS[:, 0]),
-                samples=(),
-            )
-        )
+        batch = self._cut.cut(plain_sequences(tokens_BS.to(self._device)))
         own_BSV = self._model(batch.tokens_BS, positions_BS=batch.positions_BS, keys_B=batch.keys_B)
         reshard(self._model)
-        if self._cut.num_ranks == 1:
-            return own_BSV
-        order = self._cut.order(tokens_BS.shape[1], self._device)
-        return all_gather(own_BSV, self._group).movedim(0, 1).flatten(1, 2)[:, order.argsort()]
+        return self._cut.gather(own_BSV, self._group)

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+import torch.distributed as dist
 
-from torchtitan_lite.spec import Microbatch
+from torchtitan_lite.parallel.collectives import all_gather
+from torchtitan_lite.spec import IGNORE, Microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +43,26 @@ class SequenceCut:
             targets_BS=batch.targets_BS[:, own],
             positions_BS=batch.positions_BS[:, own],
         )
+
+    def gather(self, own_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Values of this rank's positions -> those of all positions, in their natural order."""
+        if self.num_ranks == 1:
+            return own_BSV
+        whole_BSV = all_gather(own_BSV, group).movedim(0, 1).flatten(1, 2)
+        return whole_BSV[:, self.order(whole_BSV.shape[1], whole_BSV.device).argsort()]
+
+
+def plain_sequences(tokens_BS: torch.Tensor) -> Microbatch:
+    """Tokens as one document each, without targets and without random draws."""
+    length = tokens_BS.shape[1]
+    return Microbatch(
+        tokens_BS=tokens_BS,
+        targets_BS=torch.full_like(tokens_BS, IGNORE),
+        positions_BS=torch.arange(length, device=tokens_BS.device).expand_as(tokens_BS),
+        documents_BS=None,
+        keys_B=torch.zeros_like(tokens_BS[:, 0]),
+        samples=(),
+    )
 
 
 @cache

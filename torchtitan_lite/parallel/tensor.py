@@ -35,24 +35,20 @@ from torchtitan_lite.errors import MeshError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh, ParallelismConfig
 from torchtitan_lite.nn.dropout import KeyedDropout
-from torchtitan_lite.spec import ModelSpec, TokenLoss
+from torchtitan_lite.spec import ModelSpec, ShardRule, TokenLoss
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: ParallelismConfig) -> None:
-    """Cut the parameters of `model`, which is on the meta device, as its shard plan says.
-
-    Raises MeshError for a rule of the plan that matches no parameter.
-    """
+    """Cut the parameters of `model`, which is on the meta device, as its shard plan says."""
     if mesh.degrees.tp == 1:
         return
-    cuts = _match(model, spec)
+    cuts = _cuts(model, spec)
     stream: Placement = Shard(1) if parallelism.enable_sequence_parallel else Replicate()
     styles = {
         name.rpartition(".")[0]: _style(
             cut, stream, loss_parallel=not parallelism.disable_loss_parallel
         )
         for name, cut in cuts.items()
-        if cut is not None
     }
     for parent in _parents_of(cuts, "columns"):
         # One gather for all the matrices that read the same input.
@@ -70,24 +66,31 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
             other.register_parameter(other_name, getattr(module, name))
 
 
-def _match(model: nn.Module, spec: ModelSpec) -> dict[str, str | None]:
-    """Parameter -> its cut, or None where no rule matches."""
-    cuts: dict[str, str | None] = {}
-    unused = set(spec.shard_plan)
+def check_plan(model: nn.Module, spec: ModelSpec) -> None:
+    """Raise MeshError for a rule of the shard plan that matches no parameter of the whole `model`,
+    and log the parameters that no rule matches."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for name in names:
-        rule = next((rule for rule in spec.shard_plan if fnmatchcase(name, rule.pattern)), None)
-        cuts[name] = rule.cut if rule else None
-        unused.discard(rule) if rule else None
+    rules = {name: _rule(name, spec) for name in names}
+    unused = [rule.pattern for rule in spec.shard_plan if rule not in rules.values()]
     if unused:
         raise MeshError(
-            f"The shard plan of {spec.name} names {', '.join(sorted(r.pattern for r in unused))}, "
-            f"which no parameter matches. Its parameters are named like {names[0]}, {names[-1]}."
+            f"The shard plan of {spec.name} names {', '.join(unused)}, which no parameter matches. "
+            f"Its parameters are named like {names[0]}, {names[-1]}."
         )
-    whole = [name for name, cut in cuts.items() if cut is None]
+    whole = [name for name, rule in rules.items() if rule is None]
     if whole:
         logger.info("Held whole by every tp rank, since no rule matches: %s", ", ".join(whole))
-    return cuts
+
+
+def _rule(name: str, spec: ModelSpec) -> ShardRule | None:
+    """The first rule that matches a parameter."""
+    return next((rule for rule in spec.shard_plan if fnmatchcase(name, rule.pattern)), None)
+
+
+def _cuts(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
+    """Parameter -> its cut, where a rule matches."""
+    rules = {name: _rule(name, spec) for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: rule.cut for name, rule in rules.items() if rule is not None}
 
 
 def _style(cut: str, stream: Placement, *, loss_parallel: bool) -> ParallelStyle:
@@ -110,7 +113,7 @@ def _style(cut: str, stream: Placement, *, loss_parallel: bool) -> ParallelStyle
             raise ValueError(f"no way to cut {cut}")
 
 
-def _parents_of(cuts: Mapping[str, str | None], cut: str) -> list[str]:
+def _parents_of(cuts: Mapping[str, str], cut: str) -> list[str]:
     """The modules that hold a linear with this cut."""
     linears = [name.rpartition(".")[0] for name, given in cuts.items() if given == cut]
     return sorted({linear.rpartition(".")[0] for linear in linears})

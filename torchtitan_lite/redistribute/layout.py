@@ -75,13 +75,14 @@ def local_box(tensor: torch.Tensor) -> Box:
     return box_of(tensor.shape, mesh.shape, tensor.placements, coordinate)
 
 
-def is_first_holder(tensor: torch.Tensor, rank: int) -> bool:
+def is_first_holder(tensor: torch.Tensor, is_first_of_stage: bool) -> bool:
     """Whether this rank is the first of all ranks that hold the same box of `tensor`.
 
-    A plain tensor is held whole by every rank, and rank 0 is its first holder.
+    A plain tensor is held whole by every rank of its stage of the pipeline, and the first of those
+    is its first holder.
     """
     if not isinstance(tensor, DTensor):
-        return rank == 0
+        return is_first_of_stage
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is not None and all(
         index == 0

@@ -2,10 +2,10 @@
 
 import torch
 
-from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_targets
+from tests.unit.models.tiny import WHOLE, tiny_decoder, tiny_samples, tiny_targets
 from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.mesh import Mesh, ParallelismConfig
-from torchtitan_lite.parallel import build_schedule
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.parallel import OneStage
 from torchtitan_lite.spec import Microbatch
 
 _SAMPLES, _TARGETS = tiny_samples(6), tiny_targets(6)
@@ -14,10 +14,8 @@ _SAMPLES, _TARGETS = tiny_samples(6), tiny_targets(6)
 def test_microbatches_add_up_to_the_whole_batch(mesh: Mesh) -> None:
     whole, parts = tiny_decoder(), tiny_decoder()
     loss = cross_entropy()
-    expected = build_schedule(whole, loss, mesh, ParallelismConfig()).run(
-        [_microbatch(slice(0, 6))], backward=True
-    )
-    total = build_schedule(parts, loss, mesh, ParallelismConfig()).run(
+    expected = OneStage(whole, loss, mesh, WHOLE).run([_microbatch(slice(0, 6))], backward=True)
+    total = OneStage(parts, loss, mesh, WHOLE).run(
         [_microbatch(slice(0, 1)), _microbatch(slice(1, 4)), _microbatch(slice(4, 6))],
         backward=True,
     )
@@ -29,7 +27,7 @@ def test_microbatches_add_up_to_the_whole_batch(mesh: Mesh) -> None:
 
 def test_without_backward_nothing_is_recorded(mesh: Mesh) -> None:
     model = tiny_decoder()
-    schedule = build_schedule(model, cross_entropy(), mesh, ParallelismConfig())
+    schedule = OneStage(model, cross_entropy(), mesh, WHOLE)
     batches = [_microbatch(slice(0, 2)), _microbatch(slice(2, 6))]
     value = schedule.run(batches, backward=False)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -38,7 +36,7 @@ def test_without_backward_nothing_is_recorded(mesh: Mesh) -> None:
 
 
 def test_no_microbatch_is_a_loss_of_zero(mesh: Mesh) -> None:
-    schedule = build_schedule(tiny_decoder(), cross_entropy(), mesh, ParallelismConfig())
+    schedule = OneStage(tiny_decoder(), cross_entropy(), mesh, WHOLE)
     assert schedule.run([], backward=True).item() == 0
 
 

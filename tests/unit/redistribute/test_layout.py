@@ -58,7 +58,7 @@ def test_boxes_of_every_rank_are_those_of_its_dtensors(mesh_shape: tuple[int, ..
                 assert box.size == tuple(tensor.to_local().shape)
                 if not box.is_empty:
                     key = (placements, box)
-                    holders[key] = holders.get(key, 0) + is_first_holder(tensor, rank)
+                    holders[key] = holders.get(key, 0) + is_first_holder(tensor, rank == 0)
     assert set(holders.values()) == {1}
 
 
@@ -102,13 +102,13 @@ def test_a_live_dtensor_and_a_plain_tensor_give_their_box() -> None:
     assert local_box(plain) == Box((0, 0), (3, 2))
     assert local_box(torch.tensor(1.0)) == Box((), ())
     assert not local_box(torch.tensor(1.0)).is_empty
-    assert is_first_holder(plain, 0) and not is_first_holder(plain, 1)
+    assert is_first_holder(plain, True) and not is_first_holder(plain, False)
     with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as mesh:
         sharded = DTensor.from_local(
             plain, mesh.device_mesh["dp_replicate", "dp_shard"], [Replicate(), Shard(0)]
         )
         assert local_box(sharded) == Box((0, 0), (3, 2))
-        assert is_first_holder(sharded, 0)
+        assert is_first_holder(sharded, True)
 
 
 def _coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:

@@ -1,0 +1,76 @@
+"""What the spec of a family says about any `nn.decoder.Decoder`: first weights, stages and cost.
+
+Layer: above spec.
+"""
+
+from collections.abc import Sequence
+
+from torchtitan_lite.spec import InitRule, ModelCost
+
+
+def decoder_init(
+    *, dim: int, num_layers: int, residual_matrices: Sequence[str], tied_embeddings: bool
+) -> tuple[InitRule, ...]:
+    """Truncated normals. `residual_matrices` are the parameters of a block that write into the
+    residual stream; they shrink with depth."""
+    output_std = dim**-0.5
+    residual = tuple(
+        InitRule(
+            pattern=f"layers.{layer}.{matrix}",
+            kind="normal",
+            std=0.02 / (2 * (layer + 1)) ** 0.5,
+        )
+        for layer in range(num_layers)
+        for matrix in residual_matrices
+    )
+    return (
+        *residual,
+        InitRule(pattern="*norm*", kind="ones"),
+        InitRule(
+            pattern="tok_embeddings.weight",
+            kind="normal",
+            std=output_std if tied_embeddings else 1.0,
+        ),
+        InitRule(pattern="output.weight", kind="normal", std=output_std),
+        InitRule(pattern="layers.*", kind="normal", std=0.02),
+    )
+
+
+def decoder_stage_units(num_layers: int, tied_embeddings: bool) -> tuple[str, ...]:
+    """The modules that a pipeline shares out, in the order of forward; none where the first and
+    the last share their weights."""
+    if tied_embeddings:
+        return ()
+    layers = (f"layers.{layer}" for layer in range(num_layers))
+    return ("tok_embeddings", *layers, "norm", "output")
+
+
+def decoder_cost(
+    *,
+    dim: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    qk_norm: bool,
+    feed_forward_params: int,
+    active_feed_forward_params: int,
+    vocab_size: int,
+    tied_embeddings: bool,
+    seq_len: int,
+) -> ModelCost:
+    """6 FLOPs per matrix element that a token meets (forward 2, backward 4), and 12 per pair of
+    positions and attention width, of which a causal mask needs half (arXiv:2204.02311, appendix
+    B). The parameters of the feed-forward are those of one block."""
+    query_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
+    attention = 2 * dim * query_width + 2 * dim * kv_width
+    norms = dim + num_layers * 2 * (dim + (head_dim if qk_norm else 0))
+    output = vocab_size * dim
+    embeddings = output * (1 if tied_embeddings else 2)
+    active_matrices = num_layers * (attention + active_feed_forward_params)
+    matrices = num_layers * (attention + feed_forward_params)
+    return ModelCost(
+        num_params=matrices + norms + embeddings,
+        num_active_params=active_matrices + norms + embeddings,
+        flops_per_token=6 * (active_matrices + output) + 6 * num_layers * query_width * seq_len,
+    )

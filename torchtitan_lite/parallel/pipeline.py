@@ -1,0 +1,170 @@
+"""Pipeline parallelism: the ranks of the `pp` axis share the layers, and microbatches pass through
+them in the order of one of torch's schedules.
+
+Masks, positions and targets reach every stage with the microbatch, so only hidden states travel
+between stages. Layer: above mesh and spec; `stages`, `sequence_cut`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from torchtitan_lite.errors import MeshError
+from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.parallel.fsdp import reshard
+from torchtitan_lite.parallel.sequence_cut import SequenceCut, plain_sequences
+from torchtitan_lite.parallel.stages import StagePlan
+from torchtitan_lite.spec import Microbatch, ModelSpec, TokenLoss
+
+
+class Pipeline:
+    """Runs a step through the stages that this rank holds; see `spec.Schedule`."""
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        plan: StagePlan,
+        loss: TokenLoss,
+        mesh: Mesh,
+        cut: SequenceCut,
+        parallelism: ParallelismConfig,
+        *,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+    ) -> None:
+        """`parts` are this rank's stages in rising order; hidden states are of `dtype`."""
+        self._cp_group = mesh.device_mesh.get_group("cp")
+        self._group = mesh.device_mesh.get_group("pp")
+        self._rank = mesh.device_mesh.get_local_rank("pp")
+        self._stages = dict(zip(plan.of_rank(self._rank), parts, strict=True))
+        self._plan = plan
+        self._last = len(plan.modules) - 1
+        self._device = mesh.device.torch_device
+        self._cut = cut
+        self._copies = mesh.degrees.tp
+        self._sequence_parts = mesh.degrees.tp if parallelism.enable_sequence_parallel else 1
+        self._schedule_class = get_schedule_class(parallelism.pipeline_parallel_schedule)
+        self._spec, self._dtype = spec, dtype
+        self._made: dict[tuple[int, int, int, bool], Any] = {}
+        if self._last in self._stages:
+            part = self._stages[self._last]
+            part.forward = partial(part.forward, loss=loss)
+
+    def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> torch.Tensor:
+        """See `spec.Schedule`."""
+        batches = [self._cut.cut(mb.to(self._device)) for mb in microbatches]
+        batch_size, length = batches[0].tokens_BS.shape
+        schedule = self._schedule(len(batches), batch_size, length, backward)
+        inputs = {
+            "positions_BS": torch.cat([batch.positions_BS for batch in batches]),
+            "keys_B": torch.cat([batch.keys_B for batch in batches]),
+            "targets_BS": torch.cat([batch.targets_BS for batch in batches]),
+        }
+        documents = [mb.documents_BS for mb in batches if mb.documents_BS is not None]
+        if documents:
+            inputs["documents_BS"] = torch.cat(documents)
+        tokens_BS = torch.cat([batch.tokens_BS for batch in batches])
+        holds_first, holds_last = 0 in self._stages, self._last in self._stages
+        losses: list[torch.Tensor] = []
+        with torch.set_grad_enabled(backward):
+            (schedule.step if backward else schedule.eval)(
+                *((tokens_BS,) if holds_first else ()),
+                # The loss is what the last stage gives; the schedule wants a target all the same.
+                target=tokens_BS if holds_last else None,
+                losses=losses if holds_last else None,
+                return_outputs=False,
+                **inputs,
+            )
+        if not backward:
+            for part in self._stages.values():
+                reshard(part)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for loss in losses:
+            total += loss.detach()
+        return total / self._copies
+
+    @torch.no_grad()
+    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """See `spec.Schedule`."""
+        batch = self._cut.cut(plain_sequences(tokens_BS.to(self._device)))
+        others = {"positions_BS": batch.positions_BS, "keys_B": batch.keys_B}
+        batch_size, length = batch.tokens_BS.shape
+        x = batch.tokens_BS
+        for stage, holder in enumerate(self._plan.ranks):
+            if stage > 0:
+                shape = (batch_size, length // self._sequence_parts, self._spec.width)
+                x = self._pass_on(x, self._plan.ranks[stage - 1], holder, shape)
+            if holder == self._rank:
+                x = self._stages[stage](x, **others, loss=None)
+        holder = self._plan.ranks[self._last]
+        if holder != self._rank:
+            x = torch.empty(
+                batch_size, length, self._spec.vocab_size, dtype=self._dtype, device=self._device
+            )
+        x = x.contiguous()
+        dist.broadcast(x, dist.get_global_rank(self._group, holder), group=self._group)
+        for part in self._stages.values():
+            reshard(part)
+        return self._cut.gather(x, self._cp_group)
+
+    def _pass_on(
+        self, x: torch.Tensor, source: int, target: int, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Send `x` from one rank of the pipeline to another; on the rest it stays what it is."""
+        if source != target and self._rank == source:
+            dist.send(x.contiguous(), dist.get_global_rank(self._group, target), self._group)
+        if source != target and self._rank == target:
+            x = torch.empty(shape, dtype=self._dtype, device=self._device)
+            dist.recv(x, dist.get_global_rank(self._group, source), self._group)
+        return x
+
+    def _schedule(self, num: int, batch_size: int, length: int, backward: bool) -> Any:
+        """The torch schedule for so many microbatches of this shape."""
+        key = (num, batch_size, length, backward)
+        if key not in self._made:
+            stages = [self._stage(stage, batch_size, length) for stage in self._stages]
+            single = issubclass(self._schedule_class, PipelineScheduleSingle)
+            try:
+                self._made[key] = self._schedule_class(
+                    stages[0] if single else stages,
+                    num,
+                    loss_fn=lambda output, target: output,
+                    # The trainer divides once, by the number of target tokens.
+                    scale_grads=False,
+                )
+            except ValueError as error:
+                raise MeshError(
+                    f"The schedule {self._schedule_class.__name__} cannot run {num} microbatches "
+                    f"through {len(self._plan.modules)} stages: {error}. Change "
+                    "training.global_batch_size or pipeline_parallel_microbatch_size."
+                ) from None
+        return self._made[key]
+
+    def _stage(self, stage: int, batch_size: int, length: int) -> PipelineStage:
+        """Shapes are given, so that the stages need not tell each other by pickled messages."""
+        tokens = torch.empty(batch_size, length, dtype=torch.int64, device="meta")
+        hidden = torch.empty(
+            batch_size,
+            length // self._sequence_parts,
+            self._spec.width,
+            dtype=self._dtype,
+            device="meta",
+            requires_grad=True,
+        )
+        scalar = torch.promote_types(self._dtype, torch.float32)
+        loss = torch.empty((), dtype=scalar, device="meta", requires_grad=True)
+        return PipelineStage(
+            self._stages[stage],
+            stage,
+            len(self._plan.modules),
+            self._device,
+            input_args=tokens if stage == 0 else hidden,
+            output_args=loss if stage == self._last else hidden,
+            group=self._group,
+        )

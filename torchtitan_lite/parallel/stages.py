@@ -1,0 +1,169 @@
+"""Which modules each stage of the pipeline holds, and which stages each rank.
+
+Layer: above mesh and spec.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchtitan_lite.errors import MeshError
+from torchtitan_lite.mesh import ParallelismConfig
+from torchtitan_lite.spec import ModelSpec
+
+_V_SHAPED = {"zbvzerobubble", "dualpipev"}
+_ONE_STAGE_A_RANK = {"1f1b", "gpipe"}
+_TWO_STAGES_A_RANK = {"interleaved1f1b", "loopedbfs", "interleavedzerobubble"} | _V_SHAPED
+SCHEDULES = sorted(_ONE_STAGE_A_RANK | _TWO_STAGES_A_RANK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """The cut of a model into stages."""
+
+    modules: tuple[tuple[str, ...], ...]
+    """Names of the modules of each stage, in the order of forward."""
+    ranks: tuple[int, ...]
+    """The rank on the pp axis that holds each stage."""
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The stages that a rank holds, in rising order."""
+        return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
+
+
+def plan_stages(spec: ModelSpec, parallelism: ParallelismConfig) -> StagePlan:
+    """Cut the model into stages: as `module_fqns_per_model_part` says, else by layer counts in
+    which the embedding and the output weigh as many layers as the config says.
+
+    Raises MeshError with the numbers when the schedule is unknown, or the layers or the named
+    stages do not suffice.
+    """
+    degree = parallelism.pipeline_parallel_degree
+    schedule = parallelism.pipeline_parallel_schedule.lower()
+    if schedule not in SCHEDULES:
+        raise MeshError(
+            f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}" '
+            f"is not one of {', '.join(SCHEDULES)} (in any case)."
+        )
+    order = spec.stage_units
+    if parallelism.module_fqns_per_model_part is not None:
+        modules = tuple(map(tuple, parallelism.module_fqns_per_model_part))
+        _check_named(modules, order)
+    else:
+        modules = _by_layer_counts(spec, parallelism, _num_stages(spec, parallelism, schedule))
+    if len(modules) % degree or (schedule in _ONE_STAGE_A_RANK and len(modules) != degree):
+        wanted = f"{degree}" if schedule in _ONE_STAGE_A_RANK else f"a multiple of {degree}"
+        raise MeshError(
+            f"{len(modules)} stages cannot be shared by pipeline_parallel_degree = {degree} ranks "
+            f"under the schedule {parallelism.pipeline_parallel_schedule}, which needs {wanted}."
+        )
+    if schedule in _V_SHAPED and len(modules) != 2 * degree:
+        raise MeshError(
+            f"The schedule {parallelism.pipeline_parallel_schedule} needs two stages a rank, "
+            f"{2 * degree} in all, but there are {len(modules)}."
+        )
+    ranks = [
+        2 * degree - 1 - stage if schedule in _V_SHAPED and stage >= degree else stage % degree
+        for stage in range(len(modules))
+    ]
+    return StagePlan(modules=modules, ranks=tuple(ranks))
+
+
+def keep_only(model: nn.Module, spec: ModelSpec, modules: Sequence[str]) -> None:
+    """Remove from `model` the units that belong to other stages; names stay as they are."""
+    for name in spec.stage_units:
+        if name in modules:
+            continue
+        parent_name, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        if isinstance(parent, nn.ModuleDict):
+            del parent[leaf]
+        else:
+            setattr(parent, leaf, None)
+
+
+def joined(parts: Sequence[nn.Module]) -> nn.Module:
+    """The stages that a rank holds as one module, whose parameters have the names that they have
+    in the whole model. It is for state only; forward goes through the parts."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = nn.Module()
+    for part in parts:
+        for name, child in part.named_children():
+            held = getattr(whole, name, None)
+            if isinstance(child, nn.ModuleDict) and isinstance(held, nn.ModuleDict):
+                held.update(dict(child.items()))
+            elif isinstance(child, nn.ModuleDict):
+                whole.add_module(name, nn.ModuleDict(dict(child.items())))
+            elif held is None:
+                whole.add_module(name, child)
+    return whole
+
+
+def _num_stages(spec: ModelSpec, parallelism: ParallelismConfig, schedule: str) -> int:
+    degree = parallelism.pipeline_parallel_degree
+    per_stage = parallelism.pipeline_parallel_layers_per_stage
+    if per_stage is None:
+        return degree * (2 if schedule in _TWO_STAGES_A_RANK else 1)
+    weight = _total_weight(spec, parallelism)
+    return -(-weight // per_stage)
+
+
+def _total_weight(spec: ModelSpec, parallelism: ParallelismConfig) -> int:
+    return (
+        spec.num_layers
+        + parallelism.pipeline_parallel_first_stage_less_layers
+        + parallelism.pipeline_parallel_last_stage_less_layers
+    )
+
+
+def _by_layer_counts(
+    spec: ModelSpec, parallelism: ParallelismConfig, num_stages: int
+) -> tuple[tuple[str, ...], ...]:
+    share, rest = divmod(_total_weight(spec, parallelism), num_stages)
+    counts = [share + (stage < rest) for stage in range(num_stages)]
+    counts[0] -= parallelism.pipeline_parallel_first_stage_less_layers
+    counts[-1] -= parallelism.pipeline_parallel_last_stage_less_layers
+    if min(counts) < 0 or (num_stages > 2 and min(counts[1:-1]) < 1):
+        raise MeshError(
+            f"{spec.num_layers} layers of {spec.name} {spec.flavor} do not suffice for "
+            f"{num_stages} stages when the embedding counts as "
+            f"{parallelism.pipeline_parallel_first_stage_less_layers} and the output as "
+            f"{parallelism.pipeline_parallel_last_stage_less_layers} layers. Use at most "
+            f"{max(1, spec.num_layers)} stages, or lower "
+            "pipeline_parallel_first_stage_less_layers and _last_stage_less_layers."
+        )
+    units = list(spec.stage_units)
+    first_layer = next(i for i, name in enumerate(units) if _is_layer(name, spec))
+    layers = [name for name in units if _is_layer(name, spec)]
+    head, tail = units[:first_layer], units[first_layer + len(layers) :]
+    stages: list[tuple[str, ...]] = []
+    taken = 0
+    for count in counts:
+        stages.append(tuple(layers[taken : taken + count]))
+        taken += count
+    stages[0] = (*head, *stages[0])
+    stages[-1] = (*stages[-1], *tail)
+    return tuple(stages)
+
+
+def _is_layer(name: str, spec: ModelSpec) -> bool:
+    return name.startswith(spec.blocks.removesuffix("*"))
+
+
+def _check_named(modules: Sequence[Sequence[str]], order: Sequence[str]) -> None:
+    named = [name for stage in modules for name in stage]
+    if named != list(order):
+        missing, unknown = set(order) - set(named), set(named) - set(order)
+        problem = (
+            f"leaves out {', '.join(sorted(missing))}"
+            if missing
+            else f"names {', '.join(sorted(unknown))}, which the model does not have"
+            if unknown
+            else "does not keep the order of forward, or names a module twice"
+        )
+        raise MeshError(
+            f"parallelism.module_fqns_per_model_part {problem}. All stages together must name "
+            f"{', '.join(order)}, in this order."
+        )
