@@ -192,6 +192,16 @@ def test_same_training_with_ring_attention(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64, unequal_targets=False)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("schedule", ["LoopedBFS", "InterleavedZeroBubble", "DualPipeV"])
+def test_same_training_under_every_schedule(
+    schedule: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    overrides = {**PP, "parallelism.pipeline_parallel_schedule": schedule}
+    for outcome in pools(2).run(run_job, tmp_path / "run", overrides):
+        assert_same(outcome, reference(), tolerances.PARITY_FLOAT64)
+
+
 def assert_same(
     outcome: Outcome, expected: Outcome, tolerance: float, *, unequal_targets: bool = True
 ) -> None:
