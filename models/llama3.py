@@ -9,9 +9,10 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import ModelConfig
 from torchtitan_lite.nn.attention import Attention, Backend
 from torchtitan_lite.nn.decoder import Decoder, DecoderBlock
+from torchtitan_lite.nn.decoder_spec import decoder_cost, decoder_init, decoder_stage_units
 from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding
-from torchtitan_lite.spec import InitRule, ModelCost, ModelSpec, ShardRule
+from torchtitan_lite.spec import ModelCost, ModelSpec, ShardRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,18 +153,18 @@ def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
         max_seq_len=dims.max_seq_len,
         document_mask=dims.document_mask,
         build=lambda: build(dims),
-        init=_init_rules(dims),
-        shard_plan=SHARD_PLAN,
-        stage_units=(
-            ()
-            if dims.tied_embeddings
-            else (
-                "tok_embeddings",
-                *(f"layers.{layer}" for layer in range(dims.num_layers)),
-                "norm",
-                "output",
-            )
+        init=decoder_init(
+            dim=dims.dim,
+            num_layers=dims.num_layers,
+            residual_matrices=(
+                "attention.wo.weight",
+                "feed_forward.w2.weight",
+                "feed_forward.w3.weight",
+            ),
+            tied_embeddings=dims.tied_embeddings,
         ),
+        shard_plan=SHARD_PLAN,
+        stage_units=decoder_stage_units(dims.num_layers, dims.tied_embeddings),
         width=dims.dim,
         cut_sizes=(
             ("key/value heads", dims.num_kv_heads),
@@ -201,43 +202,18 @@ def _block(dims: Llama3Dims) -> DecoderBlock:
     )
 
 
-def _init_rules(dims: Llama3Dims) -> tuple[InitRule, ...]:
-    """Truncated normals; the matrices that write into the residual stream shrink with depth."""
-    output_std = dims.dim**-0.5
-    residual = tuple(
-        InitRule(
-            pattern=f"layers.{layer}.{matrix}.weight",
-            kind="normal",
-            std=0.02 / (2 * (layer + 1)) ** 0.5,
-        )
-        for layer in range(dims.num_layers)
-        for matrix in ("attention.wo", "feed_forward.w2", "feed_forward.w3")
-    )
-    return (
-        *residual,
-        InitRule(pattern="*norm*", kind="ones"),
-        InitRule(
-            pattern="tok_embeddings.weight",
-            kind="normal",
-            std=output_std if dims.tied_embeddings else 1.0,
-        ),
-        InitRule(pattern="output.weight", kind="normal", std=output_std),
-        InitRule(pattern="layers.*.weight", kind="normal", std=0.02),
-    )
-
-
 def _cost(dims: Llama3Dims, seq_len: int) -> ModelCost:
-    """6 FLOPs per matrix element and token (forward 2, backward 4), and 12 per pair of positions
-    and attention width, of which a causal mask needs half (arXiv:2204.02311, appendix B)."""
-    query_width = dims.num_heads * dims.head_size
-    kv_width = dims.num_kv_heads * dims.head_size
-    attention = 2 * dims.dim * query_width + 2 * dims.dim * kv_width
-    matrices = dims.num_layers * (attention + 3 * dims.dim * dims.hidden_dim)
-    output = dims.vocab_size * dims.dim
-    norms = (2 * dims.num_layers + 1) * dims.dim
-    num_params = matrices + norms + output * (1 if dims.tied_embeddings else 2)
-    return ModelCost(
-        num_params=num_params,
-        num_active_params=num_params,
-        flops_per_token=6 * (matrices + output) + 6 * dims.num_layers * query_width * seq_len,
+    feed_forward_params = 3 * dims.dim * dims.hidden_dim
+    return decoder_cost(
+        dim=dims.dim,
+        num_layers=dims.num_layers,
+        num_heads=dims.num_heads,
+        num_kv_heads=dims.num_kv_heads,
+        head_dim=dims.head_size,
+        qk_norm=False,
+        feed_forward_params=feed_forward_params,
+        active_feed_forward_params=feed_forward_params,
+        vocab_size=dims.vocab_size,
+        tied_embeddings=dims.tied_embeddings,
+        seq_len=seq_len,
     )

@@ -14,7 +14,8 @@ from torchtitan_lite.build import build
 from torchtitan_lite.config import Config, check_against
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import start_mesh
-from torchtitan_lite.models import llama3
+from torchtitan_lite.models import llama3, qwen3
+from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.redistribute import local_box
 from torchtitan_lite.train_state import TrainState
@@ -53,6 +54,21 @@ class Outcome:
     finished: bool = False
 
 
+ODD_QWEN3 = qwen3.Qwen3Dims(
+    dim=36,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=10,
+    hidden_dim=50,
+    vocab_size=517,
+    document_mask=True,
+)
+ODD_EXPERTS = replace(
+    ODD_QWEN3, hidden_dim=None, moe=MoEDims(num_experts=5, top_k=2, hidden_dim=22)
+)
+
+
 def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
     """The config of the odd model, with `section.key` overrides. Batches of 8 samples of 24
     tokens; documents begin within them, so ranks have unequal numbers of targets."""
@@ -78,6 +94,8 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
         values.setdefault(section, {})[name] = value
     llama3.FLAVORS["odd"] = ODD_DIMS
     llama3.FLAVORS["odd_tied"] = replace(ODD_DIMS, tied_embeddings=True)
+    qwen3.FLAVORS["odd"] = ODD_QWEN3
+    qwen3.FLAVORS["odd_experts"] = ODD_EXPERTS
     return Config.model_validate(values)
 
 

@@ -131,6 +131,25 @@ def test_same_training_with_tied_embeddings(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
+QWEN3 = {
+    "odd": ["fsdp-2", "tp-2", "pp-2", "cp-2-ulysses", "recompute-op"],
+    "odd_experts": ["fsdp-2", "pp-2", "cp-2-allgather", "accumulation-1", "recompute-full"],
+}
+
+
+@pytest.mark.parametrize(
+    ("flavor", "mesh"), [(flavor, mesh) for flavor, meshes in QWEN3.items() for mesh in meshes]
+)
+def test_same_training_of_qwen3(
+    flavor: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = MESHES[mesh]
+    shared = {"model.name": "qwen3", "model.flavor": flavor}
+    expected = reference(**shared)
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
 @pytest.mark.parametrize("mesh", ["fsdp-4", "hsdp-2x2"])
 def test_same_loss_in_float32(
     mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path

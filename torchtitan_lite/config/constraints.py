@@ -129,6 +129,11 @@ def _sequence_length(config: Config, spec: ModelSpec) -> Iterator[str]:
 
 def _tensor_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
     degree = config.parallelism.tensor_parallel_degree
+    if degree > 1 and not spec.shard_plan:
+        yield (
+            f"parallelism.tensor_parallel_degree ({degree}): {spec.name} {spec.flavor} has no plan "
+            "of how tensor parallelism cuts it. Set it to 1."
+        )
     for what, size in spec.cut_sizes:
         if size % degree:
             fitting = [str(d) for d in range(1, min(size, 64) + 1) if size % d == 0]

@@ -146,10 +146,13 @@ def test_the_config_overrides_the_attention_of_a_flavor() -> None:
 
 
 def test_an_unknown_family_or_flavor_names_the_known_and_the_nearest() -> None:
-    assert families() == ["llama3"]
+    assert families() == ["llama3", "qwen3"]
     with pytest.raises(ConfigError) as error:
         model_spec(ModelConfig(name="lama3"))
-    assert str(error.value) == 'model.name = "lama3" is not one of llama3. Did you mean "llama3"?'
+    assert (
+        str(error.value)
+        == 'model.name = "lama3" is not one of llama3, qwen3. Did you mean "llama3"?'
+    )
     with pytest.raises(ConfigError, match=r'"debugmodl" is not one of tiny, .*"debugmodel"\?'):
         model_spec(ModelConfig(flavor="debugmodl"))
 

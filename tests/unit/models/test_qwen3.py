@@ -93,30 +93,29 @@ def test_the_spec_of_a_flavor_fits_its_module(flavor: str) -> None:
     assert all(parameter.is_meta for parameter in parameters.values())
     assert spec.cost(4096).num_params == sum(p.numel() for p in parameters.values())
     assert parameters["tok_embeddings.weight"].shape == (spec.vocab_size, spec.dims.dim)
-    for rule in spec.init:
-        assert any(fnmatchcase(name, rule.pattern) for name in parameters) or (
-            rule.pattern == "output.weight" and spec.dims.tied_embeddings
-        )
-    for rule in spec.shard_plan:
-        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for name in parameters:
+        assert any(fnmatchcase(name, rule.pattern) for rule in spec.init), name
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for rule in (*spec.init, *spec.shard_plan):
         assert any(fnmatchcase(name, rule.pattern) for name in names), rule.pattern
     modules = dict(model.named_modules())
     assert all(unit in modules for unit in (*spec.stage_units, *spec.extra_fsdp_units))
 
 
 def test_the_shard_plan_cuts_the_norms_of_heads_over_heads() -> None:
-    for dims in (DENSE, SPARSE):
-        plan = qwen3.spec_of(dims, "tiny").shard_plan
-        cuts = {
-            name: next((rule.cut for rule in plan if fnmatchcase(name, rule.pattern)), None)
-            for name, _ in qwen3.build(dims).named_parameters()
-        }
-        assert cuts["layers.1.attention.q_norm.weight"] == "heads"
-        assert cuts["layers.1.attention.k_norm.weight"] == "heads"
-        assert cuts["layers.1.ffn_norm.weight"] == cuts["norm.weight"] == "sequence"
-        whole = {name.split("feed_forward.")[-1] for name, cut in cuts.items() if cut is None}
-        routed = {"router.gate.weight", "experts.w1", "experts.w2", "experts.w3"}
-        assert whole == (set() if dims.moe is None else routed)
+    plan = qwen3.spec_of(DENSE, "tiny").shard_plan
+    cuts = {
+        name: next((rule.cut for rule in plan if fnmatchcase(name, rule.pattern)), None)
+        for name, _ in qwen3.build(DENSE).named_parameters()
+    }
+    assert cuts["layers.1.attention.q_norm.weight"] == "heads"
+    assert cuts["layers.1.attention.k_norm.weight"] == "heads"
+    assert cuts["layers.1.attention_norm.weight"] == "sequence"
+    assert None not in cuts.values()
+
+
+def test_a_mixture_of_experts_has_no_shard_plan() -> None:
+    assert qwen3.spec_of(SPARSE, "tiny").shard_plan == ()
 
 
 def test_experts_start_like_the_feed_forward() -> None:
@@ -256,7 +255,10 @@ def _theirs(dims: Qwen3Dims, tied: bool) -> nn.Module:
         "use_sliding_window": False,
     }
     if dims.moe is None:
-        return Qwen3ForCausalLM(Qwen3Config(**shared, intermediate_size=dims.hidden_dim))
+        shared["intermediate_size"] = dims.hidden_dim
+        return Qwen3ForCausalLM(Qwen3Config(**shared))
+    # Their grouped product takes no float64.
+    shared["experts_implementation"] = "eager"
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
             **shared,
@@ -264,8 +266,6 @@ def _theirs(dims: Qwen3Dims, tied: bool) -> nn.Module:
             num_experts_per_tok=dims.moe.top_k,
             moe_intermediate_size=dims.moe.hidden_dim,
             norm_topk_prob=dims.moe.normalize_weights,
-            # Their grouped product takes no float64.
-            experts_implementation="eager",
         )
     )
 

@@ -1,0 +1,245 @@
+"""Qwen3 (arXiv:2505.09388), dense and mixture of experts: dimensions, flavors, module and initial
+weights.
+
+Layer: above nn and spec.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models import ModelConfig
+from torchtitan_lite.nn.attention import Attention, Backend
+from torchtitan_lite.nn.decoder import Decoder, DecoderBlock
+from torchtitan_lite.nn.decoder_spec import decoder_cost, decoder_init, decoder_stage_units
+from torchtitan_lite.nn.feed_forward import FeedForward
+from torchtitan_lite.nn.moe import MoE, MoEDims
+from torchtitan_lite.nn.rope import RotaryEmbedding
+from torchtitan_lite.spec import ModelCost, ModelSpec, ShardRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Dims:
+    """The dimensions of one flavor. Its blocks have either a feed-forward of width `hidden_dim`
+    or the experts of `moe`."""
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    hidden_dim: int | None = None
+    moe: MoEDims | None = None
+    vocab_size: int = 151936
+    head_dim: int = 128
+    norm_eps: float = 1e-6
+    rope_theta: float = 1000000.0
+    max_seq_len: int = 40960
+    tied_embeddings: bool = False
+    attention_backend: Backend = "sdpa"
+    document_mask: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})."
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"The width of a head ({self.head_dim}) must be even for RoPE.")
+        if (self.hidden_dim is None) == (self.moe is None):
+            raise ConfigError(
+                f"Give either hidden_dim ({self.hidden_dim}), for dense blocks, or moe "
+                f"({self.moe}), for experts."
+            )
+
+
+_DEBUG = Qwen3Dims(
+    dim=128,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    hidden_dim=384,
+    vocab_size=2048,
+    head_dim=32,
+    document_mask=True,
+)
+
+FLAVORS = {
+    "debugmodel": _DEBUG,
+    # A token passes through as many parameters as in debugmodel, of 3.1 M.
+    "debugmodel_moe": replace(
+        _DEBUG, hidden_dim=None, moe=MoEDims(num_experts=8, top_k=2, hidden_dim=192)
+    ),
+    "0.6B": Qwen3Dims(
+        dim=1024,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        hidden_dim=3072,
+        tied_embeddings=True,
+    ),
+    "1.7B": Qwen3Dims(
+        dim=2048,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        hidden_dim=6144,
+        tied_embeddings=True,
+    ),
+    "4B": Qwen3Dims(
+        dim=2560,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        hidden_dim=9728,
+        tied_embeddings=True,
+    ),
+    "8B": Qwen3Dims(dim=4096, num_layers=36, num_heads=32, num_kv_heads=8, hidden_dim=12288),
+    "14B": Qwen3Dims(dim=5120, num_layers=40, num_heads=40, num_kv_heads=8, hidden_dim=17408),
+    "32B": Qwen3Dims(dim=5120, num_layers=64, num_heads=64, num_kv_heads=8, hidden_dim=25600),
+    "30B-A3B": Qwen3Dims(
+        dim=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        moe=MoEDims(num_experts=128, top_k=8, hidden_dim=768),
+    ),
+    "235B-A22B": Qwen3Dims(
+        dim=4096,
+        num_layers=94,
+        num_heads=64,
+        num_kv_heads=4,
+        moe=MoEDims(num_experts=128, top_k=8, hidden_dim=1536),
+    ),
+}
+
+
+_DENSE_CUTS = (
+    ShardRule(pattern="layers.*.feed_forward.w[13].weight", cut="columns"),
+    ShardRule(pattern="layers.*.feed_forward.w2.weight", cut="rows"),
+)
+
+
+def model_spec(config: ModelConfig) -> ModelSpec:
+    """The spec of `config.flavor`, with the attention that `config` asks for."""
+    dims = replace(FLAVORS[config.flavor], dropout=config.dropout)
+    if config.attention_backend != "auto":
+        dims = replace(dims, attention_backend=config.attention_backend)
+    if config.attention_mask != "auto":
+        dims = replace(dims, document_mask=config.attention_mask == "document")
+    return spec_of(dims, config.flavor)
+
+
+def spec_of(dims: Qwen3Dims, flavor: str) -> ModelSpec:
+    """The spec of any dimensions."""
+    inside = "feed_forward" if dims.moe is None else "feed_forward.experts"
+    suffix = ".weight" if dims.moe is None else ""
+    return ModelSpec(
+        name="qwen3",
+        flavor=flavor,
+        dims=dims,
+        vocab_size=dims.vocab_size,
+        num_layers=dims.num_layers,
+        max_seq_len=dims.max_seq_len,
+        document_mask=dims.document_mask,
+        build=lambda: build(dims),
+        init=decoder_init(
+            dim=dims.dim,
+            num_layers=dims.num_layers,
+            residual_matrices=(
+                "attention.wo.weight",
+                f"{inside}.w2{suffix}",
+                f"{inside}.w3{suffix}",
+            ),
+            tied_embeddings=dims.tied_embeddings,
+        ),
+        shard_plan=_shard_plan(dims),
+        stage_units=decoder_stage_units(dims.num_layers, dims.tied_embeddings),
+        width=dims.dim,
+        cut_sizes=_cut_sizes(dims),
+        # Tied weights are one parameter of two modules, which only their parent can gather once.
+        extra_fsdp_units=() if dims.tied_embeddings else ("tok_embeddings", "output"),
+        cost=lambda seq_len: _cost(dims, seq_len),
+    )
+
+
+def build(dims: Qwen3Dims) -> Decoder:
+    """The module, with parameters as the current default device makes them."""
+    return Decoder(
+        dim=dims.dim,
+        vocab_size=dims.vocab_size,
+        norm_eps=dims.norm_eps,
+        rotary=RotaryEmbedding(dims.head_dim, dims.rope_theta, scaling=None),
+        blocks=[_block(dims) for _ in range(dims.num_layers)],
+        attention_backend=dims.attention_backend,
+        tied_embeddings=dims.tied_embeddings,
+        dropout=dims.dropout,
+    )
+
+
+def _block(dims: Qwen3Dims) -> DecoderBlock:
+    return DecoderBlock(
+        dim=dims.dim,
+        norm_eps=dims.norm_eps,
+        attention=Attention(
+            dims.dim,
+            dims.num_heads,
+            dims.num_kv_heads,
+            dims.head_dim,
+            dims.attention_backend,
+            qk_norm_eps=dims.norm_eps,
+        ),
+        feed_forward=_feed_forward(dims),
+        dropout=dims.dropout,
+    )
+
+
+def _feed_forward(dims: Qwen3Dims) -> nn.Module:
+    if dims.moe is not None:
+        return MoE(dims.dim, dims.moe)
+    assert dims.hidden_dim is not None
+    return FeedForward(dims.dim, dims.hidden_dim)
+
+
+def _shard_plan(dims: Qwen3Dims) -> tuple[ShardRule, ...]:
+    """No plan for a mixture of experts: its blocks are not cut by tensor parallelism."""
+    if dims.moe is not None:
+        return ()
+    return (
+        ShardRule(pattern="tok_embeddings.weight", cut="embedding"),
+        ShardRule(pattern="layers.*.attention.w[qkv].weight", cut="columns"),
+        ShardRule(pattern="layers.*.attention.wo.weight", cut="rows"),
+        ShardRule(pattern="layers.*.attention.[qk]_norm.weight", cut="heads"),
+        *_DENSE_CUTS,
+        ShardRule(pattern="*norm.weight", cut="sequence"),
+        ShardRule(pattern="output.weight", cut="output"),
+    )
+
+
+def _cut_sizes(dims: Qwen3Dims) -> tuple[tuple[str, int], ...]:
+    heads = ("key/value heads", dims.num_kv_heads)
+    if dims.hidden_dim is None:
+        return (heads,)
+    return heads, ("features of the feed-forward block", dims.hidden_dim)
+
+
+def _cost(dims: Qwen3Dims, seq_len: int) -> ModelCost:
+    if dims.moe is not None:
+        params, active = dims.moe.num_params(dims.dim), dims.moe.num_active_params(dims.dim)
+    else:
+        assert dims.hidden_dim is not None
+        params = active = 3 * dims.dim * dims.hidden_dim
+    return decoder_cost(
+        dim=dims.dim,
+        num_layers=dims.num_layers,
+        num_heads=dims.num_heads,
+        num_kv_heads=dims.num_kv_heads,
+        head_dim=dims.head_dim,
+        qk_norm=True,
+        feed_forward_params=params,
+        active_feed_forward_params=active,
+        vocab_size=dims.vocab_size,
+        tied_embeddings=dims.tied_embeddings,
+        seq_len=seq_len,
+    )

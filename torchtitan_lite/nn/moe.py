@@ -1,0 +1,292 @@
+"""A mixture of experts in the place of a feed-forward block: route, dispatch, experts, combine.
+
+Invariants: no token is dropped unless a capacity is set, and then the same ones every time. How a
+token is routed depends on that token and the balancing bias alone. `experts` sees copies of tokens
+sorted by expert, and how many each expert gets; it returns its results in the same order, so that
+expert parallelism can wrap it and nothing else. Layer: above errors; `nn.feed_forward`,
+`nn.grouped_linear`.
+
+Beside the legend in `spec.py`:
+    X experts   C choices of a token   N = T*C copies of tokens, sorted by expert (fewer where a
+    capacity drops some)
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.nn.feed_forward import FeedForward
+from torchtitan_lite.nn.grouped_linear import grouped_linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEDims:
+    """The dimensions of one block, and how it routes."""
+
+    num_experts: int
+    top_k: int
+    """Experts that a token is sent to."""
+    hidden_dim: int
+    """Width of one expert."""
+    shared_hidden_dim: int = 0
+    """Width of the experts that every token passes through, taken together. 0: there are none."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_weights: bool = True
+    """Whether the weights of a token's experts are scaled to the sum of one."""
+    route_scale: float = 1.0
+    """Factor of the weights, after that."""
+    balance_loss_weight: float = 0.0
+    """Factor of the auxiliary loss that balances the experts within each sequence."""
+    capacity_factor: float | None = None
+    """An expert takes this many times its fair share of the tokens of one call, and drops the
+    later ones. Unset: no token is dropped."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(
+                f"top_k ({self.top_k}) must lie between 1 and num_experts ({self.num_experts})."
+            )
+        if self.hidden_dim < 1 or self.shared_hidden_dim < 0:
+            raise ConfigError(
+                f"hidden_dim ({self.hidden_dim}) must be positive, and shared_hidden_dim "
+                f"({self.shared_hidden_dim}) positive or 0."
+            )
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ConfigError(
+                f"capacity_factor ({self.capacity_factor}) must be above 0; leave it out to drop "
+                "no token."
+            )
+
+    def num_params(self, dim: int) -> int:
+        """Parameters of one block of model width `dim`."""
+        return self._matrices(dim, self.num_experts)
+
+    def num_active_params(self, dim: int) -> int:
+        """Those of them that one token passes through."""
+        return self._matrices(dim, self.top_k)
+
+    def _matrices(self, dim: int, num_experts: int) -> int:
+        widths = num_experts * self.hidden_dim + self.shared_hidden_dim
+        return dim * self.num_experts + 3 * dim * widths
+
+
+class MoE(nn.Module):
+    """The sum of a token's experts, weighted by the router, and of the shared ones if any."""
+
+    def __init__(self, dim: int, dims: MoEDims) -> None:
+        super().__init__()
+        self.capacity_factor = dims.capacity_factor
+        self.router = Router(dim, dims)
+        self.experts = Experts(dim, dims.hidden_dim, dims.num_experts)
+        self.shared = FeedForward(dim, dims.shared_hidden_dim) if dims.shared_hidden_dim else None
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        routing = self.router(x_BSD)
+        dispatched = dispatch(x_BSD.flatten(0, 1), routing, self.capacity_factor)
+        out_ND = self.experts(dispatched.tokens_ND, dispatched.counts_X)
+        out_BSD = combine(out_ND, dispatched, routing).view_as(x_BSD)
+        return out_BSD if self.shared is None else out_BSD + self.shared(x_BSD)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the router sends each token."""
+
+    experts_BSC: torch.Tensor
+    """int64."""
+    weights_BSC: torch.Tensor
+    """float32 or wider."""
+    counts_X: torch.Tensor
+    """int64; how many tokens chose each expert."""
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token by its scores, and keeps count of the choices."""
+
+    expert_bias_X: torch.Tensor
+    """Added to the scores for the choice alone, never to the weights."""
+    load_X: torch.Tensor
+    """int64; tokens that chose each expert in the backward passes since the last update."""
+
+    def __init__(self, dim: int, dims: MoEDims) -> None:
+        super().__init__()
+        self.dims = dims
+        self.gate = nn.Linear(dim, dims.num_experts, bias=False)
+        # On the CPU even while the model is built on the meta device: they have no other source.
+        bias_X = torch.zeros(dims.num_experts, dtype=torch.float32, device="cpu")
+        load_X = torch.zeros(dims.num_experts, dtype=torch.int64, device="cpu")
+        self.register_buffer("expert_bias_X", bias_X)
+        self.register_buffer("load_X", load_X, persistent=False)
+
+    def forward(self, x_BSD: torch.Tensor) -> Routing:
+        """The choice of every token."""
+        scores_BSX = self._scores(self.gate(x_BSD))
+        biased_BSX = scores_BSX.detach() + self.expert_bias_X
+        experts_BSC = biased_BSX.topk(self.dims.top_k, dim=-1).indices
+        weights_BSC = scores_BSX.gather(-1, experts_BSC)
+        if self.dims.normalize_weights:
+            # Sigmoids of very negative logits may all be zero.
+            tiny = torch.finfo(weights_BSC.dtype).tiny
+            weights_BSC = weights_BSC / weights_BSC.sum(-1, keepdim=True).clamp_min(tiny)
+        weights_BSC = weights_BSC * self.dims.route_scale
+        counts_BX = _count(experts_BSC, self.dims.num_experts)
+        counts_X = counts_BX.sum(0)
+        if self.training:
+            weights_BSC = _Counted.apply(weights_BSC, counts_X, self.load_X)
+            if self.dims.balance_loss_weight:
+                loss = self.dims.balance_loss_weight * balance_loss(scores_BSX, counts_BX)
+                weights_BSC = _WithLoss.apply(weights_BSC, loss)
+        return Routing(experts_BSC, weights_BSC, counts_X)
+
+    @torch.no_grad()
+    def update_expert_bias(self, counts_X: torch.Tensor, rate: float) -> None:
+        """Move the bias of each expert by `rate` towards its fair share of `counts_X`, and count
+        from zero again (auxiliary-loss-free balancing, arXiv:2408.15664).
+
+        `counts_X` is `load_X` summed over all ranks that routed tokens of the step.
+        """
+        # Whole numbers throughout, so that every rank finds the same signs.
+        shortage_X = counts_X.sum() - counts_X * len(counts_X)
+        self.expert_bias_X.add_(shortage_X.sign(), alpha=rate)
+        self.load_X.zero_()
+
+    def _scores(self, logits_BSX: torch.Tensor) -> torch.Tensor:
+        """In float32 at least: in bfloat16 good experts would often have equal scores."""
+        logits_BSX = logits_BSX.to(torch.promote_types(logits_BSX.dtype, torch.float32))
+        return logits_BSX.softmax(-1) if self.dims.score == "softmax" else logits_BSX.sigmoid()
+
+
+class Experts(nn.Module):
+    """The SwiGLU of every expert, w2(silu(w1 x) * w3 x), with the experts' matrices stacked."""
+
+    def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
+        self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
+
+    def forward(self, tokens_ND: torch.Tensor, counts_X: torch.Tensor) -> torch.Tensor:
+        """Tokens sorted by expert, and how many each expert gets -> [N, D] in the same order."""
+        hidden_NF = F.silu(grouped_linear(tokens_ND, self.w1, counts_X))
+        hidden_NF = hidden_NF * grouped_linear(tokens_ND, self.w3, counts_X)
+        return grouped_linear(hidden_NF, self.w2, counts_X)
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Copies of tokens, sorted by expert and then by token."""
+
+    tokens_ND: torch.Tensor
+    counts_X: torch.Tensor
+    """int64; the copies that each expert gets. Their sum is N."""
+    places_TC: torch.Tensor
+    """Where each copy went; N or more for a dropped one."""
+    order_N: torch.Tensor
+    """The copies (token * C + choice) in their sorted order, dropped ones last."""
+
+
+def dispatch(x_TD: torch.Tensor, routing: Routing, capacity_factor: float | None) -> Dispatched:
+    """Copy each token once for each of its experts, sorted by expert."""
+    num_choices, num_experts = routing.experts_BSC.shape[-1], len(routing.counts_X)
+    experts_N = routing.experts_BSC.flatten()
+    counts_X = routing.counts_X
+    sorted_N, order_N = experts_N.sort(stable=True)
+    if capacity_factor is not None:
+        capacity = math.ceil(capacity_factor * len(experts_N) / num_experts)
+        starts_X = counts_X.cumsum(0) - counts_X
+        ranks_N = torch.arange(len(sorted_N), device=sorted_N.device) - starts_X[sorted_N]
+        order_N = order_N[(ranks_N >= capacity).int().argsort(stable=True)]
+        counts_X = counts_X.clamp_max(capacity)
+    places_TC = order_N.argsort().unflatten(0, (-1, num_choices))
+    tokens_ND = _Moved.apply(x_TD, order_N // num_choices, places_TC)
+    if capacity_factor is not None:
+        # The host waits here for the device: only the counts tell how many copies remain.
+        tokens_ND = tokens_ND[: int(counts_X.sum())]
+    return Dispatched(tokens_ND, counts_X, places_TC, order_N)
+
+
+def combine(out_ND: torch.Tensor, dispatched: Dispatched, routing: Routing) -> torch.Tensor:
+    """The weighted sum [T, D] of each token's results; a dropped copy adds nothing."""
+    places_TC, order_N = dispatched.places_TC, dispatched.order_N
+    num_dropped = len(order_N) - len(out_ND)
+    if num_dropped:
+        out_ND = F.pad(out_ND, (0, 0, 0, num_dropped))
+    out_TCD = _Moved.apply(out_ND, places_TC.flatten(), order_N[:, None]).unflatten(
+        0, places_TC.shape
+    )
+    weights_T1C = routing.weights_BSC.flatten(0, 1)[:, None].to(out_TCD.dtype)
+    # A matrix product, since it adds in float32 without float32 copies of its factors.
+    return (weights_T1C @ out_TCD)[:, 0]
+
+
+def balance_loss(scores_BSX: torch.Tensor, counts_BX: torch.Tensor) -> torch.Tensor:
+    """How unevenly each sequence loads the experts, summed over its tokens (arXiv:2412.19437,
+    equations 17 to 20): 1 for each token where the load is even, more where the experts with
+    many tokens also have high scores."""
+    loads_BX = counts_BX.to(scores_BSX.dtype) * scores_BSX.shape[-1]
+    loads_BX = loads_BX / counts_BX.sum(-1, keepdim=True)
+    shares_BSX = scores_BSX / scores_BSX.sum(-1, keepdim=True)
+    return (loads_BX * shares_BSX.sum(1)).sum()
+
+
+def _count(experts_BSC: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How many tokens of each sequence chose each expert, [B, X] int64."""
+    experts_BN = experts_BSC.flatten(1)
+    zeros_BX = experts_BN.new_zeros(experts_BN.shape[0], num_experts)
+    return zeros_BX.scatter_add(1, experts_BN, torch.ones_like(experts_BN))
+
+
+class _Moved(torch.autograd.Function):
+    """Rows taken by index, whose gradient takes rows by the inverse index: indexing alone would
+    add gradients atomically, in an order that no two runs share."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_RD: torch.Tensor, index_N: torch.Tensor, inverse_RC: torch.Tensor
+    ) -> torch.Tensor:
+        """Row n is `x_RD[index_N[n]]`; `inverse_RC` holds the C places that each row went to."""
+        ctx.save_for_backward(inverse_RC)
+        return x_RD.index_select(0, index_N)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (inverse_RC,) = ctx.saved_tensors
+        grad_RCD = grads[0].index_select(0, inverse_RC.flatten()).unflatten(0, inverse_RC.shape)
+        return grad_RCD.sum(1), None, None
+
+
+class _Counted(torch.autograd.Function):
+    """Its input, counted in backward: forward runs twice where activations are computed again,
+    and without backward in validation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights_BSC: torch.Tensor, counts_X: torch.Tensor, load_X: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(counts_X)
+        ctx.load_X = load_X
+        return weights_BSC.view_as(weights_BSC)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.load_X.add_(ctx.saved_tensors[0])
+        return grads[0], None, None
+
+
+class _WithLoss(torch.autograd.Function):
+    """Its input, with the gradient of a loss as if that were added to the summed loss."""
+
+    @staticmethod
+    def forward(ctx: Any, weights_BSC: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(loss)
+        return weights_BSC.view_as(weights_BSC)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grads[0], torch.ones_like(ctx.saved_tensors[0])
