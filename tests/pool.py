@@ -5,6 +5,7 @@ a function of a test module, by reference, with its arguments. A case that fails
 pool, and the next case gets a new one.
 """
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -115,6 +116,8 @@ def _serve(rank: int, world_size: int, store: str, log: str, connection: Connect
             return
         try:
             connection.send((False, case(*args)))
+            # A job's process groups keep threads until the cycles that hold them are collected.
+            gc.collect()
         except BaseException:
             traceback.print_exc()
             connection.send((True, traceback.format_exc()))

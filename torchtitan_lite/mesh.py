@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan_lite.device import Device
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.section import Section, above, at_least, only, positive_or_minus_one
-from torchtitan_lite.torch_compat import set_group_timeout
+from torchtitan_lite.torch_compat import process_groups, set_group_timeout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -232,8 +232,8 @@ def start_mesh(
 ) -> Iterator[Mesh]:
     """Join the other processes that torchrun started, or run alone; leave at the end.
 
-    A process group that already exists is used and left alone. `dump_folder` is where the flight
-    recorder writes when a collective times out.
+    A process group that already exists is used and left as it was. `dump_folder` is where the
+    flight recorder writes when a collective times out.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     joined_before = dist.is_initialized()
@@ -248,10 +248,16 @@ def start_mesh(
             dist.init_process_group(
                 device.backend, store=store, rank=0, world_size=1, timeout=timeout
             )
+    groups_before = set(process_groups())
     try:
         yield Mesh(device, degrees)
     finally:
-        if not joined_before:
+        if joined_before:
+            # Each group keeps threads that wake up many times a second, until it is destroyed.
+            for group in process_groups():
+                if group not in groups_before:
+                    dist.destroy_process_group(group)
+        else:
             dist.destroy_process_group()
 
 
