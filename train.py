@@ -6,6 +6,7 @@
 import logging
 import os
 import sys
+import time
 from typing import NoReturn
 
 from torchtitan_lite.config import check_against, parse_command_line
@@ -19,19 +20,23 @@ def main(argv: list[str]) -> int:
     try:
         config, _ = parse_command_line(argv)
         check_against(config, int(os.environ.get("WORLD_SIZE", "1")))
+    except UserError as error:
+        return _all_ranks_know(error)
+    try:
         # Imported once the config is known to be right, so that a typo is told of at once.
         from torchtitan_lite.build import build
         from torchtitan_lite.device import detect_device
         from torchtitan_lite.mesh import start_mesh
-        from torchtitan_lite.preemption import stop_on_signals
+        from torchtitan_lite.preemption import StopRequest, stop_on_signals
         from torchtitan_lite.summary import say_goodbye
         from torchtitan_lite.trainer import train
 
         device = detect_device(config.job.device)
+        stop = StopRequest()
         with (
-            stop_on_signals() as stop,
             start_mesh(config.parallelism, config.comm, device, config.job.dump_folder) as mesh,
             build(config, mesh, stop) as built,
+            stop_on_signals(stop),
         ):
             finished = train(built.job)
             say_goodbye(built, config, argv, finished=finished)
@@ -39,6 +44,16 @@ def main(argv: list[str]) -> int:
         logger.error("%s", error)
         return 1
     return 0
+
+
+def _all_ranks_know(error: UserError) -> int:
+    """Tell of an error that every rank has found alike, once."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.error("%s", error)
+    else:
+        # torchrun ends the others as soon as one has failed: let rank 0 speak first.
+        time.sleep(5)
+    return 1
 
 
 def leave(status: int) -> NoReturn:

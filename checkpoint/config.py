@@ -40,9 +40,11 @@ class CheckpointConfig(Section):
     """Write the last save as a Hugging Face folder."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Data type of the weights in a last save with `last_save_model_only`."""
-    exclude_from_loading: list[str] = []
-    """Parts of the state that are not loaded: model, optimizer, lr_scheduler, dataloader,
-    train_state, rng. (The learning rate's schedule is always that of the config.)"""
+    exclude_from_loading: list[
+        Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng"]
+    ] = []
+    """Parts of the state that are not loaded. The learning rate's schedule is never loaded: it is
+    that of the config."""
     async_mode: Annotated[
         Literal["disabled", "async", "async_with_pinned_mem"],
         only("disabled", "asynchronous saving"),

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.manifest import Manifest, read_manifest, step_fo
 from torchtitan_lite.checkpoint.reader import check_fit, fill, read_boxes
 from torchtitan_lite.checkpoint.state import PARTS, State
 from torchtitan_lite.checkpoint.writer import recover, write_checkpoint
-from torchtitan_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint
+from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 
@@ -36,12 +36,6 @@ class CheckpointManager:
         mesh: Mesh,
         run_config: Mapping[str, Any],
     ) -> None:
-        unknown = set(config.exclude_from_loading) - set(PARTS)
-        if unknown:
-            raise ConfigError(
-                f"checkpoint.exclude_from_loading names {', '.join(sorted(unknown))}; "
-                f"the parts are {', '.join(PARTS)}."
-            )
         self._config = config
         self._state = state
         self._mesh = mesh
@@ -58,21 +52,20 @@ class CheckpointManager:
         not fit, and when this run has checkpoints but none is intact.
         """
         config = self._config
-        if self._mesh.is_leader and self.root.is_dir():
+        if self._saves and self._mesh.is_leader:
             recover(self.root)
-        self._mesh.barrier()
-        own = step_folders(self.root) if config.enable or config.load_only else {}
-        candidates = [own[step] for step in sorted(own, reverse=True)]
         parts = set(PARTS) - set(config.exclude_from_loading)
+        steps = self._own_steps()
         if config.load_step >= 0:
-            if config.load_step not in own:
-                known = ", ".join(map(str, own)) or "none"
+            if config.load_step not in steps:
+                known = ", ".join(map(str, sorted(steps))) or "none"
                 raise CheckpointError(
                     f"checkpoint.load_step = {config.load_step}, but {self.root} holds the steps: "
                     f"{known}."
                 )
-            candidates = [own[config.load_step]]
-        elif not candidates and config.initial_load_path is not None:
+            steps = [config.load_step]
+        candidates = [self.root / f"step-{step}" for step in steps]
+        if not candidates and config.initial_load_path is not None:
             candidates = [Path(config.initial_load_path)]
             if config.initial_load_model_only:
                 parts &= {"model"}
@@ -141,13 +134,21 @@ class CheckpointManager:
         logger.info("Saved %s", folder)
         self._delete_old()
 
+    def _own_steps(self) -> list[int]:
+        """The steps of this run's checkpoints, newest first, as the leader sees them: another node
+        may see an older state of a shared folder."""
+        looks = self._config.enable or self._config.load_only
+        seen = sorted(step_folders(self.root), reverse=True) if looks else []
+        number = self._mesh.leader_says(len(seen))
+        return [
+            self._mesh.leader_says(seen[place] if place < len(seen) else 0)
+            for place in range(number)
+        ]
+
     def _load_first_intact(self, candidates: list[Path], parts: set[str]) -> Path | None:
-        """Load the first candidate that no rank finds damaged."""
-        # The leader's list counts: another node may see an older state of a shared folder.
-        num_candidates = self._mesh.leader_says(len(candidates))
+        """Load the first candidate that no rank finds damaged. All ranks have the same list."""
         damage: list[str] = []
-        for number in range(num_candidates):
-            folder = candidates[number] if number < len(candidates) else self.root
+        for folder in candidates:
             problem, misfit, found = self._open(folder, parts)
             if self._mesh.any(misfit is not None):
                 raise misfit or CheckpointError(f"{folder} does not fit on another rank.")
@@ -193,6 +194,10 @@ class CheckpointManager:
             return error, None, None
         except CheckpointError as error:
             return None, error, None
+        except OSError as error:
+            return DamagedCheckpoint(f"{folder} cannot be read: {error}"), None, None
+        except Exception as error:
+            return None, CheckpointError(f"{folder} cannot be loaded: {error!r}"), None
 
     def _load(
         self,

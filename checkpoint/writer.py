@@ -5,6 +5,7 @@ the manifest. When all have, the leader joins the parts, makes everything durabl
 folder. A crash before the rename leaves only a temporary folder, which the next save removes.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -61,9 +62,14 @@ def write_checkpoint(
         def commit() -> None:
             _write_manifest(temporary, step, values, config, mesh, model_only)
             replaced = root / f"{_REPLACED_PREFIX}{final.name}"
+            shutil.rmtree(replaced, ignore_errors=True)
             if final.exists():
                 os.rename(final, replaced)
-            os.rename(temporary, final)
+            try:
+                os.rename(temporary, final)
+            except OSError:
+                recover(root)
+                raise
             _sync_folder(root)
             shutil.rmtree(replaced, ignore_errors=True)
 
@@ -79,13 +85,14 @@ def write_checkpoint(
 
 def recover(root: Path) -> None:
     """Put back a checkpoint whose replacement was killed between its two renames, and remove one
-    that was replaced. For the leader, before anything is read."""
+    that was replaced. For the leader, before anything is read. What cannot be mended is left."""
     for replaced in root.glob(f"{_REPLACED_PREFIX}*"):
         final = root / replaced.name.removeprefix(_REPLACED_PREFIX)
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
         else:
-            os.rename(replaced, final)
+            with contextlib.suppress(OSError):
+                os.rename(replaced, final)
 
 
 def _attempt(mine: bool, action: Any) -> str | None:
@@ -101,10 +108,11 @@ def _attempt(mine: bool, action: Any) -> str | None:
 
 def _make_empty(folder: Path) -> None:
     """An empty folder; leavings of saves that were killed are removed."""
-    if not folder.parent.exists():
-        folder.parent.mkdir(parents=True)
-        for made in folder.parent.parents:
-            _sync_folder(made)
+    missing = [folder.parent, *folder.parent.parents]
+    missing = missing[: [path.exists() for path in missing].index(True)]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        _sync_folder(made.parent)
     for left in folder.parent.glob(f"{_TEMPORARY_PREFIX}*"):
         shutil.rmtree(left)
     folder.mkdir()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.failures import RankFailed, note_failure
 from tests.pool import WorkerPool
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,3 +26,11 @@ def pools() -> Iterator[Callable[[int], WorkerPool]]:
     yield pool
     for existing in made.values():
         existing.close()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Note the log of the rank that failed a test; a failure that a test expects is none."""
+    yield
+    if call.excinfo is not None and isinstance(call.excinfo.value, RankFailed):
+        note_failure(call.excinfo.value.log)

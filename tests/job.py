@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.build import build
 from torchtitan_lite.config import Config, check_against
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import start_mesh
+from torchtitan_lite.mesh import Degrees, Mesh, resolve_degrees
 from torchtitan_lite.models import llama3, qwen3
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.preemption import StopRequest
@@ -116,20 +117,30 @@ def run_job(folder: Path, overrides: Mapping[str, Any], stop_after: int = 0) -> 
         if stop_after and report.number == stop_after - 1:
             stop.requested = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
-    device = detect_device("cpu")
-    with start_mesh(config.parallelism, config.comm, device) as mesh:
-        check_against(config, mesh.world_size)
-        with build(config, mesh, stop) as built:
-            outcome.resumed_at = built.job.state.step
-            job = replace(built.job, hooks=[*built.job.hooks, watch])
-            outcome.finished = train(job)
-            outcome.state = whole(job.state.tensors())
+    mesh = mesh_for(config)
+    check_against(config, mesh.world_size)
+    with build(config, mesh, stop) as built:
+        outcome.resumed_at = built.job.state.step
+        job = replace(built.job, hooks=[*built.job.hooks, watch])
+        outcome.finished = train(job)
+        outcome.state = whole(job.state.tensors())
     outcome.weights = {
         name.removeprefix("model."): tensor
         for name, tensor in outcome.state.items()
         if name.startswith("model.")
     }
     return outcome
+
+
+def mesh_for(config: Config) -> Mesh:
+    """The mesh of a config in this worker. Each shape is made once: DTensor caches what it worked
+    out for a mesh, with the names of its process groups, and finds it for an equal mesh."""
+    return _mesh(resolve_degrees(config.parallelism, torch.distributed.get_world_size()))
+
+
+@cache
+def _mesh(degrees: Degrees) -> Mesh:
+    return Mesh(detect_device("cpu"), degrees)
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

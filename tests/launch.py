@@ -14,7 +14,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from tests.failures import note_failure
+from tests.failures import RankFailed
 from tests.job import FIXTURE
 
 REPOSITORY = Path(__file__).parent.parent
@@ -67,8 +67,8 @@ def run(num_processes: int, arguments: Sequence[str], log: Path, *, status: int 
         end(process)
     text = log.read_text()
     if given != status:
-        note_failure(log)
-    assert given == status, f"exit status {given}, wanted {status}:\n{text[-4000:]}"
+        message = f"exit status {given}, wanted {status}:\n{text[-4000:]}"
+        raise RankFailed(message, log)
     return text
 
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.failures import LOGS, note_failure
+from tests.failures import LOGS, RankFailed
 
 GLOO_TIMEOUT_S = 120
 
@@ -42,9 +42,9 @@ class WorkerPool:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 silent = sorted(waiting.values())
-                note_failure(self._log(silent[0]))
                 self.close()
-                raise TimeoutError(f"Ranks {silent} gave nothing in {timeout_s} s")
+                message = f"Ranks {silent} gave nothing in {timeout_s} s"
+                raise RankFailed(message, self._log(silent[0]))
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
@@ -53,9 +53,9 @@ class WorkerPool:
                 except EOFError:
                     failed, value = True, "the process died"
                 if failed:
-                    note_failure(self._log(rank))
                     self.close()
-                    raise AssertionError(f"rank {rank} of {self.world_size} failed:\n{value}")
+                    message = f"rank {rank} of {self.world_size} failed:\n{value}"
+                    raise RankFailed(message, self._log(rank))
                 results[rank] = value
         return [results[rank] for rank in range(self.world_size)]
 

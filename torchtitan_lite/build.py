@@ -1,6 +1,7 @@
 """The assembly: from a config to a `Job`. No loop is here. Layer: above hooks and
 trainer."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,9 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     close what was opened at the end. Every rank must call it."""
     spec = model_spec(config.model)
     seed = config.debug.seed or 0
+    if config.debug.deterministic:
+        # cuBLAS reads it at its first call and is not deterministic without.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(
         config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
     )

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan_lite.device import Device
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.section import Section, above, at_least, only, positive_or_minus_one
-from torchtitan_lite.torch_compat import process_groups, set_group_timeout
+from torchtitan_lite.torch_compat import set_group_timeout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -232,14 +232,15 @@ def start_mesh(
 ) -> Iterator[Mesh]:
     """Join the other processes that torchrun started, or run alone; leave at the end.
 
-    A process group that already exists is used and left as it was. `dump_folder` is where the
+    A process group that already exists is used and left alone. `dump_folder` is where the
     flight recorder writes when a collective times out.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     joined_before = dist.is_initialized()
     degrees = resolve_degrees(config, dist.get_world_size() if joined_before else world_size)
     if not joined_before:
-        _configure_flight_recorder(comm, dump_folder)
+        if "nccl" in device.backend:
+            _configure_flight_recorder(comm, dump_folder)
         timeout = timedelta(seconds=comm.init_timeout_seconds)
         if world_size > 1:
             dist.init_process_group(device.backend, timeout=timeout)
@@ -248,16 +249,10 @@ def start_mesh(
             dist.init_process_group(
                 device.backend, store=store, rank=0, world_size=1, timeout=timeout
             )
-    groups_before = set(process_groups())
     try:
         yield Mesh(device, degrees)
     finally:
-        if joined_before:
-            # Each group keeps threads that wake up many times a second, until it is destroyed.
-            for group in process_groups():
-                if group not in groups_before:
-                    dist.destroy_process_group(group)
-        else:
+        if not joined_before:
             dist.destroy_process_group()
 
 
@@ -271,5 +266,5 @@ def _configure_flight_recorder(comm: CommConfig, dump_folder: str) -> None:
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-    if dist.is_nccl_available() and comm.trace_buf_size:
+    if comm.trace_buf_size:
         traces.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.device import Device
 from torchtitan_lite.log import logger
-from torchtitan_lite.section import Section, at_least, between, only
+from torchtitan_lite.section import Section, at_least, below, between, only
 from torchtitan_lite.torch_compat import foreach_mul_, foreach_norm
 
 
@@ -27,9 +27,9 @@ class OptimizerConfig(Section):
     """AdamW (arXiv:1711.05101), Adam (arXiv:1412.6980), or SGD with momentum `beta1`."""
     lr: Annotated[float, at_least(0)] = 8e-4
     """Highest learning rate, between warmup and decay."""
-    beta1: Annotated[float, between(0, 1)] = 0.9
+    beta1: Annotated[float, at_least(0), below(1)] = 0.9
     """Decay of the average of gradients."""
-    beta2: Annotated[float, between(0, 1)] = 0.95
+    beta2: Annotated[float, at_least(0), below(1)] = 0.95
     """Decay of the average of squared gradients."""
     eps: Annotated[float, at_least(0)] = 1e-8
     """Added to the root of the average of squared gradients."""

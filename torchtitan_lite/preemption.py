@@ -35,13 +35,13 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Listen for SIGTERM and SIGINT until the end of the block. Main thread only."""
-    request = StopRequest()
+def stop_on_signals(request: StopRequest) -> Iterator[None]:
+    """Let SIGTERM and SIGINT set `request` until the end of the block; before it they end the
+    process as usual, since there is nothing to save yet. Main thread only."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, request._on_signal) for number in numbers}
     try:
-        yield request
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

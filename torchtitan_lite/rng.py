@@ -77,7 +77,8 @@ def capture() -> dict[str, Any]:
         "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
-    if torch.cuda.is_available():
+    # Only where this process uses a GPU: asking would make it use one.
+    if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
     return states
 
@@ -89,7 +90,7 @@ def restore(states: dict[str, Any]) -> None:
     keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached))
     torch.set_rng_state(_bytes_tensor(states["torch"]))
-    if "cuda" in states and torch.cuda.is_available():
+    if "cuda" in states and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(_bytes_tensor(states["cuda"]))
 
 

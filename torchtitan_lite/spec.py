@@ -93,6 +93,9 @@ class Schedule(Protocol):
     Gradient accumulation is a pipeline with one stage, so the loop has one path.
     """
 
+    min_microbatches: int
+    """`run` wants at least as many."""
+
     def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> torch.Tensor:
         """This rank's share of the loss of `microbatches`: a detached 0-d tensor, whose sum over
         all ranks is the loss summed over target tokens. With `backward`, the gradients of that

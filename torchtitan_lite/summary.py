@@ -5,6 +5,8 @@ Layer: the top.
 
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +35,8 @@ def say_goodbye(built: Built, config: Config, argv: Sequence[str], *, finished: 
             f"Resume       {_resume_command(argv, job.mesh.world_size, job.steps, finished)}"
         )
     if config.metrics.enable_tensorboard:
-        lines.append(f"TensorBoard  tensorboard --logdir {folder / config.metrics.save_tb_folder}")
+        logs = folder / config.metrics.save_tb_folder
+        lines.append(f"TensorBoard  {_program('tensorboard')} --logdir {logs}")
     if job.mesh.is_leader:
         print("\n".join(lines), flush=True)
 
@@ -69,5 +72,15 @@ def _resume_command(argv: Sequence[str], world_size: int, steps: int, finished: 
             del kept[place : place + 2]
         arguments = [*kept, _STEPS, str(2 * steps)]
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    launcher = ["torchrun", "--nproc-per-node", str(local_size)] if world_size > 1 else ["python"]
+    launcher = [_program("torchrun"), "--nproc-per-node", str(local_size)]
+    launcher = launcher if world_size > 1 else [_program("python")]
     return shlex.join([*launcher, "train.py", *arguments])
+
+
+def _program(name: str) -> str:
+    """The command that starts a program of this environment, which may not be on the PATH."""
+    beside = Path(sys.executable).with_name(name)
+    if shutil.which(name) == str(beside) or not beside.exists():
+        return name
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)

@@ -36,16 +36,6 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     _set_pg_timeout(timeout, group)
 
 
-def process_groups() -> list[dist.ProcessGroup]:
-    """Every process group that this process is in, oldest first.
-
-    DeviceMesh makes groups that nobody else can name or destroy. Needed until it can be closed.
-    """
-    from torch.distributed.distributed_c10d import _world
-
-    return list(_world.pg_map)
-
-
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float) -> None:
     """Multiply many tensors in place in one call.
 

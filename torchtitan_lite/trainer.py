@@ -119,13 +119,13 @@ def train_step(job: Job) -> StepReport:
     loss_sum = job.schedule.run(microbatches, backward=True)
     gradients = local_gradients(state.model.parameters())
     num_targets = sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches)
-    num_targets /= job.mesh.degrees.token_copies
     known = torch.tensor([num_targets, float(job.stop.requested)], dtype=torch.float64)
     counts = torch.cat([loss_sum.reshape(1), known.to(loss_sum.device, non_blocking=True)])
     job.replicas.sum_([*(gradient for gradient, _ in gradients), counts])
     totals = torch.cat([counts, square_norm(gradients).reshape(1).to(counts.device)])
     # The one exchange of numbers of a step, and the one place where the host waits for the device.
     loss, targets, leave, squares = job.mesh.sum(totals).tolist()
+    targets /= job.mesh.degrees.token_copies
 
     # The loss is a sum over target tokens: this is where it is divided, once, by their number.
     grad_norm = math.sqrt(squares) / targets if targets and squares >= 0 else math.nan

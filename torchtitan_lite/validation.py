@@ -1,5 +1,8 @@
 """The loss on held-out documents. Layer: beside trainer."""
 
+from dataclasses import replace
+from itertools import islice
+
 import torch
 
 from torchtitan_lite.data import ValidationData
@@ -12,10 +15,14 @@ def validate(state: TrainState, schedule: Schedule, data: ValidationData, mesh: 
     """Mean loss per target token over the validation data, in nats. Every rank must call it."""
     state.model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device.torch_device)
-    for microbatches in data.microbatches(mesh.batch_rank, mesh.degrees.batch):
-        num_targets = sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches)
-        totals[0] += schedule.run(microbatches, backward=False)
-        totals[1] += num_targets / mesh.degrees.token_copies
+    rounds = data.microbatches(mesh.batch_rank, mesh.degrees.batch)
+    microbatches = (microbatch for one_round in rounds for microbatch in one_round)
+    while at_once := list(islice(microbatches, schedule.min_microbatches)):
+        # A pipeline cannot run fewer microbatches than stages: the rest have no targets.
+        filler = replace(at_once[0], targets_BS=torch.full_like(at_once[0].targets_BS, IGNORE))
+        at_once += [filler] * (schedule.min_microbatches - len(at_once))
+        totals[0] += schedule.run(at_once, backward=False)
+        totals[1] += sum(int((mb.targets_BS != IGNORE).sum()) for mb in at_once)
     state.model.train()
     loss_sum, num_targets = mesh.sum(totals).tolist()
-    return loss_sum / num_targets
+    return loss_sum / (num_targets / mesh.degrees.token_copies)

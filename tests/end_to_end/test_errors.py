@@ -31,3 +31,8 @@ def test_missing_config_file_names_those_that_exist(tmp_path: Path) -> None:
     text = launch.run(1, ["--config=configs/lama3_debug.toml"], tmp_path / "log", status=1)
     assert "llama3_debug.toml" in text
     assert "Traceback" not in text
+
+
+def test_two_processes_tell_of_it_once(tmp_path: Path) -> None:
+    text = launch.run(2, [*launch.SMALL, "--training.step=3"], tmp_path / "log", status=1)
+    assert text.count("Did you mean training.steps") == 1

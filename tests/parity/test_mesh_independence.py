@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from tests import tolerances
-from tests.job import digest, odd_config, run_job, whole
+from tests.job import digest, mesh_for, odd_config, run_job, whole
 from tests.pool import WorkerPool
 from torchtitan_lite.build import build, build_model
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import start_mesh
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.parallel.stages import joined
 from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.validation import validate
 
 Pools = Callable[[int], WorkerPool]
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
@@ -31,9 +30,8 @@ def initial_weights(folder: Path, overrides: dict[str, Any]) -> dict[str, str]:
     """A digest of each whole parameter, before any step."""
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     config = odd_config(folder, overrides)
-    with start_mesh(config.parallelism, config.comm, detect_device("cpu")) as mesh:
-        model = joined(build_model(config, model_spec(config.model), mesh))
-        return digest(whole(dict(model.named_parameters())))
+    model = joined(build_model(config, model_spec(config.model), mesh_for(config)))
+    return digest(whole(dict(model.named_parameters())))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -69,10 +67,7 @@ def logits_of_fixed_tokens(folder: Path, overrides: dict[str, Any]) -> torch.Ten
     """The untrained model's logits, by the path that generation takes."""
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     config = odd_config(folder, overrides)
-    with (
-        start_mesh(config.parallelism, config.comm, detect_device("cpu")) as mesh,
-        build(config, mesh, StopRequest()) as built,
-    ):
+    with build(config, mesh_for(config), StopRequest()) as built:
         tokens_BS = torch.arange(48).reshape(2, 24)
         return built.job.schedule.logits(tokens_BS)
 
@@ -90,3 +85,26 @@ def test_generation_sees_the_same_logits_on_every_mesh(pools: Pools, tmp_path: P
     ):
         for logits in pools(world_size).run(logits_of_fixed_tokens, tmp_path / "n", mesh):
             torch.testing.assert_close(logits, alone, rtol=0, atol=tolerances.PARITY_FLOAT64)
+
+
+def validation_loss(folder: Path, overrides: dict[str, Any]) -> float:
+    """The untrained model's loss on held-out documents."""
+    logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
+    held_out = {
+        "validation.enable": True,
+        "validation.local_batch_size": 1,
+        "training.held_out_fraction": 0.3,
+    }
+    config = odd_config(folder, {**held_out, **overrides})
+    mesh = mesh_for(config)
+    with build(config, mesh, StopRequest()) as built:
+        assert built.data.validation is not None
+        return validate(built.job.state, built.job.schedule, built.data.validation, mesh)
+
+
+def test_validation_gives_the_same_loss_on_every_mesh(pools: Pools, tmp_path: Path) -> None:
+    (alone,) = pools(1).run(validation_loss, tmp_path / "1", {})
+    interleaved = {**PP, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
+    for world_size, mesh in [(2, {}), (2, TP), (2, CP), (2, PP), (2, interleaved), (4, PP)]:
+        for loss in pools(world_size).run(validation_loss, tmp_path / "n", mesh):
+            assert loss == pytest.approx(alone, rel=tolerances.PARITY_FLOAT64)

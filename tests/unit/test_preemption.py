@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from torchtitan_lite.log import logger
-from torchtitan_lite.preemption import stop_on_signals
+from torchtitan_lite.preemption import StopRequest, stop_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -16,7 +16,8 @@ def test_a_signal_sets_the_flag_and_says_so_once(
 ) -> None:
     logger.addHandler(caplog.handler)
     try:
-        with caplog.at_level(logging.WARNING, logger.name), stop_on_signals() as stop:
+        stop = StopRequest()
+        with caplog.at_level(logging.WARNING, logger.name), stop_on_signals(stop):
             assert not stop.requested
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)
@@ -32,7 +33,7 @@ def test_a_signal_sets_the_flag_and_says_so_once(
 def test_handlers_are_put_back_even_after_an_error() -> None:
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
-    with pytest.raises(RuntimeError, match="inside"), stop_on_signals():
+    with pytest.raises(RuntimeError, match="inside"), stop_on_signals(StopRequest()):
         assert [signal.getsignal(number) for number in numbers] != before
         raise RuntimeError("inside")
     assert [signal.getsignal(number) for number in numbers] == before

@@ -4,6 +4,7 @@ All checks run and every problem is reported at once, with its numbers and what 
 Layer: above schema.
 """
 
+import math
 from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
@@ -58,7 +59,9 @@ def _batch(config: Config, degrees: Degrees) -> Iterator[str]:
         local = config.parallelism.pipeline_parallel_microbatch_size
         key = "parallelism.pipeline_parallel_microbatch_size"
     at_once = local * degrees.batch
-    if batch == -1 or batch % at_once == 0:
+    if batch == -1:
+        batch = config.training.local_batch_size * degrees.batch
+    if batch % at_once == 0:
         return
     below = batch // at_once * at_once
     remedy = f"{at_once}" if below == 0 else f"{below} or {below + at_once}"
@@ -100,25 +103,36 @@ def _pipeline(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str
 
 
 def _sequence_shards(config: Config, degrees: Degrees) -> Iterator[str]:
-    if degrees.cp == 1:
-        return
+    parallelism = config.parallelism
     # Head-tail balancing gives each rank one piece from the front and one from the back.
-    pieces = 2 if config.parallelism.context_parallel_load_balancer == "headtail" else 1
-    divisor, seq_len = degrees.cp * pieces, config.training.seq_len
-    if seq_len % divisor:
-        below = seq_len // divisor * divisor
-        yield (
-            f"training.seq_len ({seq_len}) is not a multiple of context_parallel_degree "
-            f"({degrees.cp}) x pieces per rank ({pieces}) = {divisor}. "
-            f"Set seq_len = {below or divisor}{f' or {below + divisor}' if below else ''}."
-        )
+    pieces = 2 if parallelism.context_parallel_load_balancer == "headtail" else 1
+    factors = []
+    if degrees.cp > 1:
+        factors += [("context_parallel_degree", degrees.cp), ("pieces per rank", pieces)]
+    if degrees.tp > 1 and parallelism.enable_sequence_parallel:
+        factors.append(("tensor_parallel_degree (sequence parallelism)", degrees.tp))
+    divisor = math.prod(factor for _, factor in factors)
+    shown = " x ".join(f"{name} ({factor})" for name, factor in factors)
+    for key, length in _lengths(config).items():
+        if length % divisor:
+            below = length // divisor * divisor
+            yield (
+                f"{key} ({length}) is not a multiple of {shown} = {divisor}. Set "
+                f"{key.partition('.')[2]} = {below or divisor}"
+                f"{f' or {below + divisor}' if below else ''}."
+            )
 
 
-def _sequence_length(config: Config, spec: ModelSpec) -> Iterator[str]:
+def _lengths(config: Config) -> dict[str, int]:
+    """The lengths of the sequences of the run, by key."""
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable and config.validation.seq_len is not None:
         lengths["validation.seq_len"] = config.validation.seq_len
-    for key, length in lengths.items():
+    return lengths
+
+
+def _sequence_length(config: Config, spec: ModelSpec) -> Iterator[str]:
+    for key, length in _lengths(config).items():
         if length > spec.max_seq_len:
             yield (
                 f"{key} ({length}) is above the {spec.max_seq_len} positions of {spec.name} "
@@ -141,14 +155,6 @@ def _tensor_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
                 f"parallelism.tensor_parallel_degree ({degree}) does not divide the {size} {what} "
                 f"of {spec.name} {spec.flavor}. Degrees that do: {', '.join(fitting)}."
             )
-    seq_len = config.training.seq_len
-    if config.parallelism.enable_sequence_parallel and seq_len % degree:
-        below = seq_len // degree * degree
-        yield (
-            f"training.seq_len ({seq_len}) is not a multiple of tensor_parallel_degree ({degree}),"
-            f" which sequence parallelism needs. Set seq_len = {below or degree}"
-            f"{f' or {below + degree}' if below else ''}, or enable_sequence_parallel = false."
-        )
 
 
 def _attention(config: Config, spec: ModelSpec) -> Iterator[str]:

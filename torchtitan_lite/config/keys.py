@@ -130,7 +130,9 @@ def type_text(type_: Any) -> str:
     elif section_in(type_)[1]:
         text = "list of tables"
     elif get_origin(type_) is list:
-        text = f"list of {type_text(get_args(type_)[0])}s"
+        element = type_text(get_args(type_)[0])
+        plural = f"{element}s" if element.isalpha() else element.replace("list of", "lists of", 1)
+        text = f"list of {plural}"
     elif section_in(type_)[0] or get_origin(type_) is dict:
         text = "table"
     else:

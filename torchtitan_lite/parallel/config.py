@@ -44,8 +44,8 @@ class ActivationCheckpointConfig(Section):
     preserve_rng_state: bool = True
     """Restore the ambient generators before computing again. The models here draw from keys and
     need it only for code of your own."""
-    determinism_check: str = "default"
-    """How a second computation is compared with the first: "default" or "none"."""
+    determinism_check: Literal["default", "none"] = "default"
+    """How a second computation is compared with the first: by shapes and dtypes, or not."""
     debug: bool = False
     """Record where activations are computed, for error messages; slower."""
 
@@ -71,7 +71,7 @@ class CompileConfig(Section):
 
     enable: bool = False
     """Compile the repeated blocks of the model."""
-    components: list[str] = ["model", "loss"]
+    components: list[Literal["model", "loss"]] = ["model", "loss"]
     """What is compiled: "model" the blocks, "loss" the output projection with its loss."""
     backend: str = "inductor"
     """Backend of torch.compile."""

@@ -58,7 +58,8 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, AttentionMask):
-                setattr(module, name, _CutMask(child, cut, whole=method == "ulysses"))
+                mask = _CutMask(child, cut, whole=method == "ulysses")
+                setattr(module, name, _NoMask() if method == "alltoall" else mask)
         if isinstance(module, Attention):
             inner = module.kernel
             if method == "allgather":
@@ -79,6 +80,13 @@ def _require_heads(attention: Attention, mesh: Mesh, spec: ModelSpec) -> None:
             f'({mesh.degrees.cp}) ranks, which does not divide them. Use "allgather", or another '
             "degree."
         )
+
+
+class _NoMask(nn.Module):
+    """Ring attention needs none."""
+
+    def forward(self, positions_BS: torch.Tensor, documents_BS: torch.Tensor | None) -> None:
+        return None
 
 
 class _CutMask(nn.Module):

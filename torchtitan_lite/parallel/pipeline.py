@@ -45,6 +45,7 @@ class Pipeline:
         self._stages = dict(zip(plan.of_rank(self._rank), parts, strict=True))
         self._plan = plan
         self._last = len(plan.modules) - 1
+        self.min_microbatches = len(plan.modules)
         self._device = mesh.device.torch_device
         self._cut = cut
         self._copies = mesh.degrees.tp

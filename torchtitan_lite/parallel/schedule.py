@@ -50,6 +50,8 @@ class OneStage:
     need the memory that sharding saves; replicas are summed once, after the last.
     """
 
+    min_microbatches = 1
+
     def __init__(self, model: nn.Module, loss: TokenLoss, mesh: Mesh, cut: SequenceCut) -> None:
         self._cut = cut
         self._group = mesh.device_mesh.get_group("cp")
