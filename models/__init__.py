@@ -6,8 +6,13 @@ else in the repository names it. Layer: above nn and spec.
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 from torchtitan_lite._links import refuse_other_name
 
@@ -60,6 +65,20 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     if config.flavor not in family.FLAVORS:
         raise ConfigError(_unknown("model.flavor", config.flavor, list(family.FLAVORS)))
     return family.model_spec(config)
+
+
+_Dims = TypeVar("_Dims", bound="DataclassInstance")
+
+
+def flavor_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
+    """The dimensions of `config.flavor`, with the dropout and the attention that `config` asks
+    for, in a dataclass that has `dropout`, `attention_backend` and `document_mask`."""
+    changes: dict[str, Any] = {"dropout": config.dropout}
+    if config.attention_backend != "auto":
+        changes["attention_backend"] = config.attention_backend
+    if config.attention_mask != "auto":
+        changes["document_mask"] = config.attention_mask == "document"
+    return replace(flavors[config.flavor], **changes)
 
 
 def _unknown(key: str, given: str, known: list[str]) -> str:

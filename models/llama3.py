@@ -6,13 +6,18 @@ Layer: above nn and spec.
 from dataclasses import dataclass, replace
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models import ModelConfig
+from torchtitan_lite.models import ModelConfig, flavor_dims
 from torchtitan_lite.nn.attention import Attention, Backend
 from torchtitan_lite.nn.decoder import Decoder, DecoderBlock
-from torchtitan_lite.nn.decoder_spec import decoder_cost, decoder_init, decoder_stage_units
+from torchtitan_lite.nn.decoder_spec import (
+    decoder_cost,
+    decoder_init,
+    decoder_shard_plan,
+    decoder_stage_units,
+)
 from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding
-from torchtitan_lite.spec import ModelCost, ModelSpec, ShardRule
+from torchtitan_lite.spec import ModelCost, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,25 +126,9 @@ FLAVORS = {
 }
 
 
-SHARD_PLAN = (
-    ShardRule(pattern="tok_embeddings.weight", cut="embedding"),
-    ShardRule(pattern="layers.*.attention.w[qkv].weight", cut="columns"),
-    ShardRule(pattern="layers.*.attention.wo.weight", cut="rows"),
-    ShardRule(pattern="layers.*.feed_forward.w[13].weight", cut="columns"),
-    ShardRule(pattern="layers.*.feed_forward.w2.weight", cut="rows"),
-    ShardRule(pattern="*norm.weight", cut="sequence"),
-    ShardRule(pattern="output.weight", cut="output"),
-)
-
-
 def model_spec(config: ModelConfig) -> ModelSpec:
     """The spec of `config.flavor`, with the attention that `config` asks for."""
-    dims = replace(FLAVORS[config.flavor], dropout=config.dropout)
-    if config.attention_backend != "auto":
-        dims = replace(dims, attention_backend=config.attention_backend)
-    if config.attention_mask != "auto":
-        dims = replace(dims, document_mask=config.attention_mask == "document")
-    return spec_of(dims, config.flavor)
+    return spec_of(flavor_dims(FLAVORS, config), config.flavor)
 
 
 def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
@@ -163,7 +152,7 @@ def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
             ),
             tied_embeddings=dims.tied_embeddings,
         ),
-        shard_plan=SHARD_PLAN,
+        shard_plan=decoder_shard_plan(),
         stage_units=decoder_stage_units(dims.num_layers, dims.tied_embeddings),
         width=dims.dim,
         cut_sizes=(

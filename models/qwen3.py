@@ -9,14 +9,19 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models import ModelConfig
+from torchtitan_lite.models import ModelConfig, flavor_dims
 from torchtitan_lite.nn.attention import Attention, Backend
 from torchtitan_lite.nn.decoder import Decoder, DecoderBlock
-from torchtitan_lite.nn.decoder_spec import decoder_cost, decoder_init, decoder_stage_units
+from torchtitan_lite.nn.decoder_spec import (
+    decoder_cost,
+    decoder_init,
+    decoder_shard_plan,
+    decoder_stage_units,
+)
 from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.nn.moe import MoE, MoEDims
 from torchtitan_lite.nn.rope import RotaryEmbedding
-from torchtitan_lite.spec import ModelCost, ModelSpec, ShardRule
+from torchtitan_lite.spec import ModelCost, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,20 +120,9 @@ FLAVORS = {
 }
 
 
-_DENSE_CUTS = (
-    ShardRule(pattern="layers.*.feed_forward.w[13].weight", cut="columns"),
-    ShardRule(pattern="layers.*.feed_forward.w2.weight", cut="rows"),
-)
-
-
 def model_spec(config: ModelConfig) -> ModelSpec:
     """The spec of `config.flavor`, with the attention that `config` asks for."""
-    dims = replace(FLAVORS[config.flavor], dropout=config.dropout)
-    if config.attention_backend != "auto":
-        dims = replace(dims, attention_backend=config.attention_backend)
-    if config.attention_mask != "auto":
-        dims = replace(dims, document_mask=config.attention_mask == "document")
-    return spec_of(dims, config.flavor)
+    return spec_of(flavor_dims(FLAVORS, config), config.flavor)
 
 
 def spec_of(dims: Qwen3Dims, flavor: str) -> ModelSpec:
@@ -154,7 +148,8 @@ def spec_of(dims: Qwen3Dims, flavor: str) -> ModelSpec:
             ),
             tied_embeddings=dims.tied_embeddings,
         ),
-        shard_plan=_shard_plan(dims),
+        # The blocks of a mixture of experts are not cut by tensor parallelism.
+        shard_plan=decoder_shard_plan(qk_norm=True) if dims.moe is None else (),
         stage_units=decoder_stage_units(dims.num_layers, dims.tied_embeddings),
         width=dims.dim,
         cut_sizes=_cut_sizes(dims),
@@ -200,21 +195,6 @@ def _feed_forward(dims: Qwen3Dims) -> nn.Module:
         return MoE(dims.dim, dims.moe)
     assert dims.hidden_dim is not None
     return FeedForward(dims.dim, dims.hidden_dim)
-
-
-def _shard_plan(dims: Qwen3Dims) -> tuple[ShardRule, ...]:
-    """No plan for a mixture of experts: its blocks are not cut by tensor parallelism."""
-    if dims.moe is not None:
-        return ()
-    return (
-        ShardRule(pattern="tok_embeddings.weight", cut="embedding"),
-        ShardRule(pattern="layers.*.attention.w[qkv].weight", cut="columns"),
-        ShardRule(pattern="layers.*.attention.wo.weight", cut="rows"),
-        ShardRule(pattern="layers.*.attention.[qk]_norm.weight", cut="heads"),
-        *_DENSE_CUTS,
-        ShardRule(pattern="*norm.weight", cut="sequence"),
-        ShardRule(pattern="output.weight", cut="output"),
-    )
 
 
 def _cut_sizes(dims: Qwen3Dims) -> tuple[tuple[str, int], ...]:

@@ -1,11 +1,11 @@
-"""What the spec of a family says about any `nn.decoder.Decoder`: first weights, stages and cost.
+"""What a family's spec says about any `nn.decoder.Decoder`: first weights, cuts, stages and cost.
 
 Layer: above spec.
 """
 
 from collections.abc import Sequence
 
-from torchtitan_lite.spec import InitRule, ModelCost
+from torchtitan_lite.spec import InitRule, ModelCost, ShardRule
 
 
 def decoder_init(
@@ -33,6 +33,22 @@ def decoder_init(
         ),
         InitRule(pattern="output.weight", kind="normal", std=output_std),
         InitRule(pattern="layers.*", kind="normal", std=0.02),
+    )
+
+
+def decoder_shard_plan(*, qk_norm: bool = False) -> tuple[ShardRule, ...]:
+    """How tensor parallelism cuts a decoder whose blocks have an `nn.feed_forward.FeedForward`."""
+    # Before the other norms, which its pattern matches too.
+    heads = (ShardRule(pattern="layers.*.attention.[qk]_norm.weight", cut="heads"),)
+    return (
+        ShardRule(pattern="tok_embeddings.weight", cut="embedding"),
+        ShardRule(pattern="layers.*.attention.w[qkv].weight", cut="columns"),
+        ShardRule(pattern="layers.*.attention.wo.weight", cut="rows"),
+        ShardRule(pattern="layers.*.feed_forward.w[13].weight", cut="columns"),
+        ShardRule(pattern="layers.*.feed_forward.w2.weight", cut="rows"),
+        *(heads if qk_norm else ()),
+        ShardRule(pattern="*norm.weight", cut="sequence"),
+        ShardRule(pattern="output.weight", cut="output"),
     )
 
 
