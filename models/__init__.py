@@ -42,6 +42,9 @@ class ModelConfig(Section):
     dropout: Annotated[float, at_least(0), below(1)] = 0.0
     """Share of the residual updates that is dropped in training, by a mask that depends on the
     seed, the step and the position only."""
+    router_bias_update_rate: Annotated[float, at_least(0)] | None = None
+    """How far each step moves the bias by which a mixture of experts evens out the load of its
+    experts. Unset: what the flavor asks for."""
     converters: list[str] = []
     """Changes of the model's modules before training, such as float8; none is supported by this
     version."""
@@ -71,13 +74,22 @@ _Dims = TypeVar("_Dims", bound="DataclassInstance")
 
 
 def flavor_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
-    """The dimensions of `config.flavor`, with the dropout and the attention that `config` asks
-    for, in a dataclass that has `dropout`, `attention_backend` and `document_mask`."""
+    """The dimensions of `config.flavor`, with the dropout, the attention and the balance of experts
+    that `config` asks for, in a dataclass that has `dropout`, `attention_backend`,
+    `document_mask` and, with experts, `moe`."""
     changes: dict[str, Any] = {"dropout": config.dropout}
     if config.attention_backend != "auto":
         changes["attention_backend"] = config.attention_backend
     if config.attention_mask != "auto":
         changes["document_mask"] = config.attention_mask == "document"
+    if config.router_bias_update_rate is not None:
+        moe = getattr(flavors[config.flavor], "moe", None)
+        if moe is None:
+            raise ConfigError(
+                f"model.router_bias_update_rate ({config.router_bias_update_rate}): {config.name} "
+                f"{config.flavor} has no experts. Leave it out."
+            )
+        changes["moe"] = replace(moe, bias_update_rate=config.router_bias_update_rate)
     return replace(flavors[config.flavor], **changes)
 
 

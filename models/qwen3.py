@@ -148,8 +148,9 @@ def spec_of(dims: Qwen3Dims, flavor: str) -> ModelSpec:
             ),
             tied_embeddings=dims.tied_embeddings,
         ),
-        # The blocks of a mixture of experts are not cut by tensor parallelism.
-        shard_plan=decoder_shard_plan(qk_norm=True) if dims.moe is None else (),
+        shard_plan=decoder_shard_plan(qk_norm=True, moe=dims.moe),
+        num_experts=0 if dims.moe is None else dims.moe.num_experts,
+        expert_width=0 if dims.moe is None else dims.moe.hidden_dim,
         stage_units=decoder_stage_units(dims.num_layers, dims.tied_embeddings),
         width=dims.dim,
         cut_sizes=_cut_sizes(dims),

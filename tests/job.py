@@ -68,6 +68,20 @@ ODD_QWEN3 = qwen3.Qwen3Dims(
 ODD_EXPERTS = replace(
     ODD_QWEN3, hidden_dim=None, moe=MoEDims(num_experts=5, top_k=2, hidden_dim=22)
 )
+MANY_EXPERTS = replace(
+    ODD_EXPERTS,
+    moe=MoEDims(
+        num_experts=12,
+        top_k=2,
+        hidden_dim=22,
+        shared_hidden_dim=14,
+        score="sigmoid",
+        bias_update_rate=0.02,
+        balance_loss_weight=0.01,
+    ),
+)
+"""Experts that expert parallelism can share out, most of them without a token in some microbatch,
+with all that a router may do."""
 
 
 def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
@@ -97,6 +111,7 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
     llama3.FLAVORS["odd_tied"] = replace(ODD_DIMS, tied_embeddings=True)
     qwen3.FLAVORS["odd"] = ODD_QWEN3
     qwen3.FLAVORS["odd_experts"] = ODD_EXPERTS
+    qwen3.FLAVORS["many_experts"] = MANY_EXPERTS
     return Config.model_validate(values)
 
 

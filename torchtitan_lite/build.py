@@ -27,6 +27,7 @@ from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.optim import build_schedule as build_lr_schedule
 from torchtitan_lite.parallel import build_schedule, parallelize
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
+from torchtitan_lite.parallel.router_balance import RouterBalance, routers_of
 from torchtitan_lite.parallel.stages import joined, keep_only, plan_stages
 from torchtitan_lite.parallel.tensor import check_plan
 from torchtitan_lite.preemption import StopRequest
@@ -122,6 +123,13 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             replicas=SingleReplica(),
             state=state,
             schedule=schedule,
+            router_balance=RouterBalance(
+                model,
+                list(routers_of(_on_meta(config, spec))),
+                spec.num_experts,
+                mesh,
+                config.parallelism,
+            ),
             checkpoints=checkpoints,
             garbage=opened.enter_context(
                 ScheduledGarbageCollection(config.training.gc_freq, config.training.gc_debug)

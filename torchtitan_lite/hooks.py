@@ -3,7 +3,10 @@
 Layer: above trainer.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 from torchtitan_lite.data import ValidationData
 from torchtitan_lite.mesh import Mesh
@@ -41,11 +44,23 @@ def record_metrics(
                 checkpoint_stall_s=report.checkpoint_stall_s,
                 gc_time_s=report.gc_time_s,
                 num_replicas=report.num_replicas,
+                router_load=busiest_experts(report.router_loads) or None,
+                idle_experts=idle_experts(report.router_loads),
                 skipped=not report.committed,
             )
         )
 
     return hook
+
+
+def busiest_experts(loads: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """By router: the tokens of its busiest expert, as a multiple of a fair share."""
+    return {name: (load.max() / load.mean()).item() for name, load in loads.items()}
+
+
+def idle_experts(loads: Mapping[str, torch.Tensor]) -> int | None:
+    """Experts without any token, over all routers; None of a model without experts."""
+    return sum(int((load == 0).sum()) for load in loads.values()) if loads else None
 
 
 def validate_every(

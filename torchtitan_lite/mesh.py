@@ -4,14 +4,17 @@ The only file that makes a DeviceMesh or a process group. All axes exist always;
 the identity, so no caller asks whether a parallelism is on. Layer: above errors, log, device.
 
 Axes, outermost first: `pp` pipeline stages, `dp_replicate` copies of the weights, `dp_shard`
-shards of the weights, `cp` shards of the sequence, `tp` shards of the matrices.
+shards of the weights, `cp` shards of the sequence, `tp` shards of the matrices. The experts of a
+mixture see the ranks of the last three in another way: `expert_shard` shards of the experts'
+weights, `ep` shares of the experts, `etp` shards of an expert's matrices.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,6 +29,7 @@ from torchtitan_lite.section import Section, above, at_least, only, positive_or_
 from torchtitan_lite.torch_compat import set_group_timeout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep", "etp")
 
 
 class ParallelismConfig(Section):
@@ -78,10 +82,12 @@ class ParallelismConfig(Section):
     """"allgather": keys and values are gathered. "alltoall": they go round in a ring, which needs
     the least memory and cannot keep to documents. "ulysses" (not in torchtitan): heads are
     exchanged for positions, which needs as many heads as ranks."""
-    expert_parallel_degree: Annotated[int, only(1, "expert parallelism")] = 1
-    """Ranks that share the experts of a mixture."""
-    expert_tensor_parallel_degree: Annotated[int, only(1, "expert tensor parallelism")] = 1
-    """Ranks that share each expert's matrices."""
+    expert_parallel_degree: Annotated[int, at_least(1)] = 1
+    """Ranks that share the experts of a mixture: of those that share the weights otherwise, so
+    that it times `expert_tensor_parallel_degree` divides the product of the degrees of
+    data_parallel_shard, context and tensor."""
+    expert_tensor_parallel_degree: Annotated[int, at_least(1)] = 1
+    """Ranks that share each expert's matrices; `tensor_parallel_degree` does not cut them."""
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
     """How tokens travel to their experts; without effect at degree 1."""
 
@@ -112,10 +118,19 @@ class Degrees:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+
+    @property
+    def expert_shape(self) -> tuple[int, ...]:
+        """Of the view that the experts have of the same ranks."""
+        sharing = self.dp_shard * self.cp * self.tp
+        shards = sharing // (self.ep * self.etp)
+        return (self.pp, self.dp_replicate, shards, self.ep, self.etp)
 
     @property
     def batch(self) -> int:
@@ -138,6 +153,27 @@ def resolve_degrees(config: ParallelismConfig, world_size: int) -> Degrees:
 
     Raises MeshError with the whole equation and the nearest degree that works.
     """
+    degrees = _dense_degrees(config, world_size)
+    ep, etp = config.expert_parallel_degree, config.expert_tensor_parallel_degree
+    sharing = degrees.dp_shard * degrees.cp * degrees.tp
+    if sharing % (ep * etp):
+        fitting = [str(d) for d in range(1, sharing // etp + 1) if sharing % (d * etp) == 0]
+        remedy = (
+            f"With expert_tensor_parallel_degree = {etp}, expert_parallel_degree may be "
+            f"{', '.join(fitting)}"
+            if fitting
+            else f"Set expert_tensor_parallel_degree to a divisor of {sharing}"
+        )
+        raise MeshError(
+            f"expert_parallel_degree ({ep}) x expert_tensor_parallel_degree ({etp}) = {ep * etp} "
+            f"does not divide the ranks that share the weights: data_parallel_shard "
+            f"({degrees.dp_shard}) x context ({degrees.cp}) x tensor ({degrees.tp}) = {sharing}. "
+            f"{remedy}."
+        )
+    return replace(degrees, ep=ep, etp=etp)
+
+
+def _dense_degrees(config: ParallelismConfig, world_size: int) -> Degrees:
     replicate, shard = config.data_parallel_replicate_degree, config.data_parallel_shard_degree
     others = (
         config.pipeline_parallel_degree
@@ -177,6 +213,14 @@ class Mesh:
         self.world_size = dist.get_world_size()
         self.device_mesh: DeviceMesh = init_device_mesh(
             device.kind, degrees.shape, mesh_dim_names=AXES
+        )
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """The experts' view of the ranks. The first use makes process groups: every rank must come
+        to it."""
+        return init_device_mesh(
+            self.device.kind, self.degrees.expert_shape, mesh_dim_names=EXPERT_AXES
         )
 
     @property
@@ -219,7 +263,10 @@ class Mesh:
 
     def set_timeout(self, seconds: float) -> None:
         """Change the time limit of the collectives of every group that this rank is in."""
-        groups = {id(group): group for group in self.device_mesh.get_all_groups()}
+        meshes = [self.device_mesh]
+        if "expert_mesh" in self.__dict__:
+            meshes.append(self.expert_mesh)
+        groups = {id(group): group for mesh in meshes for group in mesh.get_all_groups()}
         if dist.group.WORLD is not None:
             groups[id(dist.group.WORLD)] = dist.group.WORLD
         for group in groups.values():

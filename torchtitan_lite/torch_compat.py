@@ -6,7 +6,7 @@ admits torch 2.11 to 2.13; the tests run on 2.13.0.
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -139,3 +139,25 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
     Needed until DeviceMesh flattens in public.
     """
     return mesh[axes]._flatten(name)
+
+
+def shards_on(mesh: DeviceMesh, dims: Sequence[int]) -> dict[int, Any]:
+    """By dim, what a `shard_placement_fn` of `fully_shard` returns for a parameter that is to be
+    sharded along it over another mesh than the rest of its unit: 1-D, or 2-D with replicas first.
+
+    The classes are described in fully_shard's documentation but not exported (torch 2.13; older
+    ones do not have them). Needed until they are.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        FSDPMeshInfo,
+        HSDPMeshInfo,
+        ShardPlacementResult,
+    )
+
+    # One object for all, by which FSDP knows that the parameters belong together.
+    info = (
+        FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        if mesh.ndim == 1
+        else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    )
+    return {dim: ShardPlacementResult(Shard(dim), info) for dim in dims}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.data import DataLoader
-from torchtitan_lite.optim import WarmupStableDecay
+from torchtitan_lite.optim import ShardedOptimizer, WarmupStableDecay
 
 
 @dataclass(kw_only=True)
@@ -20,7 +20,7 @@ class TrainState:
     saves them of every rank."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: ShardedOptimizer
     schedule: WarmupStableDecay
     loader: DataLoader
     step: int = 0
@@ -36,9 +36,8 @@ class TrainState:
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self.model.named_parameters():
             found[f"model.{name}"] = parameter.detach()
-            for slot, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    found[f"optimizer.{name}.{slot}"] = value
+            for slot, value in self.optimizer.slots(parameter).items():
+                found[f"optimizer.{name}.{slot}"] = value
         persistent = self.model.state_dict(keep_vars=True)
         for name, buffer in self.model.named_buffers():
             if name in persistent:
@@ -56,26 +55,11 @@ class TrainState:
     def allocate(self, slots: Mapping[str, tuple[int, ...]]) -> None:
         """Make the optimizer's state, which torch makes in its first step, for the saved names."""
         places = dict(self.model.named_parameters())
-        fused = {
-            parameter: bool(group.get("fused") or group.get("capturable"))
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-        }
         for full_name, shape in slots.items():
             part, _, rest = full_name.partition(".")
             name, _, slot = rest.rpartition(".")
-            if part != "optimizer" or name not in places:
-                continue
-            parameter = places[name]
-            if slot in self.optimizer.state[parameter]:
-                continue
-            if shape == tuple(parameter.shape):
-                value = torch.zeros_like(parameter, requires_grad=False)
-            else:
-                # A count of steps lies beside its parameter only for the fused kernels.
-                device = parameter.device if fused[parameter] else torch.device("cpu")
-                value = torch.zeros(shape, dtype=torch.float32, device=device)
-            self.optimizer.state[parameter][slot] = value
+            if part == "optimizer" and name in places:
+                self.optimizer.allocate(places[name], slot, shape)
 
     def load_values(self, values: Mapping[str, Any]) -> None:
         """Take back what `values` gave. The learning rate's schedule is that of the config, which

@@ -7,7 +7,7 @@ replica.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.optim import local_gradients, scale_, square_norm
+from torchtitan_lite.parallel.router_balance import RouterBalance
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import Replicas
 from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
@@ -40,6 +41,8 @@ class StepReport:
     lr: float
     num_target_tokens: int
     num_replicas: int
+    router_loads: Mapping[str, torch.Tensor]
+    """Tokens that chose each expert, float64 [experts], by the name of the router."""
     samples: tuple[int, ...]
     """Indices in the global order of the samples that this rank used."""
     data_time_s: float
@@ -60,6 +63,7 @@ class Job:
     replicas: Replicas
     state: TrainState
     schedule: Schedule
+    router_balance: RouterBalance
     checkpoints: CheckpointManager
     garbage: ScheduledGarbageCollection
     hooks: Sequence[Hook]
@@ -120,11 +124,20 @@ def train_step(job: Job) -> StepReport:
     gradients = local_gradients(state.model.parameters())
     num_targets = sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches)
     known = torch.tensor([num_targets, float(job.stop.requested)], dtype=torch.float64)
-    counts = torch.cat([loss_sum.reshape(1), known.to(loss_sum.device, non_blocking=True)])
+    device = loss_sum.device
+    counts = torch.cat(
+        [
+            loss_sum.reshape(1),
+            known.to(device, non_blocking=True),
+            job.router_balance.counted(device),
+        ]
+    )
     job.replicas.sum_([*(gradient for gradient, _ in gradients), counts])
-    totals = torch.cat([counts, square_norm(gradients).reshape(1).to(counts.device)])
+    squares = square_norm(gradients).reshape(1).to(counts.device)
+    totals = torch.cat([squares, counts])
     # The one exchange of numbers of a step, and the one place where the host waits for the device.
-    loss, targets, leave, squares = job.mesh.sum(totals).tolist()
+    totals = job.mesh.sum(totals)
+    squares, loss, targets, leave = totals[:4].tolist()
     targets /= job.mesh.degrees.token_copies
 
     # The loss is a sum over target tokens: this is where it is divided, once, by their number.
@@ -135,13 +148,12 @@ def train_step(job: Job) -> StepReport:
     number = state.step + 1
     if committed:
         scale_(gradients, min(1.0, job.max_norm / (grad_norm + 1e-6)) / targets)
-        for group in state.optimizer.param_groups:
-            group["lr"] = lr
-        state.optimizer.step()
+        state.optimizer.step(lr)
         state.step += 1
         state.tokens += job.global_batch_size * job.seq_len
     else:
         logger.warning("Step %d refused: loss %s, gradient norm %s.", number, loss, grad_norm)
+    router_loads = job.router_balance.settle(totals[4:], committed=committed)
     state.optimizer.zero_grad()
     state.cursor += job.global_batch_size
     return StepReport(
@@ -153,6 +165,7 @@ def train_step(job: Job) -> StepReport:
         lr=lr,
         num_target_tokens=round(targets),
         num_replicas=share.count,
+        router_loads=router_loads,
         samples=tuple(sample for mb in microbatches for sample in mb.samples),
         data_time_s=data_time_s,
     )

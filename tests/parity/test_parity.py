@@ -150,6 +150,52 @@ def test_same_training_of_qwen3(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
+EP = {"parallelism.expert_parallel_degree": 2}
+ETP = {"parallelism.expert_tensor_parallel_degree": 2}
+EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep-2": (2, EP),
+    "etp-2": (2, ETP),
+    "ep-2-fsdp-4": (4, EP),
+    "ep-4": (4, {"parallelism.expert_parallel_degree": 4}),
+    "ep-2-etp-2": (4, {**EP, **ETP}),
+    "hsdp-2x2-ep-2": (4, {**EP, **HSDP}),
+    "ep-2-cp-2": (4, {**EP, **CP}),
+    "tp-2": (2, TP),
+    "tp-2-ep-2": (2, {**TP, **EP}),
+    "tp-2-etp-2": (2, {**TP, **ETP}),
+    "tp-2-ep-2-whole-sequence": (2, {**TP, **EP, "parallelism.enable_sequence_parallel": False}),
+    "fsdp-2-tp-2-ep-4": (4, {**TP, "parallelism.expert_parallel_degree": 4}),
+    "fsdp-2-tp-2-ep-2": (4, {**TP, **EP}),
+    "pp-2-ep-2": (4, {**PP, **EP}),
+    "ep-2-recompute-full": (2, {**EP, "activation_checkpoint.mode": "full"}),
+    "ep-2-recompute-op": (2, {**EP, **OP_RECOMPUTE}),
+    "pp-2-tp-2-ep-4": (8, {**PP, **TP, "parallelism.expert_parallel_degree": 4}),
+    "ep-2-fsdp-8": (8, EP),
+    "ep-4-fsdp-2-cp-2-tp-2": (
+        8,
+        {**CP, **TP, **ONE_BY_ONE, "parallelism.expert_parallel_degree": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("mesh", EXPERT_MESHES)
+def test_same_training_with_experts(
+    mesh: str, optimizer: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = EXPERT_MESHES[mesh]
+    shared = {
+        "model.name": "qwen3",
+        "model.flavor": "many_experts",
+        "optimizer.name": optimizer,
+    }
+    expected = reference(**shared)
+    bias = expected.weights["layers.0.feed_forward.router.expert_bias_X"]
+    assert bias.abs().max() > 0
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
 @pytest.mark.parametrize("mesh", ["fsdp-4", "hsdp-2x2"])
 def test_same_loss_in_float32(
     mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path

@@ -190,10 +190,8 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
 def _step(state: TrainState) -> None:
     """One plain step on the same samples."""
     state.optimizer.zero_grad()
-    for group in state.optimizer.param_groups:
-        group["lr"] = state.schedule.lr(state.step)
     model: nn.Module = state.model
     model(**tiny_samples(), targets_BS=tiny_targets(), loss=cross_entropy()).div(46).backward()
-    state.optimizer.step()
+    state.optimizer.step(state.schedule.lr(state.step))
     state.step += 1
     state.cursor += 3

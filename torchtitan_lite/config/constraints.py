@@ -43,6 +43,7 @@ def check_against(config: Config, world_size: int) -> None:
     if spec is not None:
         problems += _sequence_length(config, spec)
         problems += _tensor_cuts(config, spec)
+        problems += _expert_cuts(config, spec)
         problems += _attention(config, spec)
     problems += _device(config)
     problems += _validation(config)
@@ -150,11 +151,36 @@ def _tensor_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
         )
     for what, size in spec.cut_sizes:
         if size % degree:
-            fitting = [str(d) for d in range(1, min(size, 64) + 1) if size % d == 0]
             yield (
                 f"parallelism.tensor_parallel_degree ({degree}) does not divide the {size} {what} "
-                f"of {spec.name} {spec.flavor}. Degrees that do: {', '.join(fitting)}."
+                f"of {spec.name} {spec.flavor}. Degrees that do: {', '.join(_divisors(size))}."
             )
+
+
+def _expert_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
+    """Degrees of experts without experts to share, or that do not divide them."""
+    parallelism = config.parallelism
+    sizes = {
+        "expert_parallel_degree": ("experts", spec.num_experts),
+        "expert_tensor_parallel_degree": ("features of an expert", spec.expert_width),
+    }
+    for key, (what, size) in sizes.items():
+        degree = getattr(parallelism, key)
+        if degree > 1 and not spec.num_experts:
+            yield (
+                f"parallelism.{key} ({degree}): {spec.name} {spec.flavor} has no experts. Set it "
+                "to 1, or choose a flavor with a mixture of experts."
+            )
+        elif size % degree:
+            yield (
+                f"parallelism.{key} ({degree}) does not divide the {size} {what} of {spec.name} "
+                f"{spec.flavor}. Degrees that do: {', '.join(_divisors(size))}."
+            )
+
+
+def _divisors(size: int) -> list[str]:
+    """The degrees that divide a size, as far as anyone would ask."""
+    return [str(degree) for degree in range(1, min(size, 64) + 1) if size % degree == 0]
 
 
 def _attention(config: Config, spec: ModelSpec) -> Iterator[str]:

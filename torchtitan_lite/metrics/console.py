@@ -143,6 +143,8 @@ def step_line(record: StepRecord, last_step: int, recent_step_s: Iterable[float]
     ]
     if record.mfu is not None:
         parts.insert(5, f"mfu {record.mfu * 100:.1f} %")
+    if record.router_load:
+        parts.insert(-2, f"busiest expert {max(record.router_load.values()):.1f}x")
     if record.skipped:
         parts.append("skipped: not finite")
     return "  ".join(parts)

@@ -45,6 +45,11 @@ class StepRecord:
     """Collecting garbage."""
     num_replicas: int
     """Replicas that took part."""
+    router_load: Mapping[str, float] | None = None
+    """By router of a mixture of experts: the tokens of its busiest expert, as a multiple of a fair
+    share; 1 is even."""
+    idle_experts: int | None = None
+    """Experts that no token of the step chose, over all routers."""
     skipped: bool = False
     """True when the loss or a gradient was not finite, so that no weight changed."""
 
@@ -78,10 +83,17 @@ class Event:
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those of `values` that can be drawn over the steps; the step itself is none of them."""
+    """Those of `values` that can be drawn over the steps, one level down too, as `NAME/INNER`; the
+    step itself is none of them."""
+    inner = {
+        f"{name}/{key}": value
+        for name, several in values.items()
+        if isinstance(several, Mapping)
+        for key, value in several.items()
+    }
     return {
         name: float(value)
-        for name, value in values.items()
+        for name, value in {**values, **inner}.items()
         if isinstance(value, bool | int | float) and name != "step"
     }
 

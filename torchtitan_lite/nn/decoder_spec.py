@@ -1,10 +1,11 @@
 """What a family's spec says about any `nn.decoder.Decoder`: first weights, cuts, stages and cost.
 
-Layer: above spec.
+Layer: above spec; `nn.moe`.
 """
 
 from collections.abc import Sequence
 
+from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.spec import InitRule, ModelCost, ShardRule
 
 
@@ -36,19 +37,35 @@ def decoder_init(
     )
 
 
-def decoder_shard_plan(*, qk_norm: bool = False) -> tuple[ShardRule, ...]:
-    """How tensor parallelism cuts a decoder whose blocks have an `nn.feed_forward.FeedForward`."""
+def decoder_shard_plan(
+    *, qk_norm: bool = False, moe: MoEDims | None = None
+) -> tuple[ShardRule, ...]:
+    """How tensor parallelism cuts a decoder whose blocks have an `nn.feed_forward.FeedForward`, or
+    an `nn.moe.MoE`, of which it leaves the experts alone."""
     # Before the other norms, which its pattern matches too.
     heads = (ShardRule(pattern="layers.*.attention.[qk]_norm.weight", cut="heads"),)
+    # The router works on the tokens that its rank has, and the choice is the same anywhere.
+    router = (ShardRule(pattern="layers.*.feed_forward.router.gate.weight", cut="sequence"),)
     return (
         ShardRule(pattern="tok_embeddings.weight", cut="embedding"),
         ShardRule(pattern="layers.*.attention.w[qkv].weight", cut="columns"),
         ShardRule(pattern="layers.*.attention.wo.weight", cut="rows"),
-        ShardRule(pattern="layers.*.feed_forward.w[13].weight", cut="columns"),
-        ShardRule(pattern="layers.*.feed_forward.w2.weight", cut="rows"),
+        *(router if moe is not None else ()),
+        *_feed_forward_rules(moe),
         *(heads if qk_norm else ()),
         ShardRule(pattern="*norm.weight", cut="sequence"),
         ShardRule(pattern="output.weight", cut="output"),
+    )
+
+
+def _feed_forward_rules(moe: MoEDims | None) -> tuple[ShardRule, ...]:
+    """For what every token passes through."""
+    if moe is not None and not moe.shared_hidden_dim:
+        return ()
+    place = "layers.*.feed_forward" if moe is None else "layers.*.feed_forward.shared"
+    return (
+        ShardRule(pattern=f"{place}.w[13].weight", cut="columns"),
+        ShardRule(pattern=f"{place}.w2.weight", cut="rows"),
     )
 
 

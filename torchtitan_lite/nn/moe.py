@@ -4,7 +4,7 @@ Invariants: no token is dropped unless a capacity is set, and then the same ones
 token is routed depends on that token and the balancing bias alone. `experts` sees copies of tokens
 sorted by expert, and how many each expert gets; it returns its results in the same order, so that
 expert parallelism can wrap it and nothing else. Layer: above errors; `nn.feed_forward`,
-`nn.grouped_linear`.
+`nn.grouped_linear`, `nn.rows`.
 
 Beside the legend in `spec.py`:
     X experts   C choices of a token   N = T*C copies of tokens, sorted by expert (fewer where a
@@ -12,6 +12,7 @@ Beside the legend in `spec.py`:
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from torch import nn
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.nn.grouped_linear import grouped_linear
+from torchtitan_lite.nn.rows import take_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +44,11 @@ class MoEDims:
     """Factor of the weights, after that."""
     balance_loss_weight: float = 0.0
     """Factor of the auxiliary loss that balances the experts within each sequence."""
+    bias_update_rate: float = 0.0
+    """How far a step moves the bias by which the choice of experts is balanced without a loss. 0:
+    the bias stays."""
     capacity_factor: float | None = None
-    """An expert takes this many times its fair share of the tokens of one call, and drops the
+    """An expert takes this many times its fair share of the tokens of a sequence, and drops the
     later ones. Unset: no token is dropped."""
 
     def __post_init__(self) -> None:
@@ -56,6 +61,8 @@ class MoEDims:
                 f"hidden_dim ({self.hidden_dim}) must be positive, and shared_hidden_dim "
                 f"({self.shared_hidden_dim}) positive or 0."
             )
+        if self.bias_update_rate < 0:
+            raise ConfigError(f"bias_update_rate ({self.bias_update_rate}) must not be below 0.")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
             raise ConfigError(
                 f"capacity_factor ({self.capacity_factor}) must be above 0; leave it out to drop "
@@ -112,11 +119,14 @@ class Router(nn.Module):
     expert_bias_X: torch.Tensor
     """Added to the scores for the choice alone, never to the weights."""
     load_X: torch.Tensor
-    """int64; tokens that chose each expert in the backward passes since the last update."""
+    """int64; tokens that chose each expert in the backward passes since it was last zeroed."""
+    sum_over_sequence: Callable[[torch.Tensor], torch.Tensor]
+    """Adds up what the ranks that share a sequence have counted."""
 
     def __init__(self, dim: int, dims: MoEDims) -> None:
         super().__init__()
         self.dims = dims
+        self.sum_over_sequence = lambda counts_BX: counts_BX
         self.gate = nn.Linear(dim, dims.num_experts, bias=False)
         # On the CPU even while the model is built on the meta device: they have no other source.
         bias_X = torch.zeros(dims.num_experts, dtype=torch.float32, device="cpu")
@@ -135,26 +145,24 @@ class Router(nn.Module):
             tiny = torch.finfo(weights_BSC.dtype).tiny
             weights_BSC = weights_BSC / weights_BSC.sum(-1, keepdim=True).clamp_min(tiny)
         weights_BSC = weights_BSC * self.dims.route_scale
-        counts_BX = _count(experts_BSC, self.dims.num_experts)
+        counts_BX = _count(experts_BSC.flatten(1), self.dims.num_experts)
         counts_X = counts_BX.sum(0)
         if self.training:
             weights_BSC = _Counted.apply(weights_BSC, counts_X, self.load_X)
             if self.dims.balance_loss_weight:
+                counts_BX = self.sum_over_sequence(counts_BX)
                 loss = self.dims.balance_loss_weight * balance_loss(scores_BSX, counts_BX)
                 weights_BSC = _WithLoss.apply(weights_BSC, loss)
         return Routing(experts_BSC, weights_BSC, counts_X)
 
     @torch.no_grad()
-    def update_expert_bias(self, counts_X: torch.Tensor, rate: float) -> None:
-        """Move the bias of each expert by `rate` towards its fair share of `counts_X`, and count
-        from zero again (auxiliary-loss-free balancing, arXiv:2408.15664).
-
-        `counts_X` is `load_X` summed over all ranks that routed tokens of the step.
-        """
+    def update_expert_bias(self, counts_X: torch.Tensor) -> None:
+        """Move the bias of each expert by `dims.bias_update_rate` towards its fair share of
+        `counts_X`, the tokens of a step that chose each expert (auxiliary-loss-free balancing,
+        arXiv:2408.15664)."""
         # Whole numbers throughout, so that every rank finds the same signs.
         shortage_X = counts_X.sum() - counts_X * len(counts_X)
-        self.expert_bias_X.add_(shortage_X.sign(), alpha=rate)
-        self.load_X.zero_()
+        self.expert_bias_X.add_(shortage_X.sign(), alpha=self.dims.bias_update_rate)
 
     def _scores(self, logits_BSX: torch.Tensor) -> torch.Tensor:
         """In float32 at least: in bfloat16 good experts would often have equal scores."""
@@ -165,6 +173,10 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The SwiGLU of every expert, w2(silu(w1 x) * w3 x), with the experts' matrices stacked."""
 
+    WIDTH_DIMS = {"w1": 1, "w2": 2, "w3": 1}
+    """The dim of each stack that runs over the features within an expert; dim 0 runs over the
+    experts."""
+
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
@@ -173,9 +185,21 @@ class Experts(nn.Module):
 
     def forward(self, tokens_ND: torch.Tensor, counts_X: torch.Tensor) -> torch.Tensor:
         """Tokens sorted by expert, and how many each expert gets -> [N, D] in the same order."""
-        hidden_NF = F.silu(grouped_linear(tokens_ND, self.w1, counts_X))
-        hidden_NF = hidden_NF * grouped_linear(tokens_ND, self.w3, counts_X)
-        return grouped_linear(hidden_NF, self.w2, counts_X)
+        return grouped_swiglu(tokens_ND, self.w1, self.w2, self.w3, counts_X)
+
+
+def grouped_swiglu(
+    tokens_ND: torch.Tensor,
+    w1_XFD: torch.Tensor,
+    w2_XDF: torch.Tensor,
+    w3_XFD: torch.Tensor,
+    counts_X: torch.Tensor,
+) -> torch.Tensor:
+    """`Experts.forward` with the stacks given. Of a part of the features F it is a part of the
+    sum."""
+    hidden_NF = F.silu(grouped_linear(tokens_ND, w1_XFD, counts_X))
+    hidden_NF = hidden_NF * grouped_linear(tokens_ND, w3_XFD, counts_X)
+    return grouped_linear(hidden_NF, w2_XDF, counts_X)
 
 
 @dataclass(frozen=True)
@@ -194,21 +218,31 @@ class Dispatched:
 def dispatch(x_TD: torch.Tensor, routing: Routing, capacity_factor: float | None) -> Dispatched:
     """Copy each token once for each of its experts, sorted by expert."""
     num_choices, num_experts = routing.experts_BSC.shape[-1], len(routing.counts_X)
-    experts_N = routing.experts_BSC.flatten()
-    counts_X = routing.counts_X
-    sorted_N, order_N = experts_N.sort(stable=True)
+    experts_N, counts_X = routing.experts_BSC.flatten(), routing.counts_X
     if capacity_factor is not None:
-        capacity = math.ceil(capacity_factor * len(experts_N) / num_experts)
-        starts_X = counts_X.cumsum(0) - counts_X
-        ranks_N = torch.arange(len(sorted_N), device=sorted_N.device) - starts_X[sorted_N]
-        order_N = order_N[(ranks_N >= capacity).int().argsort(stable=True)]
-        counts_X = counts_X.clamp_max(capacity)
+        queue_BSC = _places_in_queue(routing.experts_BSC, num_experts)
+        capacity = math.ceil(capacity_factor * queue_BSC[0].numel() / num_experts)
+        # Dropped copies go behind the last expert's.
+        experts_N = experts_N.masked_fill(queue_BSC.flatten() >= capacity, num_experts)
+        counts_X = _count(experts_N[None], num_experts + 1)[0, :num_experts]
+    order_N = experts_N.argsort(stable=True)
     places_TC = order_N.argsort().unflatten(0, (-1, num_choices))
-    tokens_ND = _Moved.apply(x_TD, order_N // num_choices, places_TC)
+    tokens_ND = take_rows(x_TD, order_N // num_choices, places_TC)
     if capacity_factor is not None:
         # The host waits here for the device: only the counts tell how many copies remain.
         tokens_ND = tokens_ND[: int(counts_X.sum())]
     return Dispatched(tokens_ND, counts_X, places_TC, order_N)
+
+
+def _places_in_queue(experts_BSC: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How many earlier copies of the same sequence chose the same expert, for each copy."""
+    queues_BN = experts_BSC.flatten(1)
+    first_B1 = torch.arange(len(queues_BN), device=queues_BN.device)[:, None] * num_experts
+    queues_N = (queues_BN + first_B1).flatten()
+    order_N = queues_N.argsort(stable=True)
+    sizes = _count(queues_N[None], len(queues_BN) * num_experts)[0]
+    starts_N = (sizes.cumsum(0) - sizes)[queues_N]
+    return (order_N.argsort() - starts_N).view_as(experts_BSC)
 
 
 def combine(out_ND: torch.Tensor, dispatched: Dispatched, routing: Routing) -> torch.Tensor:
@@ -217,9 +251,7 @@ def combine(out_ND: torch.Tensor, dispatched: Dispatched, routing: Routing) -> t
     num_dropped = len(order_N) - len(out_ND)
     if num_dropped:
         out_ND = F.pad(out_ND, (0, 0, 0, num_dropped))
-    out_TCD = _Moved.apply(out_ND, places_TC.flatten(), order_N[:, None]).unflatten(
-        0, places_TC.shape
-    )
+    out_TCD = take_rows(out_ND, places_TC.flatten(), order_N[:, None]).unflatten(0, places_TC.shape)
     weights_T1C = routing.weights_BSC.flatten(0, 1)[:, None].to(out_TCD.dtype)
     # A matrix product, since it adds in float32 without float32 copies of its factors.
     return (weights_T1C @ out_TCD)[:, 0]
@@ -228,37 +260,20 @@ def combine(out_ND: torch.Tensor, dispatched: Dispatched, routing: Routing) -> t
 def balance_loss(scores_BSX: torch.Tensor, counts_BX: torch.Tensor) -> torch.Tensor:
     """How unevenly each sequence loads the experts, summed over its tokens (arXiv:2412.19437,
     equations 17 to 20): 1 for each token where the load is even, more where the experts with
-    many tokens also have high scores."""
+    many tokens also have high scores.
+
+    `counts_BX` are those of whole sequences, of which the scores may be a part: the parts' losses
+    add up to that of the whole."""
     loads_BX = counts_BX.to(scores_BSX.dtype) * scores_BSX.shape[-1]
     loads_BX = loads_BX / counts_BX.sum(-1, keepdim=True)
     shares_BSX = scores_BSX / scores_BSX.sum(-1, keepdim=True)
     return (loads_BX * shares_BSX.sum(1)).sum()
 
 
-def _count(experts_BSC: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """How many tokens of each sequence chose each expert, [B, X] int64."""
-    experts_BN = experts_BSC.flatten(1)
+def _count(experts_BN: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How often each expert is named in each row, [B, X] int64."""
     zeros_BX = experts_BN.new_zeros(experts_BN.shape[0], num_experts)
     return zeros_BX.scatter_add(1, experts_BN, torch.ones_like(experts_BN))
-
-
-class _Moved(torch.autograd.Function):
-    """Rows taken by index, whose gradient takes rows by the inverse index: indexing alone would
-    add gradients atomically, in an order that no two runs share."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_RD: torch.Tensor, index_N: torch.Tensor, inverse_RC: torch.Tensor
-    ) -> torch.Tensor:
-        """Row n is `x_RD[index_N[n]]`; `inverse_RC` holds the C places that each row went to."""
-        ctx.save_for_backward(inverse_RC)
-        return x_RD.index_select(0, index_N)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (inverse_RC,) = ctx.saved_tensors
-        grad_RCD = grads[0].index_select(0, inverse_RC.flatten()).unflatten(0, inverse_RC.shape)
-        return grad_RCD.sum(1), None, None
 
 
 class _Counted(torch.autograd.Function):

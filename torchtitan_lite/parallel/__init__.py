@@ -7,7 +7,14 @@ they know of one is its ModelSpec. Layer: above nn, redistribute, mesh and spec.
 from torch import nn
 
 from torchtitan_lite.mesh import Mesh, ParallelismConfig
-from torchtitan_lite.parallel import activation_checkpoint, compiling, context, fsdp, tensor
+from torchtitan_lite.parallel import (
+    activation_checkpoint,
+    compiling,
+    context,
+    expert,
+    fsdp,
+    tensor,
+)
 from torchtitan_lite.parallel.config import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -38,12 +45,14 @@ def parallelize(
 ) -> None:
     """Apply every technique to a model on the meta device, in the one order that works.
 
-    Tensors are cut first, so that all else sees the modules as they will run.
+    Tensors are cut first, so that all else sees the modules as they will run; experts before the
+    rest, which is held whole where no rule cuts it.
     Recomputation goes inside the compiled region, so that the compiler sees it; sharding goes
     outside both, so that its collectives stay out of the graph.
     """
+    expert.apply(model, spec, mesh, parallelism)
     tensor.apply(model, spec, mesh, parallelism)
     context.apply(model, spec, mesh, parallelism)
     activation_checkpoint.apply(model, spec, checkpointing)
-    compiling.apply(model, spec, compilation)
+    compiling.apply(model, spec, mesh, compilation)
     fsdp.apply(model, spec, mesh, parallelism, precision)

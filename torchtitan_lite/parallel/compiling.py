@@ -1,20 +1,32 @@
 """torch.compile, block by block: the repeated blocks share one compiled graph, so the cost of
-compiling does not grow with the number of layers. Layer: above spec.
+compiling does not grow with the number of layers. Layer: above nn, mesh and spec; `expert`.
 """
 
 import torch
 from torch import nn
 
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.nn.moe import Experts
 from torchtitan_lite.parallel.blocks import blocks_of
 from torchtitan_lite.parallel.config import CompileConfig
+from torchtitan_lite.parallel.expert import has_own_mesh
 from torchtitan_lite.spec import ModelSpec
 
 
-def apply(model: nn.Module, spec: ModelSpec, config: CompileConfig) -> None:
+def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, config: CompileConfig) -> None:
     """Compile the forward of each block; parameter names stay as they are.
 
-    Only forward, not the whole call: the hooks by which FSDP gathers weights stay outside.
+    Only forward, not the whole call: the hooks by which FSDP gathers weights stay outside. A block
+    is one graph, but for the experts that lie elsewhere, where the host waits for what travels.
     """
-    if config.enable and "model" in config.components:
-        for block in blocks_of(model, spec):
-            block.forward = torch.compile(block.forward, backend=config.backend, fullgraph=True)
+    if not config.enable or "model" not in config.components:
+        return
+    experts_apart = has_own_mesh(spec, mesh)
+    if experts_apart:
+        for module in model.modules():
+            if isinstance(module, Experts):
+                setattr(module, "forward", torch.compiler.disable(module.forward))  # noqa: B010
+    for block in blocks_of(model, spec):
+        block.forward = torch.compile(
+            block.forward, backend=config.backend, fullgraph=not experts_apart
+        )

@@ -2,8 +2,11 @@
 
 Invariant: the gradient is the plain sum over ranks. FSDP would average it, which is wrong when
 ranks hold different numbers of target tokens; the one division is the trainer's.
-Layer: above mesh and spec.
+Layer: above nn, mesh and spec; `expert`.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,13 +18,16 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.device import Device
 from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.nn.moe import Experts
 from torchtitan_lite.parallel.blocks import modules_matching
 from torchtitan_lite.parallel.config import PrecisionConfig
+from torchtitan_lite.parallel.expert import has_own_mesh
 from torchtitan_lite.spec import ModelSpec
-from torchtitan_lite.torch_compat import flatten_axes
+from torchtitan_lite.torch_compat import flatten_axes, shards_on
 
 
 def apply(
@@ -39,11 +45,15 @@ def apply(
     compute_dtype = compute_dtype_of(precision, mesh.device)
     parameter_dtype = getattr(torch, precision.dtype)
     mixed = compute_dtype != parameter_dtype
-    is_alone = mesh.degrees.batch * mesh.degrees.cp == 1
+    experts_apart = has_own_mesh(spec, mesh)
+    is_alone = mesh.degrees.batch * mesh.degrees.cp == 1 and not (
+        experts_apart and mesh.expert_mesh.size(2) > 1
+    )
     if is_alone and not mixed and not precision.enable_cpu_offload:
         return
     settings = {
         "mesh": _sharding_mesh(mesh),
+        "shard_placement_fn": _expert_placement(model, mesh) if experts_apart else None,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=compute_dtype if mixed else None,
             # float32 at least: a sum over ranks in bfloat16 would lose most of them.
@@ -99,6 +109,25 @@ def _sharding_mesh(mesh: Mesh) -> DeviceMesh:
     if mesh.degrees.dp_replicate == 1:
         return mesh.device_mesh[shard]
     return mesh.device_mesh["dp_replicate", shard]
+
+
+def _expert_placement(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
+    """Experts are sharded over the ranks that hold the same ones, and gathered together with the
+    rest of their unit."""
+    axes = ("dp_replicate", "expert_shard") if mesh.degrees.dp_replicate > 1 else "expert_shard"
+    num_shards = mesh.degrees.expert_shape[2]
+    along = shards_on(mesh.expert_mesh[axes], (0, 1))
+    stacks = {p for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
+
+    def placement(parameter: nn.Parameter) -> Any:
+        if parameter not in stacks:
+            return None
+        assert isinstance(parameter, DTensor)
+        # Along the experts, or where they are too few, along a dim that divides.
+        num_experts, num_rows, _ = parameter.to_local().shape
+        return along[1 if num_experts < num_shards and num_rows % num_shards == 0 else 0]
+
+    return placement
 
 
 def _sum_gradients(model: nn.Module) -> None:

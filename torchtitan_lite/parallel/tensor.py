@@ -3,7 +3,7 @@ between the matrices each rank works on its part of the sequence (arXiv:2205.051
 
 What is cut how comes from the model's shard plan; nothing here names a model. Between modules the
 residual stream is a plain tensor: this rank's part of the sequence, or all of it when sequence
-parallelism is off. Layer: above mesh and spec.
+parallelism is off. Layer: above nn, mesh and spec.
 """
 
 from collections.abc import Mapping
@@ -35,6 +35,7 @@ from torchtitan_lite.errors import MeshError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh, ParallelismConfig
 from torchtitan_lite.nn.dropout import KeyedDropout
+from torchtitan_lite.nn.moe import Experts
 from torchtitan_lite.spec import ModelSpec, ShardRule, TokenLoss
 
 
@@ -68,8 +69,13 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
 
 def check_plan(model: nn.Module, spec: ModelSpec) -> None:
     """Raise MeshError for a rule of the shard plan that matches no parameter of the whole `model`,
-    and log the parameters that no rule matches."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    and log the parameters that no rule matches. Experts are no matter of the plan."""
+    elsewhere = {id(p) for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
+    names = [
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) not in elsewhere
+    ]
     rules = {name: _rule(name, spec) for name in names}
     unused = [rule.pattern for rule in spec.shard_plan if rule not in rules.values()]
     if unused:

@@ -5,23 +5,25 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples, tiny_spec
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.parallel import CompileConfig, compiling
 
 
 @pytest.mark.parametrize(
     "config", [CompileConfig(), CompileConfig(enable=True, components=["loss"])]
 )
-def test_blocks_are_compiled_only_when_asked(config: CompileConfig) -> None:
+def test_blocks_are_compiled_only_when_asked(config: CompileConfig, mesh: Mesh) -> None:
     model = tiny_decoder()
-    compiling.apply(model, tiny_spec(), config.model_copy(update={"backend": "no such backend"}))
+    config = config.model_copy(update={"backend": "no such backend"})
+    compiling.apply(model, tiny_spec(), mesh, config)
     model(**tiny_samples())
 
 
-def test_all_blocks_share_one_graph() -> None:
+def test_all_blocks_share_one_graph(mesh: Mesh) -> None:
     counter = CompileCounter()
     model, plain = tiny_decoder(num_layers=5).eval(), tiny_decoder(num_layers=5).eval()
     config = CompileConfig(enable=True).model_copy(update={"backend": counter})
-    compiling.apply(model, tiny_spec(num_layers=5), config)
+    compiling.apply(model, tiny_spec(num_layers=5), mesh, config)
     with torch.no_grad():
         compiled = model(**tiny_samples())
         assert torch.equal(compiled, plain(**tiny_samples()))

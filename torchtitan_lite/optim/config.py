@@ -1,0 +1,47 @@
+"""The sections of the optimizer and its learning rate. Layer: imports section only."""
+
+from typing import Annotated, Literal
+
+from torchtitan_lite.section import Section, at_least, below, between, only
+
+
+class OptimizerConfig(Section):
+    """The optimizer."""
+
+    name: Literal["AdamW", "Adam", "SGD"] = "AdamW"
+    """AdamW (arXiv:1711.05101), Adam (arXiv:1412.6980), or SGD with momentum `beta1`."""
+    lr: Annotated[float, at_least(0)] = 8e-4
+    """Highest learning rate, between warmup and decay."""
+    beta1: Annotated[float, at_least(0), below(1)] = 0.9
+    """Decay of the average of gradients."""
+    beta2: Annotated[float, at_least(0), below(1)] = 0.95
+    """Decay of the average of squared gradients."""
+    eps: Annotated[float, at_least(0)] = 1e-8
+    """Added to the root of the average of squared gradients."""
+    weight_decay: Annotated[float, at_least(0)] = 0.1
+    """Decay of the weights per step, times the learning rate."""
+    decay_norms_biases_embeddings: bool = False
+    """Let weight decay act on norms, biases and embeddings too (torchtitan: true)."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """How the step is computed: one parameter after the other, several at once, or in one kernel.
+    The result is the same up to rounding."""
+    early_step_in_backward: Annotated[
+        bool, only(False, "stepping in backward (it excludes clipping)")
+    ] = False
+    """Step each parameter as soon as its gradient is there."""
+
+
+class LRSchedulerConfig(Section):
+    """Warmup, stable phase and decay of the learning rate (WSD, arXiv:2404.06395)."""
+
+    warmup_steps: Annotated[int, at_least(0)] = 200
+    """Steps over which the learning rate rises linearly from 0."""
+    total_steps: Annotated[int, at_least(1)] | None = None
+    """Length of the schedule. Unset: `training.steps`."""
+    decay_ratio: Annotated[float, between(0, 1)] | None = None
+    """Share of the steps at the end over which the learning rate decays. Unset: it decays right
+    after warmup."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay, over its progress p: 1 - p, 1 - sqrt(p), or (1 + cos(pi p)) / 2."""
+    min_lr_factor: Annotated[float, between(0, 1)] = 0.0
+    """The learning rate ends at this share of `optimizer.lr`."""

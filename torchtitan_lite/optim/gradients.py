@@ -1,0 +1,58 @@
+"""The gradient as this rank holds it, and its norm over all ranks. Layer: above torch_compat."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.torch_compat import foreach_mul_, foreach_norm
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tensor, int]]:
+    """The part of each gradient that this rank holds, and how many ranks hold that same part."""
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor):
+            if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+                # Without FSDP, the gradient of a weight that every tp rank holds whole is still
+                # each rank's part of a sum.
+                gradient = gradient.redistribute(placements=parameter.placements)
+                parameter.grad = gradient
+            holders = 1
+            for axis, placement in enumerate(gradient.placements):
+                if placement.is_replicate():
+                    holders *= gradient.device_mesh.size(axis)
+            found.append((gradient.to_local(), holders))
+        else:
+            found.append((gradient, 1))
+    return found
+
+
+def square_norm(gradients: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
+    """This rank's share of the squared norm of the gradient: a 0-d float64 tensor whose sum over
+    all ranks is the squared norm on any mesh, since a part that n ranks hold counts 1/n on each.
+
+    `gradients` come from `local_gradients`.
+    """
+    by_holders: dict[int, list[torch.Tensor]] = {}
+    for gradient, holders in gradients:
+        by_holders.setdefault(holders, []).append(gradient)
+    total = torch.zeros((), dtype=torch.float64)
+    for holders, tensors in by_holders.items():
+        total = total.to(tensors[0].device) + square_sum(tensors) / holders
+    return total
+
+
+def square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the squares of all elements, float64; each tensor's own sum is float32 at least,
+    since in bfloat16 it would depend on how the tensors are cut."""
+    return torch.stack([norm.double() for norm in foreach_norm(tensors)]).square().sum()
+
+
+def scale_(gradients: list[tuple[torch.Tensor, int]], factor: float) -> None:
+    """Multiply the gradients by `factor` in place."""
+    foreach_mul_([gradient for gradient, _ in gradients if gradient.numel()], factor)

@@ -1,0 +1,75 @@
+"""The learning rate of each step.
+
+Invariant: it is a pure function of the number of committed steps, so a skipped step leaves no
+trace in it. Layer: above log.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torchtitan_lite.log import logger
+from torchtitan_lite.optim.config import LRSchedulerConfig, OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupStableDecay:
+    """The learning rate of each step, as plain data."""
+
+    peak_lr: float
+    warmup_steps: int
+    decay_steps: int
+    total_steps: int
+    decay_type: str
+    min_factor: float
+
+    def lr(self, committed_steps: int) -> float:
+        """Learning rate of the step that follows `committed_steps` committed ones. The decay would
+        reach its end one step after the last, so no step is wasted at a rate of 0."""
+        if committed_steps < self.warmup_steps:
+            return self.peak_lr * (committed_steps + 1) / self.warmup_steps
+        steps_into_decay = committed_steps - (self.total_steps - self.decay_steps)
+        if steps_into_decay <= 0:
+            return self.peak_lr
+        progress = min(1.0, steps_into_decay / self.decay_steps) if self.decay_steps else 1.0
+        shape = {
+            "linear": 1 - progress,
+            "sqrt": 1 - math.sqrt(progress),
+            "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        }[self.decay_type]
+        return self.peak_lr * (self.min_factor + (1 - self.min_factor) * shape)
+
+
+def build_schedule(
+    config: LRSchedulerConfig, optimizer: OptimizerConfig, steps: int
+) -> WarmupStableDecay:
+    """The schedule of a run of `steps` steps. Phases longer than the run are cut, and a log line
+    says to what."""
+    total = config.total_steps or steps
+    warmup = min(config.warmup_steps, total)
+    if warmup < config.warmup_steps:
+        logger.info(
+            "lr_scheduler.warmup_steps = %d exceeds the schedule's %d steps; using %d.",
+            config.warmup_steps,
+            total,
+            warmup,
+        )
+    decay = total - warmup
+    if config.decay_ratio is not None:
+        wanted = round(total * config.decay_ratio)
+        if wanted > decay:
+            logger.info(
+                "warmup (%d) and decay (%d) exceed the schedule's %d steps; decay takes %d.",
+                warmup,
+                wanted,
+                total,
+                decay,
+            )
+        decay = min(wanted, decay)
+    return WarmupStableDecay(
+        peak_lr=optimizer.lr,
+        warmup_steps=warmup,
+        decay_steps=decay,
+        total_steps=total,
+        decay_type=config.decay_type,
+        min_factor=config.min_lr_factor,
+    )
