@@ -153,7 +153,8 @@ def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
             tied_embeddings=dims.tied_embeddings,
         ),
         shard_plan=decoder_shard_plan(),
-        stage_units=decoder_stage_units(dims.num_layers, dims.tied_embeddings),
+        stage_units=decoder_stage_units(dims.num_layers),
+        tied_units=("tok_embeddings", "output") if dims.tied_embeddings else None,
         width=dims.dim,
         cut_sizes=(
             ("key/value heads", dims.num_kv_heads),

@@ -151,7 +151,8 @@ def spec_of(dims: Qwen3Dims, flavor: str) -> ModelSpec:
         shard_plan=decoder_shard_plan(qk_norm=True, moe=dims.moe),
         num_experts=0 if dims.moe is None else dims.moe.num_experts,
         expert_width=0 if dims.moe is None else dims.moe.hidden_dim,
-        stage_units=decoder_stage_units(dims.num_layers, dims.tied_embeddings),
+        stage_units=decoder_stage_units(dims.num_layers),
+        tied_units=("tok_embeddings", "output") if dims.tied_embeddings else None,
         width=dims.dim,
         cut_sizes=_cut_sizes(dims),
         # Tied weights are one parameter of two modules, which only their parent can gather once.

@@ -73,7 +73,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         )
         opened.callback(data.loader.close)
         parts = build_model(config, spec, mesh)
-        model = joined(parts)
+        model = joined(parts, spec, mesh)
         state = TrainState(
             model=model,
             optimizer=build_optimizer(config.optimizer, model, spec.no_decay, mesh.device),

@@ -169,6 +169,8 @@ class ModelSpec:
     stage_units: tuple[str, ...] = ()
     """Names of the modules that the pipeline shares out, in the order of forward; none of them is
     missed by the model's forward when it is None or deleted. Empty: no pipeline."""
+    tied_units: tuple[str, str] | None = None
+    """Two modules whose `weight` is one parameter, in the order of forward."""
     width: int = 0
     """Width of the hidden states that pass from stage to stage."""
     blocks: str = "layers.*"

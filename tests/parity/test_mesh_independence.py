@@ -30,7 +30,8 @@ def initial_weights(folder: Path, overrides: dict[str, Any]) -> dict[str, str]:
     """A digest of each whole parameter, before any step."""
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     config = odd_config(folder, overrides)
-    model = joined(build_model(config, model_spec(config.model), mesh_for(config)))
+    spec, mesh = model_spec(config.model), mesh_for(config)
+    model = joined(build_model(config, spec, mesh), spec, mesh)
     return digest(whole(dict(model.named_parameters())))
 
 

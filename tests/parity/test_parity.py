@@ -121,13 +121,19 @@ def test_same_training_with_dropout(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize(
+    "mesh",
+    ["fsdp-2", "tp-2", "tp-2-whole-logits", "pp-2", "pp-2-zbv", "pp-2-fsdp-2", "pp-2-tp-2"],
+)
 def test_same_training_with_tied_embeddings(
-    pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+    mesh: str, optimizer: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    shared = {"model.flavor": "odd_tied"}
+    world_size, overrides = MESHES[mesh]
+    shared = {"model.flavor": "odd_tied", "optimizer.name": optimizer}
     expected = reference(**shared)
     assert "output.weight" not in expected.weights
-    for outcome in pools(2).run(run_job, tmp_path / "run", {**FSDP, **shared}):
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 

@@ -80,9 +80,8 @@ def _batch(config: Config, degrees: Degrees) -> Iterator[str]:
 def _pipeline(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str]:
     if not spec.stage_units:
         yield (
-            f"The pipeline cannot share out {spec.name} {spec.flavor}: its embedding and its "
-            "output are one weight, which the first and the last stage would both hold. Use "
-            "pipeline_parallel_degree = 1, or a flavor whose embeddings are not tied."
+            f"The pipeline cannot share out {spec.name} {spec.flavor}: it names no stage_units. "
+            "Use pipeline_parallel_degree = 1."
         )
         return
     try:

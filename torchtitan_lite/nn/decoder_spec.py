@@ -69,11 +69,8 @@ def _feed_forward_rules(moe: MoEDims | None) -> tuple[ShardRule, ...]:
     )
 
 
-def decoder_stage_units(num_layers: int, tied_embeddings: bool) -> tuple[str, ...]:
-    """The modules that a pipeline shares out, in the order of forward; none where the first and
-    the last share their weights."""
-    if tied_embeddings:
-        return ()
+def decoder_stage_units(num_layers: int) -> tuple[str, ...]:
+    """The modules that a pipeline shares out, in the order of forward."""
     layers = (f"layers.{layer}" for layer in range(num_layers))
     return ("tok_embeddings", *layers, "norm", "output")
 

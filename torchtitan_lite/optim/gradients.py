@@ -1,4 +1,4 @@
-"""The gradient as this rank holds it, and its norm over all ranks. Layer: above torch_compat."""
+"""The gradient as this rank holds it, and its norm over all ranks. Layer: above redistribute."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.redistribute import align_gradient
 from torchtitan_lite.torch_compat import foreach_mul_, foreach_norm
 
 
@@ -13,15 +14,10 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tens
     """The part of each gradient that this rank holds, and how many ranks hold that same part."""
     found = []
     for parameter in parameters:
-        gradient = parameter.grad
+        gradient = align_gradient(parameter)
         if gradient is None:
             continue
         if isinstance(gradient, DTensor):
-            if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-                # Without FSDP, the gradient of a weight that every tp rank holds whole is still
-                # each rank's part of a sum.
-                gradient = gradient.redistribute(placements=parameter.placements)
-                parameter.grad = gradient
             holders = 1
             for axis, placement in enumerate(gradient.placements):
                 if placement.is_replicate():

@@ -20,6 +20,7 @@ from torchtitan_lite.mesh import Mesh, ParallelismConfig
 from torchtitan_lite.parallel.fsdp import reshard
 from torchtitan_lite.parallel.sequence_cut import SequenceCut, plain_sequences
 from torchtitan_lite.parallel.stages import StagePlan
+from torchtitan_lite.parallel.tied import TiedCopy
 from torchtitan_lite.spec import Microbatch, ModelSpec, TokenLoss
 
 
@@ -52,6 +53,7 @@ class Pipeline:
         self._sequence_parts = mesh.degrees.tp if parallelism.enable_sequence_parallel else 1
         self._schedule_class = get_schedule_class(parallelism.pipeline_parallel_schedule)
         self._spec, self._dtype = spec, dtype
+        self._tied = TiedCopy(self._stages, plan, spec, self._group)
         self._made: dict[tuple[int, int, int, bool], Any] = {}
         if self._last in self._stages:
             part = self._stages[self._last]
@@ -71,6 +73,7 @@ class Pipeline:
         if documents:
             inputs["documents_BS"] = torch.cat(documents)
         tokens_BS = torch.cat([batch.tokens_BS for batch in batches])
+        self._tied.refresh()
         holds_first, holds_last = 0 in self._stages, self._last in self._stages
         losses: list[torch.Tensor] = []
         with torch.set_grad_enabled(backward):
@@ -82,7 +85,9 @@ class Pipeline:
                 return_outputs=False,
                 **inputs,
             )
-        if not backward:
+        if backward:
+            self._tied.return_gradient()
+        else:
             for part in self._stages.values():
                 reshard(part)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -93,6 +98,7 @@ class Pipeline:
     @torch.no_grad()
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """See `spec.Schedule`."""
+        self._tied.refresh()
         batch = self._cut.cut(plain_sequences(tokens_BS.to(self._device)))
         others = {"positions_BS": batch.positions_BS, "keys_B": batch.keys_B}
         batch_size, length = batch.tokens_BS.shape

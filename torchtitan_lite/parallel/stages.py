@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchtitan_lite.errors import MeshError
-from torchtitan_lite.mesh import ParallelismConfig
+from torchtitan_lite.mesh import Mesh, ParallelismConfig
 from torchtitan_lite.spec import ModelSpec
 
 _V_SHAPED = {"zbvzerobubble", "dualpipev"}
@@ -83,15 +83,19 @@ def keep_only(model: nn.Module, spec: ModelSpec, modules: Sequence[str]) -> None
             setattr(parent, leaf, None)
 
 
-def joined(parts: Sequence[nn.Module]) -> nn.Module:
+def joined(parts: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh) -> nn.Module:
     """The stages that a rank holds as one module, whose parameters have the names that they have
-    in the whole model. It is for state only; forward goes through the parts."""
-    if len(parts) == 1:
+    in the whole model; a weight that is tied to that of an earlier stage is not among them. It is
+    for state only; forward goes through the parts."""
+    if mesh.degrees.pp == 1:
         return parts[0]
     whole = nn.Module()
+    owner, copy = spec.tied_units or ("", "")
     for part in parts:
         for name, child in part.named_children():
             held = getattr(whole, name, None)
+            if name == copy and owner not in dict(part.named_children()):
+                continue
             if isinstance(child, nn.ModuleDict) and isinstance(held, nn.ModuleDict):
                 held.update(dict(child.items()))
             elif isinstance(child, nn.ModuleDict):

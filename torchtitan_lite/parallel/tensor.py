@@ -47,7 +47,10 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
     stream: Placement = Shard(1) if parallelism.enable_sequence_parallel else Replicate()
     styles = {
         name.rpartition(".")[0]: _style(
-            cut, stream, loss_parallel=not parallelism.disable_loss_parallel
+            cut,
+            stream,
+            # A weight that is the embedding's too is cut as that is.
+            loss_parallel=not parallelism.disable_loss_parallel or spec.tied_units is not None,
         )
         for name, cut in cuts.items()
     }
