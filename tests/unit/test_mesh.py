@@ -120,3 +120,40 @@ def test_the_time_limit_of_every_group_changes() -> None:
 
 def _timeouts(groups: list[Any]) -> set[timedelta]:
     return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+def test_experts_see_the_same_ranks_in_another_way() -> None:
+    config = ParallelismConfig(
+        data_parallel_replicate_degree=2,
+        context_parallel_degree=3,
+        tensor_parallel_degree=4,
+        expert_parallel_degree=6,
+        expert_tensor_parallel_degree=2,
+    )
+    degrees = resolve_degrees(config, 48)
+    assert degrees.shape == (1, 2, 2, 3, 4)
+    assert degrees.expert_shape == (1, 2, 2, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("etp", "remedy"),
+    [
+        (1, "With expert_tensor_parallel_degree = 1, expert_parallel_degree may be 1, 2, 3, 6."),
+        (2, "With expert_tensor_parallel_degree = 2, expert_parallel_degree may be 1, 3."),
+        (4, "Set expert_tensor_parallel_degree to a divisor of 6."),
+    ],
+)
+def test_experts_on_ranks_that_do_not_divide_are_refused(etp: int, remedy: str) -> None:
+    config = ParallelismConfig(
+        data_parallel_replicate_degree=2,
+        tensor_parallel_degree=2,
+        expert_parallel_degree=4,
+        expert_tensor_parallel_degree=etp,
+    )
+    with pytest.raises(MeshError) as error:
+        resolve_degrees(config, 12)
+    assert str(error.value) == (
+        f"expert_parallel_degree (4) x expert_tensor_parallel_degree ({etp}) = {4 * etp} does not "
+        "divide the ranks that share the weights: data_parallel_shard (3) x context (1) x tensor "
+        f"(2) = 6. {remedy}"
+    )

@@ -162,3 +162,33 @@ def test_all_problems_at_once(config) -> None:
     arguments = ["--training.global_batch_size", "7", "--validation.enable"]
     arguments += ["--training.seq_len", "999999", "--model.hf_assets_path", "nowhere"]
     assert refusal(config(*arguments), 2).startswith("The configuration has 4 problems:")
+
+
+@pytest.mark.parametrize(
+    ("degree", "flavor", "expected"),
+    [
+        (
+            "expert_parallel_degree",
+            "debugmodel_moe",
+            "parallelism.expert_parallel_degree (3) does not divide the 8 experts of qwen3 "
+            "debugmodel_moe. Degrees that do: 1, 2, 4, 8.",
+        ),
+        (
+            "expert_tensor_parallel_degree",
+            "debugmodel",
+            "parallelism.expert_tensor_parallel_degree (3): qwen3 debugmodel has no experts. Set "
+            "it to 1, or choose a flavor with a mixture of experts.",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_shared_are_refused(
+    config, degree: str, flavor: str, expected: str
+) -> None:
+    arguments = ["--model.name", "qwen3", "--model.flavor", flavor, f"--parallelism.{degree}", "3"]
+    arguments += ["--training.global_batch_size", "24"]
+    assert refusal(config(*arguments), 3) == expected
+
+
+def test_a_rate_for_routers_needs_routers(config) -> None:
+    text = refusal(config("--model.router_bias_update_rate", "0.01"))
+    assert "model.router_bias_update_rate (0.01): llama3 debugmodel has no experts" in text

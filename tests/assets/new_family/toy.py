@@ -1,0 +1,107 @@
+"""A model family in one file, as a user would add it to `models/`: blocks in which attention and a
+plain GELU network read the same normalised input."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan_lite.models import ModelConfig, flavor_dims
+from torchtitan_lite.nn.attention import Attention, AttentionMask, Backend, BlockContext
+from torchtitan_lite.nn.decoder import OutputProjection
+from torchtitan_lite.nn.rope import RotaryEmbedding
+from torchtitan_lite.spec import InitRule, ModelCost, ModelSpec, ShardRule, TokenLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyDims:
+    dim: int = 30
+    width: int = 44
+    num_layers: int = 3
+    num_heads: int = 4
+    head_dim: int = 6
+    vocab_size: int = 517
+    attention_backend: Backend = "sdpa"
+    document_mask: bool = True
+    dropout: float = 0.0
+
+
+FLAVORS = {"small": ToyDims()}
+
+
+class Block(nn.Module):
+    def __init__(self, dims: ToyDims) -> None:
+        super().__init__()
+        heads = (dims.num_heads, dims.num_heads, dims.head_dim)
+        self.norm = nn.LayerNorm(dims.dim)
+        self.attention = Attention(dims.dim, *heads, dims.attention_backend)
+        self.mlp = nn.Sequential(
+            nn.Linear(dims.dim, dims.width), nn.GELU(), nn.Linear(dims.width, dims.dim)
+        )
+
+    def forward(self, x_BSD: torch.Tensor, context: BlockContext) -> torch.Tensor:
+        normed_BSD = self.norm(x_BSD)
+        return x_BSD + self.attention(normed_BSD, context) + self.mlp(normed_BSD)
+
+
+class Toy(nn.Module):
+    def __init__(self, dims: ToyDims) -> None:
+        super().__init__()
+        self.mask = AttentionMask(dims.attention_backend)
+        self.rotary = RotaryEmbedding(dims.head_dim, 10000.0, scaling=None)
+        self.embed = nn.Embedding(dims.vocab_size, dims.dim)
+        self.blocks = nn.ModuleDict({str(i): Block(dims) for i in range(dims.num_layers)})
+        self.head = OutputProjection(dims.dim, dims.vocab_size)
+
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        *,
+        positions_BS: torch.Tensor,
+        keys_B: torch.Tensor,
+        documents_BS: torch.Tensor | None = None,
+        targets_BS: torch.Tensor | None = None,
+        loss: TokenLoss | None = None,
+    ) -> torch.Tensor:
+        cos, sin = self.rotary(positions_BS)
+        mask = self.mask(positions_BS, documents_BS)
+        context = BlockContext(cos, sin, mask, positions_BS, keys_B)
+        x_BSD = tokens_BS if self.embed is None else F.silu(self.embed(tokens_BS))
+        for block in self.blocks.values():
+            x_BSD = block(x_BSD, context)
+        return x_BSD if self.head is None else self.head(x_BSD, targets_BS, loss)
+
+
+def model_spec(config: ModelConfig) -> ModelSpec:
+    dims = flavor_dims(FLAVORS, config)
+    return ModelSpec(
+        name="toy",
+        flavor=config.flavor,
+        dims=dims,
+        vocab_size=dims.vocab_size,
+        num_layers=dims.num_layers,
+        max_seq_len=1024,
+        document_mask=dims.document_mask,
+        build=lambda: Toy(dims),
+        init=(
+            InitRule(pattern="*norm.weight", kind="ones"),
+            InitRule(pattern="*.bias", kind="zeros"),
+            InitRule(pattern="*", kind="normal", std=0.05),
+        ),
+        shard_plan=(
+            ShardRule(pattern="embed.weight", cut="embedding"),
+            ShardRule(pattern="blocks.*.attention.w[qkv].weight", cut="columns"),
+            ShardRule(pattern="blocks.*.attention.wo.weight", cut="rows"),
+            ShardRule(pattern="blocks.*.mlp.0.*", cut="columns"),
+            ShardRule(pattern="blocks.*.mlp.2.*", cut="rows"),
+            ShardRule(pattern="blocks.*.norm.*", cut="sequence"),
+            ShardRule(pattern="head.weight", cut="output"),
+        ),
+        cut_sizes=(("heads", dims.num_heads), ("features of the network", dims.width)),
+        stage_units=("embed", *(f"blocks.{i}" for i in range(dims.num_layers)), "head"),
+        width=dims.dim,
+        blocks="blocks.*",
+        extra_fsdp_units=("embed", "head"),
+        cost=lambda seq_len: ModelCost(num_params=0, num_active_params=0, flops_per_token=0),
+    )

@@ -1,0 +1,35 @@
+"""A new model is one file: with it beside the other families, and no line elsewhere, every
+parallelism runs it and gives the loss of one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tolerances
+from tests.job import Outcome, run_job
+from tests.parity.meshes import MESHES, assert_same
+from tests.pool import WorkerPool
+from torchtitan_lite import models
+
+Pools = Callable[[int], WorkerPool]
+FOLDER = Path(__file__).parents[1] / "assets" / "new_family"
+
+
+def run_with_the_file(folder: Path, overrides: dict[str, Any]) -> Outcome:
+    """Train the new family in this worker, as if its file lay in `models/`."""
+    if str(FOLDER) not in models.__path__:
+        models.__path__.append(str(FOLDER))
+    return run_job(folder, {**overrides, "model.name": "toy", "model.flavor": "small"})
+
+
+@pytest.mark.parametrize(
+    "mesh", ["fsdp-2", "tp-2", "tp-2-whole-sequence", "cp-2-ulysses", "pp-2", "fsdp-2-tp-2"]
+)
+def test_a_family_in_one_file_trains_on_every_mesh(mesh: str, pools: Pools, tmp_path: Path) -> None:
+    (alone,) = pools(1).run(run_with_the_file, tmp_path / "1", {"training.local_batch_size": 8})
+    assert alone.losses[-1] < alone.losses[0]
+    world_size, overrides = MESHES[mesh]
+    for outcome in pools(world_size).run(run_with_the_file, tmp_path / "n", overrides):
+        assert_same(outcome, alone, tolerances.PARITY_FLOAT64)
