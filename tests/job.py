@@ -65,6 +65,7 @@ ODD_QWEN3 = qwen3.Qwen3Dims(
     vocab_size=517,
     document_mask=True,
 )
+FOUR_KV_HEADS = replace(ODD_DIMS, num_heads=8, num_kv_heads=4, hidden_dim=52)
 ODD_EXPERTS = replace(
     ODD_QWEN3, hidden_dim=None, moe=MoEDims(num_experts=5, top_k=2, hidden_dim=22)
 )
@@ -108,10 +109,14 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
     llama3.FLAVORS["odd"] = ODD_DIMS
+    llama3.FLAVORS["four_kv_heads"] = FOUR_KV_HEADS
     llama3.FLAVORS["odd_tied"] = replace(ODD_DIMS, tied_embeddings=True)
     qwen3.FLAVORS["odd"] = ODD_QWEN3
     qwen3.FLAVORS["odd_experts"] = ODD_EXPERTS
     qwen3.FLAVORS["many_experts"] = MANY_EXPERTS
+    qwen3.FLAVORS["capped_experts"] = replace(
+        ODD_EXPERTS, moe=MoEDims(num_experts=4, top_k=2, hidden_dim=22, capacity_factor=1.0)
+    )
     return Config.model_validate(values)
 
 

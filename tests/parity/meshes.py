@@ -24,6 +24,14 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp-4": (4, {**FSDP, **BIG_LOCAL_BATCH}),
     "hsdp-2x2": (4, {**HSDP, **BIG_LOCAL_BATCH}),
     "replicate-2": (2, {**HSDP, "parallelism.data_parallel_shard_degree": 1}),
+    "replicate-4": (
+        4,
+        {
+            **BIG_LOCAL_BATCH,
+            "parallelism.data_parallel_replicate_degree": 4,
+            "parallelism.data_parallel_shard_degree": 1,
+        },
+    ),
     "accumulation-1": (1, {"training.local_batch_size": 2}),
     "accumulation-fsdp-2": (2, FSDP),
     "accumulation-hsdp-2x2": (4, HSDP),
@@ -34,12 +42,28 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp-2-whole-sequence": (2, {**TP, "parallelism.enable_sequence_parallel": False}),
     "tp-2-whole-logits": (2, {**TP, "parallelism.disable_loss_parallel": True}),
     "tp-2-recompute-op": (2, {**TP, **OP_RECOMPUTE}),
+    "tp-4": (
+        4,
+        {
+            "model.flavor": "four_kv_heads",
+            "parallelism.tensor_parallel_degree": 4,
+            "training.local_batch_size": 8,
+        },
+    ),
     "fsdp-2-tp-2": (4, TP),
     "replicate-2-tp-2": (4, {**TP, **HSDP}),
     "cp-2-allgather": (2, {**CP, **BIG_LOCAL_BATCH}),
     "cp-2-unbalanced": (2, {**CP, "parallelism.context_parallel_load_balancer": None}),
     "cp-2-ulysses": (2, {**CP, "parallelism.context_parallel_rotate_method": "ulysses"}),
     "cp-4-allgather": (4, {"parallelism.context_parallel_degree": 4}),
+    "cp-4-ulysses": (
+        4,
+        {
+            "model.flavor": "four_kv_heads",
+            "parallelism.context_parallel_degree": 4,
+            "parallelism.context_parallel_rotate_method": "ulysses",
+        },
+    ),
     "fsdp-2-cp-2": (4, CP),
     "replicate-2-cp-2-ulysses": (
         4,
@@ -57,6 +81,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "pp-2-interleaved": (2, {**PP, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
     "pp-2-zbv": (2, {**PP, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
+    "pp-4": (4, {"parallelism.pipeline_parallel_degree": 4}),
     "pp-2-fsdp-2": (4, PP),
     "pp-2-tp-2": (4, {**PP, **TP}),
     "pp-2-cp-2": (4, {**PP, **CP}),

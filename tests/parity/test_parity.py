@@ -46,7 +46,10 @@ def test_same_training_as_one_process(
     mesh: str, optimizer: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     world_size, overrides = MESHES[mesh]
-    shared = {"optimizer.name": optimizer}
+    shared = {
+        "optimizer.name": optimizer,
+        "model.flavor": overrides.get("model.flavor", "odd"),
+    }
     expected = reference(**shared)
     for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
@@ -155,6 +158,20 @@ def test_compiled_blocks_train_alike(
     }
     expected = reference(**{"model.dropout": 0.2})
     for outcome in pools(2).run(run_job, tmp_path / "run", overrides, timeout_s=280):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+def test_compiled_blocks_with_experts_elsewhere_train_alike(
+    pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    shared = {"model.name": "qwen3", "model.flavor": "many_experts"}
+    overrides = {
+        **EXPERT_MESHES["ep-2"][1],
+        "compile.enable": True,
+        "compile.backend": "aot_eager",
+    }
+    expected = reference(**shared)
+    for outcome in pools(2).run(run_job, tmp_path / "run", {**overrides, **shared}, timeout_s=280):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 

@@ -27,6 +27,15 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp-2x2": (4, HSDP),
     "pp-2-fsdp-2": (4, {"parallelism.pipeline_parallel_degree": 2}),
     "fsdp-2-tp-2": (4, {"parallelism.tensor_parallel_degree": 2}),
+    "fsdp-2-ep-2": (
+        4,
+        {
+            "model.name": "qwen3",
+            "model.flavor": "many_experts",
+            "parallelism.expert_parallel_degree": 2,
+        },
+    ),
+    "pp-2-tied": (2, {"model.flavor": "odd_tied", "parallelism.pipeline_parallel_degree": 2}),
 }
 
 

@@ -1,0 +1,120 @@
+"""What experts add to a mesh: one start everywhere, a load that is counted and evened out, and one
+validation loss."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tolerances
+from tests.job import Outcome, mesh_for, odd_config, run_job
+from tests.parity.meshes import EXPERT_MESHES
+from tests.parity.test_mesh_independence import initial_weights, validation_loss
+from tests.pool import WorkerPool
+from torchtitan_lite.build import build
+from torchtitan_lite.parallel.router_balance import routers_of
+from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.spec import Microbatch, Schedule
+from torchtitan_lite.trainer import train_step
+
+Pools = Callable[[int], WorkerPool]
+EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts"}
+MESHES = ["ep-2", "ep-2-etp-2", "ep-4", "tp-2", "pp-2-ep-2", "tp-2-ep-2-whole-sequence"]
+
+
+def test_initial_weights_are_the_same_bits_on_every_mesh(pools: Pools, tmp_path: Path) -> None:
+    settings = {**EXPERTS, "training.dtype": "float32"}
+    (alone,) = pools(1).run(initial_weights, tmp_path, settings)
+    assert "layers.2.feed_forward.experts.w2" in alone
+    for mesh in MESHES:
+        world_size, overrides = EXPERT_MESHES[mesh]
+        for weights in pools(world_size).run(initial_weights, tmp_path, {**settings, **overrides}):
+            assert weights == alone, mesh
+
+
+def test_validation_gives_the_same_loss(pools: Pools, tmp_path: Path) -> None:
+    (alone,) = pools(1).run(validation_loss, tmp_path / "1", EXPERTS)
+    for mesh in ("ep-2", "pp-2-ep-2", "tp-2-ep-2-whole-sequence"):
+        world_size, overrides = EXPERT_MESHES[mesh]
+        for loss in pools(world_size).run(
+            validation_loss, tmp_path / "n", {**EXPERTS, **overrides}
+        ):
+            assert loss == pytest.approx(alone, rel=tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize("mesh", ["ep-2", "tp-2-ep-2-whole-sequence", "pp-2-ep-2"])
+def test_the_load_of_every_router_is_logged_and_sums_to_the_tokens(
+    mesh: str, pools: Pools, tmp_path: Path
+) -> None:
+    settings = {**EXPERTS, "training.steps": 2}
+    pools(1).run(run_job, tmp_path / "alone", settings)
+    world_size, overrides = EXPERT_MESHES[mesh]
+    pools(world_size).run(run_job, tmp_path / "mesh", {**settings, **overrides})
+    alone, shared = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("alone", "mesh")
+    )
+    routers = [f"layers.{layer}.feed_forward.router" for layer in range(3)]
+    assert [list(line["router_load"]) for line in shared] == [routers, routers]
+    assert [line["router_load"] for line in shared] == [line["router_load"] for line in alone]
+    assert [line["idle_experts"] for line in shared] == [line["idle_experts"] for line in alone]
+    # 8 samples of 24 tokens, each with 2 of 12 experts: a fair share is 32 copies.
+    busiest = shared[0]["router_load"][routers[0]] * 32
+    assert busiest == round(busiest) > 32
+
+
+class _Scaled:
+    """A schedule whose losses are multiplied by a factor."""
+
+    def __init__(self, inner: Schedule, factor: float) -> None:
+        self.min_microbatches, self.logits = inner.min_microbatches, inner.logits
+        self._inner, self._factor = inner, factor
+
+    def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> torch.Tensor:
+        return self._inner.run(microbatches, backward=backward) * self._factor
+
+
+def biases_around_a_refused_step(folder: Path, overrides: dict[str, Any]) -> list[torch.Tensor]:
+    """All biases: at the start, after a step whose loss is not finite, and after a good one."""
+    config = odd_config(folder, {**overrides, **EXPERTS})
+    with build(config, mesh_for(config), StopRequest()) as built:
+        job = built.job
+        routers = routers_of(job.state.model).values()
+
+        def biases() -> torch.Tensor:
+            return torch.stack([router.expert_bias_X.clone() for router in routers])
+
+        found = [biases()]
+        for factor in (math.nan, 1.0):
+            report = train_step(replace(job, schedule=_Scaled(job.schedule, factor)))
+            assert report.committed == (factor == 1.0)
+            loads = torch.stack(list(report.router_loads.values()))
+            assert loads.sum(1).tolist() == [8 * 24 * 2] * 3
+            found.append(biases())
+        return found
+
+
+def test_a_refused_step_moves_no_bias(pools: Pools, tmp_path: Path) -> None:
+    world_size, overrides = EXPERT_MESHES["ep-2"]
+    for start, refused, committed in pools(world_size).run(
+        biases_around_a_refused_step, tmp_path / "run", overrides
+    ):
+        assert torch.equal(refused, start)
+        moved = (committed - refused).abs()
+        assert moved.max() == pytest.approx(0.02)
+        assert ((moved == 0) | (moved == moved.max())).all()
+
+
+def test_a_capacity_is_refused_where_sequences_are_cut(pools: Pools, tmp_path: Path) -> None:
+    settings = {"model.name": "qwen3", "model.flavor": "capped_experts"}
+    ep, tp = ({**settings, **EXPERT_MESHES[mesh][1]} for mesh in ("ep-2", "tp-2"))
+    (alone,) = pools(1).run(run_job, tmp_path / "1", {**settings, "training.local_batch_size": 8})
+    outcome: Outcome = pools(2).run(run_job, tmp_path / "ep", ep)[0]
+    assert outcome.losses == pytest.approx(alone.losses, rel=tolerances.PARITY_FLOAT64)
+    with pytest.raises(AssertionError, match="ranks of tp hold parts of it"):
+        pools(2).run(run_job, tmp_path / "tp", tp)
