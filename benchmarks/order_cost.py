@@ -1,4 +1,4 @@
-"""CPU seconds to make the order of a sequence's positions, against a Python loop (`order_turns`)."""
+"""CPU seconds to make the order of positions, against a Python loop (`order_turns`)."""
 
 import json
 import statistics

@@ -9,7 +9,8 @@ Three comparisons, every process with one thread:
   their loss is plain cross entropy over logits. Not wall time: ranks may be more than cores.
 - Wall time and peak tensor memory of ring attention against gathered keys and values
   (`ring_turns`).
-- CPU time to make the order of positions under load balancing against a Python loop (`order_turns`).
+- CPU time to make the order of positions under load balancing, against a Python loop
+  (`order_turns`).
 
 Exits with 1 when the sides did not do the same work; a missed goal is a row that says so.
 """
