@@ -9,7 +9,8 @@ process. Automatic garbage collection is off for both, as the trainer wants it; 
 trainer's own collections take is counted for the trainer alone, and so are reading the data,
 the console and metrics.jsonl.
 
-Started by `benchmarks.step`, on its own or by torchrun, with the trainer's own arguments.
+Started by `benchmarks.step` and `benchmarks.parallel`, on its own or by torchrun, with the
+trainer's own arguments.
 """
 
 import argparse
@@ -23,16 +24,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks import hand_written_step
-from benchmarks.inputs import batches_of, recipe_of
+from benchmarks.hand_written_loop import HandWrittenLoop
 from benchmarks.turns import Turns
-from torchtitan_lite.build import Built, build
-from torchtitan_lite.config import Config, check_against, parse_command_line
+from torchtitan_lite.build import build
+from torchtitan_lite.config import check_against, parse_command_line
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.log import configure_logging
 from torchtitan_lite.mesh import start_mesh
-from torchtitan_lite.nn.initialize import initialize
-from torchtitan_lite.parallel.blocks import blocks_of
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import StepReport, train
@@ -47,36 +45,6 @@ class Side:
     losses: list[float] = field(default_factory=list)
     turn_cpu_s: list[float] = field(default_factory=list)
     """CPU seconds of each turn, the warm-up first."""
-
-
-class HandWrittenLoop:
-    """The hand-written loop on the trainer's samples, initial weights and learning rates."""
-
-    def __init__(self, config: Config, built: Built, num_steps: int) -> None:
-        job, mesh = built.job, built.job.mesh
-        self._world_size = mesh.world_size
-        self._recipe = recipe_of(config)
-        self._lrs = [job.state.schedule.lr(step) for step in range(num_steps)]
-        # Read before the clock starts.
-        self._batches = batches_of(
-            job.state.loader, job.local_batch_size, mesh.rank, mesh.world_size, num_steps
-        )
-        self.model = built.spec.build()
-        initialize(self.model, built.spec.init, config.debug.seed or 0)
-        if mesh.world_size > 1:
-            hand_written_step.shard(self.model, blocks_of(self.model, built.spec))
-        self._optimizer = hand_written_step.adamw(self.model, self._recipe)
-
-    def step(self, number: int) -> float:
-        """Take step `number`, from 0. Returns its loss."""
-        return hand_written_step.step(
-            self.model,
-            self._optimizer,
-            self._batches[number],
-            lr=self._lrs[number],
-            max_norm=self._recipe.max_norm,
-            world_size=self._world_size,
-        )
 
 
 class Alternation:

@@ -88,11 +88,16 @@ def step(
     loss = loss_sum / num_targets
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
+    update(optimizer, lr)
     loss = loss.detach()
     if world_size > 1:
         torch.distributed.all_reduce(loss)
     return loss.item()
+
+
+def update(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """The optimizer's step with learning rate `lr`; gradients are gone afterwards."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()

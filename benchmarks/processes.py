@@ -17,6 +17,17 @@ CHECKOUT = Path(__file__).parent.parent
 THREADS = 1
 TRAINER = ("train.py",)
 """The product's own entry; a module of ours is `("-m", NAME)`."""
+TRAINER_ARGUMENTS = (
+    *("--config", "configs/llama3_debug.toml"),
+    *("--job.device", "cpu"),
+    # One microbatch a step on any number of processes.
+    *("--training.global_batch_size", "-1"),
+    # What the hand-written loop does not do. The console and metrics.jsonl stay on.
+    *("--checkpoint.enable", "false"),
+    *("--validation.enable", "false"),
+    *("--metrics.enable_tensorboard", "false"),
+)
+"""What the trainer is asked for in every comparison."""
 
 _TAIL_LINES = 15
 _POLL_S = 0.005

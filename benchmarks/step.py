@@ -9,32 +9,19 @@ a row that says so, since times on a busy machine prove nothing.
 """
 
 import argparse
-import platform
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.agreement import Agreement
-from benchmarks.processes import THREADS, ChildFailed
-from benchmarks.rows import Row, table, write_json
+from benchmarks.processes import TRAINER_ARGUMENTS
+from benchmarks.report import report
+from benchmarks.rows import Row
 from benchmarks.start_time import StartCase, measure_start, write_inputs
 from benchmarks.step_cost import StepCase, measure_step
 from benchmarks.turns import Turns
-
-TRAINER_ARGUMENTS = (
-    *("--config", "configs/llama3_debug.toml"),
-    *("--job.device", "cpu"),
-    # One microbatch a step on any number of processes.
-    *("--training.global_batch_size", "-1"),
-    # What the hand-written loop does not do. The console and metrics.jsonl stay on.
-    *("--checkpoint.enable", "false"),
-    *("--validation.enable", "false"),
-    *("--metrics.enable_tensorboard", "false"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,24 +66,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small version, under 50 seconds")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     given = parser.parse_args()
-    began_s = time.perf_counter()
-    print(
-        f"torch {version('torch')}, Python {platform.python_version()}, "
-        f"OMP_NUM_THREADS={THREADS} in every process",
-        flush=True,
-    )
-    rows, all_agree = [], True
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            for row, agreement in measure(QUICK if given.quick else FULL, Path(folder)):
-                print(agreement.text(), flush=True)
-                rows.append(row)
-                all_agree = all_agree and agreement.holds
-        except ChildFailed as failure:
-            sys.exit(str(failure))
-    print(f"\n{table(rows)}\n\n{time.perf_counter() - began_s:.0f} s in all")
-    if given.json:
-        write_json(given.json, rows)
+        measured = measure(QUICK if given.quick else FULL, Path(folder))
+        all_agree = report(measured, given.json)
     sys.exit(0 if all_agree else 1)
 
 

@@ -74,7 +74,9 @@ def sequence_order(length: int, num_ranks: int, head_tail: bool) -> torch.Tensor
     pieces = 2 * num_ranks if head_tail else num_ranks
     if length % pieces:
         raise ValueError(f"A sequence of {length} positions does not divide into {pieces} pieces.")
-    positions = torch.arange(length).view(pieces, -1)
-    if not head_tail:
-        return positions.flatten()
-    return torch.stack([positions[:num_ranks], positions[num_ranks:].flip(0)], dim=1).flatten()
+    # The only tensor of full length is the result: memory that is new to the process costs most.
+    order = torch.arange(num_ranks)
+    if head_tail:
+        order = torch.stack([order, pieces - 1 - order], dim=1).flatten()
+    piece_length = length // pieces
+    return (order[:, None] * piece_length + torch.arange(piece_length)).flatten()

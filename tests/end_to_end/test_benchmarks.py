@@ -1,0 +1,29 @@
+"""The benchmarks run in their quick mode, their sides agree, and their rows have the keys that
+readers of the files rely on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPOSITORY
+
+_NUM_ROWS = {"step": 4, "parallel": 6}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", _NUM_ROWS)
+def test_quick_mode_writes_rows(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json", str(path)]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
+    # 0 says that the sides did the same work; a time that misses its goal is no failure.
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = json.loads(path.read_text())
+    assert len(rows) == _NUM_ROWS[name]
+    for row in rows:
+        assert list(row) == ["case", "metric", "unit", "ours", "floor", "peer", "goal", "met"]
+        assert row["ours"] > 0
+        assert (row["floor"] is None) != (row["peer"] is None)
