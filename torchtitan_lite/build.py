@@ -14,6 +14,7 @@ from torchtitan_lite import rng
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.config import Config, to_toml
 from torchtitan_lite.data import OpenedData, open_data
+from torchtitan_lite.debug import ScheduleInside, explicit_redistribution
 from torchtitan_lite.hooks import record_metrics, validate_every, write_sample_ledger
 from torchtitan_lite.log import logger
 from torchtitan_lite.loss import cross_entropy
@@ -114,6 +115,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             config.parallelism,
             hidden_dtype=compute_dtype_of(config.training, mesh.device),
         )
+        if config.debug.explicit_redistribution:
+            schedule = ScheduleInside(schedule, explicit_redistribution(parts))
         global_batch_size = config.training.global_batch_size
         if global_batch_size == -1:
             global_batch_size = config.training.local_batch_size * mesh.degrees.batch

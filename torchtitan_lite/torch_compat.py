@@ -4,15 +4,19 @@ Each function says why the public API does not serve, and until when it is neede
 admits torch 2.11 to 2.13; the tests run on 2.13.0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._debug_mode import DebugMode
+
+Placements = tuple[Placement, ...]
 
 ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -139,3 +143,68 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
     Needed until DeviceMesh flattens in public.
     """
     return mesh[axes]._flatten(name)
+
+
+def next_node_number() -> int:
+    """The number that autograd gives to the next node of this thread.
+
+    Numbers rise in the order in which nodes are made. Needed until autograd tells which module
+    made a node.
+    """
+    return torch._C._autograd._get_sequence_nr()
+
+
+def running_node() -> int | None:
+    """The number of the autograd node that this thread runs the backward of. None outside of
+    backward; 0 in backward between nodes, as in the callbacks at its end.
+
+    See `next_node_number`.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    node = torch._C._current_autograd_node()
+    return 0 if node is None else node._sequence_nr()
+
+
+class ImplicitRedistributions(DebugMode):
+    """Inside its `with` block, calls `found(operation, given, wanted)` before DTensor moves data
+    that nobody asked it to move: to compute an operation, or for the gradient of `from_local`.
+
+    `ExplicitRedistributionContext` is a private switch too. It tells neither what was wanted nor of
+    `from_local`, and it belongs to one thread, which is not that of backward on a GPU. A debug mode
+    goes along with backward. Needed until DTensor offers such a switch in public.
+    """
+
+    def __init__(self, found: Callable[[str, Placements, Placements], None]) -> None:
+        super().__init__()
+        self._found = found
+        self._operation = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Note the operation, and record nothing as the base class would."""
+        if DTensor in types:
+            self._operation = str(func)
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def record_redistribute_calls(
+        self, arg, src_placement, dst_placement, transform_info_str=None, is_explicit=False
+    ) -> Iterator[None]:
+        """DTensor calls this around each redistribution: first with the number of an operation's
+        argument, if it is for one, and then with the local tensor."""
+        if isinstance(arg, int):
+            given, wanted = src_placement.placements, dst_placement.placements
+            if given != wanted:
+                self._found(self._operation, given, wanted)
+        elif not is_explicit and _node_is_from_local():
+            self._found("the gradient of DTensor.from_local", src_placement, dst_placement)
+        yield
+
+    def record_output_placements(self, output_spec: object) -> None:
+        """Nothing is recorded."""
+
+
+def _node_is_from_local() -> bool:
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == "_FromTorchTensorBackward"

@@ -44,6 +44,7 @@ def check_against(config: Config, world_size: int) -> None:
         problems += _sequence_length(config, spec)
         problems += _tensor_cuts(config, spec)
         problems += _attention(config, spec)
+    problems += _compiled(config)
     problems += _device(config)
     problems += _validation(config)
     problems += _checkpoint(config)
@@ -167,6 +168,16 @@ def _attention(config: Config, spec: ModelSpec) -> Iterator[str]:
         )
         why = "there is none" if not torch.cuda.is_available() else 'job.device is "cpu"'
         yield f'{asked} needs a GPU, but {why}. Set model.attention_backend = "sdpa".'
+
+
+def _compiled(config: Config) -> Iterator[str]:
+    keys = ("explicit_redistribution",)
+    asked = [key for key in keys if getattr(config.debug, key)]
+    if config.compile.enable and asked:
+        yield (
+            f"{' and '.join(f'debug.{key} = true' for key in asked)} cannot see into compiled "
+            "blocks. Set compile.enable = false, or switch it off."
+        )
 
 
 def _device(config: Config) -> Iterator[str]:

@@ -68,6 +68,9 @@ class DebugConfig(Section):
     """Send every expert the same number of tokens."""
     sample_ledger: bool = False
     """Write the ids of the samples that each rank used in each committed step, as JSON lines."""
+    explicit_redistribution: bool = False
+    """Stop with an error that names operation and module where forward or backward redistributes
+    a DTensor without being told to. Not with `compile.enable`."""
     max_skipped_steps: Annotated[int, at_least(1)] = 10
     """Stop after this many steps in a row with a loss or gradient that is not finite. Each such
     step is skipped."""
