@@ -6,5 +6,6 @@ nor the techniques of `parallel/` ask about them. Layer: above mesh and spec.
 
 from torchtitan_lite.debug.explicit import explicit_redistribution
 from torchtitan_lite.debug.schedule import ScheduleInside
+from torchtitan_lite.debug.trace import StepTrace, traced_step
 
-__all__ = ["ScheduleInside", "explicit_redistribution"]
+__all__ = ["ScheduleInside", "StepTrace", "explicit_redistribution", "traced_step"]

@@ -27,6 +27,7 @@ class ModuleTracker:
         self._modules = [
             (name or ROOT, module) for part in parts for name, module in part.named_modules()
         ]
+        self.names = [name for name, _ in self._modules]
         self._handles: list[RemovableHandle] = []
         self._in_forward: list[str] = []
         # From the node with this number on, nodes belong to this module.
