@@ -3,7 +3,7 @@ trainer."""
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,12 @@ from torchtitan_lite import rng
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.config import Config, to_toml
 from torchtitan_lite.data import OpenedData, open_data
+from torchtitan_lite.debug import (
+    ScheduleInside,
+    StepTrace,
+    explicit_redistribution,
+    traced_step,
+)
 from torchtitan_lite.hooks import record_metrics, validate_every, write_sample_ledger
 from torchtitan_lite.log import logger
 from torchtitan_lite.loss import cross_entropy
@@ -115,6 +121,23 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             config.parallelism,
             hidden_dtype=compute_dtype_of(config.training, mesh.device),
         )
+        if config.debug.explicit_redistribution:
+            schedule = ScheduleInside(schedule, explicit_redistribution(parts))
+        step_context = nullcontext
+        if config.debug.trace_communication:
+            trace = StepTrace(
+                parts,
+                mesh,
+                traced_step=traced_step(
+                    config.debug.trace_communication_step,
+                    resume_step=state.step,
+                    last_step=config.training.steps,
+                ),
+                folder=dump_folder,
+                tensors=state.tensors,
+            )
+            schedule = ScheduleInside(schedule, trace.in_schedule)
+            step_context = trace.step
         global_batch_size = config.training.global_batch_size
         if global_batch_size == -1:
             global_batch_size = config.training.local_batch_size * mesh.degrees.batch
@@ -158,6 +181,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             max_norm=config.training.max_norm,
             max_skipped_steps=config.debug.max_skipped_steps,
             train_timeout_s=config.comm.train_timeout_seconds,
+            step_context=step_context,
         )
         if resumed_from is not None:
             logger.info("Resumed from %s at step %d", resumed_from, state.step)

@@ -41,6 +41,17 @@ class Device:
             return torch.cuda.max_memory_reserved() / 2**30
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
 
+    @property
+    def has_allocator_peak(self) -> bool:
+        """Whether `take_allocator_peak` has something to tell."""
+        return self.kind == "cuda"
+
+    def take_allocator_peak(self) -> int:
+        """Peak of the allocator since the last call, in bytes; a GPU's only."""
+        peak = torch.cuda.max_memory_allocated(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        return peak
+
     def total_memory_gib(self) -> float:
         """What the device has in all."""
         if self.kind == "cuda":

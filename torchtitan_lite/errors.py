@@ -32,3 +32,7 @@ class MeshError(UserError):
 
 class TrainingDiverged(UserError):
     """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class RedistributionError(UserError):
+    """An operation on DTensors would have moved data that nobody asked it to move."""

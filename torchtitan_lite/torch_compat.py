@@ -4,15 +4,24 @@ Each function says why the public API does not serve, and until when it is neede
 admits torch 2.11 to 2.13; the tests run on 2.13.0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._debug_mode import DebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Placements = tuple[Placement, ...]
 
 ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -161,3 +170,138 @@ def shards_on(mesh: DeviceMesh, dims: Sequence[int]) -> dict[int, Any]:
         else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     )
     return {dim: ShardPlacementResult(Shard(dim), info) for dim in dims}
+
+
+def next_node_number() -> int:
+    """The number that autograd gives to the next node of this thread.
+
+    Numbers rise in the order in which nodes are made. Needed until autograd tells which module
+    made a node.
+    """
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def running_node() -> int | None:
+    """The number of the autograd node that this thread runs the backward of. None outside of
+    backward; 0 in backward between nodes, as in the callbacks at its end.
+
+    See `next_node_number`.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    node = torch._C._current_autograd_node()
+    return 0 if node is None else node._sequence_nr()
+
+
+class Operations(TorchDispatchMode):
+    """Inside its `with` block, hands every operation on plain tensors to `run(operation, args,
+    kwargs)`, which must call it and return its result. DTensor's come as those on its local
+    tensors; backward's come too, in whichever thread.
+
+    Needed until dispatch modes are public.
+    """
+
+    def __init__(self, run: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """See the class."""
+        return NotImplemented if DTensor in types else self._run(func, args, kwargs or {})
+
+
+def group_of(
+    operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dist.ProcessGroup | None:
+    """The process group that an operation communicates over; None where it does not.
+
+    Every collective reaches the dispatcher as an operation with its group among the arguments:
+    c10d's as a boxed object, a functional one's by name. Needed as long as operations do not tell
+    in public what they communicate over.
+    """
+    place = _group_argument(operation) if isinstance(operation, OpOverload) else None
+    if place is None:
+        return None
+    position, name = place
+    group = kwargs[name] if name in kwargs else args[position]
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, str):
+        return _distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportArgumentType]
+    return dist.ProcessGroup.unbox(group)
+
+
+@cache
+def _group_argument(operation: OpOverload) -> tuple[int, str] | None:
+    """Position and name of the argument that is a process group."""
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.name in ("process_group", "group_name"):
+            return position, argument.name
+    return None
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts.
+
+    Needed until torch has a public pytree.
+    """
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def record_entered(operation: Any, args: Sequence[Any]) -> str | None:
+    """The label of the `torch.profiler.record_function` block that an operation enters.
+
+    FSDP2 labels its collectives with the module that they are for, which no public hook tells.
+    Needed until one does.
+    """
+    is_entry = operation is torch.ops.profiler._record_function_enter_new.default
+    return str(args[0]) if is_entry else None
+
+
+def record_left(operation: Any) -> bool:
+    """Whether an operation leaves such a block; see `record_entered`."""
+    return operation is torch.ops.profiler._record_function_exit._RecordFunction
+
+
+class ImplicitRedistributions(DebugMode):
+    """Inside its `with` block, calls `found(operation, given, wanted)` before DTensor moves data
+    that nobody asked it to move: to compute an operation, or for the gradient of `from_local`.
+
+    `ExplicitRedistributionContext` is a private switch too. It tells neither what was wanted nor of
+    `from_local`, and it belongs to one thread, which is not that of backward on a GPU. A debug mode
+    goes along with backward. Needed until DTensor offers such a switch in public.
+    """
+
+    def __init__(self, found: Callable[[str, Placements, Placements], None]) -> None:
+        super().__init__()
+        self._found = found
+        self._operation = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Note the operation, and record nothing as the base class would."""
+        if DTensor in types:
+            self._operation = str(func)
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def record_redistribute_calls(
+        self, arg, src_placement, dst_placement, transform_info_str=None, is_explicit=False
+    ) -> Iterator[None]:
+        """DTensor calls this around each redistribution: first with the number of an operation's
+        argument, if it is for one, and then with the local tensor."""
+        if isinstance(arg, int):
+            given, wanted = src_placement.placements, dst_placement.placements
+            if given != wanted:
+                self._found(self._operation, given, wanted)
+        elif not is_explicit and _node_is_from_local():
+            self._found("the gradient of DTensor.from_local", src_placement, dst_placement)
+        yield
+
+    def record_output_placements(self, output_spec: object) -> None:
+        """Nothing is recorded."""
+
+
+def _node_is_from_local() -> bool:
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == "_FromTorchTensorBackward"

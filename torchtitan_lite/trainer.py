@@ -8,6 +8,7 @@ replica.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,6 +76,8 @@ class Job:
     max_norm: float
     max_skipped_steps: int
     train_timeout_s: float
+    step_context: Callable[[int], AbstractContextManager[object]] = nullcontext
+    """The number of a step -> what it runs in."""
 
 
 def train(job: Job) -> bool:
@@ -89,7 +92,8 @@ def train(job: Job) -> bool:
     first = True
     while state.step < job.steps and not leave:
         started = time.perf_counter()
-        report = train_step(job)
+        with job.step_context(state.step + 1):
+            report = train_step(job)
         leave = report.leave
         refused_in_a_row = 0 if report.committed else refused_in_a_row + 1
         stall_s = job.checkpoints.after_step() if report.committed else 0.0

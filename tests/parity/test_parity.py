@@ -55,6 +55,18 @@ def test_same_training_as_one_process(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
+@pytest.mark.parametrize(
+    "mesh", ["tp-2", "tp-2-whole-sequence", "tp-2-whole-logits", "fsdp-2-tp-2", "pp-2-tp-2"]
+)
+def test_no_redistribution_is_implicit(
+    mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = MESHES[mesh]
+    explicit = {**overrides, "debug.explicit_redistribution": True}
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", explicit):
+        assert_same(outcome, reference(), tolerances.PARITY_FLOAT64)
+
+
 @pytest.mark.parametrize("mesh", ["fsdp-2", "hsdp-2x2", "tp-2", "tp-2-whole-sequence"])
 def test_same_training_with_dropout(
     mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path

@@ -45,6 +45,8 @@ def check_against(config: Config, world_size: int) -> None:
         problems += _tensor_cuts(config, spec)
         problems += _expert_cuts(config, spec)
         problems += _attention(config, spec)
+    problems += _compiled(config)
+    problems += _traced_step(config)
     problems += _device(config)
     problems += _validation(config)
     problems += _checkpoint(config)
@@ -192,6 +194,25 @@ def _attention(config: Config, spec: ModelSpec) -> Iterator[str]:
         )
         why = "there is none" if not torch.cuda.is_available() else 'job.device is "cpu"'
         yield f'{asked} needs a GPU, but {why}. Set model.attention_backend = "sdpa".'
+
+
+def _compiled(config: Config) -> Iterator[str]:
+    keys = ("explicit_redistribution", "trace_communication")
+    asked = [key for key in keys if getattr(config.debug, key)]
+    if config.compile.enable and asked:
+        yield (
+            f"{' and '.join(f'debug.{key} = true' for key in asked)} cannot see into compiled "
+            "blocks. Set compile.enable = false, or switch it off."
+        )
+
+
+def _traced_step(config: Config) -> Iterator[str]:
+    step, steps = config.debug.trace_communication_step, config.training.steps
+    if config.debug.trace_communication and step is not None and step > steps:
+        yield (
+            f"debug.trace_communication_step ({step}) is above training.steps ({steps}). Set it to "
+            f"at most {steps}."
+        )
 
 
 def _device(config: Config) -> Iterator[str]:

@@ -68,6 +68,16 @@ class DebugConfig(Section):
     """Send every expert the same number of tokens."""
     sample_ledger: bool = False
     """Write the ids of the samples that each rank used in each committed step, as JSON lines."""
+    explicit_redistribution: bool = False
+    """Stop with an error that names operation and module where forward or backward redistributes
+    a DTensor without being told to. Not with `compile.enable`."""
+    trace_communication: bool = False
+    """Write the collectives of one step and the peak memory of each module below
+    `job.dump_folder`: `communication_rank_N.json` by every rank, and `communication.txt`. Not with
+    `compile.enable`."""
+    trace_communication_step: Annotated[int, at_least(1)] | None = None
+    """Number of the step to trace. Unset: the second that this run takes, since the first allocates
+    and connects, or the only one."""
     max_skipped_steps: Annotated[int, at_least(1)] = 10
     """Stop after this many steps in a row with a loss or gradient that is not finite. Each such
     step is skipped."""

@@ -109,7 +109,7 @@ def _style(cut: str, stream: Placement, *, loss_parallel: bool) -> ParallelStyle
         case "rows":
             return RowwiseParallel(output_layouts=stream)
         case "embedding":
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+            return _Embedding(stream)
         case "sequence" if stream.is_shard():
             return SequenceParallel(use_local_output=True)
         case "sequence":
@@ -187,6 +187,31 @@ class _Whole(ParallelStyle):
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(lambda part, inputs, output: output.to_local())
         return module
+
+
+class _Embedding(ParallelStyle):
+    """The embedding, cut over the vocabulary: each rank looks up the tokens whose rows it holds."""
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, _distributed(parameter, device_mesh, Shard(0)))
+        module.forward = partial(self._forward, module, device_mesh)
+        return module
+
+    def _forward(self, module: nn.Module, tp: DeviceMesh, tokens_BS: torch.Tensor) -> torch.Tensor:
+        weight = module.weight
+        assert isinstance(weight, DTensor)
+        rows_VD = weight.to_local()
+        indices_BS = tokens_BS - _RowsOfRank(tp, weight.shape[0]).first
+        is_elsewhere_BS = (indices_BS < 0) | (indices_BS >= rows_VD.shape[0])
+        found_BSD = nn.functional.embedding(indices_BS.masked_fill(is_elsewhere_BS, 0), rows_VD)
+        found_BSD = found_BSD.masked_fill(is_elsewhere_BS[..., None], 0)
+        parts = DTensor.from_local(found_BSD, tp, [Partial()], run_check=False)
+        return parts.redistribute(placements=[self._stream]).to_local()
 
 
 class _Output(ParallelStyle):

@@ -1,0 +1,30 @@
+"""A schedule that runs inside a context. Layer: above spec."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from torchtitan_lite.spec import Microbatch, Schedule
+
+
+class ScheduleInside:
+    """`schedule`, with every forward and backward inside a context of its own; see
+    `spec.Schedule`."""
+
+    def __init__(
+        self, schedule: Schedule, context: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        self._schedule = schedule
+        self._context = context
+        self.min_microbatches = schedule.min_microbatches
+
+    def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> torch.Tensor:
+        """See `spec.Schedule`."""
+        with self._context():
+            return self._schedule.run(microbatches, backward=backward)
+
+    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """See `spec.Schedule`."""
+        with self._context():
+            return self._schedule.logits(tokens_BS)
