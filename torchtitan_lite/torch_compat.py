@@ -6,7 +6,7 @@ admits torch 2.11 to 2.13; the tests run on 2.13.0.
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -139,3 +139,31 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
     Needed until DeviceMesh flattens in public.
     """
     return mesh[axes]._flatten(name)
+
+
+def forward_schedule(
+    stages: Sequence[Any], rows: Sequence[Sequence[str]], ranks: Sequence[int], num: int, **options
+) -> Any:
+    """A pipeline schedule for `eval` only: each rank runs the forwards of its row, such as `0F3`.
+    `ranks` holds the rank of each stage, `num` is the number of microbatches.
+
+    `eval` of torch's own schedules walks through backward too, and in a V-shaped one it fails
+    there, since neighbouring stages of a rank hand on gradients that do not exist; and torch's
+    check of an order wants each backward. Needed until torch has a schedule of several stages
+    without backward.
+    """
+    from torch.distributed.pipelining import schedules
+
+    runtime = schedules._PipelineScheduleRuntime(list(stages), num, **options)
+    holders = dict(enumerate(ranks))
+    runtime.stage_index_to_group_rank = holders
+    for stage in stages:
+        stage.stage_index_to_group_rank = holders
+    actions = {
+        rank: schedules._add_unshard_reshard([schedules._Action.from_str(cell) for cell in row])
+        for rank, row in enumerate(rows)
+    }
+    runtime.pipeline_order_with_comms = schedules._add_send_recv(
+        actions, stage_to_rank=holders.__getitem__, num_stages=len(holders)
+    )
+    return runtime

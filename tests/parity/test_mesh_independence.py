@@ -105,6 +105,16 @@ def validation_loss(folder: Path, overrides: dict[str, Any]) -> float:
 def test_validation_gives_the_same_loss_on_every_mesh(pools: Pools, tmp_path: Path) -> None:
     (alone,) = pools(1).run(validation_loss, tmp_path / "1", {})
     interleaved = {**PP, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
-    for world_size, mesh in [(2, {}), (2, TP), (2, CP), (2, PP), (2, interleaved), (4, PP)]:
+    zbv = {**PP, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
+    for world_size, mesh in [
+        (2, {}),
+        (2, TP),
+        (2, CP),
+        (2, PP),
+        (2, interleaved),
+        (2, zbv),
+        (4, PP),
+        (4, zbv),
+    ]:
         for loss in pools(world_size).run(validation_loss, tmp_path / "n", mesh):
             assert loss == pytest.approx(alone, rel=tolerances.PARITY_FLOAT64)
