@@ -66,8 +66,11 @@ class ParallelismConfig(Section):
     """Layers that the last stage has fewer, since it holds the output."""
     pipeline_parallel_layers_per_stage: Annotated[int, at_least(1)] | None = None
     """Layers in a stage. Unset: one or two stages a rank, as the schedule needs."""
-    pipeline_parallel_schedule_csv: Annotated[str | None, only("", "a schedule from a file")] = ""
-    """File with a schedule of your own."""
+    pipeline_parallel_schedule_csv: str | None = ""
+    """File with a schedule of your own, which takes the place of `pipeline_parallel_schedule`, in
+    torch's CSV form: a row a rank, its actions in order, such as 0F3 for stage 0, forward,
+    microbatch 3; B backward, or I and W its parts for input and weights. Which rank holds which
+    stages is read off it, and a step must give as many microbatches as it has."""
     pipeline_parallel_expert_parallel_overlap: bool = True
     """Overlap the collectives of experts with the pipeline; without effect at degree 1."""
     module_fqns_per_model_part: list[list[str]] | None = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, TypeGuard
 
 import torch
@@ -305,3 +306,83 @@ class ImplicitRedistributions(DebugMode):
 def _node_is_from_local() -> bool:
     node = torch._C._current_autograd_node()
     return node is not None and node.name() == "_FromTorchTensorBackward"
+
+
+def schedule_actions(
+    name: str, num_ranks: int, num_stages: int, num: int
+) -> list[list[tuple[int, str, int]]]:
+    """What each rank does under torch's schedule `name` with `num` microbatches: (stage, one of F,
+    B, I and W, microbatch). Raises ValueError where torch refuses the numbers.
+
+    The schedules offer their order only as an attribute of private actions, and only to whoever
+    has stages, which need a process group; what stands here for the stages has the attributes
+    that are read. Needed until torch gives the order of a schedule in public.
+    """
+    from torch.distributed.pipelining import schedules
+
+    stages: list[Any] = [
+        SimpleNamespace(num_stages=num_stages, group_size=num_ranks, group_rank=0, submod=None)
+        for _ in range(num_stages // num_ranks)
+    ]
+    made = schedules.get_schedule_class(name)
+    single = issubclass(made, schedules.PipelineScheduleSingle)
+    order = made(stages[0] if single else stages, num).pipeline_order or {}
+    flat = [
+        [part for action in order[rank] if action for part in action.sub_actions or (action,)]
+        for rank in range(num_ranks)
+    ]
+    return [
+        [
+            (action.stage_index, action.computation_type.value, action.microbatch_index)
+            for action in row
+            if action.microbatch_index is not None
+        ]
+        for row in flat
+    ]
+
+
+def schedule_of_order(
+    stages: Sequence[Any], rows: Sequence[Sequence[str]], num: int, **options
+) -> Any:
+    """A pipeline schedule that runs the actions of `rows`, one row a rank, such as `0F3`. `num` is
+    the number of microbatches.
+
+    torch's public schedules work out their order themselves, and its reader of orders, private
+    too, wants a file. Needed until a public schedule takes an order.
+    """
+    from torch.distributed.pipelining import schedules
+
+    runtime = schedules._PipelineScheduleRuntime(list(stages), num, **options)
+    runtime.pipeline_order = {
+        rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)
+    }
+    runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+    return runtime
+
+
+def forward_schedule(
+    stages: Sequence[Any], rows: Sequence[Sequence[str]], ranks: Sequence[int], num: int, **options
+) -> Any:
+    """A pipeline schedule for `eval` only: each rank runs the forwards of its row, such as `0F3`.
+    `ranks` holds the rank of each stage, `num` is the number of microbatches.
+
+    `eval` of torch's own schedules walks through backward too, and in a V-shaped one it fails
+    there, since neighbouring stages of a rank hand on gradients that do not exist; and torch's
+    check of an order wants each backward. Needed until torch has a schedule of several stages
+    without backward.
+    """
+    from torch.distributed.pipelining import schedules
+
+    runtime = schedules._PipelineScheduleRuntime(list(stages), num, **options)
+    holders = dict(enumerate(ranks))
+    runtime.stage_index_to_group_rank = holders
+    for stage in stages:
+        stage.stage_index_to_group_rank = holders
+    actions = {
+        rank: schedules._add_unshard_reshard([schedules._Action.from_str(cell) for cell in row])
+        for rank, row in enumerate(rows)
+    }
+    runtime.pipeline_order_with_comms = schedules._add_send_recv(
+        actions, stage_to_rank=holders.__getitem__, num_stages=len(holders)
+    )
+    return runtime

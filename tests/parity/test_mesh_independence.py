@@ -22,6 +22,8 @@ HSDP = {"parallelism.data_parallel_replicate_degree": 2}
 TP = {"parallelism.tensor_parallel_degree": 2}
 CP = {"parallelism.context_parallel_degree": 2}
 PP = {"parallelism.pipeline_parallel_degree": 2}
+# Neighbouring stages on a rank; torch's schedules have none of this cut.
+ORDER = "0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n"
 STEPS = 5
 BATCH = 8
 
@@ -73,6 +75,13 @@ def logits_of_fixed_tokens(folder: Path, overrides: dict[str, Any]) -> torch.Ten
         return built.job.schedule.logits(tokens_BS)
 
 
+def order_from_a_file(folder: Path) -> dict[str, Any]:
+    """The overrides for a pipeline that runs `ORDER`."""
+    file = folder / "order.csv"
+    file.write_text(ORDER)
+    return {**PP, "parallelism.pipeline_parallel_schedule_csv": str(file)}
+
+
 def test_generation_sees_the_same_logits_on_every_mesh(pools: Pools, tmp_path: Path) -> None:
     (alone,) = pools(1).run(logits_of_fixed_tokens, tmp_path / "1", {})
     interleaved = {**PP, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
@@ -82,6 +91,7 @@ def test_generation_sees_the_same_logits_on_every_mesh(pools: Pools, tmp_path: P
         (2, CP),
         (2, PP),
         (2, interleaved),
+        (2, order_from_a_file(tmp_path)),
         (4, {**TP, **PP}),
     ):
         for logits in pools(world_size).run(logits_of_fixed_tokens, tmp_path / "n", mesh):
@@ -106,6 +116,17 @@ def validation_loss(folder: Path, overrides: dict[str, Any]) -> float:
 def test_validation_gives_the_same_loss_on_every_mesh(pools: Pools, tmp_path: Path) -> None:
     (alone,) = pools(1).run(validation_loss, tmp_path / "1", {})
     interleaved = {**PP, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
-    for world_size, mesh in [(2, {}), (2, TP), (2, CP), (2, PP), (2, interleaved), (4, PP)]:
+    zbv = {**PP, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
+    for world_size, mesh in [
+        (2, {}),
+        (2, TP),
+        (2, CP),
+        (2, PP),
+        (2, interleaved),
+        (2, zbv),
+        (2, order_from_a_file(tmp_path)),
+        (4, PP),
+        (4, zbv),
+    ]:
         for loss in pools(world_size).run(validation_loss, tmp_path / "n", mesh):
             assert loss == pytest.approx(alone, rel=tolerances.PARITY_FLOAT64)

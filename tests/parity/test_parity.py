@@ -215,3 +215,48 @@ def test_same_training_under_every_schedule(
     overrides = {**PP, "parallelism.pipeline_parallel_schedule": schedule}
     for outcome in pools(2).run(run_job, tmp_path / "run", overrides):
         assert_same(outcome, reference(), tolerances.PARITY_FLOAT64)
+
+
+def rounds_of_two(num_microbatches: int) -> str:
+    """An order of two stages a rank: two microbatches forward and back, then the next two."""
+    return "\n".join(
+        ",".join(
+            f"{stage}{kind}{microbatch}"
+            for first in range(0, num_microbatches, 2)
+            for kind, stages in (("F", (rank, 2 + rank)), ("B", (2 + rank, rank)))
+            for stage in stages
+            for microbatch in (first, first + 1)
+        )
+        for rank in range(2)
+    )
+
+
+# name -> (processes, file); a pipeline has 8 microbatches on 2 processes, 4 on 4.
+ORDERS = {
+    "1f1b": (
+        2,
+        "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0F4,0B3,0F5,0B4,0F6,0B5,0F7,0B6,0B7\n"
+        ",1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3,1F4,1B4,1F5,1B5,1F6,1B6,1F7,1B7\n",
+    ),
+    "two-stages-a-rank": (2, rounds_of_two(8)),
+    "two-stages-a-rank-fsdp-2": (4, rounds_of_two(4)),
+    # One stage on rank 0, two neighbours on rank 1, backward in two parts.
+    "uneven": (
+        2,
+        ",".join(f"0F{m},0I{m},0W{m}" for m in range(8))
+        + "\n"
+        + ",".join(f"1F{m},2F{m},2I{m},1I{m},2W{m},1W{m}" for m in range(8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_same_training_in_an_order_from_a_file(
+    name: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, order = ORDERS[name]
+    file = tmp_path / "order.csv"
+    file.write_text(order)
+    overrides = {**PP, "parallelism.pipeline_parallel_schedule_csv": str(file)}
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", overrides):
+        assert_same(outcome, reference(), tolerances.PARITY_FLOAT64)

@@ -7,7 +7,11 @@ nothing that the user asked for is changed on the way.
 """
 
 from torchtitan_lite.config.command_line import parse_command_line
-from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.config.constraints import (
+    check_against,
+    check_pipeline,
+    pipeline_microbatches,
+)
 from torchtitan_lite.config.loading import load_config
 from torchtitan_lite.config.schema import (
     Config,
@@ -27,7 +31,9 @@ __all__ = [
     "MemoryEstimationConfig",
     "TrainingConfig",
     "check_against",
+    "check_pipeline",
     "load_config",
     "parse_command_line",
+    "pipeline_microbatches",
     "to_toml",
 ]

@@ -25,19 +25,11 @@ def check_against(config: Config, world_size: int) -> None:
 
     Raises ConfigError that names every problem. Reads the file system; starts nothing.
     """
-    problems: list[str] = []
-    degrees = spec = None
-    try:
-        degrees = resolve_degrees(config.parallelism, world_size)
-    except MeshError as error:
-        problems.append(str(error))
-    try:
-        spec = model_spec(config.model)
-    except ConfigError as error:
-        problems.append(str(error))
+    problems, degrees, spec = _mesh_and_model(config, world_size)
     if degrees is not None:
         problems += _batch(config, degrees)
         problems += _sequence_shards(config, degrees)
+        problems += _schedule_file(config, degrees)
     if spec is not None and degrees is not None and degrees.pp > 1:
         problems += _pipeline(config, spec, degrees)
     if spec is not None:
@@ -55,15 +47,54 @@ def check_against(config: Config, world_size: int) -> None:
         raise config_error(problems)
 
 
+def check_pipeline(config: Config, world_size: int) -> None:
+    """The part of `check_against` on which the order of a pipeline depends: mesh, model, batch and
+    stages, but neither data nor devices."""
+    problems, degrees, spec = _mesh_and_model(config, world_size)
+    if degrees is not None:
+        problems += _batch(config, degrees)
+        problems += _schedule_file(config, degrees)
+    if spec is not None and degrees is not None and degrees.pp > 1:
+        problems += _pipeline(config, spec, degrees)
+    if problems:
+        raise config_error(problems)
+
+
+def _mesh_and_model(
+    config: Config, world_size: int
+) -> tuple[list[str], Degrees | None, ModelSpec | None]:
+    """What most checks need, and the problems where there is none."""
+    problems: list[str] = []
+    degrees = spec = None
+    try:
+        degrees = resolve_degrees(config.parallelism, world_size)
+    except MeshError as error:
+        problems.append(str(error))
+    try:
+        spec = model_spec(config.model)
+    except ConfigError as error:
+        problems.append(str(error))
+    return problems, degrees, spec
+
+
+def pipeline_microbatches(config: Config, degrees: Degrees) -> int:
+    """How many microbatches go through each pipeline in a step."""
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    return _samples_a_step(config, degrees) // (size * degrees.batch)
+
+
+def _samples_a_step(config: Config, degrees: Degrees) -> int:
+    batch = config.training.global_batch_size
+    return config.training.local_batch_size * degrees.batch if batch == -1 else batch
+
+
 def _batch(config: Config, degrees: Degrees) -> Iterator[str]:
-    batch, local = config.training.global_batch_size, config.training.local_batch_size
+    batch, local = _samples_a_step(config, degrees), config.training.local_batch_size
     key = "training.local_batch_size"
     if degrees.pp > 1:
         local = config.parallelism.pipeline_parallel_microbatch_size
         key = "parallelism.pipeline_parallel_microbatch_size"
     at_once = local * degrees.batch
-    if batch == -1:
-        batch = config.training.local_batch_size * degrees.batch
     if batch % at_once == 0:
         return
     below = batch // at_once * at_once
@@ -91,16 +122,33 @@ def _pipeline(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str
     except MeshError as error:
         yield str(error)
         return
-    batch = config.training.global_batch_size
     size = config.parallelism.pipeline_parallel_microbatch_size
-    if batch == -1:
-        batch = config.training.local_batch_size * degrees.batch
-    num, needed = batch // (size * degrees.batch), len(plan.modules)
-    if num < needed:
+    batch, num = _samples_a_step(config, degrees), pipeline_microbatches(config, degrees)
+    given = (
+        f"A step of {batch} samples gives each pipeline {num} microbatches of "
+        f"{size} (over {degrees.batch} batch ranks)"
+    )
+    if plan.order is not None and num != plan.order.num_microbatches:
+        needed = plan.order.num_microbatches
         yield (
-            f"A step of {batch} samples gives each pipeline {num} microbatches of "
-            f"{size} (over {degrees.batch} batch ranks), fewer than its {needed} stages. Set "
+            f"{given}, but parallelism.pipeline_parallel_schedule_csv = "
+            f'"{config.parallelism.pipeline_parallel_schedule_csv}" runs {needed}. Set '
+            f"training.global_batch_size = {needed * size * degrees.batch}."
+        )
+    if plan.order is None and num < len(plan.modules):
+        needed = len(plan.modules)
+        yield (
+            f"{given}, fewer than its {needed} stages. Set "
             f"training.global_batch_size = {needed * size * degrees.batch} or more."
+        )
+
+
+def _schedule_file(config: Config, degrees: Degrees) -> Iterator[str]:
+    path = config.parallelism.pipeline_parallel_schedule_csv
+    if path and degrees.pp == 1:
+        yield (
+            f'parallelism.pipeline_parallel_schedule_csv = "{path}" has no effect without a '
+            "pipeline. Set pipeline_parallel_degree to the number of its rows, or leave it out."
         )
 
 

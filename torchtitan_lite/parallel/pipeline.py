@@ -1,8 +1,9 @@
 """Pipeline parallelism: the ranks of the `pp` axis share the layers, and microbatches pass through
-them in the order of one of torch's schedules.
+them in the order of one of torch's schedules, or of a file. Without backward every schedule runs
+alike: all microbatches through a rank's first stage, then through its next.
 
 Masks, positions and targets reach every stage with the microbatch, so only hidden states travel
-between stages. Layer: above mesh and spec; `stages`, `sequence_cut`.
+between stages. Layer: above mesh and spec; `stages`, `step_order`, `sequence_cut`.
 """
 
 from collections.abc import Sequence
@@ -15,13 +16,15 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import Mesh, ParallelismConfig
 from torchtitan_lite.parallel.fsdp import reshard
+from torchtitan_lite.parallel.order import forward_only
 from torchtitan_lite.parallel.sequence_cut import SequenceCut, plain_sequences
 from torchtitan_lite.parallel.stages import StagePlan
+from torchtitan_lite.parallel.step_order import refused_microbatches
 from torchtitan_lite.parallel.tied import TiedCopy
 from torchtitan_lite.spec import Microbatch, ModelSpec, TokenLoss
+from torchtitan_lite.torch_compat import forward_schedule, schedule_of_order
 
 
 class Pipeline:
@@ -136,22 +139,26 @@ class Pipeline:
         key = (num, batch_size, length, backward)
         if key not in self._made:
             stages = [self._stage(stage, batch_size, length) for stage in self._stages]
-            single = issubclass(self._schedule_class, PipelineScheduleSingle)
-            try:
-                self._made[key] = self._schedule_class(
-                    stages[0] if single else stages,
-                    num,
-                    loss_fn=lambda output, target: output,
-                    # The trainer divides once, by the number of target tokens.
-                    scale_grads=False,
-                )
-            except ValueError as error:
-                raise MeshError(
-                    f"The schedule {self._schedule_class.__name__} cannot run {num} microbatches "
-                    f"through {len(self._plan.modules)} stages: {error}. Change "
-                    "training.global_batch_size or pipeline_parallel_microbatch_size."
-                ) from None
+            make = self._forward_and_backward if backward else self._forward
+            # The trainer divides once, by the number of target tokens.
+            self._made[key] = make(
+                stages, num, loss_fn=lambda output, target: output, scale_grads=False
+            )
         return self._made[key]
+
+    def _forward(self, stages: list[PipelineStage], num: int, **options: Any) -> Any:
+        rows = forward_only(self._plan.ranks, num).cells()
+        return forward_schedule(stages, rows, self._plan.ranks, num, **options)
+
+    def _forward_and_backward(self, stages: list[PipelineStage], num: int, **options: Any) -> Any:
+        if self._plan.order is not None:
+            return schedule_of_order(stages, self._plan.order.cells(), num, **options)
+        single = issubclass(self._schedule_class, PipelineScheduleSingle)
+        try:
+            return self._schedule_class(stages[0] if single else stages, num, **options)
+        except ValueError as error:
+            name = self._schedule_class.__name__
+            raise refused_microbatches(name, num, len(self._plan.modules), error) from None
 
     def _stage(self, stage: int, batch_size: int, length: int) -> PipelineStage:
         """Shapes are given, so that the stages need not tell each other by pickled messages."""

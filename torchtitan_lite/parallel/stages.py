@@ -1,6 +1,6 @@
 """Which modules each stage of the pipeline holds, and which stages each rank.
 
-Layer: above mesh and spec.
+Layer: above mesh and spec; `order`, `schedule_file`.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,8 @@ from torch import nn
 
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.parallel.order import PipelineOrder
+from torchtitan_lite.parallel.schedule_file import read_order
 from torchtitan_lite.spec import ModelSpec
 
 _V_SHAPED = {"zbvzerobubble", "dualpipev"}
@@ -26,6 +28,8 @@ class StagePlan:
     """Names of the modules of each stage, in the order of forward."""
     ranks: tuple[int, ...]
     """The rank on the pp axis that holds each stage."""
+    order: PipelineOrder | None = None
+    """The order of a file; None: that of torch's schedule of the config's name."""
 
     def of_rank(self, rank: int) -> list[int]:
         """The stages that a rank holds, in rising order."""
@@ -36,22 +40,20 @@ def plan_stages(spec: ModelSpec, parallelism: ParallelismConfig) -> StagePlan:
     """Cut the model into stages: as `module_fqns_per_model_part` says, else by layer counts in
     which the embedding and the output weigh as many layers as the config says.
 
-    Raises MeshError with the numbers when the schedule is unknown, or the layers or the named
-    stages do not suffice.
+    Raises MeshError with the numbers when the schedule is unknown, its file is wrong, or the layers
+    or the named stages do not suffice.
     """
     degree = parallelism.pipeline_parallel_degree
+    if parallelism.pipeline_parallel_schedule_csv:
+        return _plan_of_file(spec, parallelism, parallelism.pipeline_parallel_schedule_csv)
     schedule = parallelism.pipeline_parallel_schedule.lower()
     if schedule not in SCHEDULES:
         raise MeshError(
             f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}" '
             f"is not one of {', '.join(SCHEDULES)} (in any case)."
         )
-    order = spec.stage_units
-    if parallelism.module_fqns_per_model_part is not None:
-        modules = tuple(map(tuple, parallelism.module_fqns_per_model_part))
-        _check_named(modules, order)
-    else:
-        modules = _by_layer_counts(spec, parallelism, _num_stages(spec, parallelism, schedule))
+    per_rank = 2 if schedule in _TWO_STAGES_A_RANK else 1
+    modules = _cut(spec, parallelism, _num_stages(spec, parallelism, degree * per_rank))
     if len(modules) % degree or (schedule in _ONE_STAGE_A_RANK and len(modules) != degree):
         wanted = f"{degree}" if schedule in _ONE_STAGE_A_RANK else f"a multiple of {degree}"
         raise MeshError(
@@ -68,6 +70,16 @@ def plan_stages(spec: ModelSpec, parallelism: ParallelismConfig) -> StagePlan:
         for stage in range(len(modules))
     ]
     return StagePlan(modules=modules, ranks=tuple(ranks))
+
+
+def stage_weights(
+    plan: StagePlan, spec: ModelSpec, parallelism: ParallelismConfig
+) -> tuple[int, ...]:
+    """How many layers each stage weighs, the embedding and the output as the config says."""
+    weights = [sum(_is_layer(name, spec) for name in names) for names in plan.modules]
+    weights[0] += parallelism.pipeline_parallel_first_stage_less_layers
+    weights[-1] += parallelism.pipeline_parallel_last_stage_less_layers
+    return tuple(weights)
 
 
 def keep_only(model: nn.Module, spec: ModelSpec, modules: Sequence[str]) -> None:
@@ -105,13 +117,37 @@ def joined(parts: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh) -> nn.Module
     return whole
 
 
-def _num_stages(spec: ModelSpec, parallelism: ParallelismConfig, schedule: str) -> int:
-    degree = parallelism.pipeline_parallel_degree
+def _plan_of_file(spec: ModelSpec, parallelism: ParallelismConfig, path: str) -> StagePlan:
+    order = read_order(path, parallelism.pipeline_parallel_degree)
+    modules = _cut(spec, parallelism, _num_stages(spec, parallelism, order.num_stages))
+    if len(modules) != order.num_stages:
+        key = (
+            "module_fqns_per_model_part"
+            if parallelism.module_fqns_per_model_part is not None
+            else "pipeline_parallel_layers_per_stage"
+        )
+        raise MeshError(
+            f'parallelism.pipeline_parallel_schedule_csv = "{path}" has {order.num_stages} stages, '
+            f"but parallelism.{key} makes {len(modules)}. Leave it out, or make it fit."
+        )
+    return StagePlan(modules=modules, ranks=order.ranks, order=order)
+
+
+def _cut(
+    spec: ModelSpec, parallelism: ParallelismConfig, num_stages: int
+) -> tuple[tuple[str, ...], ...]:
+    """The modules of each stage: the named ones, else `num_stages` by layer counts."""
+    if parallelism.module_fqns_per_model_part is None:
+        return _by_layer_counts(spec, parallelism, num_stages)
+    modules = tuple(map(tuple, parallelism.module_fqns_per_model_part))
+    _check_named(modules, spec.stage_units)
+    return modules
+
+
+def _num_stages(spec: ModelSpec, parallelism: ParallelismConfig, wanted: int) -> int:
+    """What `pipeline_parallel_layers_per_stage` asks for, else the number that is `wanted`."""
     per_stage = parallelism.pipeline_parallel_layers_per_stage
-    if per_stage is None:
-        return degree * (2 if schedule in _TWO_STAGES_A_RANK else 1)
-    weight = _total_weight(spec, parallelism)
-    return -(-weight // per_stage)
+    return wanted if per_stage is None else -(-_total_weight(spec, parallelism) // per_stage)
 
 
 def _total_weight(spec: ModelSpec, parallelism: ParallelismConfig) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_lite.config import Config, check_against, load_config
+from torchtitan_lite.config import Config, check_against, check_pipeline, load_config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.section import Section
 
@@ -96,6 +96,39 @@ def test_heads_that_tensor_parallel_cannot_share(config) -> None:
     text = refusal(uneven, 3)
     assert "tensor_parallel_degree (3) does not divide the 16 key/value heads" in text
     assert "Degrees that do: 1, 2, 4, 8, 16." in text
+
+
+def test_a_schedule_from_a_file(config, tmp_path: Path) -> None:
+    file = tmp_path / "order.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    arguments = ["--parallelism.pipeline_parallel_schedule_csv", str(file)]
+    assert refusal(config(*arguments)) == (
+        f'parallelism.pipeline_parallel_schedule_csv = "{file}" has no effect without a pipeline. '
+        "Set pipeline_parallel_degree to the number of its rows, or leave it out."
+    )
+    arguments += ["--parallelism.pipeline_parallel_degree", "2"]
+    arguments += ["--training.global_batch_size"]
+    check_against(config(*arguments, "2"), 2)
+    assert refusal(config(*arguments, "8"), 4) == (
+        "A step of 8 samples gives each pipeline 4 microbatches of 1 (over 2 batch ranks), but "
+        f'parallelism.pipeline_parallel_schedule_csv = "{file}" runs 2. '
+        "Set training.global_batch_size = 4."
+    )
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1X1\n")
+    assert f'{file}": row 2, column 4: "1X1" is not an action' in refusal(
+        config(*arguments, "2"), 2
+    )
+    file.unlink()
+    assert f'_csv = "{file}": nothing there.' in refusal(config(*arguments, "2"), 2)
+
+
+def test_a_pipeline_is_checked_without_data_and_devices(config, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    arguments = ["--job.device", "cuda", "--training.dataset_path", "/no/x"]
+    arguments += ["--parallelism.pipeline_parallel_degree", "2"]
+    check_pipeline(config(*arguments), 2)
+    with pytest.raises(ConfigError, match="The configuration has 2 problems"):
+        check_pipeline(config(*arguments, "--model.flavor", "none such"), 3)
 
 
 def test_unknown_model_and_flavor(config) -> None:

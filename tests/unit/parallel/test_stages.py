@@ -1,0 +1,52 @@
+"""The cut into stages that a file asks for, and what stages weigh."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.errors import MeshError
+from torchtitan_lite.mesh import ParallelismConfig
+from torchtitan_lite.models.llama3 import Llama3Dims, spec_of
+from torchtitan_lite.parallel.stages import plan_stages, stage_weights
+
+SPEC = spec_of(Llama3Dims(dim=16, num_layers=5, num_heads=2, num_kv_heads=1, hidden_dim=32), "5")
+
+
+@pytest.fixture
+def parallelism(tmp_path: Path):
+    file = tmp_path / "order.csv"
+    file.write_text("0F0,1F0,1B0,0B0\n2F0,2B0\n")
+
+    def parallelism(**values: Any) -> ParallelismConfig:
+        return ParallelismConfig(
+            pipeline_parallel_degree=2, pipeline_parallel_schedule_csv=str(file), **values
+        )
+
+    return parallelism
+
+
+def test_stages_and_their_ranks_are_those_of_the_file(parallelism) -> None:
+    plan = plan_stages(SPEC, parallelism(pipeline_parallel_schedule="nonsense"))
+    assert plan.ranks == (0, 0, 1)
+    assert (plan.of_rank(0), plan.of_rank(1)) == ([0, 1], [2])
+    assert plan.order is not None and plan.order.num_microbatches == 1
+    assert sum(plan.modules, ()) == SPEC.stage_units
+
+
+def test_stages_that_other_keys_cut_must_be_as_many(parallelism) -> None:
+    assert len(plan_stages(SPEC, parallelism(pipeline_parallel_layers_per_stage=3)).modules) == 3
+    with pytest.raises(MeshError, match="has 3 stages, but parallelism.pipeline_parallel_layers"):
+        plan_stages(SPEC, parallelism(pipeline_parallel_layers_per_stage=1))
+    named = [list(SPEC.stage_units[:2]), list(SPEC.stage_units[2:])]
+    with pytest.raises(MeshError, match="module_fqns_per_model_part makes 2. Leave it out"):
+        plan_stages(SPEC, parallelism(module_fqns_per_model_part=named))
+
+
+def test_stages_weigh_their_layers_and_what_the_embedding_and_the_output_count(parallelism) -> None:
+    even = parallelism()
+    assert stage_weights(plan_stages(SPEC, even), SPEC, even) == (3, 2, 2)
+    light = parallelism(
+        pipeline_parallel_first_stage_less_layers=0, pipeline_parallel_last_stage_less_layers=1
+    )
+    assert stage_weights(plan_stages(SPEC, light), SPEC, light) == (2, 2, 2)
