@@ -45,9 +45,9 @@ class ModelConfig(Section):
     router_bias_update_rate: Annotated[float, at_least(0)] | None = None
     """How far each step moves the bias by which a mixture of experts evens out the load of its
     experts. Unset: what the flavor asks for."""
-    converters: list[str] = []
-    """Changes of the model's modules before training, such as float8; none is supported by this
-    version."""
+    converters: list[Literal["quantize.linear.float8"]] = []
+    """Changes of the model's modules before training: "quantize.linear.float8" computes linear
+    layers in float8, as [quantize.linear.float8] says."""
     print_after_conversion: bool = False
     """Print the model's modules once they are built."""
 

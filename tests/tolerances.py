@@ -60,3 +60,11 @@ single tokens, added in another order."""
 GROUPED_BFLOAT16 = 2e-2
 """Relative to the largest element. Both ways add in float32 and round to bfloat16 (4e-3) once; on
 a GPU the kernel may add in parts."""
+
+FLOAT8_LOSS = 2e-2
+"""Relative, of the loss of some steps. Products of numbers that keep 3 bits are off by 6 % each,
+and a sum of a hundred of random sign by a tenth of that."""
+
+PARITY_FLOAT8_LOSS = 2e-3
+"""Relative, of losses after the first step. Weights that differ in float32's last bit may round to
+neighbouring float8 numbers, 6 % apart, in one product of hundreds."""

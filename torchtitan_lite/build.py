@@ -232,6 +232,7 @@ def _prepared(model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh) -> 
         precision=config.training,
         checkpointing=config.activation_checkpoint,
         compilation=config.compile,
+        quantization=config.quantize.linear.float8 if config.model.converters else None,
     )
     device = mesh.device.torch_device
     model.to_empty(device=torch.device("cpu") if config.training.enable_cpu_offload else device)

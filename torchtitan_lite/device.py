@@ -103,3 +103,12 @@ def detect_device(name: str = "auto") -> Device:
         fused_optimizer=True,
         peak_flops=peak,
     )
+
+
+def gpus_reach_each_other() -> bool:
+    """Whether the GPUs of this node read and write each other's memory, as symmetric memory
+    needs."""
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return num_devices > 1 and all(
+        torch.cuda.can_device_access_peer(0, other) for other in range(1, num_devices)
+    )

@@ -9,19 +9,20 @@ mixture see the ranks of the last three in another way: `expert_shard` shards of
 weights, `ep` shares of the experts, `etp` shards of an expert's matrices.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.device import Device
 from torchtitan_lite.errors import MeshError
@@ -50,8 +51,9 @@ class ParallelismConfig(Section):
     sequence (torchtitan: always)."""
     disable_loss_parallel: bool = False
     """Compute the loss on whole logits under tensor parallelism."""
-    enable_async_tensor_parallel: Annotated[bool, only(False, "async tensor parallelism")] = False
-    """Overlap the collectives of tensor parallelism with its matrix products."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap the collectives of tensor parallelism with its matrix products, in compiled blocks.
+    Needs GPUs that reach each other's memory."""
     pipeline_parallel_degree: Annotated[int, at_least(1)] = 1
     """Ranks that share the layers."""
     pipeline_parallel_schedule: str = "1F1B"
@@ -214,17 +216,13 @@ class Mesh:
         self.degrees = degrees
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.device_mesh: DeviceMesh = init_device_mesh(
-            device.kind, degrees.shape, mesh_dim_names=AXES
-        )
+        self.device_mesh: DeviceMesh = _device_mesh(device, degrees.shape, AXES)
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:
         """The experts' view of the ranks. The first use makes process groups: every rank must come
         to it."""
-        return init_device_mesh(
-            self.device.kind, self.degrees.expert_shape, mesh_dim_names=EXPERT_AXES
-        )
+        return _device_mesh(self.device, self.degrees.expert_shape, EXPERT_AXES)
 
     @property
     def is_leader(self) -> bool:
@@ -274,6 +272,32 @@ class Mesh:
             groups[id(dist.group.WORLD)] = dist.group.WORLD
         for group in groups.values():
             set_group_timeout(group, timedelta(seconds=seconds))
+
+
+def _device_mesh(device: Device, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    """The ranks in order as a mesh. `init_device_mesh` would make a group for every axis of every
+    mesh, also for those of size 1, and each group of gloo has threads that wake a hundred times a
+    second."""
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = torch.arange(math.prod(shape)).view(shape)
+    (place,) = (ranks == dist.get_rank()).nonzero().tolist()
+    groups = []
+    for position, axis in enumerate(axes):
+        along = ranks[(*place[:position], slice(None), *place[position + 1 :])]
+        groups.append(_group(world, axis if len(along) > 1 else "", *along.tolist()))
+    return DeviceMesh.from_group(groups, device.kind, ranks, mesh_dim_names=axes)
+
+
+@cache
+def _group(world: dist.ProcessGroup, axis: str, *ranks: int) -> dist.ProcessGroup:
+    """The group of `ranks` for an axis, the same for every mesh of this world. Axes do not share
+    one, so that their collectives may run at once; only its own ranks come to it."""
+    if len(ranks) == world.size():
+        return world
+    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=axis)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 @contextmanager

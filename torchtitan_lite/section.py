@@ -75,4 +75,6 @@ def toml_literal(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return f'"{value}"'
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_literal, value))}]"
     return "none" if value is None else str(value)

@@ -386,3 +386,16 @@ def forward_schedule(
         actions, stage_to_rank=holders.__getitem__, num_stages=len(holders)
     )
     return runtime
+
+
+def overlap_collectives(group: dist.ProcessGroup) -> None:
+    """Let the compiler split matrix products and run them beside the collectives of `group` that
+    they wait for (async tensor parallelism).
+
+    A switch of inductor for the whole process. Needed until torch offers it in public.
+    """
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(group.group_name)

@@ -21,7 +21,7 @@ def run_with_the_file(folder: Path, overrides: dict[str, Any]) -> Outcome:
     """Train the new family in this worker, as if its file lay in `models/`."""
     if str(FOLDER) not in models.__path__:
         models.__path__.append(str(FOLDER))
-    return run_job(folder, {**overrides, "model.name": "toy", "model.flavor": "small"})
+    return run_job(folder, {"model.flavor": "small", **overrides, "model.name": "toy"})
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,13 @@ from tests.parity.meshes import (
     MESHES,
     PP,
     assert_same,
+    rows,
 )
 from tests.pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 
+TIED = ["fsdp-2", "tp-2", "tp-2-whole-logits", "pp-2", "pp-2-zbv", "pp-2-fsdp-2", "pp-2-tp-2"]
 REFERENCE = {"training.local_batch_size": 8}
 
 
@@ -40,8 +42,7 @@ def reference(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return lambda **overrides: run(tuple(sorted(overrides.items())))
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("mesh", "optimizer"), rows(MESHES))
 def test_same_training_as_one_process(
     mesh: str, optimizer: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
@@ -79,10 +80,9 @@ def test_same_training_with_dropout(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize(
-    "mesh",
-    ["fsdp-2", "tp-2", "tp-2-whole-logits", "pp-2", "pp-2-zbv", "pp-2-fsdp-2", "pp-2-tp-2"],
+    ("mesh", "optimizer"),
+    rows({mesh: MESHES[mesh] for mesh in TIED}),
 )
 def test_same_training_with_tied_embeddings(
     mesh: str, optimizer: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
@@ -114,8 +114,7 @@ def test_same_training_of_qwen3(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("mesh", EXPERT_MESHES)
+@pytest.mark.parametrize(("mesh", "optimizer"), rows(EXPERT_MESHES))
 def test_same_training_with_experts(
     mesh: str, optimizer: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
@@ -171,6 +170,30 @@ def test_compiled_blocks_train_alike(
     expected = reference(**{"model.dropout": 0.2})
     for outcome in pools(2).run(run_job, tmp_path / "run", overrides, timeout_s=280):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize("recipe", [None, "rowwise"])
+def test_same_loss_in_emulated_float8(
+    recipe: str | None, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    # Microbatches of one size, since the scales of activations are those of a microbatch.
+    shared = {
+        "model.flavor": "debugmodel",
+        "training.dtype": "float32",
+        "training.local_batch_size": 4,
+        "model.converters": ["quantize.linear.float8"],
+        "optimizer.name": "SGD",
+        "quantize.linear": {"float8": {"recipe_name": recipe, "emulate": True}},
+    }
+    expected = pools(1).run(run_job, tmp_path / "alone", shared)[0]
+    plain = pools(1).run(run_job, tmp_path / "plain", {**shared, "model.converters": []})[0]
+    assert expected.losses[-1] < expected.losses[0]
+    assert expected.losses != plain.losses
+    assert expected.losses == pytest.approx(plain.losses, rel=tolerances.FLOAT8_LOSS)
+    for outcome in pools(2).run(run_job, tmp_path / "run", {**FSDP, **shared}):
+        first = pytest.approx(expected.losses[0], rel=tolerances.PARITY_FLOAT32_LOSS)
+        assert outcome.losses[0] == first
+        assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_FLOAT8_LOSS)
 
 
 def test_compiled_blocks_with_experts_elsewhere_train_alike(

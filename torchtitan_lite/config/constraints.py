@@ -13,10 +13,13 @@ import torch
 
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.device import gpus_reach_each_other
 from torchtitan_lite.errors import ConfigError, MeshError
 from torchtitan_lite.mesh import Degrees, resolve_degrees
 from torchtitan_lite.models import model_spec
+from torchtitan_lite.parallel.float8 import why_not
 from torchtitan_lite.parallel.stages import plan_stages
+from torchtitan_lite.section import toml_literal
 from torchtitan_lite.spec import ModelSpec
 
 
@@ -39,6 +42,8 @@ def check_against(config: Config, world_size: int) -> None:
         problems += _attention(config, spec)
     problems += _compiled(config)
     problems += _traced_step(config)
+    problems += _async_tensor_parallel(config)
+    problems += _float8(config)
     problems += _device(config)
     problems += _validation(config)
     problems += _checkpoint(config)
@@ -204,6 +209,35 @@ def _tensor_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
                 f"parallelism.tensor_parallel_degree ({degree}) does not divide the {size} {what} "
                 f"of {spec.name} {spec.flavor}. Degrees that do: {', '.join(_divisors(size))}."
             )
+
+
+def _async_tensor_parallel(config: Config) -> Iterator[str]:
+    if not config.parallelism.enable_async_tensor_parallel:
+        return
+    missing = []
+    if config.parallelism.tensor_parallel_degree == 1:
+        missing.append("tensor_parallel_degree above 1")
+    if not config.compile.enable or "model" not in config.compile.components:
+        missing.append('compile.enable = true with "model" among compile.components')
+    if not (_on_gpu(config) and gpus_reach_each_other()):
+        missing.append("GPUs that reach each other's memory (CUDA symmetric memory)")
+    if missing:
+        yield (
+            f"parallelism.enable_async_tensor_parallel = true needs {', and '.join(missing)}. Set "
+            "it to false."
+        )
+
+
+def _float8(config: Config) -> Iterator[str]:
+    if not config.model.converters:
+        return
+    problem = why_not(
+        config.quantize.linear.float8,
+        on_gpu=_on_gpu(config),
+        tensor_parallel_degree=config.parallelism.tensor_parallel_degree,
+    )
+    if problem is not None:
+        yield f"model.converters = {toml_literal(config.model.converters)}: {problem}."
 
 
 def _expert_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:

@@ -47,8 +47,8 @@ REMOVED_KEYS = {
     "checkpoint.interval_type": "checkpoint.interval always counts steps",
     "experimental.enable_compiled_autograd": "compiled autograd is not supported",
     "experimental.pipeline_parallel_split_points": "the layers are split evenly over the stages",
-    "float8.enable_float8_linear": 'float8 is chosen by model.converters = ["float8"], which is '
-    "not supported by this version",
+    "float8.enable_float8_linear": "float8 is chosen by model.converters = "
+    '["quantize.linear.float8"]',
     "job.config_file": "it exists on the command line only, as --config FILE",
     "job.use_for_integration_test": "nothing reads it",
     "model.norm_type": "each model family has one kind of norm",

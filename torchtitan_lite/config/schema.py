@@ -3,10 +3,7 @@
 Names and meanings are those of torchtitan 0.2.2. Layer: above every owner of a section.
 """
 
-from typing import Annotated, Any, Literal
-
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
+from typing import Annotated, Literal
 
 from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.data.config import DataConfig, ValidationConfig
@@ -18,9 +15,10 @@ from torchtitan_lite.parallel.config import (
     ActivationCheckpointConfig,
     CompileConfig,
     PrecisionConfig,
+    QuantizeConfig,
 )
 from torchtitan_lite.replica.config import FaultToleranceConfig
-from torchtitan_lite.section import Section, above, at_least, only, toml_literal
+from torchtitan_lite.section import Section, above, at_least, only
 
 
 class JobConfig(Section):
@@ -101,26 +99,11 @@ class ExperimentalConfig(Section):
     """Old name of `job.custom_config_module`."""
 
 
-def _without_converters(model: ModelConfig) -> ModelConfig:
-    if model.converters:
-        raise PydanticCustomError(
-            "unsupported",
-            "{message}",
-            {
-                "key": "converters",
-                "message": "converters such as float8 are not supported by this version; only "
-                f"{toml_literal([])} is accepted, got {toml_literal(model.converters)}. The "
-                "tables below [quantize], which only converters read, can stay.",
-            },
-        )
-    return model
-
-
 class Config(Section):
     """Everything that a run is asked to do."""
 
     job: JobConfig = JobConfig()
-    model: Annotated[ModelConfig, AfterValidator(_without_converters)] = ModelConfig()
+    model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
     validation: ValidationConfig = ValidationConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -136,6 +119,4 @@ class Config(Section):
     debug: DebugConfig = DebugConfig()
     memory_estimation: MemoryEstimationConfig = MemoryEstimationConfig()
     experimental: ExperimentalConfig = ExperimentalConfig()
-    quantize: dict[str, Any] = {}
-    """Settings of quantizing converters. Accepted and without effect, since `model.converters`
-    must be empty."""
+    quantize: QuantizeConfig = QuantizeConfig()

@@ -12,12 +12,14 @@ from torchtitan_lite.parallel import (
     compiling,
     context,
     expert,
+    float8,
     fsdp,
     tensor,
 )
 from torchtitan_lite.parallel.config import (
     ActivationCheckpointConfig,
     CompileConfig,
+    Float8Config,
     PrecisionConfig,
 )
 from torchtitan_lite.parallel.schedule import OneStage, build_schedule
@@ -26,6 +28,7 @@ from torchtitan_lite.spec import ModelSpec
 __all__ = [
     "ActivationCheckpointConfig",
     "CompileConfig",
+    "Float8Config",
     "OneStage",
     "PrecisionConfig",
     "build_schedule",
@@ -42,14 +45,16 @@ def parallelize(
     precision: PrecisionConfig,
     checkpointing: ActivationCheckpointConfig,
     compilation: CompileConfig,
+    quantization: Float8Config | None = None,
 ) -> None:
     """Apply every technique to a model on the meta device, in the one order that works.
 
     Tensors are cut first, so that all else sees the modules as they will run; experts before the
-    rest, which is held whole where no rule cuts it.
+    rest, which is held whole where no rule cuts it. Modules are exchanged before all.
     Recomputation goes inside the compiled region, so that the compiler sees it; sharding goes
     outside both, so that its collectives stay out of the graph.
     """
+    float8.apply(model, spec, quantization)
     expert.apply(model, spec, mesh, parallelism)
     tensor.apply(model, spec, mesh, parallelism)
     context.apply(model, spec, mesh, parallelism)

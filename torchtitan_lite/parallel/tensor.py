@@ -37,6 +37,7 @@ from torchtitan_lite.mesh import Mesh, ParallelismConfig
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.moe import Experts
 from torchtitan_lite.spec import ModelSpec, ShardRule, TokenLoss
+from torchtitan_lite.torch_compat import overlap_collectives
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: ParallelismConfig) -> None:
@@ -59,6 +60,8 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
         styles[parent] = _Gathered(stream)
     shared = _shared_parameters(model)
     tp = mesh.device_mesh["tp"]
+    if parallelism.enable_async_tensor_parallel:
+        overlap_collectives(tp.get_group())
     parallelize_module(model, tp, styles)
     _replicate_rest(model, tp)
     if stream.is_shard():

@@ -25,9 +25,11 @@ class ToyDims:
     attention_backend: Backend = "sdpa"
     document_mask: bool = True
     dropout: float = 0.0
+    unused: bool = False
+    """Blocks have a parameter that no gradient reaches."""
 
 
-FLAVORS = {"small": ToyDims()}
+FLAVORS = {"small": ToyDims(), "with_unused": ToyDims(unused=True)}
 
 
 class Block(nn.Module):
@@ -39,6 +41,9 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(dims.dim, dims.width), nn.GELU(), nn.Linear(dims.width, dims.dim)
         )
+
+        if dims.unused:
+            self.unused = nn.Parameter(torch.empty(dims.dim))
 
     def forward(self, x_BSD: torch.Tensor, context: BlockContext) -> torch.Tensor:
         normed_BSD = self.norm(x_BSD)

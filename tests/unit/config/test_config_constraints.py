@@ -225,3 +225,35 @@ def test_experts_that_cannot_be_shared_are_refused(
 def test_a_rate_for_routers_needs_routers(config) -> None:
     text = refusal(config("--model.router_bias_update_rate", "0.01"))
     assert "model.router_bias_update_rate (0.01): llama3 debugmodel has no experts" in text
+
+
+def test_async_tensor_parallelism_says_all_that_it_needs(config) -> None:
+    text = refusal(config("--parallelism.enable_async_tensor_parallel", "true"))
+    assert text == (
+        "parallelism.enable_async_tensor_parallel = true needs tensor_parallel_degree above 1, and "
+        'compile.enable = true with "model" among compile.components, and GPUs that reach each '
+        "other's memory (CUDA symmetric memory). Set it to false."
+    )
+
+
+FLOAT8 = ["--model.converters", "quantize.linear.float8"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU may compute in float8")
+def test_float8_without_a_gpu_is_refused(config) -> None:
+    assert refusal(config(*FLOAT8)) == (
+        'model.converters = ["quantize.linear.float8"]: there is no GPU to compute in float8. Set '
+        "model.converters = [], or emulate = true, which is slow and for tests."
+    )
+
+
+def test_float8_is_refused_where_tensor_parallelism_cuts(config) -> None:
+    emulated = [*FLOAT8, "--quantize.linear.float8.emulate", "true"]
+    check_against(config(*emulated), 1)
+    text = refusal(config(*emulated, "--parallelism.tensor_parallel_degree", "2"), 2)
+    assert "are not cut by tensor parallelism. Set tensor_parallel_degree = 1 (given: 2)." in text
+
+
+def test_float8_without_torchao_is_refused(config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "Install it with: pip install torchao." in refusal(config(*FLOAT8))

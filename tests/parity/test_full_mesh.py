@@ -1,0 +1,107 @@
+"""FSDP over a model whose parameters are DTensors of the full mesh already, by torch's
+`DataParallelMeshDims`: norms, clipping, the optimizer and the boxes of checkpoints take such
+parameters as they take those of our own tensor parallelism."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from tests import tolerances
+from tests.job import Outcome, run_job
+from tests.parity.meshes import HSDP, MESHES, ONE_BY_ONE, TP, assert_same
+from tests.pool import WorkerPool
+from torchtitan_lite import parallel
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.parallel.blocks import modules_matching
+from torchtitan_lite.spec import ModelSpec
+
+Pools = Callable[[int], WorkerPool]
+
+
+def shard_over_full_mesh(model: nn.Module, spec: ModelSpec, mesh: Mesh, *_: Any) -> None:
+    """In the place of `parallel.fsdp.apply`, after tensor parallelism."""
+    replicas = ("dp_replicate",) if mesh.degrees.dp_replicate > 1 else ()
+    full = _axes(mesh.device_mesh, (*replicas, "dp_shard", "tp"))
+    for module in list(model.modules()):
+        own = list(module.named_parameters(recurse=False))
+        for name, parameter in own:
+            assert isinstance(parameter, DTensor)
+            placements = [Replicate()] * (full.ndim - 1) + list(parameter.placements)
+            whole = DTensor.from_local(
+                parameter.to_local(),
+                full,
+                placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            module.register_parameter(name, nn.Parameter(whole.detach()))
+        if own:
+            module.forward = _on_tp_axis(module, mesh.device_mesh["tp"], [name for name, _ in own])
+    dims = DataParallelMeshDims(shard="dp_shard", replicate=replicas or None)
+    for unit in modules_matching(model, spec.blocks, *spec.extra_fsdp_units):
+        fully_shard(unit, mesh=full, dp_mesh_dims=dims)
+    fully_shard(model, mesh=full, dp_mesh_dims=dims)
+    parallel.fsdp._sum_gradients(model)
+
+
+@cache
+def _axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    """One object for all runs of a worker: torch compares it by identity, and DTensor may give
+    parameters an equal one of an earlier run."""
+    return mesh[axes]
+
+
+def _on_tp_axis(module: nn.Module, tp: DeviceMesh, names: list[str]) -> Callable[..., Any]:
+    """The forward of a module, with its parameters as DTensors of the tp axis alone; their
+    gradients over the other axes are parts of a sum, which FSDP reduces."""
+    forward, parameters = module.forward, module._parameters
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        given = {name: parameters[name] for name in names}
+        for name, whole in given.items():
+            assert isinstance(whole, DTensor)
+            *others, own = whole.placements
+            local = whole.to_local(grad_placements=[Partial()] * len(others) + [own])
+            parameters[name] = DTensor.from_local(  # pyright: ignore[reportArgumentType]
+                local, tp, [own], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            parameters.update(given)
+
+    return lowered
+
+
+def run_on_full_mesh(folder: Path, overrides: dict[str, Any]) -> Outcome:
+    ours = parallel.fsdp.apply
+    parallel.fsdp.apply = shard_over_full_mesh
+    try:
+        return run_job(folder, overrides)
+    finally:
+        parallel.fsdp.apply = ours
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [MESHES["fsdp-2-tp-2"], (8, {**HSDP, **TP, **ONE_BY_ONE})],
+    ids=["fsdp-2-tp-2", "hsdp-2x2-tp-2"],
+)
+def test_parameters_on_the_full_mesh_train_alike(
+    world_size: int, overrides: dict[str, Any], optimizer: str, pools: Pools, tmp_path: Path
+) -> None:
+    shared = {"optimizer.name": optimizer}
+    alone = {**shared, "training.local_batch_size": 8}
+    (expected,) = pools(1).run(run_job, tmp_path / "1", alone)
+    settings = {**overrides, **shared}
+    for outcome in pools(world_size).run(run_on_full_mesh, tmp_path / "run", settings):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)

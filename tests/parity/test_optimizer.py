@@ -1,0 +1,59 @@
+"""The optimizer on every kind of parameter: shards of shards, experts, copies, and such that no
+gradient reaches."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import tolerances
+from tests.job import run_job
+from tests.parity.meshes import EXPERT_MESHES, MESHES
+from tests.parity.test_new_family import run_with_the_file
+from tests.pool import WorkerPool
+
+Pools = Callable[[int], WorkerPool]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_implementations_agree_on_all_kinds_of_shards_at_once(
+    optimizer: str, pools: Pools, tmp_path: Path
+) -> None:
+    # Shards over dp of shards over tp, experts over ep and expert_shard, and routers held whole.
+    world_size, mesh = EXPERT_MESHES["fsdp-2-tp-2-ep-2"]
+    settings = {**mesh, "model.name": "qwen3", "model.flavor": "many_experts"}
+    weights = {}
+    for implementation in ("for-loop", "foreach", "fused"):
+        overrides = {"optimizer.name": optimizer, "optimizer.implementation": implementation}
+        outcomes = pools(world_size).run(
+            run_job, tmp_path / implementation, {**settings, **overrides}
+        )
+        weights[implementation] = outcomes[0].weights
+    expected = weights["for-loop"]
+    assert expected["layers.0.feed_forward.experts.w1"].abs().max() > 0
+    for implementation in ("foreach", "fused"):
+        for name, weight in weights[implementation].items():
+            torch.testing.assert_close(
+                weight,
+                expected[name],
+                rtol=tolerances.PARITY_FLOAT64,
+                atol=tolerances.PARITY_FLOAT64,
+                msg=f"{name} by {implementation}",
+            )
+
+
+@pytest.mark.parametrize("mesh", ["accumulation-1", "fsdp-2", "tp-2", "pp-2", "fsdp-2-tp-2"])
+def test_a_parameter_without_a_gradient_is_left_alone(
+    mesh: str, pools: Pools, tmp_path: Path
+) -> None:
+    world_size, overrides = MESHES[mesh]
+    settings = {"model.flavor": "with_unused", "optimizer.weight_decay": 0.5}
+    still = {**settings, "optimizer.lr": 0.0, "training.steps": 1}
+    (before,) = pools(1).run(run_with_the_file, tmp_path / "1", still)
+    after = pools(world_size).run(run_with_the_file, tmp_path / "n", {**settings, **overrides})[0]
+    unused, used = "blocks.1.unused", "blocks.1.norm.weight"
+    assert torch.equal(after.weights[unused], before.weights[unused])
+    assert not torch.equal(after.weights[used], before.weights[used])
+    assert f"optimizer.{used}.exp_avg" in after.state
+    assert f"optimizer.{unused}.exp_avg" not in after.state

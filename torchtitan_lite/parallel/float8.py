@@ -1,0 +1,70 @@
+"""Linear layers whose matrix products run in float8, by torchao (arXiv:2209.05433).
+
+Layer: above errors, log and spec.
+"""
+
+import importlib.util
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from torchtitan_lite.log import logger
+from torchtitan_lite.parallel.blocks import blocks_of
+from torchtitan_lite.parallel.config import Float8Config
+from torchtitan_lite.spec import ModelSpec
+
+_MULTIPLE = 16
+"""Float8 kernels take matrices whose dims are multiples of this."""
+_ROUTER = "router.gate"
+
+
+def apply(model: nn.Module, spec: ModelSpec, config: Float8Config | None) -> None:
+    """Put torchao's float8 linear in the place of every `nn.Linear` in the blocks of `model` whose
+    sizes fit, but those that `config.filter_fqns` names and routers, whose choices are too fine
+    for it. Parameters keep their names and dtype."""
+    if config is None:
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    recipe = Float8LinearConfig()
+    if config.recipe_name is not None:
+        recipe = Float8LinearConfig.from_recipe_name(config.recipe_name)
+    recipe = replace(recipe, emulate=config.emulate)
+    kept_out = (_ROUTER, *config.filter_fqns)
+    converted = 0
+
+    def fits(module: nn.Module, name: str) -> bool:
+        nonlocal converted
+        if not isinstance(module, nn.Linear) or any(part in name for part in kept_out):
+            return False
+        takes = module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
+        converted += takes
+        return takes
+
+    for block in blocks_of(model, spec):
+        convert_to_float8_training(block, config=recipe, module_filter_fn=fits)
+    logger.info("%d linear layers compute in float8.", converted)
+
+
+def why_not(config: Float8Config, *, on_gpu: bool, tensor_parallel_degree: int) -> str | None:
+    """Why float8 cannot be used here, with what to change; None where it can."""
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed. Install it with: pip install torchao"
+    if tensor_parallel_degree > 1:
+        return (
+            "float8 linears are not cut by tensor parallelism. Set tensor_parallel_degree = 1 "
+            f"(given: {tensor_parallel_degree})"
+        )
+    if config.emulate:
+        return None
+    remedy = "Set model.converters = [], or emulate = true, which is slow and for tests"
+    if not on_gpu:
+        return f"there is no GPU to compute in float8. {remedy}"
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < (8, 9):
+        return (
+            f"float8 needs a GPU of compute capability 8.9 or above, and this one has "
+            f"{major}.{minor}. {remedy}"
+        )
+    return None
