@@ -7,7 +7,6 @@ import os
 import resource
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from torchtitan_lite.errors import UserError
@@ -30,11 +29,6 @@ class Device:
         """ "cpu" or "cuda"."""
         return self.torch_device.type
 
-    def synchronize(self) -> None:
-        """Make the host wait for the device."""
-        if self.kind == "cuda":
-            torch.cuda.synchronize()
-
     def peak_memory_gib(self) -> float:
         """Peak since the start: of the allocator on a GPU, of the process on a CPU."""
         if self.kind == "cuda":
@@ -51,12 +45,6 @@ class Device:
         peak = torch.cuda.max_memory_allocated(self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         return peak
-
-    def total_memory_gib(self) -> float:
-        """What the device has in all."""
-        if self.kind == "cuda":
-            return torch.cuda.get_device_properties(self.torch_device).total_memory / 2**30
-        return psutil.virtual_memory().total / 2**30
 
 
 # Vendors' data sheets, dense bf16 without sparsity; the first name contained in the device's wins.

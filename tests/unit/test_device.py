@@ -1,5 +1,6 @@
 """What follows from the kind of device."""
 
+import psutil
 import pytest
 import torch
 
@@ -11,8 +12,7 @@ def test_the_cpu_needs_nothing() -> None:
     device = detect_device("cpu")
     assert device.kind == "cpu" and device.backend == "gloo"
     assert device.peak_flops is None and not device.pin_memory
-    device.synchronize()
-    assert 0.01 < device.peak_memory_gib() < device.total_memory_gib()
+    assert 0.01 < device.peak_memory_gib() < psutil.virtual_memory().total / 2**30
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

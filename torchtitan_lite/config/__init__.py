@@ -10,9 +10,9 @@ from torchtitan_lite.config.command_line import parse_command_line
 from torchtitan_lite.config.constraints import (
     check_against,
     check_pipeline,
-    pipeline_microbatches,
 )
 from torchtitan_lite.config.loading import load_config
+from torchtitan_lite.config.mesh_constraints import pipeline_microbatches
 from torchtitan_lite.config.schema import (
     Config,
     DebugConfig,
