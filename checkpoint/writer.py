@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torchtitan_lite.checkpoint.manifest import (
     join_parts,
 )
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.mesh import AXES, Mesh
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.redistribute import is_first_holder, local_box
 
 _TEMPORARY_PREFIX = ".writing-"
@@ -171,7 +172,7 @@ def _write_manifest(
         version=VERSION,
         step=step,
         model_only=model_only,
-        mesh=dict(zip(AXES, mesh.degrees.shape, strict=True)),
+        mesh=asdict(mesh.degrees),
         tensors=join_parts(parts),
         values=dict(values),
         rng={} if model_only else {str(rank): part.rng for rank, part in enumerate(parts)},

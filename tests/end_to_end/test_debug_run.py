@@ -46,5 +46,5 @@ def test_one_process_without_torchrun(tmp_path: Path) -> None:
     assert "A sample of the model" in text
     manifest = tmp_path / "run" / "checkpoint" / "step-2" / "manifest.json"
     assert json.loads(manifest.read_text())["mesh"] == {
-        "pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1,
+        "pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1,
     }  # fmt: skip

@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchtitan_lite.checkpoint.manifest import Manifest, read_manifest, step_fo
 from torchtitan_lite.checkpoint.reader import check_fit
 from torchtitan_lite.checkpoint.writer import write_checkpoint
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
-from torchtitan_lite.mesh import AXES, Mesh
+from torchtitan_lite.mesh import Degrees, Mesh
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_other_programs_can_read_the_files(saved: Path) -> None:
 def test_the_manifest_says_what_it_is_of(saved: Path) -> None:
     manifest = read_manifest(saved)
     assert manifest.step == 1 and not manifest.model_only
-    assert manifest.mesh == dict.fromkeys(AXES, 1)
+    assert manifest.mesh == asdict(Degrees())
     assert manifest.config == {"seed": 1}
     assert manifest.versions["torch"] == torch.__version__
     assert manifest.values["dataloader"] == {"cursor": 8}
@@ -269,7 +270,8 @@ def test_a_checkpoint_of_another_mesh_is_refused_with_both(saved: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         check_fit(cut, saved, SmallState().tensors())
     assert not isinstance(error.value, DamagedCheckpoint)
-    assert "another mesh (pp 1 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 1): 1 of 5 tensors" in str(
-        error.value
+    assert (
+        "another mesh (pp 1 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 1 x ep 1 x etp 1): 1 of 5 tensors"
+        in str(error.value)
     )
     assert "such as model.weight" in str(error.value)
