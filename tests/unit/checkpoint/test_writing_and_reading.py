@@ -270,8 +270,6 @@ def test_a_checkpoint_of_another_mesh_is_refused_with_both(saved: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         check_fit(cut, saved, SmallState().tensors())
     assert not isinstance(error.value, DamagedCheckpoint)
-    assert (
-        "another mesh (pp 1 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 1 x ep 1 x etp 1): 1 of 5 tensors"
-        in str(error.value)
-    )
+    mesh = "pp 1 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 1 x ep 1 x etp 1"
+    assert f"another mesh ({mesh}): 1 of 5 tensors" in str(error.value)
     assert "such as model.weight" in str(error.value)
