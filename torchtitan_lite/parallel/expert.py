@@ -151,12 +151,10 @@ def _see_whole_sequences(model: nn.Module, mesh: Mesh, parallelism: ParallelismC
                 f"a whole sequence, and the ranks of {' and '.join(axes)} hold parts of it. Leave "
                 "the capacity unset, or do without context parallelism and sequence parallelism."
             )
-    routers = [m for m in model.modules() if isinstance(m, Router) and m.dims.balance_loss_weight]
-    if not routers:
-        return
     if len(axes) == 1:
         group = mesh.device_mesh.get_group(axes[0])
     else:
+        # Whatever this stage holds: all ranks take part in making the group.
         group = flatten_axes(mesh.device_mesh, ("cp", "tp"), "cp_tp").get_group()
 
     def sum_over_sequence(counts_BX: torch.Tensor) -> torch.Tensor:
@@ -164,5 +162,6 @@ def _see_whole_sequences(model: nn.Module, mesh: Mesh, parallelism: ParallelismC
         dist.all_reduce(total_BX, group=group)
         return total_BX
 
-    for router in routers:
-        router.sum_over_sequence = sum_over_sequence
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.sum_over_sequence = sum_over_sequence
