@@ -42,7 +42,7 @@ class CutAttention:
         spec = spec_of(dims, parallelism.context_parallel_rotate_method)
         self._model = build(dims)
         initialize(self._model, spec.init, _SEED)
-        context.apply(self._model, spec, mesh, parallelism)
+        context.apply(self._model, mesh, parallelism)
         block = self._model.layers["0"]
         assert isinstance(block, DecoderBlock)
         self.attention = block.attention

@@ -156,6 +156,7 @@ def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
         stage_units=decoder_stage_units(dims.num_layers),
         tied_units=("tok_embeddings", "output") if dims.tied_embeddings else None,
         width=dims.dim,
+        num_heads=dims.num_heads,
         cut_sizes=(
             ("key/value heads", dims.num_kv_heads),
             ("features of the feed-forward block", dims.hidden_dim),

@@ -84,13 +84,14 @@ def _chart(config: Config, options: argparse.Namespace) -> Chart:
 
 
 def _smallest_world_size(parallelism: ParallelismConfig) -> int:
-    return (
-        parallelism.pipeline_parallel_degree
-        * parallelism.data_parallel_replicate_degree
-        * max(1, parallelism.data_parallel_shard_degree)
-        * parallelism.context_parallel_degree
-        * parallelism.tensor_parallel_degree
-    )
+    shards = parallelism.data_parallel_shard_degree
+    others = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    if shards == -1:
+        # As many as the experts' view of the ranks needs.
+        experts = parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree
+        shards = experts // math.gcd(experts, others)
+    copies = parallelism.pipeline_parallel_degree * parallelism.data_parallel_replicate_degree
+    return copies * shards * others
 
 
 def _write(path: Path, text: str) -> None:

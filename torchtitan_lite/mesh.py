@@ -1,7 +1,7 @@
 """The mesh: its axes, its degrees, and everything that ranks agree on outside a parallelism.
 
-The only file that makes a DeviceMesh or a process group. All axes exist always; a degree of 1 is
-the identity, so no caller asks whether a parallelism is on. Layer: above errors, log, device.
+All axes exist always; a degree of 1 is the identity, so no caller asks whether a parallelism is on.
+Layer: above axis_groups, device, errors, log, section.
 
 Axes, outermost first: `pp` pipeline stages, `dp_replicate` copies of the weights, `dp_shard`
 shards of the weights, `cp` shards of the sequence, `tp` shards of the matrices. The experts of a
@@ -9,13 +9,12 @@ mixture see the ranks of the last three in another way: `expert_shard` shards of
 weights, `ep` shares of the experts, `etp` shards of an expert's matrices.
 """
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_lite.axis_groups import AxisGroups
 from torchtitan_lite.device import Device
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.section import Section, above, at_least, only, positive_or_minus_one
-from torchtitan_lite.torch_compat import set_group_timeout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep", "etp")
@@ -74,7 +73,7 @@ class ParallelismConfig(Section):
     microbatch 3; B backward, or I and W its parts for input and weights. Which rank holds which
     stages is read off it, and a step must give as many microbatches as it has."""
     pipeline_parallel_expert_parallel_overlap: bool = True
-    """Overlap the collectives of experts with the pipeline; without effect at degree 1."""
+    """Accepted and without effect: the order of a step is the schedule's or the file's."""
     module_fqns_per_model_part: list[list[str]] | None = None
     """Names of the modules of each stage, in the order of forward."""
     context_parallel_degree: Annotated[int, at_least(1)] = 1
@@ -93,8 +92,10 @@ class ParallelismConfig(Section):
     data_parallel_shard, context and tensor."""
     expert_tensor_parallel_degree: Annotated[int, at_least(1)] = 1
     """Ranks that share each expert's matrices; `tensor_parallel_degree` does not cut them."""
-    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
-    """How tokens travel to their experts; without effect at degree 1."""
+    expert_parallel_comm_backend: Annotated[str, only("standard", "another exchange of tokens")] = (
+        "standard"
+    )
+    """How tokens travel to their experts: in torch's all-to-all."""
 
 
 class CommConfig(Section):
@@ -211,18 +212,21 @@ def _dense_degrees(config: ParallelismConfig, world_size: int) -> Degrees:
 class Mesh:
     """This rank's place among all ranks. Made by `start_mesh`."""
 
-    def __init__(self, device: Device, degrees: Degrees) -> None:
+    def __init__(
+        self, device: Device, degrees: Degrees, timeout_s: float = CommConfig().init_timeout_seconds
+    ) -> None:
         self.device = device
         self.degrees = degrees
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.device_mesh: DeviceMesh = _device_mesh(device, degrees.shape, AXES)
+        self.groups = AxisGroups(timedelta(seconds=timeout_s))
+        self.device_mesh: DeviceMesh = self.groups.device_mesh(device.kind, degrees.shape, AXES)
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:
         """The experts' view of the ranks. The first use makes process groups: every rank must come
         to it."""
-        return _device_mesh(self.device, self.degrees.expert_shape, EXPERT_AXES)
+        return self.groups.device_mesh(self.device.kind, self.degrees.expert_shape, EXPERT_AXES)
 
     @property
     def is_leader(self) -> bool:
@@ -264,40 +268,7 @@ class Mesh:
 
     def set_timeout(self, seconds: float) -> None:
         """Change the time limit of the collectives of every group that this rank is in."""
-        meshes = [self.device_mesh]
-        if "expert_mesh" in self.__dict__:
-            meshes.append(self.expert_mesh)
-        groups = {id(group): group for mesh in meshes for group in mesh.get_all_groups()}
-        if dist.group.WORLD is not None:
-            groups[id(dist.group.WORLD)] = dist.group.WORLD
-        for group in groups.values():
-            set_group_timeout(group, timedelta(seconds=seconds))
-
-
-def _device_mesh(device: Device, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
-    """The ranks in order as a mesh. `init_device_mesh` would make a group for every axis of every
-    mesh, also for those of size 1, and each group of gloo has threads that wake a hundred times a
-    second."""
-    world = dist.group.WORLD
-    assert world is not None
-    ranks = torch.arange(math.prod(shape)).view(shape)
-    (place,) = (ranks == dist.get_rank()).nonzero().tolist()
-    groups = []
-    for position, axis in enumerate(axes):
-        along = ranks[(*place[:position], slice(None), *place[position + 1 :])]
-        groups.append(_group(world, axis if len(along) > 1 else "", *along.tolist()))
-    return DeviceMesh.from_group(groups, device.kind, ranks, mesh_dim_names=axes)
-
-
-@cache
-def _group(world: dist.ProcessGroup, axis: str, *ranks: int) -> dist.ProcessGroup:
-    """The group of `ranks` for an axis, the same for every mesh of this world. Axes do not share
-    one, so that their collectives may run at once; only its own ranks come to it."""
-    if len(ranks) == world.size():
-        return world
-    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=axis)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+        self.groups.set_timeout(timedelta(seconds=seconds))
 
 
 @contextmanager
@@ -324,7 +295,7 @@ def start_mesh(
                 device.backend, store=store, rank=0, world_size=1, timeout=timeout
             )
     try:
-        yield Mesh(device, degrees)
+        yield Mesh(device, degrees, comm.init_timeout_seconds)
     finally:
         if not joined_before:
             dist.destroy_process_group()

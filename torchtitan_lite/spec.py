@@ -162,10 +162,14 @@ class ModelSpec:
     """How tensor parallelism cuts the model."""
     cut_sizes: tuple[tuple[str, int], ...] = ()
     """(what it is, how many): sizes that the degree of tensor parallelism must divide."""
+    num_heads: int = 0
+    """Query heads of each attention; context parallelism by Ulysses shares them out."""
     num_experts: int = 0
     """Experts of each mixture, which expert parallelism shares out. 0: there are none."""
     expert_width: int = 0
     """Features within one expert, which expert tensor parallelism cuts."""
+    expert_capacity_factor: float | None = None
+    """Set where experts drop what exceeds this multiple of their fair share of a sequence."""
     stage_units: tuple[str, ...] = ()
     """Names of the modules that the pipeline shares out, in the order of forward; none of them is
     missed by the model's forward when it is None or deleted. Empty: no pipeline."""

@@ -83,6 +83,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp-2-zbv": (2, {**PP, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
     "pp-4": (4, {"parallelism.pipeline_parallel_degree": 4}),
     "pp-2-fsdp-2": (4, PP),
+    "replicate-2-pp-2": (4, {**PP, **HSDP}),
     "pp-2-tp-2": (4, {**PP, **TP}),
     "pp-2-cp-2": (4, {**PP, **CP}),
     "pp-2-tp-2-fsdp-2": (8, {**PP, **TP}),
@@ -117,6 +118,19 @@ EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep-2-recompute-op": (2, {**EP, **OP_RECOMPUTE}),
     "pp-2-tp-2-ep-4": (8, {**PP, **TP, "parallelism.expert_parallel_degree": 4}),
     "ep-2-fsdp-8": (8, EP),
+    # 2 experts over 4 shards: one stack is cut along another dim, the others leave ranks empty.
+    "ep-2-fsdp-8-few": (8, {**EP, "model.flavor": "capped_experts"}),
+    "ep-2-softmax": (2, {**EP, "model.flavor": "capped_experts"}),
+    "ep-2-cpu-offload": (2, {**EP, "training.enable_cpu_offload": True}),
+    "pp-2-zbv-ep-2-fsdp-4": (
+        8,
+        {
+            **PP,
+            **EP,
+            "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble",
+            "training.global_batch_size": 16,
+        },
+    ),
     "ep-4-fsdp-2-cp-2-tp-2": (
         8,
         {**CP, **TP, **ONE_BY_ONE, "parallelism.expert_parallel_degree": 4},

@@ -14,6 +14,7 @@ import pytest
 from tests import tolerances
 from tests.job import Outcome, run_job
 from tests.parity.meshes import (
+    EP,
     EXPERT_MESHES,
     FSDP,
     MESHES,
@@ -25,7 +26,7 @@ from tests.pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 
-TIED = ["fsdp-2", "tp-2", "tp-2-whole-logits", "pp-2", "pp-2-zbv", "pp-2-fsdp-2", "pp-2-tp-2"]
+TIED = ["fsdp-2", "tp-2", "pp-2", "pp-2-zbv", "pp-2-fsdp-2", "pp-2-tp-2"]
 REFERENCE = {"training.local_batch_size": 8}
 
 
@@ -121,12 +122,13 @@ def test_same_training_with_experts(
     world_size, overrides = EXPERT_MESHES[mesh]
     shared = {
         "model.name": "qwen3",
-        "model.flavor": "many_experts",
+        "model.flavor": overrides.get("model.flavor", "many_experts"),
+        "training.global_batch_size": overrides.get("training.global_batch_size", 8),
         "optimizer.name": optimizer,
     }
     expected = reference(**shared)
     bias = expected.weights["layers.0.feed_forward.router.expert_bias_X"]
-    assert bias.abs().max() > 0
+    assert (bias.abs().max() > 0) == (shared["model.flavor"] == "many_experts")
     for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
@@ -142,13 +144,22 @@ def test_same_loss_in_float32(
         assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_FLOAT32_LOSS)
 
 
+@pytest.mark.parametrize(
+    ("family", "flavor", "mesh"), [("llama3", "odd", FSDP), ("qwen3", "capped_experts", EP)]
+)
 def test_same_loss_with_bfloat16_parameters_in_forward(
-    pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+    family: str,
+    flavor: str,
+    mesh: dict[str, Any],
+    pools: Pools,
+    reference: Callable[..., Outcome],
+    tmp_path: Path,
 ) -> None:
-    shared = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"}
+    model = {"model.name": family, "model.flavor": flavor, "training.dtype": "float32"}
+    shared = {**model, "training.mixed_precision_param": "bfloat16"}
     expected = reference(**shared)
-    assert expected.losses != reference(**{"training.dtype": "float32"}).losses
-    for outcome in pools(2).run(run_job, tmp_path / "run", {**FSDP, **shared}):
+    assert expected.losses != reference(**model).losses
+    for outcome in pools(2).run(run_job, tmp_path / "run", {**mesh, **shared}):
         assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_BFLOAT16_LOSS)
 
 

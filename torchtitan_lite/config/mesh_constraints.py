@@ -12,7 +12,8 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.device import gpus_reach_each_other
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import Degrees
-from torchtitan_lite.parallel.stages import plan_stages
+from torchtitan_lite.parallel.stages import StagePlan, plan_stages
+from torchtitan_lite.parallel.step_order import step_order
 from torchtitan_lite.spec import ModelSpec
 
 
@@ -23,7 +24,11 @@ def mesh_problems(config: Config, spec: ModelSpec | None, degrees: Degrees | Non
         yield from _sequence_shards(config, degrees)
     if spec is not None:
         yield from _tensor_cuts(config, spec)
+        yield from _vocabulary(config, spec)
         yield from _expert_cuts(config, spec)
+    if spec is not None and degrees is not None:
+        yield from _attention_over_ranks(config, spec, degrees)
+        yield from _expert_capacity(config, spec, degrees)
     yield from _async_tensor_parallel(config)
 
 
@@ -109,12 +114,33 @@ def _pipeline(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str
             f'"{config.parallelism.pipeline_parallel_schedule_csv}" runs {needed}. Set '
             f"training.global_batch_size = {needed * size * degrees.batch}."
         )
-    if plan.order is None and num < len(plan.modules):
-        needed = len(plan.modules)
+    if plan.order is not None:
+        return
+    needed = len(plan.modules)
+    if num < needed:
         yield (
             f"{given}, fewer than its {needed} stages. Set "
             f"training.global_batch_size = {needed * size * degrees.batch} or more."
         )
+        return
+    schedule = config.parallelism.pipeline_parallel_schedule
+    try:
+        step_order(plan, schedule, num)
+    except MeshError as error:
+        fitting = (m for m in range(num + 1, num + 2 * needed + 1) if _runs(plan, schedule, m))
+        nearest = next(fitting, None)
+        remedy = (
+            "" if nearest is None else f" Set global_batch_size = {nearest * size * degrees.batch}."
+        )
+        yield f"{given}. {error}{remedy}"
+
+
+def _runs(plan: StagePlan, schedule: str, num_microbatches: int) -> bool:
+    try:
+        step_order(plan, schedule, num_microbatches)
+    except MeshError:
+        return False
+    return True
 
 
 def _schedule_file(config: Config, degrees: Degrees) -> Iterator[str]:
@@ -160,6 +186,67 @@ def _tensor_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
                 f"parallelism.tensor_parallel_degree ({degree}) does not divide the {size} {what} "
                 f"of {spec.name} {spec.flavor}. Degrees that do: {', '.join(_divisors(size))}."
             )
+
+
+def _vocabulary(config: Config, spec: ModelSpec) -> Iterator[str]:
+    """What cutting the vocabulary asks for."""
+    degree = config.parallelism.tensor_parallel_degree
+    if not _reaches_all(spec.vocab_size, degree):
+        fitting = next(d for d in range(degree, 0, -1) if _reaches_all(spec.vocab_size, d))
+        yield (
+            f"parallelism.tensor_parallel_degree ({degree}) leaves the last rank none of the "
+            f"{spec.vocab_size} rows of the vocabulary of {spec.name} {spec.flavor}. Set it to "
+            f"{fitting}."
+        )
+    if degree > 1 and config.parallelism.disable_loss_parallel and spec.tied_units is not None:
+        yield (
+            f"parallelism.disable_loss_parallel = true: the output of {spec.name} {spec.flavor} is "
+            "its embedding, which tensor parallelism cuts over the vocabulary. Set it to false."
+        )
+
+
+def _reaches_all(num_rows: int, degree: int) -> bool:
+    """Whether each of `degree` ranks gets a row, when each gets as many as the first."""
+    return -(-num_rows // degree) * (degree - 1) < num_rows
+
+
+def _attention_over_ranks(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str]:
+    """What the ways in which keys and values travel ask for."""
+    if degrees.cp == 1:
+        return
+    if config.parallelism.context_parallel_load_balancer == "ptrr":
+        yield (
+            'parallelism.context_parallel_load_balancer = "ptrr" is not supported by this version. '
+            'Use "headtail" or "none".'
+        )
+    method = config.parallelism.context_parallel_rotate_method
+    asked = f'parallelism.context_parallel_rotate_method = "{method}"'
+    if method == "alltoall" and spec.document_mask:
+        yield (
+            f"{asked} (ring attention) cannot keep attention within documents, which "
+            'model.attention_mask = "document" asks for. Use "allgather" or "ulysses", or '
+            'attention_mask = "causal".'
+        )
+    heads = spec.num_heads // degrees.tp
+    if method == "ulysses" and (heads == 0 or heads % degrees.cp):
+        yield (
+            f"{asked} shares the {heads} heads that each tp rank of {spec.name} {spec.flavor} has "
+            f"over context_parallel_degree ({degrees.cp}) ranks, which does not divide them. "
+            f'Degrees that do: {", ".join(_divisors(heads)) or "none"}; or use "allgather".'
+        )
+
+
+def _expert_capacity(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str]:
+    """An expert's capacity is a share of a whole sequence."""
+    axes = ["cp"] if degrees.cp > 1 else []
+    if degrees.tp > 1 and config.parallelism.enable_sequence_parallel:
+        axes.append("tp")
+    if axes and spec.expert_capacity_factor is not None:
+        yield (
+            f"An expert's capacity (capacity_factor = {spec.expert_capacity_factor}) is a share of "
+            f"a whole sequence, and the ranks of {' and '.join(axes)} hold parts of it. Leave "
+            "the capacity unset, or do without context parallelism and sequence parallelism."
+        )
 
 
 def _async_tensor_parallel(config: Config) -> Iterator[str]:

@@ -12,4 +12,5 @@ DEFAULTS = {
     "validation.dataset": "c4_validation",
     "validation.seq_len": 2048,
     "checkpoint.last_save_model_only": True,
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": ["moe.router.gate"],
 }

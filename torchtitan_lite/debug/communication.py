@@ -69,8 +69,8 @@ def size_of(args: Sequence[Any], result: Any) -> tuple[int, str]:
 
 
 class AxisNames:
-    """Names process groups by the axes of the mesh along which their ranks differ, so that groups
-    over several axes at once have a name too."""
+    """Names process groups by the axes that the mesh made them for; others by the axes along which
+    their ranks differ."""
 
     def __init__(self, mesh: Mesh) -> None:
         device_mesh = mesh.device_mesh
@@ -79,6 +79,7 @@ class AxisNames:
         places = [index.tolist() for index in torch.where(device_mesh.mesh >= 0)]
         self._places = dict(zip(ranks, zip(*places, strict=True), strict=True))
         self._world = dist.group.WORLD
+        self._groups = mesh.groups
 
     def of(self, group: dist.ProcessGroup, operation: Any, phase: str) -> str:
         """The axes that an operation over `group` runs over."""
@@ -86,6 +87,9 @@ class AxisNames:
         # agrees on is for the world; DTensor, which means the axis, uses functional collectives.
         if group == self._world and phase == "step" and operation.namespace == "c10d":
             return "world"
+        name = self._groups.name_of(group)
+        if name:
+            return name
         places = [self._places[rank] for rank in dist.get_process_group_ranks(group)]
         differing = [
             axis

@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.device import Device
 from torchtitan_lite.optim.config import OptimizerConfig
 
+_COUNT = "step"
+"""The one slot that is not of its parameter's shape."""
+
 
 def build_optimizer(
     config: OptimizerConfig, model: nn.Module, no_decay: Iterable[str], device: Device
@@ -100,7 +103,7 @@ class ShardedOptimizer:
         the parameter does. Empty before its first step."""
         part = self._parts[parameter]
         return {
-            name: _placed(value, parameter) if value.shape == part.shape else value
+            name: value if name == _COUNT else _placed(value, parameter)
             for name, value in self.inner.state.get(part, {}).items()
             if isinstance(value, torch.Tensor)
         }
@@ -111,7 +114,7 @@ class ShardedOptimizer:
         part = self._parts[parameter]
         if slot in self.inner.state[part]:
             return
-        if shape == tuple(parameter.shape):
+        if slot != _COUNT:
             value = torch.zeros_like(part, requires_grad=False)
         else:
             # A count of steps lies beside its parameter only for the fused kernels.

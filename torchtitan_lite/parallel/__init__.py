@@ -57,7 +57,7 @@ def parallelize(
     float8.apply(model, spec, quantization)
     expert.apply(model, spec, mesh, parallelism)
     tensor.apply(model, spec, mesh, parallelism)
-    context.apply(model, spec, mesh, parallelism)
+    context.apply(model, mesh, parallelism)
     activation_checkpoint.apply(model, spec, checkpointing)
     compiling.apply(model, spec, mesh, compilation)
     fsdp.apply(model, spec, mesh, parallelism, precision)

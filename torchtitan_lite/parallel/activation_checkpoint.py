@@ -15,13 +15,21 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import torchtitan_lite.nn.grouped_linear  # noqa: F401 (registers its operator)
 from torchtitan_lite.parallel.blocks import blocks_of
 from torchtitan_lite.parallel.config import ActivationCheckpointConfig
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.torch_compat import ATTENTION_OPS
 
 _aten = torch.ops.aten
-_MATRIX_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.linear.default}
+_MATRIX_PRODUCTS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.linear.default,
+    _aten._scaled_mm.default,
+    _aten._grouped_mm.default,
+    torch.ops.torchtitan_lite.grouped_linear.default,
+}
 
 
 def apply(model: nn.Module, spec: ModelSpec, config: ActivationCheckpointConfig) -> None:
@@ -80,7 +88,10 @@ def _recomputed_shapes(
     model: nn.Module, config: ActivationCheckpointConfig
 ) -> set[tuple[int, ...]]:
     """Shapes, as the right operand of a product, of the linears that are always recomputed."""
-    names = config.per_op_sac_force_recompute_mm_shapes_by_fqns
+    # torchtitan calls the block of the experts `moe`.
+    names = [
+        name.removeprefix("moe.") for name in config.per_op_sac_force_recompute_mm_shapes_by_fqns
+    ]
     return {
         (module.in_features, module.out_features)
         for name, module in model.named_modules()

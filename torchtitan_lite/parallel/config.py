@@ -30,9 +30,11 @@ class ActivationCheckpointConfig(Section):
     `selective_ac_option`. "memory_budget" is not supported by this version."""
     selective_ac_option: str = "2"
     """A number n: every n-th block is computed again in full. "op": every block keeps its
-    attention outputs and every other matrix product, and computes the rest again."""
-    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = ["moe.router.gate"]
-    """Linear modules whose matrix products are always computed again under "op"."""
+    attention outputs and every other matrix product, and computes the rest again, with it the
+    exchange of tokens between experts."""
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = ["router.gate"]
+    """Linear modules, by parts of their names, whose matrix products are always computed again
+    under "op" (torchtitan: `["moe.router.gate"]`)."""
     early_stop: bool = False
     """Stop computing again once all that backward needs is there."""
     memory_budget: Annotated[float, between(0, 1)] = 0.5

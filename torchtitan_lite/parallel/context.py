@@ -8,7 +8,7 @@ All but attention works position by position. For attention, keys and values tra
 - ulysses: heads are exchanged for positions, so that each rank sees whole sequences of some heads
   (arXiv:2309.14509).
 
-Layer: above nn, mesh and spec.
+Layer: above nn and mesh.
 """
 
 from typing import Any
@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import Mesh, ParallelismConfig
 from torchtitan_lite.nn.attention import Attention, AttentionMask, visible
 from torchtitan_lite.parallel.collectives import all_gather, all_to_all
 from torchtitan_lite.parallel.ring import RingKernel
 from torchtitan_lite.parallel.sequence_cut import SequenceCut
-from torchtitan_lite.spec import ModelSpec
 
 
 def sequence_cut(mesh: Mesh, parallelism: ParallelismConfig) -> SequenceCut:
@@ -34,27 +32,13 @@ def sequence_cut(mesh: Mesh, parallelism: ParallelismConfig) -> SequenceCut:
     )
 
 
-def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: ParallelismConfig) -> None:
-    """Put kernels that exchange keys and values in the place of the model's own.
-
-    Raises MeshError when the method cannot serve the model.
-    """
+def apply(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig) -> None:
+    """Put kernels that exchange keys and values in the place of the model's own."""
     if mesh.degrees.cp == 1:
         return
-    if parallelism.context_parallel_load_balancer == "ptrr":
-        raise MeshError(
-            'parallelism.context_parallel_load_balancer = "ptrr" is not supported by this version. '
-            'Use "headtail" or "none".'
-        )
     cut = sequence_cut(mesh, parallelism)
     group = mesh.device_mesh.get_group("cp")
     method = parallelism.context_parallel_rotate_method
-    if method == "alltoall" and spec.document_mask:
-        raise MeshError(
-            'parallelism.context_parallel_rotate_method = "alltoall" (ring attention) cannot keep '
-            'attention within documents, which model.attention_mask = "document" asks for. Use '
-            '"allgather" or "ulysses", or attention_mask = "causal".'
-        )
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, AttentionMask):
@@ -67,19 +51,7 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
             elif method == "alltoall":
                 module.kernel = RingKernel(cut, group)
             else:
-                _require_heads(module, mesh, spec)
                 module.kernel = _UlyssesKernel(inner, cut, group)
-
-
-def _require_heads(attention: Attention, mesh: Mesh, spec: ModelSpec) -> None:
-    heads = attention.num_heads // mesh.degrees.tp
-    if heads % mesh.degrees.cp:
-        raise MeshError(
-            f'parallelism.context_parallel_rotate_method = "ulysses" shares the {heads} heads '
-            f"that each tp rank of {spec.name} {spec.flavor} has over context_parallel_degree "
-            f'({mesh.degrees.cp}) ranks, which does not divide them. Use "allgather", or another '
-            "degree."
-        )
 
 
 class _NoMask(nn.Module):

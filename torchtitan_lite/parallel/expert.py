@@ -15,20 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import Mesh, ParallelismConfig
-from torchtitan_lite.nn.moe import Experts, MoE, Router, grouped_swiglu
+from torchtitan_lite.nn.moe import Experts, Router, grouped_swiglu
 from torchtitan_lite.nn.rows import take_rows
 from torchtitan_lite.parallel.collectives import exchange_rows, part_of_rows, rows_of_parts
 from torchtitan_lite.spec import ModelSpec
-from torchtitan_lite.torch_compat import flatten_axes
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: ParallelismConfig) -> None:
-    """Share out the experts of `model`, which is on the meta device.
-
-    Raises MeshError for what needs a whole sequence where sequences are cut.
-    """
+    """Share out the experts of `model`, which is on the meta device."""
     if not spec.num_experts:
         return
     _see_whole_sequences(model, mesh, parallelism)
@@ -38,7 +33,7 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
     exchange = _Exchange(
         num_owners=mesh.degrees.ep,
         cuts=mesh.degrees.etp,
-        group=flatten_axes(mesh.expert_mesh, ("ep", "etp"), "ep_etp").get_group(),
+        group=mesh.groups.over(mesh.expert_mesh, "ep", "etp"),
     )
     # Without sequence parallelism all tp ranks have the same tokens; each sends a part of them.
     shares_tokens = mesh.degrees.tp > 1 and not parallelism.enable_sequence_parallel
@@ -144,18 +139,8 @@ def _see_whole_sequences(model: nn.Module, mesh: Mesh, parallelism: ParallelismC
         axes.append("tp")
     if not axes:
         return
-    for module in model.modules():
-        if isinstance(module, MoE) and module.capacity_factor is not None:
-            raise MeshError(
-                f"An expert's capacity (capacity_factor = {module.capacity_factor}) is a share of "
-                f"a whole sequence, and the ranks of {' and '.join(axes)} hold parts of it. Leave "
-                "the capacity unset, or do without context parallelism and sequence parallelism."
-            )
-    if len(axes) == 1:
-        group = mesh.device_mesh.get_group(axes[0])
-    else:
-        # Whatever this stage holds: all ranks take part in making the group.
-        group = flatten_axes(mesh.device_mesh, ("cp", "tp"), "cp_tp").get_group()
+    # Whatever this stage holds: the ranks make the group together.
+    group = mesh.groups.over(mesh.device_mesh, *axes)
 
     def sum_over_sequence(counts_BX: torch.Tensor) -> torch.Tensor:
         total_BX = counts_BX.clone()

@@ -32,19 +32,20 @@ def apply(model: nn.Module, spec: ModelSpec, config: Float8Config | None) -> Non
         recipe = Float8LinearConfig.from_recipe_name(config.recipe_name)
     recipe = replace(recipe, emulate=config.emulate)
     kept_out = (_ROUTER, *config.filter_fqns)
-    converted = 0
-
-    def fits(module: nn.Module, name: str) -> bool:
-        nonlocal converted
-        if not isinstance(module, nn.Linear) or any(part in name for part in kept_out):
-            return False
-        takes = module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
-        converted += takes
-        return takes
-
-    for block in blocks_of(model, spec):
-        convert_to_float8_training(block, config=recipe, module_filter_fn=fits)
-    logger.info("%d linear layers compute in float8.", converted)
+    blocks = blocks_of(model, spec)
+    chosen = {
+        id(module): name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and not any(part in name for part in kept_out)
+        and module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
+        and any(module is inner for block in blocks for inner in block.modules())
+    }
+    for block in blocks:
+        convert_to_float8_training(
+            block, config=recipe, module_filter_fn=lambda module, _: id(module) in chosen
+        )
+    logger.info("%d linear layers compute in float8.", len(chosen))
 
 
 def why_not(config: Float8Config, *, on_gpu: bool, tensor_parallel_degree: int) -> str | None:

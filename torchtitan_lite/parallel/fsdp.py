@@ -27,7 +27,7 @@ from torchtitan_lite.parallel.blocks import modules_matching
 from torchtitan_lite.parallel.config import PrecisionConfig
 from torchtitan_lite.parallel.expert import has_own_mesh
 from torchtitan_lite.spec import ModelSpec
-from torchtitan_lite.torch_compat import flatten_axes, shards_on
+from torchtitan_lite.torch_compat import shards_on
 
 
 def apply(
@@ -103,7 +103,7 @@ def _sharding_mesh(mesh: Mesh) -> DeviceMesh:
     if mesh.degrees.cp > 1:
         # Ranks that share a sequence share the weights as ranks with other samples do.
         shard = "dp_shard_cp"
-        flat = flatten_axes(mesh.device_mesh, ("dp_shard", "cp"), shard)
+        flat = mesh.groups.flattened(mesh.device_mesh, ("dp_shard", "cp"), shard)
         if mesh.degrees.dp_replicate == 1:
             return flat
     if mesh.degrees.dp_replicate == 1:

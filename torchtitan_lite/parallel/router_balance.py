@@ -46,7 +46,8 @@ class RouterBalance:
     def settle(self, counts: torch.Tensor, *, committed: bool) -> dict[str, torch.Tensor]:
         """Move the biases by the summed `counts`, unless the step was refused, and count from zero
         again. Returns the load [X] of each router of the model, by name."""
-        counts_LX = counts.view(len(self._names), self._num_experts)
+        # Whole numbers again: what several ranks have counted came in parts.
+        counts_LX = counts.round().view(len(self._names), self._num_experts)
         loads = dict(zip(self._names, counts_LX, strict=True))
         for name, router in self._routers.items():
             if committed:

@@ -166,12 +166,19 @@ def _by_layer_counts(
     counts[0] -= parallelism.pipeline_parallel_first_stage_less_layers
     counts[-1] -= parallelism.pipeline_parallel_last_stage_less_layers
     if min(counts) < 0 or (num_stages > 2 and min(counts[1:-1]) < 1):
+        degree = parallelism.pipeline_parallel_degree
+        most = spec.num_layers // degree * degree
+        remedy = (
+            f"Use at most {most} stages"
+            if most
+            else f"Set pipeline_parallel_degree to at most {spec.num_layers}"
+        )
         raise MeshError(
             f"{spec.num_layers} layers of {spec.name} {spec.flavor} do not suffice for "
             f"{num_stages} stages when the embedding counts as "
             f"{parallelism.pipeline_parallel_first_stage_less_layers} and the output as "
-            f"{parallelism.pipeline_parallel_last_stage_less_layers} layers. Use at most "
-            f"{max(1, spec.num_layers)} stages, or lower "
+            f"{parallelism.pipeline_parallel_last_stage_less_layers} layers. {remedy}, "
+            "or lower "
             "pipeline_parallel_first_stage_less_layers and _last_stage_less_layers."
         )
     units = list(spec.stage_units)

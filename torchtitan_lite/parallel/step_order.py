@@ -37,7 +37,8 @@ def refused_microbatches(
     """What to raise when a schedule refuses its number of microbatches."""
     return MeshError(
         f"The schedule {schedule} cannot run {num_microbatches} microbatches through {num_stages} "
-        f"stages: {error}. Change training.global_batch_size or pipeline_parallel_microbatch_size."
+        f"stages: {str(error).rstrip('.')}. Change training.global_batch_size or "
+        "pipeline_parallel_microbatch_size."
     )
 
 

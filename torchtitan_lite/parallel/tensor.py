@@ -50,8 +50,7 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
         name.rpartition(".")[0]: _style(
             cut,
             stream,
-            # A weight that is the embedding's too is cut as that is.
-            loss_parallel=not parallelism.disable_loss_parallel or spec.tied_units is not None,
+            loss_parallel=not parallelism.disable_loss_parallel,
         )
         for name, cut in cuts.items()
     }

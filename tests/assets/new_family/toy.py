@@ -106,6 +106,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         cut_sizes=(("heads", dims.num_heads), ("features of the network", dims.width)),
         stage_units=("embed", *(f"blocks.{i}" for i in range(dims.num_layers)), "head"),
         width=dims.dim,
+        num_heads=dims.num_heads,
         blocks="blocks.*",
         extra_fsdp_units=("embed", "head"),
         cost=lambda seq_len: ModelCost(num_params=0, num_active_params=0, flops_per_token=0),

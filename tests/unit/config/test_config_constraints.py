@@ -257,3 +257,33 @@ def test_float8_is_refused_where_tensor_parallelism_cuts(config) -> None:
 def test_float8_without_torchao_is_refused(config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "Install it with: pip install torchao." in refusal(config(*FLOAT8))
+
+
+def test_microbatches_that_a_schedule_cannot_run_are_refused_with_the_nearest_batch(config) -> None:
+    arguments = ["--parallelism.pipeline_parallel_degree", "2"]
+    arguments += ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
+    text = refusal(config(*arguments, "--training.global_batch_size", "9"), 2)
+    assert "gives each pipeline 9 microbatches of 1 (over 1 batch ranks)." in text
+    assert text.endswith("Set global_batch_size = 10.")
+    check_against(config(*arguments, "--training.global_batch_size", "10"), 2)
+
+
+def test_ways_of_context_parallelism_that_do_not_fit_are_refused_before_the_start(config) -> None:
+    two = ["--parallelism.context_parallel_degree", "2"]
+    ring = [*two, "--parallelism.context_parallel_rotate_method", "alltoall"]
+    assert "cannot keep attention within documents" in refusal(
+        config(*ring, "--model.attention_mask", "document"), 2
+    )
+    check_against(config(*ring, "--model.attention_mask", "causal"), 2)
+    balanced = [*two, "--parallelism.context_parallel_load_balancer", "ptrr"]
+    assert '"ptrr" is not supported' in refusal(config(*balanced), 2)
+    three = ["--parallelism.context_parallel_degree", "3", "--training.seq_len", "768"]
+    ulysses = [*three, "--parallelism.context_parallel_rotate_method", "ulysses"]
+    text = refusal(config(*ulysses), 3)
+    assert "shares the 4 heads" in text and "Degrees that do: 1, 2, 4; or use" in text
+
+
+def test_tied_weights_are_not_projected_whole(config) -> None:
+    arguments = ["--model.flavor", "1B", "--parallelism.tensor_parallel_degree", "2"]
+    arguments += ["--parallelism.disable_loss_parallel", "true"]
+    assert "the output of llama3 1B is its embedding" in refusal(config(*arguments), 2)
