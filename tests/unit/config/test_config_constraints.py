@@ -280,7 +280,7 @@ def test_ways_of_context_parallelism_that_do_not_fit_are_refused_before_the_star
     three = ["--parallelism.context_parallel_degree", "3", "--training.seq_len", "768"]
     ulysses = [*three, "--parallelism.context_parallel_rotate_method", "ulysses"]
     text = refusal(config(*ulysses), 3)
-    assert "shares the 4 heads" in text and "Degrees that do: 1, 2, 4; or use" in text
+    assert "shares the 16 heads" in text and "do: 1, 2, 4, 8, 16; or use" in text
 
 
 def test_tied_weights_are_not_projected_whole(config) -> None:
