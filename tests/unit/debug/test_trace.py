@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.job import ODD_DIMS, Outcome, run_job
+from tests.job import MANY_EXPERTS, ODD_DIMS, Outcome, run_job
 from tests.parity.meshes import CP, FSDP, MESHES, TP
 from tests.pool import WorkerPool
 from torchtitan_lite.config import Config, check_against
@@ -157,6 +157,32 @@ def test_a_ring_sends_within_attention(pools: Pools, tmp_path: Path) -> None:
             ("backward", kernel, "send", "cp", pair): 3 * LAYERS,
             ("backward", kernel, "recv", "cp", pair): 3 * LAYERS,
         }
+
+
+def test_experts_have_axes_of_their_own(pools: Pools, tmp_path: Path) -> None:
+    overrides = {
+        "model.name": "qwen3",
+        "model.flavor": "many_experts",
+        "parallelism.expert_parallel_degree": 2,
+    }
+    dims = MANY_EXPERTS.moe
+    assert dims is not None
+    # Two microbatches; counts and tokens travel there, and results back, and gradients both ways.
+    microbatches, stack_bytes = 2, 3 * dims.hidden_dim * DIM * FLOAT64
+    for trace in _traces(pools, tmp_path / "run", 4, overrides):
+        travels = [one for one in trace["collectives"] if one["operation"] == "all_to_all"]
+        places = Counter((one["phase"], fold(one["module"]), one["axis"]) for one in travels)
+        assert places == {
+            ("forward", "layers.*.feed_forward.experts", "ep"): 3 * LAYERS * microbatches,
+            ("backward", "layers.*.feed_forward.experts", "ep"): 2 * LAYERS * microbatches,
+        }
+        gathers = Counter(
+            one["num_bytes"]
+            for one in trace["collectives"]
+            if (one["operation"], one["axis"], one["phase"])
+            == ("all_gather", "expert_shard", "forward")
+        )
+        assert gathers == {dims.num_experts // 2 * stack_bytes: LAYERS * microbatches}
 
 
 def test_what_is_computed_again_is_in_backward(pools: Pools, tmp_path: Path) -> None:
