@@ -138,6 +138,8 @@ EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+# Left to `make test-all` with both optimizers.
+_LONG = {"ep-4-fsdp-2-cp-2-tp-2"}
 # Rows on more than two processes that run with AdamW under `make test` too; the others do under
 # `make test-all`.
 _WITH_ADAMW = {"fsdp-4", "hsdp-2x2", "fsdp-2-tp-2", "pp-2-tp-2-fsdp-2", "ep-2-fsdp-4"}
@@ -148,9 +150,10 @@ def rows(meshes: dict[str, tuple[int, dict[str, Any]]]) -> list[Any]:
     and with AdamW."""
     found = []
     for name, (world_size, _) in meshes.items():
-        found.append(pytest.param(name, "SGD"))
-        is_long = world_size > 2 and name not in _WITH_ADAMW
-        found.append(pytest.param(name, "AdamW", marks=[pytest.mark.matrix] if is_long else []))
+        long = {"SGD": name in _LONG, "AdamW": world_size > 2 and name not in _WITH_ADAMW}
+        for optimizer, is_long in long.items():
+            marks = [pytest.mark.matrix] if is_long else []
+            found.append(pytest.param(name, optimizer, marks=marks))
     return found
 
 

@@ -90,11 +90,13 @@ def run_on_full_mesh(folder: Path, overrides: dict[str, Any]) -> Outcome:
         parallel.fsdp.apply = ours
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
-    [MESHES["fsdp-2-tp-2"], (8, {**HSDP, **TP, **ONE_BY_ONE})],
-    ids=["fsdp-2-tp-2", "hsdp-2x2-tp-2"],
+    [
+        pytest.param(*MESHES["fsdp-2-tp-2"], id="fsdp-2-tp-2"),
+        pytest.param(8, {**HSDP, **TP, **ONE_BY_ONE}, id="hsdp-2x2-tp-2", marks=pytest.mark.matrix),
+    ],
 )
 def test_parameters_on_the_full_mesh_train_alike(
     world_size: int, overrides: dict[str, Any], optimizer: str, pools: Pools, tmp_path: Path

@@ -16,7 +16,7 @@ from tests.pool import WorkerPool
 Pools = Callable[[int], WorkerPool]
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("SGD", marks=pytest.mark.matrix)])
 def test_implementations_agree_on_all_kinds_of_shards_at_once(
     optimizer: str, pools: Pools, tmp_path: Path
 ) -> None:

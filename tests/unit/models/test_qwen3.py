@@ -114,8 +114,18 @@ def test_the_shard_plan_cuts_the_norms_of_heads_over_heads() -> None:
     assert None not in cuts.values()
 
 
-def test_a_mixture_of_experts_has_no_shard_plan() -> None:
-    assert qwen3.spec_of(SPARSE, "tiny").shard_plan == ()
+def test_tensor_parallelism_leaves_experts_alone_and_cuts_shared_ones() -> None:
+    moe = SPARSE.moe
+    assert moe is not None
+    shared = replace(SPARSE, moe=replace(moe, shared_hidden_dim=8))
+    inside = "layers.*.feed_forward."
+    for dims, expected in (
+        (SPARSE, {"router.gate.weight"}),
+        (shared, {"router.gate.weight", "shared.w[13].weight", "shared.w2.weight"}),
+    ):
+        patterns = [rule.pattern for rule in qwen3.spec_of(dims, "tiny").shard_plan]
+        assert expected == {p.removeprefix(inside) for p in patterns if p.startswith(inside)}
+        assert "layers.*.attention.wo.weight" in patterns
 
 
 def test_experts_start_like_the_feed_forward() -> None:
