@@ -68,17 +68,17 @@ class AxisGroups:
         members = ranks[tuple(index)].flatten().tolist()
         if len(members) == self._world.size():
             return self._world
-        group = _group(self._world, self._timeout, name, *members)
+        group = group_of_ranks(self._world, self._timeout, *members, axis=name)
         self._names[group] = name
         return group
 
 
 @cache
-def _group(
-    world: dist.ProcessGroup, timeout: timedelta, axis: str, *ranks: int
+def group_of_ranks(
+    world: dist.ProcessGroup, timeout: timedelta, *ranks: int, axis: str = ""
 ) -> dist.ProcessGroup:
-    """The group of `ranks` for an axis, the same for every mesh of this world; one of a single
-    rank serves all axes. Only its own ranks come to it. Axes do not share one, so that their
+    """The group of `ranks`, for an axis or for none, the same for every mesh of this world; one of
+    a single rank serves all axes. Only its own ranks come to it. Axes do not share one, so that their
     collectives may run at once, unless they span all ranks."""
     group = dist.new_group(
         list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=axis

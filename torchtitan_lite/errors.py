@@ -30,9 +30,13 @@ class MeshError(UserError):
     """The degrees of parallelism do not fit the processes or the model."""
 
 
+class LayoutError(UserError):
+    """A layout contradicts itself or the tensor, or no plan leads from one layout to another."""
+
+
 class TrainingDiverged(UserError):
     """Too many steps in a row had a non-finite loss or gradient."""
 
 
 class RedistributionError(UserError):
-    """An operation on DTensors would have moved data that nobody asked it to move."""
+    """State could not be moved, or would have been moved though nobody asked for it."""

@@ -95,6 +95,26 @@ def is_strided_shard(placement: Placement) -> TypeGuard[Shard]:
     return isinstance(placement, _StridedShard)
 
 
+def split_factor(placement: Placement) -> int:
+    """Of a strided shard: into how many pieces the dim is divided before each is cut."""
+    assert isinstance(placement, _StridedShard)
+    return int(placement.split_factor)
+
+
+def strided_shard(dim: int, factor: int) -> Placement:
+    """The placement that `is_strided_shard` recognises."""
+    return _StridedShard(dim, split_factor=factor)
+
+
+def shard_order_of(tensor: DTensor) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """For each dim that axes cut, the order in which they do; empty where strided shards tell it.
+
+    DTensor keeps it in its private spec (from torch 2.10 on). Needed until it is public.
+    """
+    order = getattr(tensor._spec, "shard_order", None)
+    return tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in order or ())
+
+
 def attention_with_lse(
     q_BHSE: torch.Tensor, k_BHSE: torch.Tensor, v_BHSE: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,9 +1,32 @@
-"""Where state lies. Saving, loading and initialising all speak of boxes of tensors.
+"""Where state lies, and the one planner that moves it between any two layouts.
+
+A `Layout` says which holder has which boxes of a tensor, `plan` how to get from one to another, and
+`redistribute` and `redistribute_state_dict` go there. Read in this order: layout, cuts, roles,
+sharing, exchange, plan; then program, shared_path, collective_path, execution.
 
 Layer: above mesh and spec.
 """
 
+from torchtitan_lite.redistribute.box import Box
+from torchtitan_lite.redistribute.dtensor import redistribute
+from torchtitan_lite.redistribute.execution import Means
 from torchtitan_lite.redistribute.gradient import align_gradient
-from torchtitan_lite.redistribute.layout import Box, box_of, is_first_holder, local_box
+from torchtitan_lite.redistribute.layout import HolderMesh, Layout
+from torchtitan_lite.redistribute.local import is_first_holder, local_box
+from torchtitan_lite.redistribute.plan import Plan, plan
+from torchtitan_lite.redistribute.state_dict import Placed, redistribute_state_dict
 
-__all__ = ["Box", "align_gradient", "box_of", "is_first_holder", "local_box"]
+__all__ = [
+    "Box",
+    "HolderMesh",
+    "Layout",
+    "Means",
+    "Placed",
+    "Plan",
+    "align_gradient",
+    "is_first_holder",
+    "local_box",
+    "plan",
+    "redistribute",
+    "redistribute_state_dict",
+]

@@ -27,7 +27,7 @@ from torchtitan_lite.parallel import (
     parallelize,
 )
 from torchtitan_lite.parallel.stages import keep_only, plan_stages
-from torchtitan_lite.redistribute import box_of, local_box
+from torchtitan_lite.redistribute import HolderMesh, Layout, local_box
 
 CASES = {
     "70B on 256": (256, "llama3", "70B", {"tensor_parallel_degree": 8}),
@@ -116,7 +116,8 @@ def _covered(model: nn.Module) -> int:
     )
     total = 0
     for (shape, mesh_shape, placements), number in alike.items():
-        coordinates = product(*map(range, mesh_shape))
-        boxes = {box_of(shape, mesh_shape, placements, place) for place in coordinates}
+        mesh = HolderMesh.ranks(*mesh_shape)
+        layout = Layout.from_placements(mesh, placements, shape, strided="order")
+        boxes = {layout.box(shape, place) for place in product(*map(range, mesh_shape))}
         total += number * sum(math.prod(box.size) for box in boxes)
     return total

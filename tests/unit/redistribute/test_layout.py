@@ -11,13 +11,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, zeros
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import CommConfig, ParallelismConfig, start_mesh
-from torchtitan_lite.redistribute import Box, box_of, is_first_holder, local_box
+from torchtitan_lite.redistribute import Box, HolderMesh, Layout, is_first_holder, local_box
 
 _PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
 
@@ -29,6 +28,7 @@ def test_boxes_are_the_chunks_that_torch_cuts(
 ) -> None:
     whole = torch.arange(math.prod(shape)).reshape(shape)
     for placements in itertools.product(_PLACEMENTS, repeat=len(mesh_shape)):
+        layout = Layout(HolderMesh.ranks(*mesh_shape), placements)
         for coordinate in _coordinates(mesh_shape):
             held = whole
             for axis_size, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
@@ -40,7 +40,7 @@ def test_boxes_are_the_chunks_that_torch_cuts(
                         if index < len(chunks)
                         else held.narrow(placement.dim, held.shape[placement.dim], 0)
                     )
-            box = box_of(shape, mesh_shape, placements, coordinate)
+            box = layout.box(shape, coordinate)
             assert box.size == tuple(held.shape), (placements, coordinate)
             assert torch.equal(whole[box.slices], held), (placements, coordinate)
 
@@ -82,19 +82,15 @@ def test_boxes_of_different_ranks_cover_a_tensor_exactly_once(data: st.DataObjec
     )
     placements = [data.draw(kinds) for _ in mesh_shape]
     covered = torch.zeros(shape, dtype=torch.int64)
+    layout = Layout(HolderMesh.ranks(*mesh_shape), placements)
     for coordinate in _coordinates(mesh_shape):
-        box = box_of(shape, mesh_shape, placements, coordinate)
+        box = layout.box(shape, coordinate)
         assert box.is_empty == (covered[box.slices].numel() == 0)
         covered[box.slices] += 1
     copies = math.prod(
         size for size, p in zip(mesh_shape, placements, strict=True) if p.is_replicate()
     )
     assert (covered == copies).all()
-
-
-def test_a_partial_sum_has_no_box() -> None:
-    with pytest.raises(MeshError, match=r"shape \(4, 2\) has no plain box"):
-        box_of((4, 2), (2,), (Partial(),), (0,))
 
 
 def test_a_live_dtensor_and_a_plain_tensor_give_their_box() -> None:

@@ -1,0 +1,188 @@
+"""A round of an exchange as all-to-all collectives, with packing and unpacking beside them.
+
+Two buckets are under way at a time: while one travels, the next is packed and the one before is
+unpacked. Layer: above program and words.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.redistribute.exchange import Piece
+from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.program import Range, Slices, Task, buckets, slices
+from torchtitan_lite.redistribute.words import WordArray, join_, word_array, word_tensor_of
+
+
+class _Copy(NamedTuple):
+    """A rectangle of a tensor, and the words of a buffer that hold it."""
+
+    tensor: int
+    place: Slices
+    offset: int
+    size: int
+    shape: tuple[int, ...]
+    join: tuple[torch.dtype, str] | None
+    """How it is joined to what is there; None where it takes its place."""
+
+
+class _Bucket(NamedTuple):
+    packs: list[_Copy]
+    unpacks: list[_Copy]
+    sent_words: list[int]
+    """To each rank of the group."""
+    received_words: list[int]
+
+
+class CollectivePath:
+    """Round `number` of an exchange over a process group, ready to run."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        number: int,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup,
+        bucket_bytes: int,
+        device: torch.device,
+        without: frozenset[int] = frozenset(),
+    ) -> None:
+        """`ranks` are the global ranks of the group, in its order; nothing is moved to or from
+        those of the group's numbers in `without`. Every rank of the group must come to it."""
+        self._tasks, self._number = tasks, number
+        self.group, self._device, self.width = group, device, tasks[0].width
+        self._kinds = [task.kind(number) for task in tasks]
+        self._numbers: dict[Holder, int] = {
+            rank: n for n, rank in enumerate(ranks) if n not in without
+        }
+        loads = torch.tensor([self._load(task) for task in tasks], device=device)
+        # Of each tensor, what the busiest rank sends and receives: all must cut it alike.
+        dist.all_reduce(loads, dist.ReduceOp.MAX, group=group)
+        # Dividing each piece leaves up to one element of each over.
+        spare = 2 * len(ranks) * max(task.plan.dtype.itemsize for task in tasks)
+        capacity = max(bucket_bytes - spare, bucket_bytes // 2) // self.width
+        self.buckets = [
+            self._bucket(ranges, len(ranks))
+            for ranges in buckets(loads.tolist(), capacity, 1)
+            if ranges
+        ]
+
+    def bind(self, given: Sequence[WordArray], into: Sequence[WordArray]) -> "BoundCollectivePath":
+        """The round for this rank's parts of the sources and the destinations."""
+        arrays = [
+            out if kind == "spread" else source
+            for source, out, kind in zip(given, into, self._kinds, strict=True)
+        ]
+        packs = [[arrays[c.tensor][c.place] for c in bucket.packs] for bucket in self.buckets]
+        unpacks = [[into[c.tensor][c.place] for c in bucket.unpacks] for bucket in self.buckets]
+        return BoundCollectivePath(self, packs, unpacks)
+
+    def buffers(self, parity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """To send from and to receive into, for every second bucket."""
+        mine = self.buckets[parity::2]
+        sent = max(sum(bucket.sent_words) for bucket in mine)
+        received = max(sum(bucket.received_words) for bucket in mine)
+        return (
+            word_tensor_of(sent, self.width, self._device),
+            word_tensor_of(received, self.width, self._device),
+        )
+
+    def _load(self, task: Task) -> int:
+        """Words of a tensor that this rank sends and receives."""
+        if task.kind(self._number) is None:
+            return 0
+        part = task.parts[self._number]
+        pieces = [p for p in (*part.sends, *part.receives) if p.peer in self._numbers]
+        return sum(piece.stop - piece.start for piece in pieces) * task.ratio
+
+    def _bucket(self, ranges: Sequence[Range], num_ranks: int) -> _Bucket:
+        """What this rank sends and receives in a bucket: peer after peer, and for each peer tensor
+        after tensor."""
+        sends: list[list[tuple[Range, Piece]]] = [[] for _ in range(num_ranks)]
+        receives: list[list[tuple[Range, Piece]]] = [[] for _ in range(num_ranks)]
+        for bounds in ranges:
+            part = self._tasks[bounds.tensor].parts[self._number]
+            for pieces, by_peer in ((part.sends, sends), (part.receives, receives)):
+                for piece in pieces:
+                    if piece.peer in self._numbers:
+                        by_peer[self._numbers[piece.peer]].append((bounds, piece))
+        packs, sent = self._copies(sends, of_source=True)
+        unpacks, received = self._copies(receives, of_source=False)
+        return _Bucket(packs, unpacks, sent, received)
+
+    def _copies(
+        self, by_peer: Sequence[Sequence[tuple[Range, Piece]]], of_source: bool
+    ) -> tuple[list[_Copy], list[int]]:
+        copies, words, offset = [], [], 0
+        for pieces in by_peer:
+            before = offset
+            for bounds, piece in pieces:
+                task = self._tasks[bounds.tensor]
+                joins = self._kinds[bounds.tensor] == "reduce" and not of_source
+                join = (task.plan.dtype, task.plan.op) if joins else None
+                share = (bounds.start, bounds.stop, bounds.whole)
+                for block in task.blocks(piece, self._number, *share):
+                    place = slices(block.src if of_source else block.dst, block.shape)
+                    size = prod(block.shape)
+                    copies.append(_Copy(bounds.tensor, place, offset, size, block.shape, join))
+                    offset += size
+            words.append(offset - before)
+        return copies, words
+
+
+class BoundCollectivePath:
+    """Made by `CollectivePath.bind`."""
+
+    def __init__(
+        self,
+        path: CollectivePath,
+        packs: Sequence[Sequence[WordArray]],
+        unpacks: Sequence[Sequence[WordArray]],
+    ) -> None:
+        """By bucket: the rectangles that are packed and those that are unpacked into."""
+        self._path, self._packs, self._unpacks = path, packs, unpacks
+
+    def run(self) -> None:
+        """Move. All ranks of the group must come to it."""
+        path, count = self._path, len(self._path.buckets)
+        buffers = [path.buffers(parity) for parity in range(min(2, count))]
+        flying: list[dist.Work | None] = [None, None]
+        for number in range(count + 1):
+            if number < count:
+                bucket = path.buckets[number]
+                sent, received = buffers[number % 2]
+                self._pack(number, sent)
+                flying[number % 2] = dist.all_to_all_single(
+                    received[: sum(bucket.received_words)].view(torch.uint8),
+                    sent[: sum(bucket.sent_words)].view(torch.uint8),
+                    [words * path.width for words in bucket.received_words],
+                    [words * path.width for words in bucket.sent_words],
+                    group=path.group,
+                    async_op=True,
+                )
+            if number > 0:
+                work = flying[(number - 1) % 2]
+                assert work is not None
+                work.wait()
+                self._unpack(number - 1, buffers[(number - 1) % 2][1])
+
+    def _pack(self, number: int, buffer: torch.Tensor) -> None:
+        words = word_array(buffer, self._path.width)
+        for copy, array in zip(self._path.buckets[number].packs, self._packs[number], strict=True):
+            words[copy.offset : copy.offset + copy.size].reshape(copy.shape)[...] = array
+
+    def _unpack(self, number: int, buffer: torch.Tensor) -> None:
+        words = word_array(buffer, self._path.width)
+        bucket = self._path.buckets[number]
+        for copy, array in zip(bucket.unpacks, self._unpacks[number], strict=True):
+            stop = copy.offset + copy.size
+            if copy.join is None:
+                array[...] = words[copy.offset : stop].reshape(copy.shape)
+            else:
+                arrived = buffer[copy.offset : stop].clone().view(copy.shape)
+                mine = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+                join_(mine, arrived, *copy.join)

@@ -1,0 +1,107 @@
+"""Redistribute one DTensor. Layer: above execution and groups."""
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from torchtitan_lite.errors import LayoutError
+from torchtitan_lite.redistribute.execution import DEFAULT_MEANS, Means
+from torchtitan_lite.redistribute.joint import move
+from torchtitan_lite.redistribute.layout import HolderMesh, Layout, StridedReading
+from torchtitan_lite.redistribute.plan import plan
+
+
+def redistribute(
+    tensor: DTensor,
+    dst: Layout,
+    *,
+    mesh: DeviceMesh | None = None,
+    strided: StridedReading | None = None,
+    out: DTensor | None = None,
+    means: Means = DEFAULT_MEANS,
+) -> DTensor:
+    """`tensor` laid out as `dst`. Every rank of both meshes must call it; others may.
+
+    A tensor that lies so already is returned as it is. `mesh` is the DeviceMesh of `dst` where that
+    is not the tensor's own; a rank outside of it gets a DTensor without elements. `strided` is how
+    to read strided shards, see `Layout.from_dtensor`. `out` lies as `dst` and takes the result.
+    Gradients flow back the opposite way; of averages and sums only.
+
+    Raises LayoutError where no plan leads there or `mesh` is missing, and RedistributionError where
+    another rank does not take part.
+    """
+    src = Layout.from_dtensor(tensor, strided=strided)
+    if src == dst and out is None:
+        return tensor
+    target = _mesh_of(tensor, dst, mesh)
+    if out is None and tensor.requires_grad and torch.is_grad_enabled():
+        local = _Redistribute.apply(tensor.to_local(), tensor, src, dst, means)
+        assert isinstance(local, torch.Tensor)
+    else:
+        local = _moved(tensor.to_local().detach(), tensor, src, dst, means, out)
+    return out if out is not None else dst.to_dtensor(local, target, tensor.shape)
+
+
+def _moved(
+    local: torch.Tensor,
+    tensor: DTensor,
+    src: Layout,
+    dst: Layout,
+    means: Means,
+    out: DTensor | None = None,
+) -> torch.Tensor:
+    found = plan(src, dst, tuple(tensor.shape), tensor.dtype)
+    into = None if out is None else out.to_local()
+    return move([found], [local], [into], tensor.device, means)[0]
+
+
+def _mesh_of(tensor: DTensor, dst: Layout, mesh: DeviceMesh | None) -> DeviceMesh:
+    found = tensor.device_mesh if mesh is None else mesh
+    if HolderMesh.of(found) != dst.mesh:
+        raise LayoutError(
+            f"The result lies on {dst.mesh}, and "
+            + ("the tensor's mesh is " if mesh is None else "the given mesh is ")
+            + f"{HolderMesh.of(found)}. Give the DeviceMesh of the destination as mesh."
+        )
+    return found
+
+
+class _Redistribute(torch.autograd.Function):
+    """On local parts, since a DTensor is made of them on either side."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        tensor: DTensor,
+        src: Layout,
+        dst: Layout,
+        means: Means,
+    ) -> torch.Tensor:
+        """See `redistribute`."""
+        ctx.tensor, ctx.src, ctx.dst, ctx.means = tensor.detach(), src, dst, means
+        return _moved(local.detach(), tensor, src, dst, means)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of every contribution to a sum is the whole gradient, and the other way
+        round each holder's gradient is one of the whole."""
+        src, dst = ctx.src, ctx.dst
+        for layout in (src, dst):
+            if layout.reduce_op not in (None, "sum"):
+                raise LayoutError(
+                    f"{layout} is joined by {layout.reduce_op}, which has no gradient here. "
+                    "Redistribute sums or averages."
+                )
+        (grad,) = grads
+        moved = _moved(grad.contiguous(), ctx.tensor, _whole(dst), _whole(src), ctx.means)
+        factor = plan(src, dst, tuple(ctx.tensor.shape), ctx.tensor.dtype).factor
+        return moved if factor == 1 else moved * factor, None, None, None, None
+
+
+def _whole(layout: Layout) -> Layout:
+    """The layout in which contributions are replicas."""
+    placements = [Replicate() if isinstance(p, Partial) else p for p in layout.placements]
+    return Layout(layout.mesh, placements, layout.shard_order)

@@ -1,0 +1,189 @@
+"""Carries plans out on the ranks of a process group: the one place that moves state.
+
+CPU ranks of one machine exchange through shared memory, all others by collectives of the group.
+Layer: above shared_path and collective_path.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.errors import RedistributionError
+from torchtitan_lite.redistribute.collective_path import BoundCollectivePath, CollectivePath
+from torchtitan_lite.redistribute.plan import Plan
+from torchtitan_lite.redistribute.program import Slices, Task, slices
+from torchtitan_lite.redistribute.shared_memory import SharedMemory, is_supported
+from torchtitan_lite.redistribute.shared_path import BoundSharedPath, SharedPath
+from torchtitan_lite.redistribute.words import (
+    WordArray,
+    nothing,
+    word_array,
+    word_bytes,
+    word_tensor,
+)
+
+Transport = Literal["shared_memory", "collective"]
+
+BUCKET_BYTES = 25 << 20
+_SLOT_BYTES = 4 << 20
+"""Of shared memory. Slots that stay in a processor's cache are read faster than larger ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What an exchange may use."""
+
+    bucket_bytes: int = BUCKET_BYTES
+    """Temporary memory is at most twice that."""
+    transport: Transport | None = None
+    """None takes shared memory where there is some."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1 << 14:
+            raise RedistributionError(
+                f"bucket_bytes = {self.bucket_bytes} is too little: at least {1 << 14} are needed."
+            )
+
+
+DEFAULT_MEANS = Means()
+
+
+class Execution:
+    """Some plans, joined into one exchange and made ready to run any number of times."""
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        means: Means,
+    ) -> None:
+        """`ranks` are all that take part, in the order of their `group` (None: this rank is alone).
+        Every one of them must come to it."""
+        me = dist.get_rank() if group is not None else ranks[0]
+        self._width = word_bytes(plan.dtype for plan in plans)
+        self._tasks = [Task(plan, me, self._width) for plan in plans]
+        self._copies = [
+            (index, slices(block.dst, block.shape), slices(block.src, block.shape))
+            for index, task in enumerate(self._tasks)
+            for part in task.parts
+            for piece in part.copies
+            for block in task.blocks(piece, 0)
+        ]
+        self._fills = [
+            (index, fills) for index, task in enumerate(self._tasks) if (fills := _fills(task))
+        ]
+        self._scaled = [index for index, plan in enumerate(plans) if plan.factor != 1]
+        self._paths = [] if group is None else self._choose_paths(ranks, group, device, means)
+        self._bound: _Bound | None = None
+
+    @torch.no_grad()
+    def run(
+        self, sources: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Fill `outs`, this rank's parts of the destinations, from `sources`, its parts of the
+        sources; both contiguous, None where it has none. Every rank must call it."""
+        where = tuple(0 if tensor is None else tensor.data_ptr() for tensor in (*sources, *outs))
+        if self._bound is None or self._bound.where != where:
+            self._bound = self._bind(where, sources, outs)
+        for index, fills in self._fills:
+            out = outs[index]
+            if out is not None:
+                self._fill(index, out, fills)
+        for array, source in self._bound.copies:
+            array[...] = source
+        for path in self._bound.paths:
+            path.run()
+        for index in self._scaled:
+            out = outs[index]
+            if out is not None:
+                _scale_(out, self._tasks[index].plan.factor)
+
+    def _bind(
+        self,
+        where: tuple[int, ...],
+        sources: Sequence[torch.Tensor | None],
+        outs: Sequence[torch.Tensor | None],
+    ) -> "_Bound":
+        given: list[WordArray] = [
+            None if tensor is None else word_array(tensor, self._width) for tensor in sources
+        ]
+        into: list[WordArray] = [
+            None if tensor is None else word_array(tensor, self._width) for tensor in outs
+        ]
+        copies = [(into[index][dst], given[index][src]) for index, dst, src in self._copies]
+        return _Bound(where, copies, [path.bind(given, into) for path in self._paths])
+
+    def _choose_paths(
+        self, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, means: Means
+    ) -> list[SharedPath | CollectivePath]:
+        """The ways that the rounds take, one after the other."""
+        memory = None
+        if device.type == "cpu" and means.transport != "collective" and is_supported():
+            memory = shared_memory_of(group)
+        if means.transport == "shared_memory" and not (memory and memory.covers_all):
+            raise RedistributionError(
+                f"Ranks {list(ranks)} do not all share memory: "
+                + ((memory and memory.problem) or "they are on a GPU or on several machines")
+                + ". Leave the transport open."
+            )
+        paths: list[SharedPath | CollectivePath] = []
+        for number in range(max((len(task.plan.rounds) for task in self._tasks), default=0)):
+            if memory is not None and len(memory.neighbours) > 1:
+                bucket = min(means.bucket_bytes, _SLOT_BYTES)
+                paths.append(SharedPath(self._tasks, number, ranks, memory, bucket))
+            if memory is None or not memory.covers_all:
+                near = frozenset(memory.neighbours if memory else ())
+                bucket = means.bucket_bytes // (1 if memory is None else 2)
+                paths.append(
+                    CollectivePath(self._tasks, number, ranks, group, bucket, device, near)
+                )
+        return paths
+
+    def _fill(self, index: int, out: torch.Tensor, fills: Sequence[Slices]) -> None:
+        """Begin with what changes nothing when others are joined to it."""
+        plan = self._tasks[index].plan
+        words = word_tensor(out, self._width)
+        for place in fills:
+            words[place].view(plan.dtype).fill_(nothing(plan.dtype, plan.op))
+
+
+@dataclass(frozen=True, kw_only=False)
+class _Bound:
+    """All copies for certain tensors. They are remembered by address, which costs less than to
+    make the copies anew, and keep no tensor alive."""
+
+    where: tuple[int, ...]
+    copies: list[tuple[WordArray, WordArray]]
+    paths: list[BoundSharedPath | BoundCollectivePath]
+
+
+@lru_cache(maxsize=64)
+def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory:
+    """The memory that the ranks of a group share, made at its first use. Every rank of the group
+    must come to it."""
+    return SharedMemory(group, 2 * _SLOT_BYTES)
+
+
+def _fills(task: Task) -> list[Slices]:
+    """Where a result begins as nothing: everywhere if it is one contribution of several."""
+    if task.plan.exchange.dst.num_contributions > 1:
+        return [(...,)]  # pyright: ignore[reportReturnType]
+    return [
+        slices(block.dst, block.shape)
+        for part in task.parts
+        for piece in part.fills
+        for block in task.blocks(piece, 0)
+    ]
+
+
+def _scale_(out: torch.Tensor, factor: float) -> None:
+    if out.dtype.itemsize == 1:
+        out.copy_(out.float() * factor)
+    else:
+        out.mul_(factor)

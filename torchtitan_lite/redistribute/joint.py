@@ -1,0 +1,97 @@
+"""Moves any number of tensors in one exchange. Layer: above execution and axis_groups."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.axis_groups import group_of_ranks
+from torchtitan_lite.errors import RedistributionError
+from torchtitan_lite.redistribute.execution import Execution, Means
+from torchtitan_lite.redistribute.plan import Plan
+
+_GROUP_TIMEOUT = timedelta(minutes=5)
+
+
+def move(
+    plans: Sequence[Plan],
+    sources: Sequence[torch.Tensor | None],
+    outs: Sequence[torch.Tensor | None],
+    device: torch.device,
+    means: Means,
+) -> list[torch.Tensor]:
+    """This rank's parts of the destinations, given its parts of the sources, in the order of
+    `plans`, which is the same on all ranks. What is given in `outs` is filled; else a part that
+    stays as it is may be the source itself. A rank that holds nothing gets empty tensors.
+
+    Every rank of the plans must call it; others return at once.
+    Raises RedistributionError for an `out` that does not fit.
+    """
+    rank = dist.get_rank()
+    results: list[torch.Tensor] = []
+    for plan, source, out in zip(plans, sources, outs, strict=True):
+        shape = plan.local_shape(rank)
+        if plan.stays(rank) and source is not None:
+            results.append(source if out is None else out)
+            if out is not None and out.data_ptr() != source.data_ptr():
+                out.copy_(source)
+        elif out is None:
+            results.append(torch.empty(shape, dtype=plan.dtype, device=device))
+        else:
+            results.append(_checked(out, shape, plan))
+    near = [n for n, plan in enumerate(plans) if plan.moved_bytes == 0 and not plan.stays(rank)]
+    far = [n for n, plan in enumerate(plans) if plan.moved_bytes > 0]
+    for indices, group_ranks in ((near, (rank,)), (far, _ranks(tuple(plans[n] for n in far)))):
+        if not indices or rank not in group_ranks:
+            continue
+        chosen = tuple(plans[n] for n in indices)
+        _execution(chosen, group_ranks, device, means, dist.group.WORLD).run(
+            [_part(sources[n], plans[n].src.mesh.place(rank) is not None) for n in indices],
+            [_part(results[n], plans[n].dst.mesh.place(rank) is not None) for n in indices],
+        )
+    return results
+
+
+def _part(tensor: torch.Tensor | None, holds: bool) -> torch.Tensor | None:
+    return tensor.detach().contiguous() if holds and tensor is not None else None
+
+
+def _checked(out: torch.Tensor, shape: tuple[int, ...], plan: Plan) -> torch.Tensor:
+    if tuple(out.shape) != shape or out.dtype != plan.dtype or not out.is_contiguous():
+        raise RedistributionError(
+            f"out has a part of shape {tuple(out.shape)}, {out.dtype}"
+            f"{'' if out.is_contiguous() else ', not contiguous'}; {plan.dst} of a tensor of shape "
+            f"{plan.shape} needs {shape}, {plan.dtype}, contiguous."
+        )
+    return out
+
+
+@lru_cache(maxsize=256)
+def _ranks(plans: tuple[Plan, ...]) -> tuple[int, ...]:
+    """All that take part, in order."""
+    meshes = {mesh for plan in plans for mesh in (plan.src.mesh, plan.dst.mesh)}
+    ranks: set[int] = set()
+    for mesh in meshes:
+        for holder in mesh.holders:
+            if not isinstance(holder, int):
+                raise RedistributionError(
+                    f"Holder {holder!r} of {mesh} is no rank; only ranks can be moved between here."
+                )
+            ranks.add(holder)
+    return tuple(sorted(ranks))
+
+
+@lru_cache(maxsize=64)
+def _execution(
+    plans: tuple[Plan, ...],
+    ranks: tuple[int, ...],
+    device: torch.device,
+    means: Means,
+    world: dist.ProcessGroup,
+) -> Execution:
+    if len(ranks) == 1:
+        return Execution(plans, ranks, None, device, means)
+    group = world if len(ranks) == world.size() else group_of_ranks(world, _GROUP_TIMEOUT, *ranks)
+    return Execution(plans, ranks, group, device, means)

@@ -1,0 +1,104 @@
+"""What each holder of a layout is good for: its part, its contribution, its replica.
+
+Layer: above layout.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from torchtitan_lite.redistribute.cuts import Cut
+from torchtitan_lite.redistribute.layout import Holder, Layout
+
+
+class Roles:
+    """A layout as an array of parts x contributions x replicas. Made by `roles_of`.
+
+    Each axis of the mesh is in one of the three: it cuts a dim, or its holders contribute to a
+    sum, or they hold the same. A contribution axis that is `kept` counts as the cut of a dim of
+    its own, in front of the tensor's, of which each holder has one element: then the contributions
+    stay apart.
+    """
+
+    def __init__(self, layout: Layout, kept: tuple[int, ...], ndim: int) -> None:
+        self.layout = layout
+        mesh = layout.mesh
+        kept_cuts = [(Cut(axis, mesh.shape[axis]),) for axis in kept]
+        self.cuts: list[tuple[Cut, ...]] = kept_cuts + [
+            layout.cuts.get(dim, ()) for dim in range(ndim)
+        ]
+        self.counts = tuple(math.prod(cut.size for cut in cuts) for cuts in self.cuts)
+        """Parts of each dim."""
+        strides = [1]
+        for count in reversed(self.counts[1:]):
+            strides.append(strides[-1] * count)
+        self.strides = tuple(reversed(strides)) if self.counts else ()
+        """How far apart a dim's parts are in the number of a whole part."""
+        cutting = [cut.axis for cuts in self.cuts for cut in sorted(cuts)]
+        self.joined = [a for a in layout.partial_axes if a not in kept]
+        same = [a for a in range(len(mesh.shape)) if a not in (*cutting, *self.joined)]
+        self.num_contributions = math.prod(mesh.shape[axis] for axis in self.joined)
+        self.num_replicas = math.prod(mesh.shape[axis] for axis in same)
+        self._order = (*cutting, *self.joined, *same)
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """[part, contribution, replica] -> place in `layout.mesh.holders`."""
+        mesh = self.layout.mesh
+        places = np.arange(len(mesh.holders)).reshape(mesh.shape).transpose(self._order)
+        return places.reshape(-1, self.num_contributions, self.num_replicas)
+
+    @cached_property
+    def part_of(self) -> np.ndarray:
+        """Place -> the number of its part."""
+        return self._inverse // (self.num_contributions * self.num_replicas)
+
+    @cached_property
+    def contribution_of(self) -> np.ndarray:
+        """Place -> the number of its contribution."""
+        return self._inverse // self.num_replicas % self.num_contributions
+
+    @cached_property
+    def _inverse(self) -> np.ndarray:
+        inverse = np.empty(self.places.size, np.int64)
+        inverse[self.places.ravel()] = np.arange(self.places.size)
+        return inverse
+
+    def per_dim(self, part: int) -> list[int]:
+        """The parts of the single dims that make up a whole part."""
+        return [
+            part // stride % count for stride, count in zip(self.strides, self.counts, strict=True)
+        ]
+
+    def holders(self, part: int, contribution: int = 0) -> list[Holder]:
+        """The replicas of one contribution to one part."""
+        holders = self.layout.mesh.holders
+        return [holders[place] for place in self.places[part, contribution].tolist()]
+
+    def place(self, holder: Holder) -> int | None:
+        """A holder's place in the mesh; None where it has none."""
+        return self.layout.mesh.place(holder)
+
+
+@lru_cache(maxsize=4096)
+def roles_of(layout: Layout, kept: tuple[int, ...], ndim: int) -> Roles:
+    """The roles of a layout's holders for a tensor of `ndim` dims; see `Roles` for `kept`."""
+    return Roles(layout, kept, ndim)
+
+
+@lru_cache(maxsize=4096)
+def parts_across(mine: Roles, other: Roles) -> np.ndarray:
+    """For each place of the one mesh, the part that the same holder has in the other layout; -1
+    where it has none."""
+    holders, mesh = mine.layout.mesh.holders, other.layout.mesh
+    if mesh.holders == holders:
+        return other.part_of
+    places = np.array([-1 if (p := mesh.place(h)) is None else p for h in holders])
+    return np.where(places < 0, -1, other.part_of[places])
+
+
+def kept_shape(layout: Layout, kept: Sequence[int]) -> tuple[int, ...]:
+    """The lengths of the dims that stand for the kept axes."""
+    return tuple(layout.mesh.shape[axis] for axis in kept)

@@ -1,0 +1,155 @@
+"""Memory that the ranks of one machine share: each writes its own region and reads the others'.
+
+A region is a file on tmpfs, mapped by all and unlinked at once, so that nothing is left behind by a
+process that dies. Its first page counts what its owner has written and read. Layer: above errors.
+
+Invariant: a region is reserved before it is touched, so that a full tmpfs is an error, not a bus
+error. The counters rely on stores being seen in the order in which they were made, as on x86-64
+(`is_supported`).
+"""
+
+import mmap
+import os
+import platform
+import re
+import secrets
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.errors import RedistributionError
+
+FOLDER = Path("/dev/shm")
+_PREFIX = "torchtitan_lite-redistribute-"
+_PAGE = mmap.PAGESIZE
+_NAME = re.compile(r"[0-9a-f]{32}")
+_YIELDS_BEFORE_SLEEP = 2000
+
+
+def is_supported() -> bool:
+    """Whether this machine can share memory in the way that is used here."""
+    return (
+        sys.platform == "linux"
+        and platform.machine() in ("x86_64", "AMD64")
+        and os.access(FOLDER, os.W_OK)
+    )
+
+
+class SharedMemory:
+    """The regions of the ranks of a process group that run on this machine."""
+
+    def __init__(self, group: dist.ProcessGroup, region_bytes: int) -> None:
+        """Every rank of the group must come to it, with the same `region_bytes`.
+
+        `neighbours` are the ranks of the group, by their number in it, whose regions can be seen:
+        only this rank itself where there is too little memory.
+        """
+        self.rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self.region_bytes = region_bytes
+        self.timeout_s = 300.0
+        token = torch.frombuffer(bytearray(secrets.token_hex(16).encode()), dtype=torch.uint8)
+        dist.broadcast(token, group=group, group_src=0)
+        name = bytes(token.tolist()).decode("ascii", "replace")
+        if not _NAME.fullmatch(name):
+            raise RedistributionError(f"{name!r} is no name of a shared region.")
+        paths = [FOLDER / f"{_PREFIX}{name}-{rank}" for rank in range(size)]
+        self.problem: str | None = None
+        self._maps: dict[int, mmap.mmap] = {}
+        try:
+            try:
+                self._create(paths[self.rank])
+            except OSError as error:
+                self.problem = str(error)
+            dist.barrier(group)
+            for rank, path in enumerate(paths):
+                if rank != self.rank and self.problem is None and path.exists():
+                    self._maps[rank] = _map(path, region_bytes + _PAGE)
+            seen = torch.tensor([int(rank in self._maps) for rank in range(size)])
+            sees = [torch.empty_like(seen) for _ in range(size)]
+            # Also the barrier after which the names may go.
+            dist.all_gather(sees, seen, group=group)
+        finally:
+            paths[self.rank].unlink(missing_ok=True)
+        self.neighbours = frozenset(
+            rank
+            for rank in range(size)
+            if rank == self.rank or (sees[self.rank][rank] and sees[rank][self.rank])
+        )
+        self.covers_all = all(bool(row.all()) for row in sees)
+        """Whether all ranks of the group are neighbours of each other."""
+        self._counters = {
+            rank: np.frombuffer(mapped, np.int64, 2) for rank, mapped in self._maps.items()
+        }
+        self._data = {
+            rank: np.frombuffer(mapped, np.uint8, offset=_PAGE)
+            for rank, mapped in self._maps.items()
+        }
+        self.count = 0
+        """Buckets that the group has exchanged so far."""
+        self.pending: dict[int, tuple[Iterable[int], int]] = {}
+        """By slot: who may still read what this rank wrote there, and in which bucket."""
+
+    def _create(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, self.region_bytes + _PAGE)
+        finally:
+            os.close(descriptor)
+        self._maps[self.rank] = _map(path, self.region_bytes + _PAGE)
+
+    @property
+    def slot_bytes(self) -> int:
+        """A region is two slots: one is read while the other is written."""
+        return self.region_bytes // 2
+
+    def region(self, rank: int) -> np.ndarray:
+        """The bytes of a neighbour's region; only its owner writes to it."""
+        return self._data[rank]
+
+    def wrote(self, bucket: int) -> None:
+        """Tell the neighbours that this rank's part of a bucket, and of all before, is there."""
+        self._counters[self.rank][0] = bucket + 1
+
+    def read(self, bucket: int) -> None:
+        """Tell the neighbours that this rank needs nothing more of a bucket and those before."""
+        self._counters[self.rank][1] = bucket + 1
+
+    def wait_written(self, ranks: Iterable[int], bucket: int) -> None:
+        """Wait until `ranks` have written their part of a bucket. Raises RedistributionError naming
+        the rank that does not come."""
+        self._wait(ranks, 0, bucket)
+
+    def wait_read(self, ranks: Iterable[int], bucket: int) -> None:
+        """Wait until `ranks` need nothing more of a bucket. Raises as `wait_written` does."""
+        self._wait(ranks, 1, bucket)
+
+    def _wait(self, ranks: Iterable[int], counter: int, bucket: int) -> None:
+        for rank in ranks:
+            counters = self._counters[rank]
+            turns, deadline = 0, 0.0
+            while counters[counter] <= bucket:
+                turns += 1
+                if turns < _YIELDS_BEFORE_SLEEP:
+                    os.sched_yield()
+                    continue
+                deadline = deadline or time.monotonic() + self.timeout_s
+                if time.monotonic() > deadline:
+                    raise RedistributionError(
+                        f"Rank {rank} of the group did not "
+                        f"{'write' if counter == 0 else 'read'} its part of an exchange in "
+                        f"{self.timeout_s:.0f} s: it has died or takes no part."
+                    )
+                time.sleep(5e-5)
+
+
+def _map(path: Path, size: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,198 @@
+"""A round of an exchange through memory that ranks share: one copy in, one copy out.
+
+What a sender writes lies in its slot as it lies in its own part of the tensor, so that a receiver
+finds it by arithmetic, and what several receivers need is written once. Layer: above program,
+shared_memory and words.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from torchtitan_lite.redistribute.exchange import Piece
+from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.program import Range, Slices, Task, buckets, meet, slices, spans
+from torchtitan_lite.redistribute.shared_memory import SharedMemory
+from torchtitan_lite.redistribute.words import WordArray, join_, numpy_word
+
+_LINE_BYTES = 64
+"""Tensors begin at cache lines of a slot."""
+
+
+class _Copy(NamedTuple):
+    """A rectangle that is written to, or read from, the slot of a rank."""
+
+    rank: int
+    tensor: int
+    place: Slices
+    """In the tensor."""
+    offset: int
+    """Where the run of words begins in the slot that the rectangle is part of."""
+    run: tuple[int, ...]
+    """The shape of that run."""
+    inside: Slices
+
+
+class _Bucket(NamedTuple):
+    writes: list[_Copy]
+    reads: list[_Copy]
+    joins: list[_Copy]
+    """What is read and joined to what is there."""
+    senders: list[int]
+    takers: list[int]
+
+
+class SharedPath:
+    """Round `number` of an exchange between neighbours, ready for any tensors."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        number: int,
+        ranks: Sequence[int],
+        memory: SharedMemory,
+        bucket_bytes: int,
+    ) -> None:
+        """`ranks` are the global ranks of the memory's group, in its order."""
+        self._tasks, self._number, self._memory = tasks, number, memory
+        self._kinds = [task.kind(number) for task in tasks]
+        self._width = tasks[0].width
+        numbers: dict[Holder, int] = {rank: n for n, rank in enumerate(ranks)}
+        weights = [task.largest_words(number) for task in tasks]
+        line = _LINE_BYTES // self._width
+        capacity = min(bucket_bytes, memory.slot_bytes) // self._width // line * line
+        self._buckets = [
+            self._bucket(ranges, numbers) for ranges in buckets(weights, capacity, line) if ranges
+        ]
+        self._slots = [
+            [
+                (self._map(bucket.writes, slot), self._map(bucket.reads + bucket.joins, slot))
+                for slot in (0, 1)
+            ]
+            for bucket in self._buckets
+        ]
+
+    def bind(self, given: Sequence[WordArray], into: Sequence[WordArray]) -> "BoundSharedPath":
+        """The round for this rank's parts of the sources and the destinations."""
+        arrays = [
+            out if kind == "spread" else source
+            for source, out, kind in zip(given, into, self._kinds, strict=True)
+        ]
+        writes = [[arrays[c.tensor][c.place] for c in bucket.writes] for bucket in self._buckets]
+        reads = [
+            [into[c.tensor][c.place] for c in bucket.reads + bucket.joins]
+            for bucket in self._buckets
+        ]
+        plans = [[self._tasks[c.tensor].plan for c in bucket.joins] for bucket in self._buckets]
+        joins = [[(plan.dtype, plan.op) for plan in some] for some in plans]
+        return BoundSharedPath(self._memory, self._buckets, self._slots, writes, reads, joins)
+
+    def _bucket(self, ranges: Sequence[Range], numbers: dict[Holder, int]) -> _Bucket:
+        """What this rank writes and reads of a bucket."""
+        neighbours, me = self._memory.neighbours, self._memory.rank
+        # By where and what: what several receivers need is written once.
+        writes: dict[str, _Copy] = {}
+        reads: list[_Copy] = []
+        joins: list[_Copy] = []
+        takers: set[int] = set()
+        for bounds in ranges:
+            task = self._tasks[bounds.tensor]
+            part = task.parts[self._number]
+            for piece in part.sends:
+                if numbers[piece.peer] in neighbours:
+                    takers.add(numbers[piece.peer])
+                    for copy in self._copies(bounds, piece, me, task.me, writes=True):
+                        writes[repr(copy)] = copy
+            received = joins if self._kinds[bounds.tensor] == "reduce" else reads
+            for piece in part.receives:
+                peer = numbers[piece.peer]
+                if peer in neighbours:
+                    received += self._copies(bounds, piece, peer, piece.peer, writes=False)
+        senders = sorted({copy.rank for copy in reads + joins})
+        return _Bucket(list(writes.values()), reads, joins, senders, sorted(takers))
+
+    def _copies(
+        self, bounds: Range, piece: Piece, rank: int, sender: Holder, *, writes: bool
+    ) -> Iterator[_Copy]:
+        """The rectangles of a piece that lie in the part of a tensor that a bucket holds."""
+        task = self._tasks[bounds.tensor]
+        shape = task.local_words(sender, self._number)
+        size = prod(shape)
+        offset = bounds.offset
+        windows = []
+        for span in spans(shape, min(bounds.start, size), min(bounds.stop, size)):
+            run = tuple(stop - start for start, stop in span)
+            windows.append((span, run, offset))
+            offset += prod(run)
+        for block in task.blocks(piece, self._number):
+            for span, run, at in windows:
+                common = meet(block.src, block.shape, span)
+                if common is None:
+                    continue
+                begin, lengths = common
+                inside = [b - low for b, (low, _) in zip(begin, span, strict=True)]
+                if not writes:
+                    begin = [b - s + d for b, s, d in zip(begin, block.src, block.dst, strict=True)]
+                place = slices(begin, lengths)
+                yield _Copy(rank, bounds.tensor, place, at, run, slices(inside, lengths))
+
+    def _map(self, copies: Sequence[_Copy], slot: int) -> list[np.ndarray]:
+        """Where copies lie in a slot of their ranks."""
+        memory = self._memory
+        base = slot * memory.slot_bytes // self._width
+        words = {c.rank: memory.region(c.rank).view(numpy_word(self._width)) for c in copies}
+        views = []
+        for copy in copies:
+            start = base + copy.offset
+            run = words[copy.rank][start : start + prod(copy.run)].reshape(copy.run)
+            views.append(run[copy.inside])
+        return views
+
+
+class BoundSharedPath:
+    """Made by `SharedPath.bind`."""
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        buckets: Sequence[_Bucket],
+        slots: Sequence[Sequence[tuple[list[np.ndarray], list[np.ndarray]]]],
+        writes: Sequence[Sequence[np.ndarray]],
+        reads: Sequence[Sequence[np.ndarray]],
+        joins: Sequence[Sequence[tuple[torch.dtype, str]]],
+    ) -> None:
+        """By bucket: what it says, where it lies in either slot, what is written from and read
+        into, and how the last of what is read is joined to what is there."""
+        self._memory, self._buckets, self._slots = memory, buckets, slots
+        self._writes, self._reads, self._joins = writes, reads, joins
+
+    def run(self) -> None:
+        """Move. All ranks of the group must come to it."""
+        memory, count = self._memory, len(self._buckets)
+        first, memory.count = memory.count, memory.count + count
+        for number in range(count + 1):
+            if number < count:
+                slot = (first + number) % 2
+                memory.wait_read(*memory.pending.get(slot, ((), 0)))
+                for view, array in zip(
+                    self._slots[number][slot][0], self._writes[number], strict=True
+                ):
+                    view[...] = array
+                memory.wrote(first + number)
+                memory.pending[slot] = self._buckets[number].takers, first + number
+            if number > 0:
+                self._read(number - 1, first + number - 1)
+
+    def _read(self, number: int, bucket: int) -> None:
+        self._memory.wait_written(self._buckets[number].senders, bucket)
+        views, arrays = self._slots[number][bucket % 2][1], self._reads[number]
+        joins = self._joins[number]
+        plain = len(views) - len(joins)
+        for array, view in zip(arrays[:plain], views[:plain], strict=True):
+            array[...] = view
+        for array, view, (dtype, op) in zip(arrays[plain:], views[plain:], joins, strict=True):
+            join_(torch.from_numpy(array), torch.from_numpy(view), dtype, op)
+        self._memory.read(bucket)

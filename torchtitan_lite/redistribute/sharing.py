@@ -1,0 +1,98 @@
+"""Who gives what to whom, where several hold the same. Layer: imports nothing of the project.
+
+Every holder works out its own part of an exchange alone, so a sender and its receiver must come to
+the same answer: both ask the functions here, which know nothing of who asks.
+
+Invariant: what the sources give away differs by no more than one in twenty, or by `_SMALLEST`
+elements for each piece.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchtitan_lite.redistribute.layout import Holder
+
+_SMALLEST = 256
+"""Elements below which a piece is not divided among sources: messages cost more than balance."""
+
+_FEW_ROWS = 20
+"""From this many rows a source on, stripes end at whole rows: 1 in 20 is balance enough."""
+
+
+class Unit(NamedTuple):
+    """Elements [start, stop) of a piece that all `sources` have and all `takers` shall have."""
+
+    sources: Sequence[Holder]
+    takers: Sequence[Holder]
+    """Those that are sources too need nothing."""
+    start: int
+    stop: int
+    rotation: int
+    """Where to begin among the sources, so that pieces that cannot be divided are spread."""
+
+
+class Delivery(NamedTuple):
+    """Elements [start, stop) of a piece go from one holder to another."""
+
+    source: Holder
+    taker: Holder
+    start: int
+    stop: int
+
+
+def stripe(start: int, stop: int, index: int, count: int, row: int) -> tuple[int, int]:
+    """The `index`-th of `count` parts of the elements [start, stop), as equal as can be; of whole
+    rows of `row` elements where that leaves them equal enough."""
+    size = stop - start
+    unit = row if start % row == 0 and size >= _FEW_ROWS * count * row else 1
+    rows = -(-size // unit)
+    first, last = rows * index // count * unit, rows * (index + 1) // count * unit
+    return start + min(first, size), start + min(last, size)
+
+
+def taken(unit: Unit, taker: Holder, row: int) -> list[Delivery]:
+    """The deliveries to one taker that is no source."""
+    count = len(unit.sources)
+    if count == 1:
+        return [Delivery(unit.sources[0], taker, unit.start, unit.stop)]
+    needers = _needers(unit)
+    return _to(unit, needers.index(taker), taker, len(needers), row)
+
+
+def given(unit: Unit, source: Holder, row: int) -> list[Delivery]:
+    """The deliveries from one source."""
+    count = len(unit.sources)
+    needers = _needers(unit)
+    if count == 1:
+        return [Delivery(source, taker, unit.start, unit.stop) for taker in needers]
+    mine = unit.sources.index(source)
+    whole = len(needers) - len(needers) % count
+    first = (mine - unit.rotation) % count
+    found = [
+        Delivery(source, needers[index], unit.start, unit.stop)
+        for index in range(first, whole, count)
+    ]
+    for index in range(whole, len(needers)):
+        found += [d for d in _to(unit, index, needers[index], len(needers), row) if d[0] == source]
+    return found
+
+
+def _needers(unit: Unit) -> list[Holder]:
+    sources = set(unit.sources)
+    return [taker for taker in unit.takers if taker not in sources]
+
+
+def _to(unit: Unit, index: int, taker: Holder, num_needers: int, row: int) -> list[Delivery]:
+    """The deliveries to the `index`-th needer: whole from one source, in turn; those that are left
+    over after the last full round get a stripe from each."""
+    count, size = len(unit.sources), unit.stop - unit.start
+    whole = num_needers - num_needers % count
+    if index < whole or size < _SMALLEST * count:
+        source = unit.sources[(index + unit.rotation) % count]
+        return [Delivery(source, taker, unit.start, unit.stop)]
+    found = []
+    for turn in range(count):
+        start, stop = stripe(unit.start, unit.stop, turn, count, row)
+        if start < stop:
+            found.append(Delivery(unit.sources[turn], taker, start, stop))
+    return found
