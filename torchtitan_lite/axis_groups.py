@@ -77,9 +77,11 @@ class AxisGroups:
 def group_of_ranks(
     world: dist.ProcessGroup, timeout: timedelta, *ranks: int, axis: str = ""
 ) -> dist.ProcessGroup:
-    """The group of `ranks`, for an axis or for none, the same for every mesh of this world; one of
-    a single rank serves all axes. Only its own ranks come to it. Axes do not share one, so that their
-    collectives may run at once, unless they span all ranks."""
+    """The group of `ranks`, for an axis or for none, the same for every mesh of this world.
+
+    One of a single rank serves all axes. Only its own ranks come to it. Axes do not share one, so
+    that their collectives may run at once, unless they span all ranks.
+    """
     group = dist.new_group(
         list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=axis
     )
