@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.torch_compat import flatten_axes, set_group_timeout
+from torchtitan_lite.torch_compat import flatten_axes, new_local_group, set_group_timeout
 
 
 class AxisGroups:
@@ -82,8 +82,4 @@ def group_of_ranks(
     One of a single rank serves all axes. Only its own ranks come to it. Axes do not share one, so
     that their collectives may run at once, unless they span all ranks.
     """
-    group = dist.new_group(
-        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=axis
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return new_local_group(ranks, timeout, axis)

@@ -4,12 +4,15 @@ Each function says why the public API does not serve, and until when it is neede
 admits torch 2.11 to 2.13; the tests run on 2.13.0.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any, TypeGuard
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -44,6 +47,29 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timeout, group)
+
+
+def new_local_group(ranks: Sequence[int], timeout: timedelta, name: str) -> dist.ProcessGroup:
+    """A process group to whose making only its own ranks come; once for each `ranks` and `name`.
+
+    torch names such a group by its ranks and by how many groups this process has made before, so
+    that ranks with another past wait for each other for ever (2.13). Needed until a group can be
+    given a name.
+    """
+    from torch.distributed import distributed_c10d
+
+    def named(ranks: Sequence[int]) -> str:
+        return hashlib.sha1(f"{name}:{list(ranks)}".encode(), usedforsecurity=False).hexdigest()
+
+    with _naming, patch.object(distributed_c10d, "_hash_ranks_to_str", named):
+        group = dist.new_group(
+            list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
+        )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+_naming = Lock()
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float) -> None:

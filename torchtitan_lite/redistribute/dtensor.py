@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.execution import DEFAULT_MEANS, Means
-from torchtitan_lite.redistribute.joint import move
 from torchtitan_lite.redistribute.layout import HolderMesh, Layout, StridedReading
+from torchtitan_lite.redistribute.legs import follow
 from torchtitan_lite.redistribute.plan import plan
 
 
@@ -52,9 +52,10 @@ def _moved(
     means: Means,
     out: DTensor | None = None,
 ) -> torch.Tensor:
-    found = plan(src, dst, tuple(tensor.shape), tensor.dtype)
+    costs = means.costs_on(tensor.device)
+    found = plan(src, dst, tuple(tensor.shape), tensor.dtype, costs=costs)
     into = None if out is None else out.to_local()
-    return move([found], [local], [into], tensor.device, means)[0]
+    return follow(found, local, into, tensor.device, means)
 
 
 def _mesh_of(tensor: DTensor, dst: Layout, mesh: DeviceMesh | None) -> DeviceMesh:

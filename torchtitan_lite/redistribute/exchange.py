@@ -4,6 +4,9 @@ Each holder's part is worked out from the two layouts alone, dim by dim, without
 holders: the intervals of its part in one layout are met with the parts of the other, and the
 product over the dims gives its pieces. Layer: above roles, cuts and sharing.
 
+Between nodes, what several holders of a node need may come to it once and be given on there, in one
+round more.
+
 Where holders contribute to a sum, each element has a home, a holder that contributes and is also a
 destination where there is one: all contributions go there (round "reduce"), and from there to the
 other destinations (round "spread"). Without contributions there is one round, "move".
@@ -13,7 +16,7 @@ same order; each holder receives no element twice and none that it has.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -24,7 +27,7 @@ import numpy as np
 from torchtitan_lite.redistribute.cuts import Segments, overlap, sizes
 from torchtitan_lite.redistribute.layout import Holder, Layout
 from torchtitan_lite.redistribute.roles import Roles, kept_shape, parts_across, roles_of
-from torchtitan_lite.redistribute.sharing import Unit, given, stripe, taken
+from torchtitan_lite.redistribute.sharing import Unit, by_node, given, stripe, taken
 
 RoundKind = Literal["move", "reduce", "spread"]
 
@@ -75,14 +78,36 @@ class Kept:
     dst: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """Where holders lie: ranks in equal numbers on each node, one node after the other."""
+
+    ranks_per_node: int
+    relay: bool = False
+    """Let what several holders of a node need come to the node once."""
+
+    def of(self, holder: Holder) -> Hashable:
+        """The node of a holder; one that is no rank is a node of its own."""
+        return holder // self.ranks_per_node if isinstance(holder, int) else holder
+
+
 class Exchange:
     """All rounds from one layout to another for a tensor of one shape."""
 
-    def __init__(self, src: Layout, dst: Layout, shape: tuple[int, ...], kept: Kept) -> None:
+    def __init__(
+        self,
+        src: Layout,
+        dst: Layout,
+        shape: tuple[int, ...],
+        kept: Kept,
+        nodes: Nodes | None = None,
+    ) -> None:
+        """Without `nodes` all holders are equally near to each other."""
         self.src = roles_of(src, kept.src, len(shape))
         self.dst = roles_of(dst, kept.dst, len(shape))
         self.lengths = kept_shape(src, kept.src) + shape
         self.num_kept = len(kept.src)
+        self.kept, self.nodes = kept, nodes
         self.overlaps = [
             overlap(length, one, other)
             for length, one, other in zip(self.lengths, self.src.cuts, self.dst.cuts, strict=True)
@@ -91,6 +116,8 @@ class Exchange:
         if self.src.num_contributions > 1:
             alone = self.dst.num_contributions * self.dst.num_replicas == 1
             self.rounds = ("reduce",) if alone else ("reduce", "spread")
+        if nodes is not None and nodes.relay and self.rounds != ("reduce",):
+            self.rounds = (*self.rounds, "spread")
 
     def local_shape(self, holder: Holder, kind: RoundKind) -> tuple[int, ...] | None:
         """The shape of what a holder sends from in a round: its part of the source, or of the
@@ -114,11 +141,11 @@ class Exchange:
         """What `holder` does in each round."""
         parts = tuple(Part([], [], [], []) for _ in self.rounds)
         src, dst = self.src.place(holder), self.dst.place(holder)
-        if self.rounds == ("move",):
+        if self.rounds[0] == "move":
             if dst is not None:
-                self._receive(holder, dst, parts[0])
+                self._receive(holder, dst, parts)
             if src is not None:
-                self._send(holder, src, parts[0])
+                self._send(holder, src, parts)
             return parts
         if src is not None:
             self._contribute(holder, src, parts[0])
@@ -131,8 +158,8 @@ class Exchange:
         whole = prod(self.lengths)
         places = np.flatnonzero(self._across >= 0)
         one, other = self._across[places], self.dst.part_of[places]
-        common = self._common(one, other)
-        if self.rounds == ("move",):
+        common = self.common(one, other)
+        if self.rounds[0] == "move":
             if self.dst.num_contributions == 1:
                 return whole * self.dst.num_replicas - int(common.sum())
             # Of each piece, the holders of the copy that has most of it already need nothing.
@@ -150,7 +177,7 @@ class Exchange:
         rounds = self.src.num_contributions + self.dst.num_replicas - 1
         return whole * rounds - int(common[index].sum())
 
-    def _common(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    def common(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Elements that parts of the source have in common with parts of the destination."""
         common = np.ones(len(one), np.int64)
         for dim, met in enumerate(self.overlaps):
@@ -178,25 +205,44 @@ class Exchange:
 
     # One round: every source has the value.
 
-    def _receive(self, holder: Holder, place: int, part: Part) -> None:
+    def _receive(self, holder: Holder, place: int, parts: tuple[Part, ...]) -> None:
         copy = int(self.dst.contribution_of[place])
         for one, other, segments in self._pieces(self.dst, place, of_one=False):
             if self._carrier(one, other) != copy:
                 continue
             block = segments[self.num_kept :]
             if self._has(holder, one):
-                part.copies.append(Piece(holder, block, 0, _size(block)))
+                parts[0].copies.append(Piece(holder, block, 0, _size(block)))
                 continue
-            unit = self._move_unit(one, other, copy, block)
-            for source, _, start, stop in taken(unit, holder, _row(block)):
-                part.receives.append(Piece(source, block, start, stop))
+            self._deliver(self._move_unit(one, other, copy, block), holder, block, parts)
 
-    def _send(self, holder: Holder, place: int, part: Part) -> None:
+    def _send(self, holder: Holder, place: int, parts: tuple[Part, ...]) -> None:
         for one, other, segments in self._pieces(self.src, place, of_one=True):
             block = segments[self.num_kept :]
             unit = self._move_unit(one, other, self._carrier(one, other), block)
-            for _, taker, start, stop in given(unit, holder, _row(block)):
-                part.sends.append(Piece(taker, block, start, stop))
+            self._deliver(unit, holder, block, parts)
+
+    def _deliver(
+        self, unit: Unit, holder: Holder, block: tuple[Segments, ...], parts: tuple[Part, ...]
+    ) -> None:
+        """A holder's part of bringing a unit from its sources to its takers, of which it is one:
+        of the first round, and of the second where there are relays."""
+        row = _row(block)
+        if self.nodes is None:
+            if holder in unit.sources:
+                sent, received = given(unit, holder, row), []
+            else:
+                sent, received = [], taken(unit, holder, row)
+            deliveries = [(parts[0], sent + received)]
+        else:
+            rounds = by_node(unit, row, self.nodes.of, self.nodes.relay)
+            deliveries = list(zip(parts, rounds, strict=False))
+        for part, some in deliveries:
+            for source, taker, start, stop in some:
+                if source == holder:
+                    part.sends.append(Piece(taker, block, start, stop))
+                elif taker == holder:
+                    part.receives.append(Piece(source, block, start, stop))
 
     def _move_unit(self, one: int, other: int, copy: int, block: tuple[Segments, ...]) -> Unit:
         sources, takers = self.src.holders(one), self.dst.holders(other, copy)
@@ -255,13 +301,15 @@ class Exchange:
 
     def _join(self, holder: Holder, place: int, parts: tuple[Part, ...]) -> None:
         copy = int(self.dst.contribution_of[place])
-        reduce, spread = parts[0], parts[-1]
+        reduce, spread = parts[0], parts[1:]
         for one, other, segments in self._pieces(self.dst, place, of_one=False):
             block = segments[self.num_kept :]
             for number, home in enumerate(self._homes(one, other, block)):
+                if home.copy == copy and spread:
+                    takers = self.dst.holders(other, copy)
+                    unit = Unit([home.holder], takers, home.start, home.stop, number)
+                    self._deliver(unit, holder, block, spread)
                 if home.holder != holder:
-                    if home.copy == copy:
-                        spread.receives.append(Piece(home.holder, block, home.start, home.stop))
                     continue
                 begins = reduce.fills if home.contribution is None else reduce.copies
                 begins.append(Piece(holder, block, home.start, home.stop))
@@ -269,9 +317,6 @@ class Exchange:
                     if contribution != home.contribution:
                         giver = self._giver(one, contribution, number)
                         reduce.receives.append(Piece(giver, block, home.start, home.stop))
-                for taker in self.dst.holders(other, copy):
-                    if taker != holder:
-                        spread.sends.append(Piece(taker, block, home.start, home.stop))
 
 
 def _size(block: tuple[Segments, ...]) -> int:

@@ -4,6 +4,7 @@ CPU ranks of one machine exchange through shared memory, all others by collectiv
 Layer: above shared_path and collective_path.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.errors import RedistributionError
 from torchtitan_lite.redistribute.collective_path import BoundCollectivePath, CollectivePath
+from torchtitan_lite.redistribute.cost import Costs, default_costs
 from torchtitan_lite.redistribute.plan import Plan
 from torchtitan_lite.redistribute.program import Slices, Task, slices
 from torchtitan_lite.redistribute.shared_memory import SharedMemory, is_supported
@@ -41,6 +43,16 @@ class Means:
     """Temporary memory is at most twice that."""
     transport: Transport | None = None
     """None takes shared memory where there is some."""
+    costs: Costs | None = None
+    """Of this machine; None takes the default figures for the kind of device."""
+
+    def costs_on(self, device: torch.device) -> Costs:
+        """The figures to plan with, which must be the same on all ranks."""
+        if self.costs is not None:
+            return self.costs
+        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        one_node = on_node >= dist.get_world_size()
+        return _default_costs(device.type, 0 if one_node else on_node)
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1 << 14:
@@ -50,6 +62,11 @@ class Means:
 
 
 DEFAULT_MEANS = Means()
+
+
+@lru_cache
+def _default_costs(device_type: str, ranks_per_node: int) -> Costs:
+    return default_costs(device_type).on_nodes_of(ranks_per_node)
 
 
 class Execution:

@@ -93,5 +93,14 @@ def _execution(
 ) -> Execution:
     if len(ranks) == 1:
         return Execution(plans, ranks, None, device, means)
-    group = world if len(ranks) == world.size() else group_of_ranks(world, _GROUP_TIMEOUT, *ranks)
-    return Execution(plans, ranks, group, device, means)
+    return Execution(plans, ranks, group_of(ranks), device, means)
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The process group of some ranks, made at its first use, to which all of them must come."""
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = sorted(ranks)
+    if len(ranks) == world.size():
+        return world
+    return group_of_ranks(world, _GROUP_TIMEOUT, *ranks)

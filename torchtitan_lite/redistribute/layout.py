@@ -98,6 +98,13 @@ class HolderMesh:
         """A holder's index in `holders`; None where it is not among them."""
         return self._places.get(holder)
 
+    def at(self, coordinate: Sequence[int]) -> Holder:
+        """The holder at an index on each axis."""
+        place = 0
+        for size, index in zip(self.shape, coordinate, strict=True):
+            place = place * size + index
+        return self.holders[place]
+
     def coordinate(self, holder: Holder) -> tuple[int, ...] | None:
         """A holder's index on each axis; None where it is not in the mesh."""
         place = self.place(holder)

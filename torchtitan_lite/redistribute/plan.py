@@ -1,20 +1,26 @@
-"""The way from one layout to another, for a tensor of one shape. Layer: above exchange.
+"""The way from one layout to another, for a tensor of one shape. Layer: above search.
 
 Invariant: a plan is a function of its arguments alone, the same on every rank, whatever was planned
 before.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
+from typing import Literal
 
 import torch
 from torch.distributed.tensor import Partial, Replicate
 
 from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute.exchange import Exchange, Kept, Part, RoundKind
+from torchtitan_lite.redistribute.collective import Collective
+from torchtitan_lite.redistribute.cost import CPU, Costs, exchange_seconds
+from torchtitan_lite.redistribute.exchange import Exchange, Kept, Nodes, Part, RoundKind
 from torchtitan_lite.redistribute.kept import choices
 from torchtitan_lite.redistribute.layout import Holder, Layout
+from torchtitan_lite.redistribute.search import shortest
+
+Objective = Literal["time", "bytes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +34,9 @@ class Plan:
     exchange: Exchange
     factor: float
     """What the result is multiplied by where averages come in or go out; 1 elsewhere."""
+    costs: Costs
+    legs: "tuple[Plan | Collective, ...]" = ()
+    """What is done one after the other where that is faster than the one exchange."""
 
     @property
     def rounds(self) -> tuple[RoundKind, ...]:
@@ -71,7 +80,35 @@ class Plan:
     @cached_property
     def moved_bytes(self) -> int:
         """Bytes that go from one holder to another."""
+        if self.legs:
+            return sum(leg.moved_bytes for leg in self.legs)
         return 0 if self.is_nothing else self.exchange.total_elements() * self.dtype.itemsize
+
+    @cached_property
+    def lower_bound_bytes(self) -> int:
+        """Bytes that any way must move: each holder is given what it has not, once. Where
+        contributions are joined on the way it is what one exchange moves."""
+        return 0 if self.is_nothing else self.exchange.total_elements() * self.dtype.itemsize
+
+    @cached_property
+    def predicted_s(self) -> float:
+        """How long it will take, by `costs`."""
+        if self.is_nothing:
+            return 0.0
+        if self.legs:
+            return sum(
+                leg.predicted_s if isinstance(leg, Plan) else leg.seconds(self.costs)
+                for leg in self.legs
+            )
+        return exchange_seconds(self.exchange, self.costs, self.dtype.itemsize)
+
+    @cached_property
+    def intermediate_bytes(self) -> int:
+        """Of the largest part of a tensor that lies between two legs."""
+        between = [leg.dst for leg in self.legs[:-1]]
+        holder = self.dst.mesh.holders[0]
+        sizes = [prod(layout.local_shape(self.shape, holder)) for layout in between]
+        return max(sizes, default=0) * self.dtype.itemsize
 
     @cached_property
     def _parts(self) -> dict[Holder, tuple[Part, ...]]:
@@ -85,8 +122,22 @@ class Plan:
 
 
 @lru_cache(maxsize=4096)
-def plan(src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> Plan:
+def plan(
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    costs: Costs = CPU,
+    objective: Objective = "time",
+    most_intermediate_bytes: int | None = None,
+    one_exchange: bool = False,
+) -> Plan:
     """The cheapest way to lay a tensor out as `dst` that lies as `src`.
+
+    `objective` says what is cheap: the predicted time, or the bytes that move, those between nodes
+    first. On the way no rank holds more than `most_intermediate_bytes` beside source, destination
+    and buffers. `one_exchange` asks for a way that can be joined with those of other tensors.
 
     Raises LayoutError where a layout does not fit the shape, or where contributions would have to
     be joined in two ways.
@@ -98,10 +149,61 @@ def plan(src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype) -
     if equal is not None and src.reduce_op is None:
         copies = Exchange(src, equal, shape, Kept())
         if copies.total_elements() == 0:
-            return Plan(src, dst, shape, dtype, copies, 1.0)
-    exchanges = [Exchange(src, dst, shape, kept) for kept in choices(src, dst)]
-    best = exchanges[0] if len(exchanges) == 1 else min(exchanges, key=Exchange.total_elements)
-    return Plan(src, dst, shape, dtype, best, _averaged(dst) / _averaged(src))
+            return Plan(src, dst, shape, dtype, copies, 1.0, costs)
+    found = [Exchange(src, dst, shape, kept) for kept in choices(src, dst)]
+    fewest = found[0] if len(found) == 1 else min(found, key=Exchange.total_elements)
+    best = _on_nodes(fewest, costs, objective, dtype.itemsize)
+    direct = Plan(src, dst, shape, dtype, best, _averaged(dst) / _averaged(src), costs)
+    if one_exchange or objective == "bytes" or not _others_may_win(direct):
+        return direct
+
+    def exchange_s(layout: Layout) -> float:
+        return plan(layout, dst, shape, dtype, costs=costs, one_exchange=True).predicted_s
+
+    way = shortest(
+        src, dst, shape, dtype, costs, direct.predicted_s, exchange_s, most_intermediate_bytes
+    )
+    if way is None:
+        return direct
+    legs: list[Plan | Collective] = []
+    here = src
+    for leg in way:
+        legs.append(
+            leg.collective or plan(here, leg.dst, shape, dtype, costs=costs, one_exchange=True)
+        )
+        here = leg.dst
+    return replace(direct, legs=tuple(legs))
+
+
+def _on_nodes(exchange: Exchange, costs: Costs, objective: Objective, itemsize: int) -> Exchange:
+    """The exchange for the nodes on which the holders lie: with relays where that is cheaper."""
+    nodes = costs.nodes()
+    src, dst = exchange.src.layout, exchange.dst.layout
+    if nodes is None or len({nodes.of(h) for h in (*src.mesh.holders, *dst.mesh.holders)}) == 1:
+        return exchange
+
+    def with_nodes(nodes: Nodes | None) -> Exchange:
+        shape = exchange.lengths[exchange.num_kept :]
+        return Exchange(src, dst, shape, exchange.kept, nodes)
+
+    plain, relayed = with_nodes(nodes), with_nodes(costs.nodes(relay=True))
+    if objective == "bytes":
+        return relayed
+    return min(plain, relayed, key=lambda e: exchange_seconds(e, costs, itemsize))
+
+
+def _others_may_win(direct: Plan) -> bool:
+    """Whether collectives of the backend could be faster: not across meshes, and not where they
+    begin later and are slower."""
+    costs = direct.costs
+    if direct.src.mesh != direct.dst.mesh or direct.is_nothing:
+        return False
+    slower = (
+        costs.collective_s >= costs.round_s * len(direct.rounds)
+        and costs.collective_within.latency_s >= costs.within.latency_s
+        and costs.collective_within.bytes_per_s <= costs.within.bytes_per_s
+    )
+    return costs.nodes() is not None or not slower
 
 
 def _averaged(layout: Layout) -> int:

@@ -7,7 +7,7 @@ Invariant: what the sources give away differs by no more than one in twenty, or 
 elements for each piece.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from torchtitan_lite.redistribute.layout import Holder
@@ -75,6 +75,35 @@ def given(unit: Unit, source: Holder, row: int) -> list[Delivery]:
     for index in range(whole, len(needers)):
         found += [d for d in _to(unit, index, needers[index], len(needers), row) if d[0] == source]
     return found
+
+
+def by_node(
+    unit: Unit, row: int, node: Callable[[Holder], Hashable], relay: bool
+) -> tuple[list[Delivery], list[Delivery]]:
+    """All deliveries of a unit, those of a first and of a second round, where holders lie on nodes:
+    what a node has comes from its own. With `relay`, what it has not comes to it once: each of its
+    takers gets a stripe, and gives it to the others in the second round."""
+    first: list[Delivery] = []
+    second: list[Delivery] = []
+    needers: dict[Hashable, list[Holder]] = {}
+    for taker in _needers(unit):
+        needers.setdefault(node(taker), []).append(taker)
+    for number, (place, takers) in enumerate(needers.items()):
+        near = [source for source in unit.sources if node(source) == place]
+        here = unit._replace(
+            sources=near or unit.sources, takers=takers, rotation=unit.rotation + number
+        )
+        if near or not relay or len(takers) == 1:
+            for index, taker in enumerate(takers):
+                first += _to(here, index, taker, len(takers), row)
+            continue
+        for index, taker in enumerate(takers):
+            start, stop = stripe(unit.start, unit.stop, index, len(takers), row)
+            if start < stop:
+                source = unit.sources[(index + here.rotation) % len(unit.sources)]
+                first.append(Delivery(source, taker, start, stop))
+                second += [Delivery(taker, o, start, stop) for o in takers if o != taker]
+    return first, second
 
 
 def _needers(unit: Unit) -> list[Holder]:

@@ -56,6 +56,7 @@ def redistribute_state_dict(
     out = out or {}
     known = [*meshes, *(t.device_mesh for t in (*out.values(), *tensors.values()))]
     by_holders = {HolderMesh.of(mesh): mesh for mesh in reversed(known)}
+    device = next((t.device for t in (*tensors.values(), *out.values())), torch.device("cpu"))
     names, plans, sources, outs = [], [], [], []
     for name, layout in layouts.items():
         tensor = tensors.get(name)
@@ -66,10 +67,18 @@ def redistribute_state_dict(
                 "in elsewhere."
             )
         names.append(name)
-        plans.append(plan(placed.layout, layout, placed.shape, placed.dtype))
+        plans.append(
+            plan(
+                placed.layout,
+                layout,
+                placed.shape,
+                placed.dtype,
+                costs=means.costs_on(device),
+                one_exchange=True,
+            )
+        )
         sources.append(None if tensor is None else tensor.to_local().detach())
         outs.append(out[name].to_local() if name in out else None)
-    device = next((t.device for t in (*tensors.values(), *out.values())), torch.device("cpu"))
     moved = move(plans, sources, outs, device, means)
     results = {name: tensor for name, tensor in tensors.items() if name not in layouts}
     for name, found, local in zip(names, plans, moved, strict=True):

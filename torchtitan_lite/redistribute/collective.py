@@ -1,0 +1,166 @@
+"""Single collectives of the backend as ways from one layout to another. Layer: above cost.
+
+They begin sooner than an exchange on some machines, and go round between nodes in a ring. Each acts
+on one axis of the mesh, or on several as if they were one.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from torchtitan_lite.redistribute.cost import Costs
+from torchtitan_lite.redistribute.layout import Layout
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+_MOST_AXES = 2
+"""That one collective acts on."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A leg of a plan."""
+
+    kind: CollectiveKind
+    src: Layout
+    dst: Layout
+    axes: tuple[int, ...]
+    """Of the mesh, as one: the first varies slowest."""
+    dim: int | None
+    """That is cut, or put together again; None for all_reduce."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Ranks that act together."""
+        return prod(self.src.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def op(self) -> str:
+        """What contributions are joined by."""
+        return self.src.reduce_op or "sum"
+
+    @property
+    def factor(self) -> float:
+        """What the result is multiplied by, where averages are joined as sums."""
+        mesh, placements = self.src.mesh, self.src.placements
+        joined = self.axes if self.kind != "all_gather" else ()
+        return 1 / prod(
+            mesh.shape[axis]
+            for axis in joined
+            if isinstance(p := placements[axis], Partial) and p.reduce_op == "avg"
+        )
+
+    @property
+    def padded_elements(self) -> int:
+        """Elements that each rank gives, its part filled up to that of the largest."""
+        if self.kind == "all_gather":
+            return _largest(self.src, self.shape)
+        if self.kind == "reduce_scatter":
+            return _largest(self.dst, self.shape) * self.size
+        return _largest(self.src, self.shape)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that all ranks of all groups receive."""
+        others = self.size - 1
+        share = {"all_gather": 1, "reduce_scatter": 1 / self.size, "all_reduce": 2 / self.size}
+        elements = self.padded_elements * others * share[self.kind]
+        return round(elements * len(self.src.mesh.holders)) * self.dtype.itemsize
+
+    def seconds(self, costs: Costs) -> float:
+        """Predicted time: a ring, of which each rank is a link."""
+        given = self.padded_elements * self.dtype.itemsize
+        turns = (self.size - 1) * (2 if self.kind == "all_reduce" else 1)
+        each = given if self.kind == "all_gather" else given / self.size
+        near = self._ranks_on_a_node(costs)
+        link = costs.collective_within if near == self.size else costs.between
+        # Only one of the ranks of a node has its neighbour on another.
+        crossing = 1 if near == self.size else near
+        moved = turns * (link.latency_s + each / link.bytes_per_s / crossing)
+        repacked = given * self.size if self.kind == "all_gather" else given
+        copies = repacked / costs.copy_bytes_per_s if self.dim else 0
+        return costs.collective_s + moved + copies
+
+    def _ranks_on_a_node(self, costs: Costs) -> int:
+        """Of one of the groups that act together."""
+        nodes = costs.nodes()
+        if nodes is None:
+            return self.size
+        mesh = self.src.mesh
+        index = [range(n) if axis in self.axes else (0,) for axis, n in enumerate(mesh.shape)]
+        strides = [prod(mesh.shape[axis + 1 :]) for axis in range(len(mesh.shape))]
+        places = [
+            sum(i * stride for i, stride in zip(coordinate, strides, strict=True))
+            for coordinate in itertools.product(*index)
+        ]
+        on = [nodes.of(mesh.holders[place]) for place in places]
+        return max(on.count(node) for node in set(on))
+
+
+def collectives_from(
+    layout: Layout, shape: tuple[int, ...], dtype: torch.dtype
+) -> Iterator[Collective]:
+    """All that can be done next to a tensor that lies as `layout`."""
+    sizes = layout.mesh.shape
+    axes = [axis for axis, size in enumerate(sizes) if size > 1]
+    for count in range(1, _MOST_AXES + 1):
+        for chosen in itertools.combinations(axes, count):
+            placements = [layout.placements[axis] for axis in chosen]
+            # gloo joins no float8.
+            joins = dtype.itemsize > 1 or not dtype.is_floating_point
+            if joins and all(isinstance(p, Partial) for p in placements):
+                reduced = _with(layout, dict.fromkeys(chosen, Replicate()))
+                yield Collective("all_reduce", layout, reduced, chosen, None, shape, dtype)
+                for dim in range(len(shape)):
+                    cut = scattered(layout, chosen, dim)
+                    if cut is not None:
+                        yield Collective("reduce_scatter", layout, cut, chosen, dim, shape, dtype)
+    for dim, cuts in layout.cuts.items():
+        for count in range(1, min(_MOST_AXES, len(cuts)) + 1):
+            last = cuts[len(cuts) - count :]
+            if all(cut.split == 1 for cut in last):
+                chosen = tuple(cut.axis for cut in last)
+                whole = _with(layout, dict.fromkeys(chosen, Replicate()))
+                yield Collective("all_gather", layout, whole, chosen, dim, shape, dtype)
+
+
+def scattered(layout: Layout, axes: tuple[int, ...], dim: int) -> Layout | None:
+    """The layout in which `axes` cut `dim` further; None where a strided shard is in the way."""
+    before = layout.cuts.get(dim, ())
+    if any(cut.split != 1 for cut in before):
+        return None
+    return _with(layout, dict.fromkeys(axes, Shard(dim)), last=(dim, axes))
+
+
+def _with(
+    layout: Layout,
+    placements: dict[int, Replicate] | dict[int, Shard],
+    last: tuple[int, tuple[int, ...]] | None = None,
+) -> Layout:
+    """The layout with other placements on some axes, which cut a dim `last` if at all."""
+    new = [placements.get(axis, p) for axis, p in enumerate(layout.placements)]
+    orders = {
+        dim: tuple(axis for axis in order if axis not in placements)
+        for dim, order in layout.shard_order
+    }
+    if last is not None:
+        dim, axes = last
+        plain = tuple(
+            axis
+            for axis, p in enumerate(layout.placements)
+            if isinstance(p, Shard) and p.dim == dim and axis not in axes
+        )
+        orders[dim] = orders.get(dim, plain) + axes
+    return Layout(layout.mesh, new, orders)
+
+
+def _largest(layout: Layout, shape: tuple[int, ...]) -> int:
+    """Elements of the largest part: that of the first holder, in all dims."""
+    return prod(layout.local_shape(shape, layout.mesh.holders[0]))

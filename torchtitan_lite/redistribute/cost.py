@@ -1,0 +1,178 @@
+"""What moving state takes: a model of a machine in a few numbers. Layer: above exchange.
+
+Time is counted on the busiest rank: it waits for a round to begin, pays for every message, and
+moves its bytes at the speed of their link class. The default figures are typical ones;
+`scripts.calibrate` fits them to a machine.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, TypeAdapter
+
+from torchtitan_lite.errors import LayoutError
+from torchtitan_lite.redistribute.exchange import Exchange, Nodes
+from torchtitan_lite.redistribute.layout import Holder
+
+_SAMPLED_HOLDERS = 4
+"""Holders whose part is worked out to find the busiest: in regular layouts all are alike, but for
+the first and the last, whose parts may be larger and smaller."""
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What a message costs its sender and its receiver."""
+
+    __pydantic_config__ = _STRICT
+
+    latency_s: NonNegativeFloat
+    bytes_per_s: PositiveFloat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What one holder does in a step: counted, not timed."""
+
+    rounds: int = 0
+    pieces: int = 0
+    messages_within: int = 0
+    bytes_within: int = 0
+    """Sent or received, whichever is more, within its node."""
+    messages_between: int = 0
+    bytes_between: int = 0
+    bytes_copied: int = 0
+    """From its own memory to its own memory."""
+
+    def __add__(self, other: "Load") -> "Load":
+        mine, others = asdict(self), asdict(other)
+        return Load(**{name: mine[name] + others[name] for name in mine})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Of a machine. A node is what shares memory, or a fast link."""
+
+    __pydantic_config__ = _STRICT
+
+    round_s: NonNegativeFloat
+    """To begin a round of an exchange and to see its end."""
+    collective_s: NonNegativeFloat
+    """The same for a collective of the backend."""
+    piece_s: NonNegativeFloat
+    """To begin to copy a rectangle."""
+    copy_bytes_per_s: PositiveFloat
+    within: Link
+    between: Link
+    collective_within: Link
+    """Of a collective of the backend within a node."""
+    ranks_per_node: NonNegativeInt = 0
+    """0: all ranks are on one node."""
+
+    def seconds(self, load: Load) -> float:
+        """Predicted time of a step, given the load of its busiest holder."""
+        return (
+            load.rounds * self.round_s
+            + load.pieces * self.piece_s
+            + load.messages_within * self.within.latency_s
+            + load.bytes_within / self.within.bytes_per_s
+            + load.messages_between * self.between.latency_s
+            + load.bytes_between / self.between.bytes_per_s
+            + load.bytes_copied / self.copy_bytes_per_s
+        )
+
+    def nodes(self, *, relay: bool = False) -> Nodes | None:
+        """Where ranks lie; None where all are on one node."""
+        return Nodes(self.ranks_per_node, relay) if self.ranks_per_node else None
+
+    def on_nodes_of(self, ranks: int) -> "Costs":
+        """The same with so many ranks on a node."""
+        return replace(self, ranks_per_node=ranks)
+
+    def save(self, path: Path) -> None:
+        """Write the figures as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> "Costs":
+        """Read what `save` wrote. Raises LayoutError naming the file and what is wrong in it."""
+        try:
+            return TypeAdapter(Costs).validate_json(path.read_bytes(), strict=True)
+        except (OSError, ValueError) as error:
+            raise LayoutError(
+                f"{path} holds no costs: {error}. Write it with scripts.calibrate."
+            ) from error
+
+
+CPU = Costs(
+    round_s=1e-4,
+    collective_s=3e-4,
+    piece_s=1.5e-6,
+    copy_bytes_per_s=5e9,
+    within=Link(latency_s=5e-6, bytes_per_s=2.5e9),
+    between=Link(latency_s=5e-5, bytes_per_s=1e9),
+    collective_within=Link(latency_s=5e-5, bytes_per_s=1e9),
+)
+"""Ranks that share memory, and Ethernet between machines."""
+
+CUDA = Costs(
+    round_s=3e-5,
+    collective_s=2e-5,
+    piece_s=4e-6,
+    copy_bytes_per_s=1.2e12,
+    within=Link(latency_s=2e-6, bytes_per_s=2.5e11),
+    between=Link(latency_s=1e-5, bytes_per_s=4e10),
+    collective_within=Link(latency_s=2e-6, bytes_per_s=3e11),
+)
+"""NVLink within a machine, a 400 Gb/s network between machines. From data sheets, not measured."""
+
+
+def default_costs(device_type: str) -> Costs:
+    """The figures for a kind of device."""
+    return CUDA if device_type == "cuda" else CPU
+
+
+def load_of(exchange: Exchange, holder: Holder, itemsize: int) -> list[Load]:
+    """What one holder does in each round of an exchange."""
+    node = (exchange.nodes or Nodes(1 << 62)).of
+    loads = []
+    for part in exchange.part(holder):
+        sent, received = {True: 0, False: 0}, {True: 0, False: 0}
+        peers: dict[bool, set[Holder]] = {True: set(), False: set()}
+        for pieces, count in ((part.sends, sent), (part.receives, received)):
+            for piece in pieces:
+                near = node(piece.peer) == node(holder)
+                count[near] += (piece.stop - piece.start) * itemsize
+                peers[near].add(piece.peer)
+        loads.append(
+            Load(
+                rounds=1,
+                pieces=len(part.sends) + len(part.receives) + len(part.copies),
+                messages_within=len(peers[True]),
+                bytes_within=max(sent[True], received[True]),
+                messages_between=len(peers[False]),
+                bytes_between=max(sent[False], received[False]),
+                bytes_copied=sum(p.stop - p.start for p in part.copies) * itemsize,
+            )
+        )
+    return loads
+
+
+def exchange_seconds(exchange: Exchange, costs: Costs, itemsize: int) -> float:
+    """Predicted time of an exchange: in each round, that of the busiest of some holders."""
+    by_holder = [load_of(exchange, holder, itemsize) for holder in _some_holders(exchange)]
+    rounds = zip(*by_holder, strict=True)
+    return sum(max(costs.seconds(load) for load in loads) for loads in rounds)
+
+
+def _some_holders(exchange: Exchange) -> Iterable[Holder]:
+    holders = list(
+        dict.fromkeys((*exchange.src.layout.mesh.holders, *exchange.dst.layout.mesh.holders))
+    )
+    if len(holders) <= _SAMPLED_HOLDERS:
+        return holders
+    last = len(holders) - 1
+    return [holders[last * n // (_SAMPLED_HOLDERS - 1)] for n in range(_SAMPLED_HOLDERS)]
