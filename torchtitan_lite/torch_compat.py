@@ -141,6 +141,74 @@ def shard_order_of(tensor: DTensor) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in order or ())
 
 
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """A default process group that believes to be rank `rank` of many and moves nothing.
+
+    With it one process can ask DTensor what it would do on any mesh. It comes from torch's own
+    tests; needed until a mesh can be made without processes. DTensor remembers plans by mesh, and
+    equal meshes of different ranks have different ones: it is made to forget them.
+    """
+    from torch.distributed.tensor import _redistribute
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _redistribute.clear_redistribute_planner_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+
+
+def redistribution_steps(
+    tensor: DTensor, placements: Placements
+) -> list[tuple[int, Placement, Placement]]:
+    """What DTensor would do to lay `tensor` out anew on its mesh: (axis, from, to), in order.
+
+    Its planner is private, and the collectives do not tell of steps that need none. Needed until
+    DTensor tells its plan in public.
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cached
+
+    given = tensor._spec
+    wanted = DTensorSpec(given.mesh, placements, tensor_meta=given.tensor_meta)
+    steps = _gen_transform_infos_non_cached(given, wanted)
+    return [(step.mesh_dim, *step.src_dst_placements) for step in steps]
+
+
+def redistributed_on_all(
+    parts: Sequence[torch.Tensor],
+    mesh_shape: tuple[int, ...],
+    shape: Sequence[int],
+    given: Placements,
+    wanted: Placements,
+) -> list[torch.Tensor]:
+    """What `DTensor.redistribute` makes of the parts of all ranks, computed in this process. The
+    world is that of `fake_process_group`, and the mesh holds its ranks in their order.
+
+    Values tell whether DTensor does what its placements say, which no plan does. The mode that
+    simulates ranks is private; needed until it is public.
+    """
+    from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+
+    with LocalTensorMode(len(parts)):
+        ranks = torch.arange(len(parts)).reshape(mesh_shape)
+        local: Any = LocalTensor(dict(enumerate(parts)))
+        stride = torch.empty(tuple(shape), device="meta").stride()
+        tensor = DTensor.from_local(
+            local,
+            DeviceMesh("cpu", ranks),
+            given,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
+        )
+        moved: Any = tensor.redistribute(placements=wanted).to_local()
+    return [moved._local_tensors[rank] for rank in range(len(parts))]
+
+
 def attention_with_lse(
     q_BHSE: torch.Tensor, k_BHSE: torch.Tensor, v_BHSE: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

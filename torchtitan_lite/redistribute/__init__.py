@@ -2,7 +2,8 @@
 
 A `Layout` says which holder has which boxes of a tensor, `plan` how to get from one to another, and
 `redistribute` and `redistribute_state_dict` go there. Read in this order: layout, cuts, roles,
-sharing, exchange, plan; then program, shared_path, collective_path, execution.
+sharing, exchange, plan; then program, shared_path, collective_path, execution; traffic and explain
+tell of a plan.
 
 Layer: above mesh and spec.
 """
@@ -10,6 +11,7 @@ Layer: above mesh and spec.
 from torchtitan_lite.redistribute.box import Box
 from torchtitan_lite.redistribute.dtensor import redistribute
 from torchtitan_lite.redistribute.execution import Means
+from torchtitan_lite.redistribute.explain import explain
 from torchtitan_lite.redistribute.gradient import align_gradient
 from torchtitan_lite.redistribute.layout import HolderMesh, Layout
 from torchtitan_lite.redistribute.local import is_first_holder, local_box
@@ -24,6 +26,7 @@ __all__ = [
     "Placed",
     "Plan",
     "align_gradient",
+    "explain",
     "is_first_holder",
     "local_box",
     "plan",

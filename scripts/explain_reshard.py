@@ -1,0 +1,122 @@
+"""Tell how a tensor gets from one layout to another, who sends what, and draw it.
+
+python -m scripts.explain_reshard --shape 1024x4096 --src "mesh=dp:2,tp:2 placements=S0,R"
+    --dst "mesh=dp:4 placements=S0" [--dtype bfloat16] [--svg PATH] [--torch] [--json]
+
+Nothing is started, and no tensor is needed.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from scripts.dtensor_steps import DTensorWay, dtensor_way, way_in_words
+from scripts.layout_syntax import EXAMPLE, parse_dtype, parse_layout, parse_shape
+from scripts.reshard_svg import as_svg
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.redistribute import Plan, plan
+from torchtitan_lite.redistribute.execution import BUCKET_BYTES, Transport
+from torchtitan_lite.redistribute.explain import explain
+from torchtitan_lite.redistribute.traffic import lower_bound_bytes, temporary_bytes, traffic
+
+
+def main(argv: list[str]) -> int:
+    """Entry of the command. Returns the exit status."""
+    try:
+        options = _parser().parse_args(argv)
+        svg: Path | None = options.svg
+        found = plan(
+            parse_layout(options.src, "--src"),
+            parse_layout(options.dst, "--dst"),
+            parse_shape(options.shape),
+            parse_dtype(options.dtype),
+        )
+        # All is made before anything is written.
+        drawing = as_svg(found) if svg is not None else None
+        way = dtensor_way(found) if options.torch else None
+        said = _as_json(found, way) if options.json else _as_text(found, way, options.transport)
+        if svg is not None and drawing is not None:
+            _write(svg, drawing)
+    except UserError as error:
+        print(f"explain_reshard: {error}", file=sys.stderr)
+        return 2
+    print(said)
+    return 0
+
+
+def _as_text(found: Plan, way: DTensorWay | None, transport: Transport | None) -> str:
+    lines = [explain(found, transport=transport)]
+    if way is not None:
+        lines += way_in_words(way, found)
+    return "\n".join(lines)
+
+
+def _as_json(found: Plan, way: DTensorWay | None) -> str:
+    record: dict[str, Any] = {
+        "src": str(found.src),
+        "dst": str(found.dst),
+        "shape": found.shape,
+        "dtype": str(found.dtype).removeprefix("torch."),
+        "rounds": [] if found.is_nothing else found.rounds,
+        "moved_bytes": found.moved_bytes,
+        "lower_bound_bytes": lower_bound_bytes(found),
+        "temporary_bytes": temporary_bytes(found, BUCKET_BYTES),
+        "holders": {str(holder): asdict(t) for holder, t in traffic(found).items()},
+    }
+    if way is not None:
+        record["dtensor"] = asdict(way)
+    return json.dumps(record, indent=2)
+
+
+def _write(path: Path, drawing: str) -> None:
+    try:
+        path.write_text(drawing, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--svg {path} cannot be written: {error.strerror}.") from None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, like any other error."""
+        raise UserError(f"{message}. --help shows how to call it.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m scripts.explain_reshard",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Tell how a tensor gets from one layout to another, who sends what, and draw\n"
+        "it. Starts no ranks.",
+        epilog="A LAYOUT has the axes of a mesh with their sizes and a placement for each:\n"
+        f'  "{EXAMPLE}"\n'
+        "  ranks=4-7 or ranks=4,5,8-9   where the mesh is not of the first ranks\n"
+        "Placements:\n"
+        "  R          the same on all ranks of the axis\n"
+        "  S0, S1     cut along dim 0, dim 1\n"
+        "  S0#1,S0#0  cut by the second axis first: #k is an axis's place among the cuts of a dim\n"
+        "  S0/2       a strided shard with split factor 2\n"
+        "  P, P(max)  contributions, joined by sum, avg, product, min or max",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--shape", required=True, help="of the tensor: 1024x4096, or scalar")
+    parser.add_argument("--src", required=True, metavar="LAYOUT", help="where it lies")
+    parser.add_argument("--dst", required=True, metavar="LAYOUT", help="where it shall lie")
+    parser.add_argument("--dtype", default="float32", help="as torch names it (default: float32)")
+    parser.add_argument("--svg", type=Path, metavar="PATH", help="write a drawing there too")
+    parser.add_argument(
+        "--torch", action="store_true", help="tell what DTensor.redistribute would do instead"
+    )
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.add_argument(
+        "--transport",
+        choices=get_args(Transport),
+        help="the path that will be taken, where that is known",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

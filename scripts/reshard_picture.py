@@ -1,0 +1,108 @@
+"""Where the boxes of a plan lie in the plane of a tensor's first two dims, to be drawn.
+
+A tensor of one dim is a row. Boxes that differ in further dims only fall on each other.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from torchtitan_lite.redistribute import Layout, Plan
+from torchtitan_lite.redistribute.cuts import intervals
+from torchtitan_lite.redistribute.exchange import Piece
+from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.program import blocks
+
+Intervals = list[tuple[int, int]]
+"""(start, length) of each, in order."""
+
+
+class Area(NamedTuple):
+    """A rectangle in the plane, in elements."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Patch:
+    """An area of a holder's part of the destination, and whence it comes."""
+
+    area: Area
+    sources: tuple[tuple[Holder, int], ...]
+    """With the elements of each. Several where areas of further dims fall on each other, or where
+    contributions are joined."""
+    is_joined: bool
+
+
+def plane(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor."""
+    return plane_of(shape, 1)
+
+
+def areas(layout: Layout, shape: tuple[int, ...]) -> dict[Area, list[Holder]]:
+    """The areas into which a layout cuts the plane, and who holds each."""
+    found: dict[Area, list[Holder]] = {}
+    for holder in layout.mesh.holders:
+        for box in layout.boxes(shape, holder):
+            area = Area(*plane_of(box.offset, 0), *plane_of(box.size, 1))
+            holders = found.setdefault(area, [])
+            if holder not in holders:
+                holders.append(holder)
+    return found
+
+
+def plane_of(numbers: tuple[int, ...], missing: int) -> tuple[int, int]:
+    """Those of `numbers`, one a dim, that belong to the plane's rows and columns."""
+    padded = (missing,) * (2 - len(numbers)) + numbers
+    return padded[0], padded[1]
+
+
+def patches(plan: Plan, holder: Holder) -> list[Patch]:
+    """What a holder's part of the destination is made of, in the order of the rounds."""
+    found: list[Patch] = []
+    for kind, part in zip(plan.rounds, plan.part(holder), strict=True):
+        by_area: dict[Area, dict[Holder, int]] = {}
+        for piece in (*part.copies, *part.receives):
+            for area, count in _landing(plan, holder, piece):
+                sources = by_area.setdefault(area, {})
+                sources[piece.peer] = sources.get(piece.peer, 0) + count
+        found += [
+            Patch(area, tuple(sources.items()), kind == "reduce")
+            for area, sources in by_area.items()
+        ]
+    return found
+
+
+def _landing(plan: Plan, holder: Holder, piece: Piece) -> Iterator[tuple[Area, int]]:
+    """The areas where a piece lands, with its elements there."""
+    coordinate = plan.dst.mesh.coordinate(holder)
+    assert coordinate is not None
+    held = [
+        intervals(length, plan.dst.cuts.get(dim, ()), plan.dst.part(dim, coordinate))
+        for dim, length in enumerate(plan.shape)
+    ]
+    for block in blocks(piece.segments, piece.start, piece.stop):
+        further = prod(block.shape[2:])
+        spans = [
+            list(_in_tensor(mine, start, length))
+            for mine, start, length in zip(held, block.dst, block.shape, strict=True)
+        ]
+        rows, columns = ([[(0, 1)]] * (2 - len(spans)) + spans)[:2]
+        for top, height in rows:
+            for left, width in columns:
+                yield Area(top, left, height, width), height * width * further
+
+
+def _in_tensor(held: Intervals, start: int, length: int) -> Iterator[tuple[int, int]]:
+    """Where elements [start, start + length) of a part lie in the tensor."""
+    for first, size in held:
+        if start < size and length > 0:
+            count = min(length, size - start)
+            yield first + start, count
+            start, length = 0, length - count
+        else:
+            start -= size

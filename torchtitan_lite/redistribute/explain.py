@@ -1,0 +1,164 @@
+"""A plan in words: what happens, what it costs each holder, and what it would cost at least.
+
+Layer: above traffic and execution.
+"""
+
+from math import prod
+from statistics import median
+
+from torchtitan_lite.redistribute.exchange import RoundKind
+from torchtitan_lite.redistribute.execution import BUCKET_BYTES, Transport
+from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.plan import Plan
+from torchtitan_lite.redistribute.traffic import (
+    Traffic,
+    holders_of,
+    lower_bound_bytes,
+    temporary_bytes,
+    traffic,
+)
+
+_MOST_ROWS = 16
+"""Holders up to which each has a row."""
+
+_PATHS = {
+    "shared_memory": "shared memory, as between CPU ranks of one machine",
+    "collective": "all-to-all collectives of a process group",
+    None: "shared memory between CPU ranks of one machine, all-to-all collectives elsewhere",
+}
+
+
+def explain(
+    plan: Plan, *, transport: Transport | None = None, bucket_bytes: int = BUCKET_BYTES
+) -> str:
+    """What a plan does, in lines. `transport` is the path that will be taken, where that is known,
+    and `bucket_bytes` what `Means` says."""
+    # Each section is a list of lines; what else a plan knows of itself becomes one more.
+    sections = [
+        _ends(plan),
+        _rounds(plan),
+        _bytes_moved(plan),
+        _memory(plan, bucket_bytes),
+        [f"Path: {_PATHS[transport]}" if plan.moved_bytes else "Path: none, nothing is moved"],
+    ]
+    return "\n".join(line for section in sections for line in section)
+
+
+def in_units(count: float) -> str:
+    """Bytes as people write them: 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            # Three digits of 1000 and more would be written 1.02e+03.
+            return f"{count:.3g} {unit}" if count < 999.5 else f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+def _ends(plan: Plan) -> list[str]:
+    shape = " x ".join(map(str, plan.shape)) or "scalar"
+    dtype = str(plan.dtype).removeprefix("torch.")
+    return [
+        f"Tensor: {shape}, {dtype}, {in_units(prod(plan.shape) * plan.dtype.itemsize)}",
+        f"From: {plan.src}",
+        f"To: {plan.dst}",
+    ]
+
+
+def _rounds(plan: Plan) -> list[str]:
+    if plan.is_nothing:
+        return ["Nothing to do: both layouts are the same."]
+    lines = [
+        f"Round {number}, {kind}: {_in_words(plan, kind)}"
+        for number, kind in enumerate(plan.rounds, 1)
+    ]
+    if plan.factor != 1:
+        lines.append(f"At last the result is multiplied by {plan.factor:g}, for the averages.")
+    return lines
+
+
+def _in_words(plan: Plan, kind: RoundKind) -> str:
+    exchange = plan.exchange
+    kept = f"; {_axes(plan)} stay apart, pair by pair" if exchange.num_kept else ""
+    if kind == "reduce":
+        count = exchange.src.num_contributions
+        return (
+            f"the {count} contributions to an element are joined ({plan.op}) at a holder that "
+            f"shall have it{kept}"
+        )
+    if kind == "spread":
+        return (
+            f"from there it goes to the {exchange.dst.num_replicas - 1} others that shall have it"
+        )
+    if plan.moved_bytes == 0:
+        words = "every holder copies what it needs from what it has"
+    else:
+        words = "every holder gets what it lacks from one that has it"
+    if exchange.dst.num_contributions > 1:
+        words += "; one contribution has the value, the others begin as nothing"
+    return words + kept
+
+
+def _axes(plan: Plan) -> str:
+    names = [plan.src.mesh.axes[axis] for axis in plan.exchange.src.layout.partial_axes]
+    return f"contributions over {' and '.join(names)}"
+
+
+def _bytes_moved(plan: Plan) -> list[str]:
+    found = traffic(plan)
+    least = lower_bound_bytes(plan)
+    if least is None:
+        compared = "no lower bound is known to contributions as a destination"
+    elif least == plan.moved_bytes:
+        compared = "that is the lower bound"
+    else:
+        compared = f"the lower bound is {least:,}"
+    lines = [f"Moved in all: {_count(plan.moved_bytes)}; {compared}."]
+    if plan.moved_bytes:
+        sender = max(found, key=lambda holder: found[holder].sent)
+        receiver = max(found, key=lambda holder: found[holder].received)
+        lines += [
+            f"Busiest sender: {sender}, {_count(found[sender].sent)}",
+            f"Busiest receiver: {receiver}, {_count(found[receiver].received)}",
+        ]
+    return lines + (_table(found) if len(found) <= _MOST_ROWS else _summary(found))
+
+
+def _count(count: int) -> str:
+    return f"{count:,} bytes" + (f" ({in_units(count)})" if count >= 1024 else "")
+
+
+def _table(found: dict[Holder, Traffic]) -> list[str]:
+    rows = [("holder", "sends", "receives", "keeps", "has then")]
+    rows += [
+        (str(holder), f"{t.sent:,}", f"{t.received:,}", f"{t.stays:,}", f"{t.result:,}")
+        for holder, t in found.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+
+
+def _summary(found: dict[Holder, Traffic]) -> list[str]:
+    """Of holders too many for a table."""
+    sent = [t.sent for t in found.values()]
+    received = [t.received for t in found.values()]
+    idle = sum(t.sent == t.received == 0 for t in found.values())
+    return [
+        f"Median of {len(found)} holders: sends {in_units(median(sent))}, receives "
+        f"{in_units(median(received))}; {idle} neither send nor receive",
+    ]
+
+
+def _memory(plan: Plan, bucket_bytes: int) -> list[str]:
+    needed = temporary_bytes(plan, bucket_bytes)
+    size = prod(plan.shape) * plan.dtype.itemsize
+    shapes = [plan.local_shape(h) for h in holders_of(plan) if plan.dst.mesh.place(h) is not None]
+    result = max(prod(shape) for shape in shapes) * plan.dtype.itemsize
+    buckets = f" (two buckets of {in_units(bucket_bytes)})" if needed == 2 * bucket_bytes else ""
+    part = "the whole tensor" if result == size else "the largest part"
+    return [
+        f"Temporary memory of a holder: at most {in_units(needed)}{buckets}, beside the result, "
+        f"{in_units(result)} for {part}"
+    ]
