@@ -18,6 +18,8 @@ from scripts.layout_syntax import EXAMPLE, parse_dtype, parse_layout, parse_shap
 from scripts.reshard_svg import as_svg
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.redistribute import Plan, plan
+from torchtitan_lite.redistribute.collective import Collective
+from torchtitan_lite.redistribute.cost import Costs, default_costs
 from torchtitan_lite.redistribute.execution import BUCKET_BYTES, Transport
 from torchtitan_lite.redistribute.explain import explain
 from torchtitan_lite.redistribute.traffic import lower_bound_bytes, temporary_bytes, traffic
@@ -33,6 +35,7 @@ def main(argv: list[str]) -> int:
             parse_layout(options.dst, "--dst"),
             parse_shape(options.shape),
             parse_dtype(options.dtype),
+            costs=_costs(options),
         )
         # All is made before anything is written.
         drawing = as_svg(found) if svg is not None else None
@@ -45,6 +48,12 @@ def main(argv: list[str]) -> int:
         return 2
     print(said)
     return 0
+
+
+def _costs(options: argparse.Namespace) -> Costs:
+    """The figures to predict with."""
+    costs = Costs.load(options.costs) if options.costs else default_costs(options.device)
+    return costs.on_nodes_of(options.ranks_per_node) if options.ranks_per_node else costs
 
 
 def _as_text(found: Plan, way: DTensorWay | None, transport: Transport | None) -> str:
@@ -61,6 +70,8 @@ def _as_json(found: Plan, way: DTensorWay | None) -> str:
         "shape": found.shape,
         "dtype": str(found.dtype).removeprefix("torch."),
         "rounds": [] if found.is_nothing else found.rounds,
+        "legs": [leg.kind if isinstance(leg, Collective) else "exchange" for leg in found.legs],
+        "predicted_s": found.predicted_s,
         "moved_bytes": found.moved_bytes,
         "lower_bound_bytes": lower_bound_bytes(found),
         "temporary_bytes": temporary_bytes(found, BUCKET_BYTES),
@@ -108,6 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--svg", type=Path, metavar="PATH", help="write a drawing there too")
     parser.add_argument(
         "--torch", action="store_true", help="tell what DTensor.redistribute would do instead"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="whose default costs to assume"
+    )
+    parser.add_argument("--costs", type=Path, metavar="FILE", help="what scripts.calibrate wrote")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=0, metavar="N", help="0: all are on one node"
     )
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     parser.add_argument(

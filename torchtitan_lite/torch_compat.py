@@ -12,7 +12,6 @@ from functools import cache
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any, TypeGuard
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -61,10 +60,15 @@ def new_local_group(ranks: Sequence[int], timeout: timedelta, name: str) -> dist
     def named(ranks: Sequence[int]) -> str:
         return hashlib.sha1(f"{name}:{list(ranks)}".encode(), usedforsecurity=False).hexdigest()
 
-    with _naming, patch.object(distributed_c10d, "_hash_ranks_to_str", named):
-        group = dist.new_group(
-            list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
-        )
+    with _naming:
+        by_count = distributed_c10d._hash_ranks_to_str
+        distributed_c10d._hash_ranks_to_str = named
+        try:
+            group = dist.new_group(
+                list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
+            )
+        finally:
+            distributed_c10d._hash_ranks_to_str = by_count
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -57,7 +57,7 @@ def _kept(move: Move, candidates: Sequence[Holder]) -> np.ndarray:
     exchange = Exchange(move.src, move.dst, move.shape, Kept())
     places = [exchange.src.place(holder) for holder in candidates]
     holding = [number for number, place in enumerate(places) if place is not None]
-    one = exchange.src.part_of[[places[number] for number in holding]]
+    one = exchange.src.part_of[np.array([places[number] for number in holding], np.int64)]
     other = exchange.dst.part_of
     shape = len(one), len(other)
     pairs = [np.broadcast_to(a, shape).ravel() for a in (one[:, None], other[None, :])]

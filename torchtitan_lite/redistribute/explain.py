@@ -3,6 +3,7 @@
 Layer: above traffic and execution.
 """
 
+from dataclasses import replace
 from math import prod
 from statistics import median
 
@@ -36,10 +37,11 @@ def explain(
     # Each section is a list of lines; what else a plan knows of itself becomes one more.
     sections = [
         _ends(plan),
-        _rounds(plan),
+        _legs(plan) or _rounds(plan),
         _bytes_moved(plan),
         _memory(plan, bucket_bytes),
         [f"Path: {_PATHS[transport]}" if plan.moved_bytes else "Path: none, nothing is moved"],
+        [f"Predicted time: {plan.predicted_s * 1e3:.3g} ms"],
     ]
     return "\n".join(line for section in sections for line in section)
 
@@ -62,6 +64,25 @@ def _ends(plan: Plan) -> list[str]:
         f"From: {plan.src}",
         f"To: {plan.dst}",
     ]
+
+
+def _legs(plan: Plan) -> list[str]:
+    """What is done in place of one exchange, if that is faster."""
+    lines = []
+    for number, leg in enumerate(plan.legs, 1):
+        if isinstance(leg, Plan):
+            did, seconds = "exchange", leg.predicted_s
+        else:
+            axes = ", ".join(leg.src.mesh.axes[axis] for axis in leg.axes)
+            did, seconds = f"{leg.kind} over {axes}", leg.seconds(plan.costs)
+        lines.append(
+            f"Step {number}, {did}: to {leg.dst}, {in_units(leg.moved_bytes)} moved in all, "
+            f"{seconds * 1e3:.3g} ms"
+        )
+    if lines:
+        exchange_s = replace(plan, legs=()).predicted_s
+        lines.append(f"One exchange in place of that would take {exchange_s * 1e3:.3g} ms.")
+    return lines
 
 
 def _rounds(plan: Plan) -> list[str]:
@@ -104,7 +125,6 @@ def _axes(plan: Plan) -> str:
 
 
 def _bytes_moved(plan: Plan) -> list[str]:
-    found = traffic(plan)
     least = lower_bound_bytes(plan)
     if least is None:
         compared = "no lower bound is known to contributions as a destination"
@@ -113,6 +133,9 @@ def _bytes_moved(plan: Plan) -> list[str]:
     else:
         compared = f"the lower bound is {least:,}"
     lines = [f"Moved in all: {_count(plan.moved_bytes)}; {compared}."]
+    if plan.legs:
+        return lines
+    found = traffic(plan)
     if plan.moved_bytes:
         sender = max(found, key=lambda holder: found[holder].sent)
         receiver = max(found, key=lambda holder: found[holder].received)

@@ -38,6 +38,13 @@ class Plan:
     legs: "tuple[Plan | Collective, ...]" = ()
     """What is done one after the other where that is faster than the one exchange."""
 
+    def __str__(self) -> str:
+        """What `explain` says of it."""
+        # The one import of what lies above: a plan is shown by those who read plans.
+        from torchtitan_lite.redistribute.explain import explain
+
+        return explain(self)
+
     @property
     def rounds(self) -> tuple[RoundKind, ...]:
         """What happens, one exchange after the other."""
@@ -82,12 +89,6 @@ class Plan:
         """Bytes that go from one holder to another."""
         if self.legs:
             return sum(leg.moved_bytes for leg in self.legs)
-        return 0 if self.is_nothing else self.exchange.total_elements() * self.dtype.itemsize
-
-    @cached_property
-    def lower_bound_bytes(self) -> int:
-        """Bytes that any way must move: each holder is given what it has not, once. Where
-        contributions are joined on the way it is what one exchange moves."""
         return 0 if self.is_nothing else self.exchange.total_elements() * self.dtype.itemsize
 
     @cached_property
