@@ -26,8 +26,8 @@ import numpy as np
 
 from torchtitan_lite.redistribute.cuts import Segments, overlap, sizes
 from torchtitan_lite.redistribute.layout import Holder, Layout
-from torchtitan_lite.redistribute.roles import Roles, kept_shape, parts_across, roles_of
-from torchtitan_lite.redistribute.sharing import Unit, by_node, given, stripe, taken
+from torchtitan_lite.redistribute.roles import Roles, kept_shape, places_across, roles_of
+from torchtitan_lite.redistribute.sharing import Unit, by_node, given, stripes, taken
 
 RoundKind = Literal["move", "reduce", "spread"]
 
@@ -153,6 +153,13 @@ class Exchange:
             self._join(holder, dst, parts)
         return parts
 
+    @property
+    def least_elements(self) -> int:
+        """A bound of `total_elements` that is had for nothing."""
+        joins = self.src.num_contributions + self.dst.num_replicas - 2
+        return prod(self.lengths) * joins if self.src.num_contributions > 1 else 0
+
+    @cached_property
     def total_elements(self) -> int:
         """Elements that go from one holder to another, in all rounds."""
         whole = prod(self.lengths)
@@ -262,8 +269,16 @@ class Exchange:
         return int(best[(one + other) % len(best)])
 
     @cached_property
+    def _src_places(self) -> np.ndarray:
+        """For each place of the destination, that of the same holder in the source, or -1."""
+        return places_across(self.dst.layout.mesh, self.src.layout.mesh)
+
+    @cached_property
     def _across(self) -> np.ndarray:
-        return parts_across(self.dst, self.src)
+        """For each place of the destination, the same holder's part of the source, or -1."""
+        if self.dst.layout.mesh.holders == self.src.layout.mesh.holders:
+            return self.src.part_of
+        return np.where(self._src_places < 0, -1, self.src.part_of[self._src_places])
 
     # Two rounds: the value comes about at a home.
 
@@ -271,20 +286,22 @@ class Exchange:
         """Where a piece's contributions are joined: each candidate joins an equal part of it."""
         places = self.dst.places[other]
         copies, replicas = np.nonzero(self._across[places] == one)
+        contributions: list[int | None]
         if len(copies):
             found = places[copies, replicas]
+            contributions = self.src.contribution_of[self._src_places[found]].tolist()
         else:
             copy = (one + other) % len(places)
             found, copies = places[copy], np.full(len(places[copy]), copy)
-        homes, size, row = [], _size(block), _row(block)
-        for index, (place, copy) in enumerate(zip(found.tolist(), copies.tolist(), strict=True)):
-            holder = self.dst.layout.mesh.holders[place]
-            own = self.src.place(holder) if self._across[place] == one else None
-            contribution = None if own is None else int(self.src.contribution_of[own])
-            start, stop = stripe(0, size, index, len(found), row)
-            if start < stop:
-                homes.append(Home(holder, contribution, copy, start, stop))
-        return homes
+            contributions = [None] * len(found)
+        holders = self.dst.layout.mesh.holders
+        candidates = zip(found.tolist(), contributions, copies.tolist(), strict=True)
+        bounds = stripes(0, _size(block), len(found), _row(block))
+        return [
+            Home(holders[place], contribution, copy, start, stop)
+            for (place, contribution, copy), (start, stop) in zip(candidates, bounds, strict=True)
+            if start < stop
+        ]
 
     def _giver(self, one: int, contribution: int, home: int) -> Holder:
         """Which replica of a contribution goes to the home with number `home`."""
@@ -305,6 +322,10 @@ class Exchange:
         for one, other, segments in self._pieces(self.dst, place, of_one=False):
             block = segments[self.num_kept :]
             for number, home in enumerate(self._homes(one, other, block)):
+                if home.holder != holder and self.nodes is None:
+                    if home.copy == copy:
+                        spread[0].receives.append(Piece(home.holder, block, home.start, home.stop))
+                    continue
                 if home.copy == copy and spread:
                     takers = self.dst.holders(other, copy)
                     unit = Unit([home.holder], takers, home.start, home.stop, number)

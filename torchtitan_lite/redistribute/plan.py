@@ -89,7 +89,7 @@ class Plan:
         """Bytes that go from one holder to another."""
         if self.legs:
             return sum(leg.moved_bytes for leg in self.legs)
-        return 0 if self.is_nothing else self.exchange.total_elements() * self.dtype.itemsize
+        return 0 if self.is_nothing else self.exchange.total_elements * self.dtype.itemsize
 
     @cached_property
     def predicted_s(self) -> float:
@@ -149,10 +149,9 @@ def plan(
     equal = _with_equal_copies(dst)
     if equal is not None and src.reduce_op is None:
         copies = Exchange(src, equal, shape, Kept())
-        if copies.total_elements() == 0:
+        if copies.total_elements == 0:
             return Plan(src, dst, shape, dtype, copies, 1.0, costs)
-    found = [Exchange(src, dst, shape, kept) for kept in choices(src, dst)]
-    fewest = found[0] if len(found) == 1 else min(found, key=Exchange.total_elements)
+    fewest = _fewest_elements(src, dst, shape)
     best = _on_nodes(fewest, costs, objective, dtype.itemsize)
     direct = Plan(src, dst, shape, dtype, best, _averaged(dst) / _averaged(src), costs)
     if one_exchange or objective == "bytes" or not _others_may_win(direct):
@@ -174,6 +173,19 @@ def plan(
         )
         here = leg.dst
     return replace(direct, legs=tuple(legs))
+
+
+def _fewest_elements(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Exchange:
+    """The exchange that moves least, of all ways to keep contributions apart."""
+    ways = choices(src, dst)
+    best = Exchange(src, dst, shape, next(ways))
+    for kept in ways:
+        if best.total_elements == 0:
+            break
+        other = Exchange(src, dst, shape, kept)
+        if other.least_elements < best.total_elements > other.total_elements:
+            best = other
+    return best
 
 
 def _on_nodes(exchange: Exchange, costs: Costs, objective: Objective, itemsize: int) -> Exchange:

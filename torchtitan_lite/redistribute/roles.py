@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from torchtitan_lite.redistribute.cuts import Cut
-from torchtitan_lite.redistribute.layout import Holder, Layout
+from torchtitan_lite.redistribute.layout import Holder, HolderMesh, Layout
 
 
 class Roles:
@@ -88,15 +88,14 @@ def roles_of(layout: Layout, kept: tuple[int, ...], ndim: int) -> Roles:
     return Roles(layout, kept, ndim)
 
 
-@lru_cache(maxsize=4096)
-def parts_across(mine: Roles, other: Roles) -> np.ndarray:
-    """For each place of the one mesh, the part that the same holder has in the other layout; -1
-    where it has none."""
-    holders, mesh = mine.layout.mesh.holders, other.layout.mesh
-    if mesh.holders == holders:
-        return other.part_of
-    places = np.array([-1 if (p := mesh.place(h)) is None else p for h in holders])
-    return np.where(places < 0, -1, other.part_of[places])
+@lru_cache(maxsize=256)
+def places_across(mine: HolderMesh, other: HolderMesh) -> np.ndarray:
+    """For each place of the one mesh, the place that the same holder has in the other; -1 where it
+    has none."""
+    if mine.holders == other.holders:
+        return np.arange(len(mine.holders))
+    places = (other.place(holder) for holder in mine.holders)
+    return np.array([-1 if place is None else place for place in places])
 
 
 def kept_shape(layout: Layout, kept: Sequence[int]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ Invariant: what the sources give away differs by no more than one in twenty, or 
 elements for each piece.
 """
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -40,14 +41,14 @@ class Delivery(NamedTuple):
     stop: int
 
 
-def stripe(start: int, stop: int, index: int, count: int, row: int) -> tuple[int, int]:
-    """The `index`-th of `count` parts of the elements [start, stop), as equal as can be; of whole
-    rows of `row` elements where that leaves them equal enough."""
+def stripes(start: int, stop: int, count: int, row: int) -> list[tuple[int, int]]:
+    """The elements [start, stop) in `count` parts, as equal as can be; of whole rows of `row`
+    elements where that leaves them equal enough."""
     size = stop - start
     unit = row if start % row == 0 and size >= _FEW_ROWS * count * row else 1
     rows = -(-size // unit)
-    first, last = rows * index // count * unit, rows * (index + 1) // count * unit
-    return start + min(first, size), start + min(last, size)
+    ends = [start + min(rows * index // count * unit, size) for index in range(count + 1)]
+    return list(itertools.pairwise(ends))
 
 
 def taken(unit: Unit, taker: Holder, row: int) -> list[Delivery]:
@@ -97,8 +98,8 @@ def by_node(
             for index, taker in enumerate(takers):
                 first += _to(here, index, taker, len(takers), row)
             continue
-        for index, taker in enumerate(takers):
-            start, stop = stripe(unit.start, unit.stop, index, len(takers), row)
+        parts = stripes(unit.start, unit.stop, len(takers), row)
+        for index, (taker, (start, stop)) in enumerate(zip(takers, parts, strict=True)):
             if start < stop:
                 source = unit.sources[(index + here.rotation) % len(unit.sources)]
                 first.append(Delivery(source, taker, start, stop))
@@ -120,8 +121,9 @@ def _to(unit: Unit, index: int, taker: Holder, num_needers: int, row: int) -> li
         source = unit.sources[(index + unit.rotation) % count]
         return [Delivery(source, taker, unit.start, unit.stop)]
     found = []
-    for turn in range(count):
-        start, stop = stripe(unit.start, unit.stop, turn, count, row)
+    for source, (start, stop) in zip(
+        unit.sources, stripes(unit.start, unit.stop, count, row), strict=True
+    ):
         if start < stop:
-            found.append(Delivery(unit.sources[turn], taker, start, stop))
+            found.append(Delivery(source, taker, start, stop))
     return found
