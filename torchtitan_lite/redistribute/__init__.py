@@ -2,16 +2,19 @@
 
 A `Layout` says which holder has which boxes of a tensor, `plan` how to get from one to another, and
 `redistribute` and `redistribute_state_dict` go there. Read in this order: layout, cuts, roles,
-sharing, exchange, plan; then program, shared_path, collective_path, execution.
+sharing, exchange, plan; then program, shared_path, collective_path, execution;
+and description, by which ranks tell each other what they hold.
 
 Layer: above mesh and spec.
 """
 
 from torchtitan_lite.redistribute.box import Box
+from torchtitan_lite.redistribute.description import describe, layouts_of
 from torchtitan_lite.redistribute.dtensor import redistribute
 from torchtitan_lite.redistribute.execution import Means
 from torchtitan_lite.redistribute.gradient import align_gradient
 from torchtitan_lite.redistribute.layout import HolderMesh, Layout
+from torchtitan_lite.redistribute.layout_json import layout_from_json, layout_to_json
 from torchtitan_lite.redistribute.local import is_first_holder, local_box
 from torchtitan_lite.redistribute.plan import Plan, plan
 from torchtitan_lite.redistribute.state_dict import Placed, redistribute_state_dict
@@ -24,7 +27,11 @@ __all__ = [
     "Placed",
     "Plan",
     "align_gradient",
+    "describe",
     "is_first_holder",
+    "layout_from_json",
+    "layout_to_json",
+    "layouts_of",
     "local_box",
     "plan",
     "redistribute",
