@@ -28,7 +28,7 @@ from torchtitan_lite.metrics import Event, Metrics, open_metrics
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.metrics.profiler import StepProfiler
 from torchtitan_lite.models import model_spec
-from torchtitan_lite.nn.initialize import initialize
+from torchtitan_lite.nn.initialize import give_memory, initialize
 from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.optim import build_schedule as build_lr_schedule
 from torchtitan_lite.parallel import build_schedule, parallelize
@@ -38,6 +38,7 @@ from torchtitan_lite.parallel.stages import joined, keep_only, plan_stages
 from torchtitan_lite.parallel.tensor import check_plan
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import SingleReplica
+from torchtitan_lite.samples import Sampler
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, Job
@@ -148,7 +149,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             schedule=schedule,
             router_balance=RouterBalance(
                 model,
-                list(routers_of(_on_meta(config, spec))),
+                list(routers_of(model_on_meta(config, spec))),
                 spec.num_experts,
                 mesh,
                 config.parallelism,
@@ -195,7 +196,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
 def build_model(config: Config, spec: ModelSpec, mesh: Mesh) -> list[nn.Module]:
     """The parts of the model that this rank holds, with their initial weights: one, or one for
     each of its stages of the pipeline."""
-    whole = _on_meta(config, spec)
+    whole = model_on_meta(config, spec)
     check_plan(whole, spec)
     if config.model.print_after_conversion:
         logger.info("%s", whole)
@@ -204,13 +205,13 @@ def build_model(config: Config, spec: ModelSpec, mesh: Mesh) -> list[nn.Module]:
     plan = plan_stages(spec, config.parallelism)
     parts = []
     for stage in plan.of_rank(mesh.device_mesh.get_local_rank("pp")):
-        part = _on_meta(config, spec)
+        part = model_on_meta(config, spec)
         keep_only(part, spec, plan.modules[stage])
         parts.append(_prepared(part, config, spec, mesh))
     return parts
 
 
-def _on_meta(config: Config, spec: ModelSpec) -> nn.Module:
+def model_on_meta(config: Config, spec: ModelSpec) -> nn.Module:
     """The whole model, without memory."""
     dtype_before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, config.training.dtype))
@@ -223,7 +224,6 @@ def _on_meta(config: Config, spec: ModelSpec) -> nn.Module:
 
 def _prepared(model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh) -> nn.Module:
     """A model on the meta device, parallelized, in memory, and with its initial weights."""
-    buffers = dict(model.named_buffers())
     parallelize(
         model,
         spec,
@@ -235,11 +235,8 @@ def _prepared(model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh) -> 
         quantization=config.quantize.linear.float8 if config.model.converters else None,
     )
     device = mesh.device.torch_device
-    model.to_empty(device=torch.device("cpu") if config.training.enable_cpu_offload else device)
-    for name, buffer in buffers.items():
-        # Buffers are computed when the module is made, on the CPU, and to_empty forgets them.
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, buffer.to(device))
+    offloaded = config.training.enable_cpu_offload
+    give_memory(model, torch.device("cpu") if offloaded else device, buffer_device=device)
     initialize(model, spec.init, config.debug.seed or 0)
     return model.train()
 
@@ -273,6 +270,7 @@ def _hooks(
                 job_schedule,
                 metrics,
                 mesh,
+                _sampler(config, spec, data, mesh),
             )
         )
     if config.debug.sample_ledger:
@@ -292,6 +290,21 @@ def _hooks(
         )
         hooks.append(lambda state, report: profiler.step(report.number))
     return hooks
+
+
+def _sampler(config: Config, spec: ModelSpec, data: OpenedData, mesh: Mesh) -> Sampler | None:
+    """What gives text in validation; None where none is asked for."""
+    if config.validation.samples == 0:
+        return None
+    return Sampler(
+        model_on_meta(config, spec),
+        spec,
+        mesh,
+        config.validation,
+        data.tokenizer(),
+        max_seq_len=config.training.seq_len,
+        seed=config.debug.seed or 0,
+    )
 
 
 def _write_config(config: Config, dump_folder: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from torchtitan_lite.data import Tokenizer
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.rng import generator
 from torchtitan_lite.spec import Schedule
@@ -43,6 +44,16 @@ def generate(
         ids.append(next_id)
     model.train(was_training)
     return ids[len(prompt) :]
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """What `generate` begins with: the start of a document, as far as the tokenizer has one, and
+    `text`."""
+    (ids,) = tokenizer.encode_batch([text])
+    start = tokenizer.bos_id
+    if start is None and not ids:
+        start = tokenizer.eos_id or 0
+    return ids if start is None else [start, *ids]
 
 
 def _draw(logits_V: torch.Tensor, temperature: float, draws: torch.Generator) -> int:

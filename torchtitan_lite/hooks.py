@@ -13,6 +13,7 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics import Event, Metrics, StepRecord
 from torchtitan_lite.metrics.jsonl import JsonLines
 from torchtitan_lite.metrics.throughput import mfu
+from torchtitan_lite.samples import Sampler
 from torchtitan_lite.spec import Schedule
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, StepReport
@@ -70,13 +71,18 @@ def validate_every(
     schedule: Schedule,
     metrics: Metrics,
     mesh: Mesh,
+    sampler: Sampler | None = None,
 ) -> Hook:
-    """Measure the loss on held-out documents every `freq` steps and after the last."""
+    """Measure the loss on held-out documents every `freq` steps and after the last, and let
+    `sampler`, if any, give text."""
 
     def hook(state: TrainState, report: StepReport) -> None:
         if report.committed and (state.step % freq == 0 or state.step == last_step):
             loss = validate(state, schedule, data, mesh)
             metrics.event(Event(name="validation", step=state.step, values={"loss": loss}))
+            if sampler is not None:
+                texts = {str(number): text for number, text in enumerate(sampler.texts(state), 1)}
+                metrics.event(Event(name="sample", step=state.step, values=texts))
 
     return hook
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lite.axis_groups import AxisGroups
 from torchtitan_lite.device import Device
@@ -213,13 +214,19 @@ class Mesh:
     """This rank's place among all ranks. Made by `start_mesh`."""
 
     def __init__(
-        self, device: Device, degrees: Degrees, timeout_s: float = CommConfig().init_timeout_seconds
+        self,
+        device: Device,
+        degrees: Degrees,
+        timeout_s: float = CommConfig().init_timeout_seconds,
+        groups: AxisGroups | None = None,
     ) -> None:
+        """`groups` are those of another mesh, to share them."""
         self.device = device
         self.degrees = degrees
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.groups = AxisGroups(timedelta(seconds=timeout_s))
+        self.groups = groups or AxisGroups(timedelta(seconds=timeout_s))
+        self._seen_as: dict[Degrees, Mesh] = {degrees: self}
         self.device_mesh: DeviceMesh = self.groups.device_mesh(device.kind, degrees.shape, AXES)
 
     @cached_property
@@ -227,6 +234,40 @@ class Mesh:
         """The experts' view of the ranks. The first use makes process groups: every rank must come
         to it."""
         return self.groups.device_mesh(self.device.kind, self.degrees.expert_shape, EXPERT_AXES)
+
+    def placed(self, tensor: torch.Tensor) -> DTensor:
+        """A tensor of this rank's stage as a DTensor on all ranks of the stage: a plain one is held
+        whole by each of them, and one on some of the axes is alike along the others. The memory is
+        the same, but that of a plain tensor on another device than the mesh's."""
+        local, axes, own = tensor, (), ()
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh.size() * self.degrees.pp == self.world_size:
+                return tensor
+            local, own = tensor.to_local(), tensor.placements
+            axes = tensor.device_mesh.mesh_dim_names or ()
+        is_of_experts = not set(axes) <= set(AXES)
+        stage = self._expert_stage if is_of_experts else self._stage
+        by_axis = dict(zip(axes, own, strict=True))
+        placements = [by_axis.get(axis, Replicate()) for axis in stage.mesh_dim_names or ()]
+        return DTensor.from_local(
+            local, stage, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+    @cached_property
+    def _stage(self) -> DeviceMesh:
+        """The ranks that hold the same stage of the pipeline as this one."""
+        return self.device_mesh[AXES[1:]]
+
+    @cached_property
+    def _expert_stage(self) -> DeviceMesh:
+        return self.expert_mesh[EXPERT_AXES[1:]]
+
+    def seen_as(self, degrees: Degrees) -> "Mesh":
+        """The same ranks with other degrees; made once for each, and process groups are shared.
+        Every rank must call it."""
+        if degrees not in self._seen_as:
+            self._seen_as[degrees] = Mesh(self.device, degrees, groups=self.groups)
+        return self._seen_as[degrees]
 
     @property
     def is_leader(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchtitan_lite.build import Built
 from torchtitan_lite.config import Config
-from torchtitan_lite.generate import generate
+from torchtitan_lite.generate import generate, prompt_ids
 
 _SAMPLE_TOKENS = 80
 _STEPS = "--training.steps"
@@ -43,11 +43,10 @@ def say_goodbye(built: Built, config: Config, argv: Sequence[str], *, finished: 
 
 def _sample(built: Built, config: Config) -> str:
     tokenizer = built.data.tokenizer()
-    start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
     ids = generate(
         built.job.state.model,
         built.job.schedule,
-        [start if start is not None else 0],
+        prompt_ids(tokenizer, ""),
         built.job.mesh,
         num_tokens=_SAMPLE_TOKENS,
         max_seq_len=config.training.seq_len,

@@ -33,15 +33,10 @@ class TrainState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """`model.NAME`, and `optimizer.NAME.SLOT` once the optimizer has its state."""
-        found: dict[str, torch.Tensor] = {}
+        found = model_tensors(self.model)
         for name, parameter in self.model.named_parameters():
-            found[f"model.{name}"] = parameter.detach()
             for slot, value in self.optimizer.slots(parameter).items():
                 found[f"optimizer.{name}.{slot}"] = value
-        persistent = self.model.state_dict(keep_vars=True)
-        for name, buffer in self.model.named_buffers():
-            if name in persistent:
-                found[f"model.{name}"] = buffer
         return found
 
     def values(self) -> dict[str, Any]:
@@ -70,3 +65,11 @@ class TrainState:
         if "dataloader" in values:
             self.cursor = values["dataloader"]["cursor"]
             self.loader.load_state(values["dataloader"]["sources"])
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers of a model as `model.NAME`, a tied one once."""
+    found = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    persistent = model.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return found | {f"model.{name}": buffer for name, buffer in buffers.items()}

@@ -16,7 +16,10 @@ from tests.pool import WorkerPool
 Pools = Callable[[int], WorkerPool]
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", pytest.param("SGD", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["AdamW", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("SGD", "Adagrad"))],
+)
 def test_implementations_agree_on_all_kinds_of_shards_at_once(
     optimizer: str, pools: Pools, tmp_path: Path
 ) -> None:

@@ -120,7 +120,7 @@ def test_the_schedule_is_that_of_the_config_and_not_the_saved_one(make_state: Ma
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
 def test_allocated_slots_are_those_that_torch_makes(
     make_state: MakeState, name: str, implementation: str
 ) -> None:
@@ -153,7 +153,7 @@ def test_allocating_keeps_what_is_there_and_passes_over_unknown_names(
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
 def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
     make_state: MakeState, tmp_path: Path, name: str, implementation: str
 ) -> None:

@@ -41,6 +41,7 @@ def check_against(config: Config, world_size: int) -> None:
     problems += _float8(config)
     problems += _device(config)
     problems += _validation(config)
+    problems += _samples(config)
     problems += _checkpoint(config)
     problems += _files(config)
     if problems:
@@ -138,6 +139,20 @@ def _validation(config: Config) -> Iterator[str]:
             "validation.enable = true, but there is nothing to validate on: validation.dataset and "
             "validation.dataset_path are unset and training.held_out_fraction is 0. Set one of "
             "them (held_out_fraction = 0.01 keeps 1 % of the documents out of training)."
+        )
+
+
+def _samples(config: Config) -> Iterator[str]:
+    samples = config.validation.samples
+    if samples and not config.validation.enable:
+        yield (
+            f"validation.samples = {samples} has no effect while validation.enable is false. Set "
+            "validation.enable = true, or samples = 0."
+        )
+    if samples and config.training.enable_cpu_offload and on_gpu(config):
+        yield (
+            f"validation.samples = {samples} needs the weights on the GPU, and "
+            "training.enable_cpu_offload = true keeps them off it. Set either to its default."
         )
 
 

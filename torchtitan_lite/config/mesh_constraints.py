@@ -14,6 +14,7 @@ from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import Degrees
 from torchtitan_lite.parallel.stages import StagePlan, plan_stages
 from torchtitan_lite.parallel.step_order import step_order
+from torchtitan_lite.parallel.tensor import reaches_all
 from torchtitan_lite.spec import ModelSpec
 
 
@@ -191,8 +192,8 @@ def _tensor_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
 def _vocabulary(config: Config, spec: ModelSpec) -> Iterator[str]:
     """What cutting the vocabulary asks for."""
     degree = config.parallelism.tensor_parallel_degree
-    if not _reaches_all(spec.vocab_size, degree):
-        fitting = next(d for d in range(degree, 0, -1) if _reaches_all(spec.vocab_size, d))
+    if not reaches_all(spec.vocab_size, degree):
+        fitting = next(d for d in range(degree, 0, -1) if reaches_all(spec.vocab_size, d))
         yield (
             f"parallelism.tensor_parallel_degree ({degree}) leaves the last rank none of the "
             f"{spec.vocab_size} rows of the vocabulary of {spec.name} {spec.flavor}. Set it to "
@@ -203,11 +204,6 @@ def _vocabulary(config: Config, spec: ModelSpec) -> Iterator[str]:
             f"parallelism.disable_loss_parallel = true: the output of {spec.name} {spec.flavor} is "
             "its embedding, which tensor parallelism cuts over the vocabulary. Set it to false."
         )
-
-
-def _reaches_all(num_rows: int, degree: int) -> bool:
-    """Whether each of `degree` ranks gets a row, when each gets as many as the first."""
-    return -(-num_rows // degree) * (degree - 1) < num_rows
 
 
 def _attention_over_ranks(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str]:

@@ -177,6 +177,21 @@ class ValidationConfig(Section):
     """Rounds of `local_batch_size` samples on each rank; -1 means the whole validation set. Every
     rank takes part in every round."""
 
+    samples: Annotated[int, at_least(0)] = 0
+    """Texts that the model gives in each validation, for the console, metrics.jsonl and TensorBoard
+    (not in torchtitan). More than 0 takes memory for a further copy of the weights, in
+    `training.dtype` and without `model.converters`; tensor parallelism shares it between as many
+    ranks as it can."""
+
+    sample_prompt: str = ""
+    """What these texts go on from. Empty: the start of a document."""
+
+    sample_tokens: Annotated[int, at_least(1)] = 80
+    """Tokens in such a text, at most."""
+
+    sample_temperature: Annotated[float, at_least(0)] = 0.8
+    """Temperature at which their tokens are drawn; 0 takes the likeliest."""
+
     dataloader: DataLoaderConfig = DataLoaderConfig()
     """`[validation.dataloader]`: how batches are loaded."""
 

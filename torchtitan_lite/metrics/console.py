@@ -152,11 +152,16 @@ def step_line(record: StepRecord, last_step: int, recent_step_s: Iterable[float]
 
 def event_line(event: Event) -> str:
     """An event for the eye."""
-    shown = [
-        f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in event.values.items()
-    ]
+    shown = [f"{name} {_shown(value)}" for name, value in event.values.items()]
     return "  ".join([event.name, f"step {event.step}", *shown])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    # Text of several lines, or with what a terminal would obey, on one line and escaped.
+    is_plain = not isinstance(value, str) or value.isprintable()
+    return str(value) if is_plain else repr(value)
 
 
 def clock(seconds: float | None) -> str:

@@ -19,7 +19,8 @@ _FLUSH_SECS = 10
 
 
 class TensorBoard:
-    """Writes scalars `train/FIELD` and `EVENT/VALUE` below `folder`."""
+    """Writes scalars `train/FIELD` and `EVENT/VALUE` below `folder`, and strings of events as
+    text."""
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         self._folder = folder
@@ -31,6 +32,11 @@ class TensorBoard:
 
     def event(self, event: Event) -> None:
         self._write(event.name, event.step, event.values)
+        for name, value in event.values.items():
+            if isinstance(value, str):
+                # Indented, Markdown leaves text as it is.
+                text = "\n".join(f"    {line}" for line in value.splitlines())
+                self._open().add_text(f"{event.name}/{name}", text, event.step)
 
     def close(self) -> None:
         if self._writer is not None:

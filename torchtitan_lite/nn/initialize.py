@@ -40,6 +40,19 @@ def initialize(model: nn.Module, rules: Sequence[InitRule], seed: int) -> None:
             local.fill_(1.0 if rule.kind == "ones" else 0.0)
 
 
+def give_memory(
+    model: nn.Module, device: torch.device, buffer_device: torch.device | None = None
+) -> None:
+    """Move a model from the meta device to `device`; its parameters hold nothing yet. Buffers are
+    computed when the module is made, on the CPU, and keep their values, on `buffer_device`."""
+    buffers = dict(model.named_buffers())
+    model.to_empty(device=device)
+    for name, buffer in buffers.items():
+        # to_empty forgets them.
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, buffer.to(buffer_device or device))
+
+
 def draw_box(name: str, shape: Sequence[int], box: Box, rule: InitRule, seed: int) -> torch.Tensor:
     """The values of one box of a normally drawn parameter of global `shape`, float32."""
     row_elements = max(1, math.prod(shape[1:]))

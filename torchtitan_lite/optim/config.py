@@ -8,14 +8,16 @@ from torchtitan_lite.section import Section, at_least, below, between, only
 class OptimizerConfig(Section):
     """The optimizer."""
 
-    name: Literal["AdamW", "Adam", "SGD"] = "AdamW"
-    """AdamW (arXiv:1711.05101), Adam (arXiv:1412.6980), or SGD with momentum `beta1`."""
+    name: Literal["AdamW", "Adam", "SGD", "Adagrad"] = "AdamW"
+    """AdamW (arXiv:1711.05101), Adam (arXiv:1412.6980), SGD with momentum `beta1`, or Adagrad (JMLR
+    12:2121, 2011; not in torchtitan), whose sums of squared gradients begin at 0 and whose rate is
+    the schedule's alone."""
     lr: Annotated[float, at_least(0)] = 8e-4
     """Highest learning rate, between warmup and decay."""
     beta1: Annotated[float, at_least(0), below(1)] = 0.9
     """Decay of the average of gradients."""
     beta2: Annotated[float, at_least(0), below(1)] = 0.95
-    """Decay of the average of squared gradients."""
+    """Decay of the average of squared gradients; Adagrad adds them all up."""
     eps: Annotated[float, at_least(0)] = 1e-8
     """Added to the root of the average of squared gradients."""
     weight_decay: Annotated[float, at_least(0)] = 0.1

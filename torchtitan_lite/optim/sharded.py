@@ -49,6 +49,8 @@ def build_optimizer(
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if config.name == "SGD":
             return torch.optim.SGD(groups, lr=config.lr, momentum=config.beta1, **how)
+        if config.name == "Adagrad":
+            return torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps, **how)
         kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[config.name]
         return kind(groups, lr=config.lr, betas=betas, eps=config.eps, **how)
 
@@ -100,7 +102,7 @@ class ShardedOptimizer:
 
     def slots(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """The tensors that the optimizer keeps for a parameter, by name: those of its shape lie as
-        the parameter does. Empty before its first step."""
+        the parameter does. Empty before its first step, but for Adagrad's."""
         part = self._parts[parameter]
         return {
             name: value if name == _COUNT else _placed(value, parameter)
@@ -109,8 +111,8 @@ class ShardedOptimizer:
         }
 
     def allocate(self, parameter: nn.Parameter, slot: str, shape: tuple[int, ...]) -> None:
-        """Make a slot of global `shape`, which torch makes in the first step, filled with zeros;
-        one that is there stays."""
+        """Make a slot of global `shape`, which most optimizers of torch make in their first step,
+        filled with zeros; one that is there stays."""
         part = self._parts[parameter]
         if slot in self.inner.state[part]:
             return

@@ -93,6 +93,11 @@ def check_plan(model: nn.Module, spec: ModelSpec) -> None:
         logger.info("Held whole by every tp rank, since no rule matches: %s", ", ".join(whole))
 
 
+def reaches_all(num_rows: int, degree: int) -> bool:
+    """Whether each of `degree` ranks gets a row, when each gets as many as the first."""
+    return -(-num_rows // degree) * (degree - 1) < num_rows
+
+
 def _rule(name: str, spec: ModelSpec) -> ShardRule | None:
     """The first rule that matches a parameter."""
     return next((rule for rule in spec.shard_plan if fnmatchcase(name, rule.pattern)), None)

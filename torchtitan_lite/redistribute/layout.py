@@ -162,7 +162,7 @@ class Layout:
         shown = []
         orders = dict(self.shard_order)
         for axis, placement in enumerate(self.placements):
-            text = _text(placement)
+            text = placement_text(placement)
             if isinstance(placement, Shard) and placement.dim in orders:
                 text += f"#{orders[placement.dim].index(axis)}"
             shown.append(text)
@@ -337,7 +337,8 @@ def _joined_by(placement: Partial) -> str:
     return "sum" if placement.reduce_op in LINEAR else placement.reduce_op
 
 
-def _text(placement: Placement) -> str:
+def placement_text(placement: Placement) -> str:
+    """`R`, `S0`, `S0/2` for a strided shard of split factor 2, or `P(sum)`."""
     if isinstance(placement, Partial):
         return f"P({placement.reduce_op})"
     if is_strided_shard(placement):

@@ -160,6 +160,20 @@ def test_validation_needs_data(config) -> None:
     check_against(config("--validation.enable", "--validation.dataset", "c4_validation"), 1)
 
 
+def test_samples_need_validation_and_weights_that_are_there(config, monkeypatch) -> None:
+    assert refusal(config("--validation.samples", "2")) == (
+        "validation.samples = 2 has no effect while validation.enable is false. Set "
+        "validation.enable = true, or samples = 0."
+    )
+    asked = ["--validation.enable", "--training.held_out_fraction", "0.01"]
+    asked += ["--validation.samples", "1", "--training.enable_cpu_offload"]
+    check_against(config(*asked), 1)
+    monkeypatch.setattr("torchtitan_lite.config.constraints.on_gpu", lambda config: True)
+    text = refusal(config(*asked))
+    assert "validation.samples = 1 needs the weights on the GPU" in text
+    assert "training.enable_cpu_offload = true" in text
+
+
 def test_loading_while_checkpoints_are_off(config, tmp_path: Path) -> None:
     arguments = ["--checkpoint.load_step", "5", "--checkpoint.initial_load_path", str(tmp_path)]
     text = refusal(config(*arguments))

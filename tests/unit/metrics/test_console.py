@@ -69,6 +69,13 @@ def test_an_event_line(capsys):
     assert capsys.readouterr().out == "validation  step 5  loss 4.2500  n 3\n"
 
 
+def test_text_of_an_event_stays_on_its_line_and_commands_no_terminal(capsys):
+    values = {"1": "größer 字", "2": "a\nb", "3": "\x1b[2J\x9b"}
+    PlainLines(cadence(9)).event(Event(name="sample", step=5, values=values))
+    expected = "sample  step 5  1 größer 字  2 'a\\nb'  3 '\\x1b[2J\\x9b'\n"
+    assert capsys.readouterr().out == expected
+
+
 def test_no_terminal_gets_plain_lines(capsys):
     assert isinstance(open_console(cadence(9), color=True), PlainLines)
 

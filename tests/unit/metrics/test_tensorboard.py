@@ -26,6 +26,8 @@ def test_files_are_readable_and_hold_what_was_written(tmp_path, make_record):
     assert files.Scalars("train/lr")[0].value == pytest.approx(8e-4)
     assert "train/step" not in files.Tags()["scalars"]
     assert "validation/corpus" not in files.Tags()["scalars"]
+    (text,) = files.Tensors("validation/corpus/text_summary")
+    assert (text.step, text.tensor_proto.string_val[0]) == (10, b"    held out")
 
 
 def test_resume_hides_what_came_later(tmp_path, make_record):

@@ -1,0 +1,39 @@
+"""On how many ranks a copy for text lies."""
+
+from dataclasses import replace
+
+import pytest
+
+from torchtitan_lite.mesh import Degrees
+from torchtitan_lite.models import llama3, qwen3
+from torchtitan_lite.parallel.serving import serving_degrees
+from torchtitan_lite.spec import ModelSpec
+
+
+@pytest.mark.parametrize(
+    ("world_size", "copies", "tp"), [(1, 1, 1), (3, 3, 1), (4, 1, 4), (8, 1, 8), (24, 3, 8)]
+)
+def test_the_largest_degree_that_divides_heads_and_ranks(
+    world_size: int, copies: int, tp: int
+) -> None:
+    spec = llama3.spec_of(llama3.FLAVORS["8B"], "8B")
+    assert dict(spec.cut_sizes)["key/value heads"] == 8
+    assert serving_degrees(spec, world_size) == Degrees(dp_replicate=copies, tp=tp)
+
+
+def test_a_model_without_a_shard_plan_and_a_small_vocabulary_stay_whole() -> None:
+    spec = llama3.spec_of(llama3.FLAVORS["8B"], "8B")
+    uncut: ModelSpec = replace(spec, shard_plan=())
+    assert serving_degrees(uncut, 8) == Degrees(dp_replicate=8)
+    # Of 9 rows over 8 ranks, two each, the last ranks would have none.
+    assert serving_degrees(replace(spec, vocab_size=9), 8) == Degrees(dp_replicate=4, tp=2)
+
+
+def test_experts_are_cut_where_their_features_divide() -> None:
+    name = next(name for name, dims in qwen3.FLAVORS.items() if dims.moe is not None)
+    spec = replace(
+        qwen3.spec_of(qwen3.FLAVORS[name], name), cut_sizes=(("heads", 4),), expert_width=12
+    )
+    assert serving_degrees(spec, 8) == Degrees(dp_replicate=2, tp=4, etp=4)
+    odd = replace(spec, expert_width=22)
+    assert serving_degrees(odd, 8) == Degrees(dp_replicate=2, tp=4)

@@ -1,0 +1,59 @@
+"""Training goes on on another mesh: all of a TrainState moves to one that was built there, in the
+processes that there are, without a file. Layer: beside trainer.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.redistribute import Placed, describe, layouts_of, redistribute_state_dict
+from torchtitan_lite.train_state import TrainState
+
+
+def move_state(
+    source: TrainState, source_mesh: Mesh, target: TrainState, target_mesh: Mesh
+) -> None:
+    """Make `target` stand where `source` does: model, optimizer, step and place in the data. Its
+    schedule of the learning rate stays its own. `source` is left as it is; both are between two
+    steps. Every rank must call it.
+
+    Raises LayoutError where the two are not of one model and one kind of optimizer, or where the
+    optimizer of `target` has taken steps and that of `source` none.
+    """
+    given = describe_on(source.tensors(), source_mesh)
+    target.allocate({name: placed.shape for name, placed in given.items()})
+    fill(target.tensors(), target_mesh, source.tensors(), source_mesh)
+    target.load_values(source.values())
+
+
+def fill(
+    target: Mapping[str, torch.Tensor],
+    target_mesh: Mesh,
+    source: Mapping[str, torch.Tensor],
+    source_mesh: Mesh,
+) -> None:
+    """Give the tensors of `target` the values of those of the same names in `source`, in one
+    exchange. Each mapping has what this rank holds, whole or in parts; plain tensors are held by
+    all ranks of their stage. Every rank must call it.
+
+    Raises LayoutError where the names, shapes or dtypes of all ranks together differ.
+    """
+    given, wanted = describe_on(source, source_mesh), describe_on(target, target_mesh)
+    into = {name: target_mesh.placed(tensor) for name, tensor in target.items()}
+    redistribute_state_dict(
+        {name: source_mesh.placed(tensor) for name, tensor in source.items()},
+        layouts_of(wanted, given),
+        elsewhere=given,
+        out=into,
+    )
+    for name, tensor in target.items():
+        # A count of steps may lie on the CPU beside parameters on a GPU.
+        if tensor.device != into[name].device:
+            tensor.copy_(into[name].to_local())
+
+
+def describe_on(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, Placed]:
+    """What all ranks of a mesh hold together, by name, given what this one holds. Every rank must
+    call it."""
+    return describe({name: mesh.placed(tensor) for name, tensor in tensors.items()})
