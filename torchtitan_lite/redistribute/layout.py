@@ -308,7 +308,9 @@ class Layout:
             raise LayoutError(f"{self} cannot be made a DTensor on {HolderMesh.of(device_mesh)}.")
         if not shape and device_mesh.get_coordinate() is None:
             # from_local takes () for no shape at all, and that of a rank's empty part instead.
-            return self.to_dtensor(local, device_mesh, (1,)).squeeze(0)
+            scalar = self.to_dtensor(local, device_mesh, (1,)).squeeze(0)
+            assert isinstance(scalar, DTensor)
+            return scalar
         stride = torch.empty(tuple(shape), device="meta").stride()
         return DTensor.from_local(
             local,

@@ -1,6 +1,5 @@
 """A plan depends on its arguments alone: not on threads, forks, or what was planned before."""
 
-import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -20,9 +19,8 @@ PLACEMENTS = [
     [Replicate(), Partial()],
     [strided_shard(0, 2), Shard(0)],
 ]
-PAIRS = list(
-    itertools.product([Layout(m, p) for m, p in itertools.product(MESHES, PLACEMENTS)], repeat=2)
-)
+LAYOUTS = [Layout(mesh, placements) for mesh in MESHES for placements in PLACEMENTS]
+PAIRS = [(src, dst) for src in LAYOUTS for dst in LAYOUTS]
 CACHES: list[Callable[[], None]] = [
     plan.cache_clear,
     roles.roles_of.cache_clear,
