@@ -110,7 +110,7 @@ def gradient(
     `expected`."""
     mesh, shape = HolderMesh.ranks(2, 2), (5, 7)
     move = Move(Layout(mesh, src), Layout(mesh, dst), shape)
-    leaf = source(move, 0).requires_grad_()
+    leaf = _leaf(move)
     whole = Move(Layout(mesh, [Replicate()] * 2), move.dst, shape)
     parts = [Replicate() if isinstance(p, Partial) else p for p in dst]
     coefficients = redistribute(source(whole, 1), Layout(mesh, parts)).to_local()
@@ -124,7 +124,7 @@ def gradient(
 
 def no_gradient() -> None:
     """Where none flows, there is none, and no rank waits for another."""
-    leaf = source(Move(SHARDED, WHOLE, (5, 3)), 0).requires_grad_()
+    leaf = _leaf(Move(SHARDED, WHOLE, (5, 3)))
     unused = redistribute(leaf, WHOLE)
     assert unused.requires_grad and leaf.grad is None
     with torch.no_grad():
@@ -140,8 +140,14 @@ def no_gradient() -> None:
 def no_gradient_of_extremes() -> None:
     """Refused where it would be computed wrong."""
     move = Move(Layout(FOUR, [Partial("max")]), WHOLE, (5, 3))
-    leaf = source(move, 0).requires_grad_()
+    leaf = _leaf(move)
     result = redistribute(leaf, WHOLE)
     with pytest.raises(LayoutError, match="joined by max, which has no gradient"):
         result.to_local().sum().backward()
     dist.barrier()
+
+
+def _leaf(move: Move) -> DTensor:
+    leaf = source(move, 0)
+    leaf.requires_grad = True
+    return leaf
