@@ -183,6 +183,10 @@ class BoundCollectivePath:
             if copy.join is None:
                 array[...] = words[copy.offset : stop].reshape(copy.shape)
             else:
-                arrived = buffer[copy.offset : stop].clone().view(copy.shape)
+                arrived = buffer[copy.offset : stop]
+                if copy.offset * self._path.width % copy.join[0].itemsize:
+                    # Torch computes where elements are aligned only.
+                    arrived = arrived.clone()
+                arrived = arrived.view(copy.shape)
                 mine = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
                 join_(mine, arrived, *copy.join)

@@ -8,26 +8,28 @@ from torchtitan_lite.redistribute.exchange import Kept
 from torchtitan_lite.redistribute.layout import Layout
 
 
-def choices(src: Layout, dst: Layout) -> Iterator[Kept]:
-    """All ways to let pairs of contribution axes stay apart, from all to none."""
-    pairs = _pairs(src, dst)
-    for count in range(len(pairs), -1, -1):
-        for chosen in itertools.combinations(pairs, count):
-            yield Kept(tuple(one for one, _ in chosen), tuple(other for _, other in chosen))
+def choices(src: Layout, dst: Layout) -> list[Kept]:
+    """All ways to let pairs of contribution axes of equal size stay apart: from as many as can be
+    to none, and those of axes of one name before others."""
+    return sorted(_pairings(src, dst), key=lambda kept: (-len(kept.src), _renamed(src, dst, kept)))
 
 
-def _pairs(src: Layout, dst: Layout) -> list[tuple[int, int]]:
-    """Contribution axes of equal size: those of one name first, then in the order of the mesh."""
-    free = [axis for axis in dst.partial_axes if dst.mesh.shape[axis] > 1]
-    pairs = []
-    for by_name in (True, False):
-        for axis in src.partial_axes:
-            if any(axis == one for one, _ in pairs):
-                continue
-            for other in free:
-                named = src.mesh.axes[axis] == dst.mesh.axes[other]
-                if src.mesh.shape[axis] == dst.mesh.shape[other] and (named or not by_name):
-                    pairs.append((axis, other))
-                    free.remove(other)
-                    break
-    return pairs
+def _pairings(src: Layout, dst: Layout) -> Iterator[Kept]:
+    ones, others = (
+        [axis for axis in layout.partial_axes if layout.mesh.shape[axis] > 1]
+        for layout in (src, dst)
+    )
+    for count in range(min(len(ones), len(others)) + 1):
+        for mine in itertools.combinations(ones, count):
+            for theirs in itertools.permutations(others, count):
+                if all(
+                    src.mesh.shape[one] == dst.mesh.shape[other]
+                    for one, other in zip(mine, theirs, strict=True)
+                ):
+                    yield Kept(mine, theirs)
+
+
+def _renamed(src: Layout, dst: Layout, kept: Kept) -> int:
+    """Pairs of axes of different names."""
+    pairs = zip(kept.src, kept.dst, strict=True)
+    return sum(src.mesh.axes[one] != dst.mesh.axes[other] for one, other in pairs)

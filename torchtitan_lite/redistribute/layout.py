@@ -68,6 +68,10 @@ class HolderMesh:
     def __hash__(self) -> int:
         return self._hash  # pyright: ignore[reportAttributeAccessIssue]
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Another process has other hashes of strings.
+        return HolderMesh, (self.shape, self.holders, self.axes)
+
     def __str__(self) -> str:
         sizes = " x ".join(f"{a} {n}" for a, n in zip(self.axes, self.shape, strict=True))
         if self.holders == tuple(range(len(self.holders))):
@@ -157,6 +161,10 @@ class Layout:
 
     def __hash__(self) -> int:
         return self._hash  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # As for HolderMesh.
+        return Layout, (self.mesh, self.placements, self.shard_order)
 
     def __str__(self) -> str:
         shown = []
@@ -305,6 +313,11 @@ class Layout:
         strided shards, as FSDP2 does. Raises LayoutError for a mesh of other ranks."""
         if HolderMesh.of(device_mesh) != self.mesh:
             raise LayoutError(f"{self} cannot be made a DTensor on {HolderMesh.of(device_mesh)}.")
+        if not shape and device_mesh.get_coordinate() is None:
+            # from_local takes () for no shape at all, and that of a rank's empty part instead.
+            scalar = self.to_dtensor(local, device_mesh, (1,)).squeeze(0)
+            assert isinstance(scalar, DTensor)
+            return scalar
         stride = torch.empty(tuple(shape), device="meta").stride()
         return DTensor.from_local(
             local,

@@ -1,0 +1,110 @@
+"""A plan depends on its arguments alone: not on threads, forks, or what was planned before."""
+
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from torchtitan_lite.redistribute import HolderMesh, Layout, cuts, plan, roles
+from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.torch_compat import strided_shard
+
+SHAPE = (7, 5)
+MESHES = [HolderMesh.ranks(2, 2), HolderMesh((2, 2), (3, 1, 0, 2)), HolderMesh.ranks(3, 2, first=1)]
+PLACEMENTS = [
+    [Shard(0), Shard(1)],
+    [Shard(0), Shard(0)],
+    [Replicate(), Partial()],
+    [strided_shard(0, 2), Shard(0)],
+]
+LAYOUTS = [Layout(mesh, placements) for mesh in MESHES for placements in PLACEMENTS]
+PAIRS = [(src, dst) for src in LAYOUTS for dst in LAYOUTS]
+CACHES: list[Callable[[], None]] = [
+    plan.cache_clear,
+    roles.roles_of.cache_clear,
+    roles.parts_across.cache_clear,
+    cuts.partition.cache_clear,
+    cuts.sizes.cache_clear,
+    cuts.overlap.cache_clear,
+]
+TIMEOUT_S = 60
+
+
+def test_the_same_in_any_order_and_from_any_caches() -> None:
+    expected = _planned(PAIRS)
+    _forget()
+    assert _planned(PAIRS[::-1]) == expected[::-1]
+    for pair, wanted in zip(PAIRS[::17], expected[::17], strict=True):
+        _forget()
+        assert _planned([pair]) == [wanted]
+
+
+def test_asking_holders_in_another_order_changes_nothing() -> None:
+    for src, dst in PAIRS[::7]:
+        holders = _holders(src, dst)
+        _forget()
+        forwards = {h: plan(src, dst, SHAPE, torch.float32).part(h) for h in holders}
+        _forget()
+        backwards = {h: plan(src, dst, SHAPE, torch.float32).part(h) for h in holders[::-1]}
+        assert forwards == backwards
+
+
+def test_threads_that_plan_and_clear_caches_at_once() -> None:
+    expected = _planned(PAIRS)
+    found: list[list[object]] = []
+
+    def work(pairs: list[tuple[Layout, Layout]], wanted: list[object]) -> None:
+        for turn in range(3):
+            CACHES[turn % len(CACHES)]()
+            got = _planned(pairs)
+            _forget()
+            assert got == wanted
+        found.append(wanted)
+
+    threads = [
+        threading.Thread(target=work, args=(PAIRS, expected), daemon=True),
+        threading.Thread(target=work, args=(PAIRS[::-1], expected[::-1]), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+    assert len(found) == len(threads)
+
+
+def test_a_fork_after_planning() -> None:
+    expected = _planned(PAIRS)
+    child = os.fork()
+    if child == 0:
+        # No exception may leave: it would run the rest of the tests twice.
+        same = False
+        try:
+            again = _planned(PAIRS)
+            _forget()
+            same = again == expected and _planned(PAIRS) == expected
+        finally:
+            os._exit(0 if same else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def _planned(pairs: list[tuple[Layout, Layout]]) -> list[object]:
+    """All that a plan says."""
+    found: list[object] = []
+    for src, dst in pairs:
+        made = plan(src, dst, SHAPE, torch.float32)
+        parts = [made.part(holder) for holder in _holders(src, dst)]
+        found.append((made.rounds, made.op, made.factor, made.moved_bytes, parts))
+    return found
+
+
+def _holders(src: Layout, dst: Layout) -> list[Holder]:
+    return list(dict.fromkeys((*src.mesh.holders, *dst.mesh.holders)))
+
+
+def _forget() -> None:
+    for clear in CACHES:
+        clear()
