@@ -110,10 +110,6 @@ def test_when_the_mesh_grows_from_two_to_three(pools: Pools) -> None:
     pools(3).run(all_at_once, _two_to_three(), [SHARED_MEMORY, COLLECTIVE])
 
 
-@pytest.mark.skip(
-    reason="hangs: new_group(use_local_synchronization=True) names a group by how many groups a "
-    "rank is in, and rank 2 is in fewer than ranks 0 and 1"
-)
 def test_when_the_mesh_grows_from_two_to_three_of_four_ranks(pools: Pools) -> None:
     pools(4).run(all_at_once, _two_to_three(), [SHARED_MEMORY, COLLECTIVE])
 

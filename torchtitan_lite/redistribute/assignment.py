@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.exchange import Exchange, Kept
@@ -32,6 +31,9 @@ def choose_holders(moves: Iterable[Move], candidates: Sequence[Holder]) -> Holde
 
     Raises LayoutError where the destinations' meshes differ, or the candidates are too few.
     """
+    # Importing it takes as long as all else here, and few runs choose holders.
+    from scipy.optimize import linear_sum_assignment
+
     moves = list(moves)
     meshes = {move.dst.mesh for move in moves}
     if len(meshes) != 1:

@@ -37,6 +37,8 @@ def move(
             results.append(source if out is None else out)
             if out is not None and out.data_ptr() != source.data_ptr():
                 out.copy_(source)
+        elif plan.dst.mesh.place(rank) is None and out is not None:
+            results.append(out)
         elif out is None:
             results.append(torch.empty(shape, dtype=plan.dtype, device=device))
         else:

@@ -177,9 +177,9 @@ def plan(
 
 def _fewest_elements(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Exchange:
     """The exchange that moves least, of all ways to keep contributions apart."""
-    ways = choices(src, dst)
-    best = Exchange(src, dst, shape, next(ways))
-    for kept in ways:
+    first, *others = choices(src, dst)
+    best = Exchange(src, dst, shape, first)
+    for kept in others:
         if best.total_elements == 0:
             break
         other = Exchange(src, dst, shape, kept)

@@ -24,7 +24,7 @@ PAIRS = [(src, dst) for src in LAYOUTS for dst in LAYOUTS]
 CACHES: list[Callable[[], None]] = [
     plan.cache_clear,
     roles.roles_of.cache_clear,
-    roles.parts_across.cache_clear,
+    roles.places_across.cache_clear,
     cuts.partition.cache_clear,
     cuts.sizes.cache_clear,
     cuts.overlap.cache_clear,
