@@ -21,6 +21,7 @@ from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.box import Box
 from torchtitan_lite.redistribute.cuts import Cut, intervals
 from torchtitan_lite.torch_compat import (
+    as_dtensor,
     is_strided_shard,
     shard_order_of,
     split_factor,
@@ -313,19 +314,12 @@ class Layout:
         strided shards, as FSDP2 does. Raises LayoutError for a mesh of other ranks."""
         if HolderMesh.of(device_mesh) != self.mesh:
             raise LayoutError(f"{self} cannot be made a DTensor on {HolderMesh.of(device_mesh)}.")
-        if not shape and device_mesh.get_coordinate() is None:
-            # from_local takes () for no shape at all, and that of a rank's empty part instead.
-            scalar = self.to_dtensor(local, device_mesh, (1,)).squeeze(0)
-            assert isinstance(scalar, DTensor)
-            return scalar
-        stride = torch.empty(tuple(shape), device="meta").stride()
+        size = torch.Size(shape)
+        if not local.requires_grad:
+            return as_dtensor(local, device_mesh, self.dtensor_placements, size)
+        stride = torch.empty(size, device="meta").stride()
         return DTensor.from_local(
-            local,
-            device_mesh,
-            self.dtensor_placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=stride,
+            local, device_mesh, self.dtensor_placements, run_check=False, shape=size, stride=stride
         )
 
     @cached_property

@@ -32,6 +32,7 @@ class Placed:
         return Placed(layout, tuple(tensor.shape), tensor.dtype)
 
 
+@torch.no_grad()
 def redistribute_state_dict(
     tensors: Mapping[str, DTensor],
     layouts: Mapping[str, Layout],
