@@ -149,7 +149,7 @@ def load_of(exchange: Exchange, holder: Holder, itemsize: int) -> list[Load]:
                 peers[near].add(piece.peer)
         loads.append(
             Load(
-                rounds=1,
+                rounds=int(bool(part.sends or part.receives)),
                 pieces=len(part.sends) + len(part.receives) + len(part.copies),
                 messages_within=len(peers[True]),
                 bytes_within=max(sent[True], received[True]),

@@ -1,0 +1,80 @@
+"""Holders that are no ranks: a plan to files and back is carried out on real files, by a reader of
+plans that knows nothing of processes."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from torchtitan_lite.redistribute import HolderMesh, Layout, plan
+from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.plan import Plan
+from torchtitan_lite.redistribute.program import blocks, slices
+
+SHAPE = (13, 6)
+
+
+def test_state_goes_to_files_and_comes_back_on_other_ranks(tmp_path: Path) -> None:
+    whole = np.arange(78, dtype=np.int32).reshape(SHAPE)
+    saving = Layout(HolderMesh.ranks(2, 2), [Replicate(), Shard(0)])
+    files = Layout(HolderMesh((3,), ("a.bin", "b.bin", "c.bin"), ("file",)), [Shard(0)])
+    loading = Layout(HolderMesh.ranks(5), [Shard(1)])
+
+    live = _parts(saving, whole)
+    stored = {
+        name: np.memmap(tmp_path / str(name), np.int32, "w+", shape=_local_shape(files, name))
+        for name in files.mesh.holders
+    }
+    to_files = plan(saving, files, SHAPE, torch.int32)
+    written = _carry_out(to_files, live, stored)
+    for memory in stored.values():
+        memory.flush()
+    assert written == whole.nbytes == to_files.moved_bytes
+
+    found = {
+        name: np.memmap(tmp_path / str(name), np.int32, "r", shape=_local_shape(files, name))
+        for name in files.mesh.holders
+    }
+    restored = {rank: np.empty(_local_shape(loading, rank), np.int32) for rank in range(5)}
+    from_files = plan(files, loading, SHAPE, torch.int32)
+    read = _carry_out(from_files, found, restored)
+    assert read == whole.nbytes
+    for rank, part in _parts(loading, whole).items():
+        assert np.array_equal(restored[rank], part)
+
+
+def test_replicas_share_the_writing() -> None:
+    saving = Layout(HolderMesh.ranks(2, 2), [Replicate(), Shard(0)])
+    file = Layout(HolderMesh((1,), ("all.bin",)), [Replicate()])
+    to_file = plan(saving, file, (4096, 8), torch.float32)
+    sent = [sum(p.stop - p.start for p in to_file.part(rank)[0].sends) for rank in range(4)]
+    assert sent == [4096 * 8 // 4] * 4
+
+
+def _parts(layout: Layout, whole: np.ndarray) -> dict[Holder, np.ndarray]:
+    found = {}
+    for holder in layout.mesh.holders:
+        boxes = layout.boxes(whole.shape, holder)
+        empty = np.empty(layout.local_shape(whole.shape, holder), whole.dtype)
+        found[holder] = whole[boxes[0].slices].copy() if boxes else empty
+    return found
+
+
+def _local_shape(layout: Layout, holder: Holder) -> tuple[int, ...]:
+    return layout.local_shape(SHAPE, holder)
+
+
+def _carry_out(
+    found: Plan, sources: dict[Holder, np.ndarray], results: dict[Holder, np.ndarray]
+) -> int:
+    """Copy every piece from its sender; the bytes that were copied."""
+    copied = 0
+    for holder, result in results.items():
+        (part,) = found.part(holder)
+        for piece in (*part.receives, *part.copies):
+            for block in blocks(piece.segments, piece.start, piece.stop):
+                given = sources[piece.peer][slices(block.src, block.shape)]
+                result[slices(block.dst, block.shape)] = given
+                copied += given.nbytes
+    return copied
