@@ -13,6 +13,7 @@ from tests.redistribution.layouts import all_layouts
 from tests.redistribution.moves import all_at_once, one_by_one
 from tests.redistribution.processes import Move
 from torchtitan_lite.redistribute import HolderMesh, Layout, Means
+from torchtitan_lite.redistribute.cost import CPU, CUDA
 from torchtitan_lite.torch_compat import is_strided_shard
 
 Pools = Callable[[int], WorkerPool]
@@ -51,6 +52,18 @@ def test_a_sample_of_pairs_on_three_ranks(pools: Pools) -> None:
 def test_a_sample_of_pairs_on_eight_ranks(pools: Pools) -> None:
     moves = _sample(HolderMesh.ranks(2, 2, 2), 40)
     pools(8).run(all_at_once, moves, [SHARED_MEMORY, COLLECTIVE])
+
+
+def test_collectives_and_relays_on_four_ranks(pools: Pools) -> None:
+    """With costs of other machines: single collectives, several legs, relays, and ranks of which
+    only some share memory."""
+    mesh = HolderMesh.ranks(2, 2)
+    layouts = [Layout(mesh, pair) for pair in itertools.product([R, S0, S1, P], repeat=2)]
+    moves = _moves(_cases(layouts, layouts, 40))
+    costs = [CUDA, CUDA.on_nodes_of(2), CPU.on_nodes_of(2)]
+    pools(4).run(one_by_one, moves, [Means(costs=some) for some in costs])
+    nodes = Means(costs=CPU.on_nodes_of(2), bucket_bytes=1 << 14)
+    pools(4).run(all_at_once, moves, [nodes])
 
 
 def test_averages_products_and_extremes(pools: Pools) -> None:

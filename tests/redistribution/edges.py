@@ -117,9 +117,10 @@ def gradient(
     result = redistribute(leaf, move.dst)
     assert result.requires_grad
     (result.to_local() * coefficients).sum().backward()
-    assert leaf.grad is not None
+    assert isinstance(leaf.grad, DTensor)
+    given = leaf.grad.to_local()
     wanted = redistribute(source(whole, 1), Layout(mesh, expected)).to_local() * factor
-    assert torch.equal(bits(leaf.grad.to_local()), bits(wanted)), (leaf.grad.to_local(), wanted)
+    assert torch.equal(bits(given), bits(wanted)), (given, wanted)
 
 
 def no_gradient() -> None:

@@ -113,8 +113,8 @@ def collectives_from(
     for count in range(1, _MOST_AXES + 1):
         for chosen in itertools.combinations(axes, count):
             placements = [layout.placements[axis] for axis in chosen]
-            # gloo joins no float8.
-            joins = dtype.itemsize > 1 or not dtype.is_floating_point
+            # gloo joins no float8, and adds the bytes of bools.
+            joins = dtype.itemsize > 1 or dtype in (torch.int8, torch.uint8)
             if joins and all(isinstance(p, Partial) for p in placements):
                 reduced = _with(layout, dict.fromkeys(chosen, Replicate()))
                 yield Collective("all_reduce", layout, reduced, chosen, None, shape, dtype)

@@ -143,7 +143,15 @@ class Execution:
         memory = None
         if device.type == "cpu" and means.transport != "collective" and is_supported():
             memory = shared_memory_of(group)
-        if means.transport == "shared_memory" and not (memory and memory.covers_all):
+        nodes = means.costs_on(device).nodes()
+        one_node = nodes is None or len({nodes.of(rank) for rank in ranks}) == 1
+        covers_all = memory is not None and memory.covers_all and one_node
+        near = frozenset(
+            number
+            for number in (memory.neighbours if memory else ())
+            if nodes is None or nodes.of(ranks[number]) == nodes.of(dist.get_rank())
+        )
+        if means.transport == "shared_memory" and not covers_all:
             raise RedistributionError(
                 f"Ranks {list(ranks)} do not all share memory: "
                 + ((memory and memory.problem) or "they are on a GPU or on several machines")
@@ -151,11 +159,10 @@ class Execution:
             )
         paths: list[SharedPath | CollectivePath] = []
         for number in range(max((len(task.plan.rounds) for task in self._tasks), default=0)):
-            if memory is not None and len(memory.neighbours) > 1:
+            if memory is not None and len(near) > 1:
                 bucket = min(means.bucket_bytes, _SLOT_BYTES)
-                paths.append(SharedPath(self._tasks, number, ranks, memory, bucket))
-            if memory is None or not memory.covers_all:
-                near = frozenset(memory.neighbours if memory else ())
+                paths.append(SharedPath(self._tasks, number, ranks, memory, bucket, near))
+            if not covers_all:
                 bucket = means.bucket_bytes // (1 if memory is None else 2)
                 paths.append(
                     CollectivePath(self._tasks, number, ranks, group, bucket, device, near)

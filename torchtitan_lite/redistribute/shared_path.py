@@ -55,8 +55,11 @@ class SharedPath:
         ranks: Sequence[int],
         memory: SharedMemory,
         bucket_bytes: int,
+        near: frozenset[int],
     ) -> None:
-        """`ranks` are the global ranks of the memory's group, in its order."""
+        """`ranks` are the global ranks of the memory's group, in its order; nothing is moved to or
+        from those whose number in it is not in `near`."""
+        self._near = near
         self._tasks, self._number, self._memory = tasks, number, memory
         self._kinds = [task.kind(number) for task in tasks]
         self._width = tasks[0].width
@@ -92,7 +95,7 @@ class SharedPath:
 
     def _bucket(self, ranges: Sequence[Range], numbers: dict[Holder, int]) -> _Bucket:
         """What this rank writes and reads of a bucket."""
-        neighbours, me = self._memory.neighbours, self._memory.rank
+        me = self._memory.rank
         # By where and what: what several receivers need is written once.
         writes: dict[str, _Copy] = {}
         reads: list[_Copy] = []
@@ -102,14 +105,14 @@ class SharedPath:
             task = self._tasks[bounds.tensor]
             part = task.parts[self._number]
             for piece in part.sends:
-                if numbers[piece.peer] in neighbours:
+                if numbers[piece.peer] in self._near:
                     takers.add(numbers[piece.peer])
                     for copy in self._copies(bounds, piece, me, task.me, writes=True):
                         writes[repr(copy)] = copy
             received = joins if self._kinds[bounds.tensor] == "reduce" else reads
             for piece in part.receives:
                 peer = numbers[piece.peer]
-                if peer in neighbours:
+                if peer in self._near:
                     received += self._copies(bounds, piece, peer, piece.peer, writes=False)
         senders = sorted({copy.rank for copy in reads + joins})
         return _Bucket(list(writes.values()), reads, joins, senders, sorted(takers))
