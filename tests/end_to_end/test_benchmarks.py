@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch import REPOSITORY
 
-_NUM_ROWS = {"step": 4, "parallel": 6}
+_NUM_ROWS = {"step": 4, "parallel": 6, "redistribute": 51}
 
 
 @pytest.mark.matrix
