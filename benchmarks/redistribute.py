@@ -11,7 +11,8 @@ Every process with one thread, gloo:
   own tensor. The rows of new memory have both sides take memory anew.
 - The same against `DTensor.redistribute` of each tensor, by either of its planners, where it does
   it; and bytes against the lower bound and against DTensor.
-- Time to plan (`planner_time`), where `floor` is the goal's absolute figure.
+- Time to plan (`planner_time`), and how well the cost model predicts the time of an exchange once
+  it is calibrated (`cost_model`), where `floor` is the goal's absolute figure.
 
 Results are compared with the expected parts bit by bit. Exits with 1 when any differs; a missed
 goal is a row that says so.
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.agreement import Agreement
+from benchmarks.cost_model import CostModelCase, measure_cost_model
 from benchmarks.planner_time import PlannerCase, measure_planner
 from benchmarks.redistribute_cost import Run, measure_cases
 from benchmarks.report import report
@@ -37,6 +39,7 @@ class Plan:
 
     runs: Sequence[Run]
     planner: PlannerCase
+    cost_models: Sequence[CostModelCase]
 
 
 FULL = Plan(
@@ -45,6 +48,9 @@ FULL = Plan(
         Run(num_processes=8, rounds=7, small=False),
     ],
     planner=PlannerCase(pairs=200, rounds=7),
+    cost_models=[
+        CostModelCase(num_processes=number, turns=9, held_out=60, small=False) for number in (4, 8)
+    ],
 )
 QUICK = Plan(
     runs=[
@@ -56,6 +62,7 @@ QUICK = Plan(
         )
     ],
     planner=PlannerCase(pairs=20, rounds=3, small=True),
+    cost_models=[CostModelCase(num_processes=4, turns=5, held_out=15, small=True)],
 )
 
 
@@ -74,6 +81,8 @@ def main() -> None:
 def measure(plan: Plan, folder: Path) -> Iterator[tuple[Row, Agreement]]:
     """The cases of `plan`, one after the other, with their files in `folder`."""
     yield from measure_planner(plan.planner)
+    for case in plan.cost_models:
+        yield from measure_cost_model(case, folder / f"costs_{case.num_processes}")
     for run in plan.runs:
         yield from measure_cases(run, folder / f"of_{run.num_processes}")
 
