@@ -46,7 +46,7 @@ def measure_cost_model(case: CostModelCase, folder: Path) -> Iterator[tuple[Row,
         agreement.note(line)
     for metric, name, allowed in (
         (f"predictions off by more than 2x, of {case.held_out}", "beyond", _MOST_BEYOND),
-        ("pairs predicted 1.5x apart in the wrong order", "misordered", _MOST_MISORDERED),
+        ("pairs measured 1.5x apart, in the wrong order", "misordered", _MOST_MISORDERED),
     ):
         row = compare(
             case=title,

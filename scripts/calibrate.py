@@ -86,8 +86,8 @@ def _table(title: str, samples: Sequence[Sample], costs: Costs) -> list[str]:
         lines.append(f"{figures}  {sample.name}")
     within, wrong = share_within(samples, costs), share_misordered(samples, costs)
     lines.append(
-        f"{within:.0%} of {len(samples)} predictions are within 2 times; of pairs predicted to "
-        f"differ by more than 1.5 times, {wrong:.1%} are the other way round."
+        f"{within:.0%} of {len(samples)} predictions are within 2 times; of pairs measured to "
+        f"differ by more than 1.5 times, {wrong:.1%} are predicted the other way round."
     )
     return lines
 

@@ -62,7 +62,7 @@ def calibrate(
     world, on_node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     costs = default_costs(device.type).on_nodes_of(on_node if 0 < on_node < world else 0)
     if device.type == "cpu":
-        costs = replace(costs, cores=float(len(os.sched_getaffinity(0))))
+        costs = replace(costs, cores=float(os.cpu_count() or 1))
     samples = time_steps(designed(world, shapes), turns, device, Means(costs=costs))
     return samples, fit(samples, costs)
 
@@ -190,13 +190,13 @@ def share_within(samples: Sequence[Sample], costs: Costs, factor: float = 2.0) -
 
 
 def share_misordered(samples: Sequence[Sample], costs: Costs, factor: float = 1.5) -> float:
-    """Of the pairs that are predicted to differ by more than `factor`, how many took times in the
+    """Of the pairs whose measured times differ by more than `factor`, how many are predicted in the
     other order."""
     pairs = wrong = 0
-    both = sorted((predicted_s(sample.step, costs), sample.seconds) for sample in samples)
-    for number, (fast_told_s, fast_s) in enumerate(both):
-        for slow_told_s, slow_s in both[number + 1 :]:
-            if slow_told_s > factor * fast_told_s:
+    both = sorted((sample.seconds, predicted_s(sample.step, costs)) for sample in samples)
+    for number, (fast_s, fast_told_s) in enumerate(both):
+        for slow_s, slow_told_s in both[number + 1 :]:
+            if slow_s > factor * fast_s:
                 pairs += 1
-                wrong += slow_s <= fast_s
+                wrong += slow_told_s <= fast_told_s
     return wrong / pairs if pairs else 0.0
