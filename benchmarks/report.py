@@ -21,10 +21,13 @@ def report(measured: Iterable[tuple[Row, Agreement]], json_path: Path | None) ->
         f"OMP_NUM_THREADS={THREADS} in every process",
         flush=True,
     )
-    rows, all_agree = [], True
+    rows, all_agree, shown = [], True, None
     try:
         for row, agreement in measured:
-            print(agreement.text(), flush=True)
+            # One agreement may be that of several rows.
+            if agreement is not shown:
+                print(agreement.text(), flush=True)
+            shown = agreement
             rows.append(row)
             all_agree = all_agree and agreement.holds
     except ChildFailed as failure:

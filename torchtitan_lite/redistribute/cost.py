@@ -1,12 +1,13 @@
 """What moving state takes: a model of a machine in a few numbers. Layer: above exchange.
 
 Time is counted on the busiest rank: it waits for a round to begin, pays for every message, and
-moves its bytes at the speed of their link class. The default figures are typical ones;
-`scripts.calibrate` fits them to a machine.
+moves its bytes at the speed of their link class. Where a node has fewer cores than ranks, they take
+turns, and the work of all counts. The default figures are typical ones; `scripts.calibrate` fits
+them to a machine.
 """
 
 import json
-from collections.abc import Iterable
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.exchange import Exchange, Nodes
 from torchtitan_lite.redistribute.layout import Holder
 
-_SAMPLED_HOLDERS = 4
+_SAMPLED_HOLDERS = 8
 """Holders whose part is worked out to find the busiest: in regular layouts all are alike, but for
 the first and the last, whose parts may be larger and smaller."""
 
@@ -38,6 +39,7 @@ class Load:
     """What one holder does in a step: counted, not timed."""
 
     rounds: int = 0
+    """In which it has messages."""
     pieces: int = 0
     messages_within: int = 0
     bytes_within: int = 0
@@ -71,6 +73,8 @@ class Costs:
     """Of a collective of the backend within a node."""
     ranks_per_node: NonNegativeInt = 0
     """0: all ranks are on one node."""
+    cores: PositiveFloat = 1e6
+    """Of a node: so many of its ranks can work at the same time."""
 
     def seconds(self, load: Load) -> float:
         """Predicted time of a step, given the load of its busiest holder."""
@@ -93,8 +97,13 @@ class Costs:
         return replace(self, ranks_per_node=ranks)
 
     def save(self, path: Path) -> None:
-        """Write the figures as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        """Write the figures as JSON, all at once: a reader never finds half of them."""
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: Path) -> "Costs":
@@ -162,16 +171,33 @@ def load_of(exchange: Exchange, holder: Holder, itemsize: int) -> list[Load]:
 
 
 def exchange_seconds(exchange: Exchange, costs: Costs, itemsize: int) -> float:
-    """Predicted time of an exchange: in each round, that of the busiest of some holders."""
-    by_holder = [load_of(exchange, holder, itemsize) for holder in _some_holders(exchange)]
-    rounds = zip(*by_holder, strict=True)
-    return sum(max(costs.seconds(load) for load in loads) for loads in rounds)
+    """Predicted time of an exchange: in each round that of the busiest holder, or of all in turns,
+    whichever is more."""
+    share = share_of_all(exchange, costs)
+    seconds = ([costs.seconds(load) for load in loads] for loads in loads_of(exchange, itemsize))
+    return sum(max(max(of_round), share * sum(of_round)) for of_round in seconds)
 
 
-def _some_holders(exchange: Exchange) -> Iterable[Holder]:
-    holders = list(
+def loads_of(exchange: Exchange, itemsize: int) -> list[tuple[Load, ...]]:
+    """In each round, what some of the holders do."""
+    by_holder = [load_of(exchange, holder, itemsize) for holder in _some(_holders(exchange))]
+    return list(zip(*by_holder, strict=True))
+
+
+def share_of_all(exchange: Exchange, costs: Costs) -> float:
+    """What of the sum of `loads_of` falls to a core, where all holders take turns on the cores."""
+    holders, nodes = _holders(exchange), costs.nodes()
+    num_nodes = len({nodes.of(holder) for holder in holders}) if nodes else 1
+    return len(holders) / len(_some(holders)) / (costs.cores * num_nodes)
+
+
+def _holders(exchange: Exchange) -> list[Holder]:
+    return list(
         dict.fromkeys((*exchange.src.layout.mesh.holders, *exchange.dst.layout.mesh.holders))
     )
+
+
+def _some(holders: list[Holder]) -> list[Holder]:
     if len(holders) <= _SAMPLED_HOLDERS:
         return holders
     last = len(holders) - 1

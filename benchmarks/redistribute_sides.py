@@ -1,0 +1,181 @@
+"""What takes turns in a case of redistribution, on one rank: ours, DTensor, and the floor.
+
+The floor is one bare `all_to_all_single` of exactly the bytes that each pair of ranks exchanges,
+out of and into flat buffers, plus a copy of the whole result: what moving a state by the backend's
+collective takes where nothing has to be found, packed, or put in its place.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from benchmarks.dtensor_planners import PLANNERS, planner
+from benchmarks.state_dicts import Case
+from torchtitan_lite.redistribute import (
+    HolderMesh,
+    Layout,
+    Means,
+    Placed,
+    plan,
+    redistribute_state_dict,
+)
+
+MB = 1 << 20
+WARM_MEANS = {
+    **{f"shared {size}": Means(bucket_bytes=size * MB) for size in (1, 4, 25)},
+    **{
+        f"collective {size}": Means(bucket_bytes=size * MB, transport="collective")
+        for size in (4, 25)
+    },
+}
+FRESH_MEANS = {"shared fresh": Means(), "collective fresh": Means(transport="collective")}
+Side = Callable[[], Any]
+
+
+class Sides:
+    """A case's source on this rank, and the sides by name."""
+
+    def __init__(self, case: Case) -> None:
+        """Every rank must come to it."""
+        self._case, self._rank = case, dist.get_rank()
+        self._layouts = case.layouts()
+        meshes = {mesh: _device_mesh(mesh) for mesh in (case.src[1], case.dst[1])}
+        self._src, self._dst = meshes[case.src[1]], meshes[case.dst[1]]
+        holds = case.src[1].place(self._rank) is not None
+        self._tensors = dict(self._sources()) if holds else {}
+        self._elsewhere = {
+            name: Placed(src, case.shapes[name], torch.float32)
+            for name, (src, _) in self._layouts.items()
+        }
+        self.sides: dict[str, Side] = dict(
+            zip(("floor", "floor fresh"), self._floors(), strict=True)
+        )
+        self._out = self._ours(Means(), None)
+        for name, means in WARM_MEANS.items():
+            self.sides[name] = partial(self._ours, means, self._out)
+        for name, means in FRESH_MEANS.items():
+            self.sides[name] = partial(self._ours, means, None)
+        self.refusals: dict[str, str] = {}
+        for name in PLANNERS:
+            self._ask_dtensor(name)
+
+    def are_right(self) -> dict[str, bool]:
+        """Whether each side but the floor gives this rank its part, bit by bit."""
+        return {
+            name: self._is_right(side)
+            for name, side in self.sides.items()
+            if not name.startswith("floor")
+        }
+
+    def _sources(self) -> Iterator[tuple[str, DTensor]]:
+        for name, whole in self._wholes():
+            layout = self._layouts[name][0]
+            yield name, layout.to_dtensor(_part(whole, layout, self._rank), self._src, whole.shape)
+
+    def _wholes(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The global tensors: no two elements of the state have the same bits."""
+        first = 0
+        for name, shape in self._case.shapes.items():
+            numbers = torch.arange(first, first + prod(shape), dtype=torch.int32)
+            first += prod(shape)
+            yield name, numbers.view(torch.float32).reshape(shape)
+
+    def _ours(self, means: Means, out: dict[str, DTensor] | None) -> dict[str, DTensor]:
+        return redistribute_state_dict(
+            self._tensors,
+            {name: dst for name, (_, dst) in self._layouts.items()},
+            meshes=(self._dst,),
+            elsewhere=self._elsewhere,
+            out=out,
+            means=means,
+        )
+
+    def _floors(self) -> tuple[Side, Side]:
+        """With memory that is kept from turn to turn, and with new memory in each."""
+        sent, received = self._exchanged_bytes()
+        given = torch.zeros(sum(sent), dtype=torch.uint8)
+        place = self._case.dst[1].place(self._rank)
+        results = [
+            torch.zeros(dst.local_shape(self._case.shapes[name], self._rank))
+            for name, (_, dst) in self._layouts.items()
+            if place is not None
+        ]
+
+        def floor(taken: torch.Tensor, outs: list[torch.Tensor]) -> Any:
+            dist.all_to_all_single(taken, given, received, sent)
+            for out, result in zip(outs, results, strict=True):
+                out.copy_(result)
+            return taken, outs
+
+        def fresh() -> Any:
+            return floor(
+                torch.empty(sum(received), dtype=torch.uint8), list(map(torch.empty_like, results))
+            )
+
+        kept = [torch.zeros_like(result) for result in results]
+        return partial(floor, torch.zeros(sum(received), dtype=torch.uint8), kept), fresh
+
+    def _exchanged_bytes(self) -> tuple[list[int], list[int]]:
+        """Bytes that this rank sends to each, and receives from each."""
+        sent, received = ([0] * dist.get_world_size() for _ in range(2))
+        for name, (src, dst) in self._layouts.items():
+            for part in plan(src, dst, self._case.shapes[name], torch.float32).part(self._rank):
+                for pieces, counts in ((part.sends, sent), (part.receives, received)):
+                    for piece in pieces:
+                        assert isinstance(piece.peer, int)
+                        counts[piece.peer] += (piece.stop - piece.start) * torch.float32.itemsize
+        return sent, received
+
+    def _ask_dtensor(self, name: str) -> None:
+        """Make DTensor a side, or note why it is none."""
+        side = f"DTensor {name}"
+        try:
+            self._dtensor(name)
+        except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
+            self.refusals[side] = str(error).partition("\n")[0] or type(error).__name__
+            return
+        self.sides[side] = partial(self._dtensor, name)
+
+    def _dtensor(self, name: str) -> dict[str, DTensor]:
+        if self._src is not self._dst:
+            raise NotImplementedError("the tensors go to another mesh")
+        with planner(name):
+            return {
+                key: tensor.redistribute(self._dst, self._layouts[key][1].dtensor_placements)
+                for key, tensor in self._tensors.items()
+            }
+
+    def _is_right(self, side: Side) -> bool:
+        owned = {tensor.to_local().data_ptr() for tensor in self._tensors.values()}
+        for tensor in self._out.values():
+            if tensor.to_local().data_ptr() not in owned:
+                tensor.to_local().fill_(-1)
+        moved = side()
+        if self._case.dst[1].place(self._rank) is None:
+            return True
+        return all(
+            _is_same(moved[name].to_local(), _part(whole, self._layouts[name][1], self._rank))
+            for name, whole in self._wholes()
+        )
+
+
+def _device_mesh(mesh: HolderMesh) -> DeviceMesh:
+    return DeviceMesh(
+        "cpu", torch.tensor(mesh.holders).reshape(mesh.shape), mesh_dim_names=mesh.axes
+    )
+
+
+def _part(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    (box,) = layout.boxes(whole.shape, rank)
+    index = tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))
+    return whole[index].clone(memory_format=torch.contiguous_format)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.int32), other.view(torch.int32))

@@ -1,0 +1,129 @@
+"""The model of a machine: its file, what it predicts, and how it is fitted."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from torchtitan_lite.errors import LayoutError
+from torchtitan_lite.redistribute.calibration import (
+    Sample,
+    fit,
+    predicted_s,
+    share_misordered,
+    share_within,
+)
+from torchtitan_lite.redistribute.calibration_steps import designed, held_out
+from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs, Link
+from torchtitan_lite.redistribute.layout import HolderMesh, Layout
+from torchtitan_lite.redistribute.plan import plan
+
+MACHINE = Costs(
+    round_s=2e-4,
+    collective_s=1e-4,
+    piece_s=4e-5,
+    copy_bytes_per_s=8e9,
+    within=Link(latency_s=3e-5, bytes_per_s=3e9),
+    between=CPU.between,
+    collective_within=Link(latency_s=7e-5, bytes_per_s=5e8),
+    cores=2.0,
+)
+"""Of figures that are unlike the default ones."""
+
+
+def seconds(num_rows: int, costs: Costs = CPU, size: int = 4) -> float:
+    """Predicted, to gather a tensor."""
+    mesh = HolderMesh.ranks(size)
+    src, dst = Layout(mesh, [Shard(0)]), Layout(mesh, [Replicate()])
+    shape = (num_rows, 1024)
+    return plan(src, dst, shape, torch.float32, costs=costs, one_exchange=True).predicted_s
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    for costs in (CPU, CUDA, MACHINE.on_nodes_of(8)):
+        costs.save(path)
+        assert Costs.load(path) == costs
+    assert [file.name for file in tmp_path.iterdir()] == ["costs.json"]
+
+
+def test_a_file_without_cores_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    figures = asdict(CPU)
+    del figures["cores"]
+    path.write_text(json.dumps(figures))
+    assert Costs.load(path) == CPU
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"piece_s": -1.0}, "piece_s"),
+        ({"piece_s": "fast"}, "piece_s"),
+        ({"within": {"latency_s": 1e-6, "bytes_per_s": 0.0}}, "within.bytes_per_s"),
+        ({"speed": 1.0}, "speed"),
+        ({"cores": 0.0}, "cores"),
+    ],
+)
+def test_an_error_names_file_and_key(change: dict[str, object], key: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(asdict(CPU) | change))
+    with pytest.raises(LayoutError, match=f"(?s){path} holds no costs: .*{key}.*calibrate"):
+        Costs.load(path)
+
+
+def test_an_error_names_a_missing_key_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    with pytest.raises(LayoutError, match=f"{path} holds no costs: .*No such file"):
+        Costs.load(path)
+    path.write_text("{}")
+    with pytest.raises(LayoutError, match="round_s"):
+        Costs.load(path)
+
+
+@pytest.mark.parametrize("costs", [CPU, CUDA, MACHINE])
+def test_more_bytes_cost_more(costs: Costs) -> None:
+    predicted = [seconds(rows, costs) for rows in (64, 256, 1024, 4096)]
+    assert predicted == sorted(predicted) and len(set(predicted)) == 4
+
+
+def test_ranks_take_turns_on_few_cores() -> None:
+    alone, few = seconds(4096), seconds(4096, replace(CPU, cores=1.0))
+    # All 4 ranks are equally busy.
+    assert few == pytest.approx(4 * alone)
+    assert seconds(4096, replace(CPU, cores=4.0)) == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_fit_recovers_the_figures_that_made_the_times(num_ranks: int) -> None:
+    samples = [
+        Sample(name="", step=step, seconds=predicted_s(step, MACHINE))
+        for step in designed(num_ranks)
+    ]
+    found = fit(samples, replace(CPU, cores=MACHINE.cores))
+    others = [
+        Sample(name="", step=step, seconds=predicted_s(step, MACHINE))
+        for step in held_out(num_ranks, 30)
+    ]
+    assert share_within(others, found, 1.1) == 1.0
+    assert share_misordered(others, found) == 0.0
+    # Of two ranks nothing tells a round from a message.
+    if num_ranks > 3:
+        assert found.piece_s == pytest.approx(MACHINE.piece_s, rel=0.2)
+        assert found.within.bytes_per_s == pytest.approx(MACHINE.within.bytes_per_s, rel=0.05)
+        assert found.copy_bytes_per_s == pytest.approx(MACHINE.copy_bytes_per_s, rel=0.05)
+    # What nothing was measured of stays.
+    assert found.between == CPU.between
+
+
+def test_shares_of_errors() -> None:
+    steps = held_out(4, 12)
+    right = [Sample(name="", step=s, seconds=predicted_s(s, MACHINE)) for s in steps]
+    assert share_within(right, MACHINE) == 1.0 and share_misordered(right, MACHINE) == 0.0
+    slower = [replace(sample, seconds=3 * sample.seconds) for sample in right]
+    assert share_within(slower, MACHINE) == 0.0 and share_misordered(slower, MACHINE) == 0.0
+    turned = [replace(sample, seconds=1 / sample.seconds) for sample in right]
+    assert share_misordered(turned, MACHINE) == 1.0
