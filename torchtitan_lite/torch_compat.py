@@ -159,12 +159,18 @@ def _spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
-def shard_order_of(tensor: DTensor) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Mesh, placements, shape and dtype of a DTensor as the one value by which DTensor itself
+    compares them. Needed until DTensor offers it in public."""
+    return tensor._spec
+
+
+def shard_order_of(spec: DTensorSpec) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """For each dim that axes cut, the order in which they do; empty where strided shards tell it.
 
     DTensor keeps it in its private spec (from torch 2.10 on). Needed until it is public.
     """
-    order = getattr(tensor._spec, "shard_order", None)
+    order = getattr(spec, "shard_order", None)
     return tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in order or ())
 
 

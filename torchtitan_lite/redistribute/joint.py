@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torchtitan_lite.axis_groups import group_of_ranks
 from torchtitan_lite.errors import RedistributionError
 from torchtitan_lite.redistribute.execution import Execution, Means
+from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.plan import Plan
 
 _GROUP_TIMEOUT = timedelta(minutes=5)
@@ -30,34 +32,56 @@ def move(
     Raises RedistributionError for an `out` that does not fit.
     """
     rank = dist.get_rank()
+    plans = tuple(plans)
+    work = _work(plans, rank)
     results: list[torch.Tensor] = []
-    for plan, source, out in zip(plans, sources, outs, strict=True):
-        shape = plan.local_shape(rank)
-        if plan.stays(rank) and source is not None:
+    for plan, stays, shape, source, out in zip(
+        plans, work.stays, work.shapes, sources, outs, strict=True
+    ):
+        if stays and source is not None:
             results.append(source if out is None else out)
             if out is not None and out.data_ptr() != source.data_ptr():
                 out.copy_(source)
-        elif plan.dst.mesh.place(rank) is None and out is not None:
-            results.append(out)
         elif out is None:
             results.append(torch.empty(shape, dtype=plan.dtype, device=device))
+        elif plan.dst.mesh.place(rank) is None:
+            results.append(out)
         else:
             results.append(_checked(out, shape, plan))
-    near = [n for n, plan in enumerate(plans) if plan.moved_bytes == 0 and not plan.stays(rank)]
-    far = [n for n, plan in enumerate(plans) if plan.moved_bytes > 0]
-    for indices, group_ranks in ((near, (rank,)), (far, _ranks(tuple(plans[n] for n in far)))):
-        if not indices or rank not in group_ranks:
-            continue
-        chosen = tuple(plans[n] for n in indices)
-        _execution(chosen, group_ranks, device, means, dist.group.WORLD).run(
-            [_part(sources[n], plans[n].src.mesh.place(rank) is not None) for n in indices],
-            [_part(results[n], plans[n].dst.mesh.place(rank) is not None) for n in indices],
+    for chosen, indices, ranks in work.exchanges:
+        _execution(chosen, ranks, device, means, dist.group.WORLD).run(
+            [_part(sources[n], plans[n].src, rank) for n in indices],
+            [_part(results[n], plans[n].dst, rank) for n in indices],
         )
     return results
 
 
-def _part(tensor: torch.Tensor | None, holds: bool) -> torch.Tensor | None:
-    return tensor.detach().contiguous() if holds and tensor is not None else None
+class _Work(NamedTuple):
+    """What a rank has to do for some plans."""
+
+    stays: list[bool]
+    shapes: list[tuple[int, ...]]
+    """Of its parts of the destinations."""
+    exchanges: list[tuple[tuple[Plan, ...], list[int], tuple[int, ...]]]
+    """In which it takes part: the plans, their places among all, and the ranks."""
+
+
+@lru_cache(maxsize=256)
+def _work(plans: tuple[Plan, ...], rank: int) -> _Work:
+    stays = [plan.stays(rank) for plan in plans]
+    near = [n for n, plan in enumerate(plans) if plan.moved_bytes == 0 and not stays[n]]
+    far = [n for n, plan in enumerate(plans) if plan.moved_bytes > 0]
+    exchanges = []
+    for indices, ranks in ((near, (rank,)), (far, _ranks([plans[n] for n in far]))):
+        if indices and rank in ranks:
+            exchanges.append((tuple(plans[n] for n in indices), indices, ranks))
+    return _Work(stays, [plan.local_shape(rank) for plan in plans], exchanges)
+
+
+def _part(tensor: torch.Tensor | None, layout: Layout, rank: int) -> torch.Tensor | None:
+    if tensor is None or layout.mesh.place(rank) is None:
+        return None
+    return tensor.contiguous()
 
 
 def _checked(out: torch.Tensor, shape: tuple[int, ...], plan: Plan) -> torch.Tensor:
@@ -70,8 +94,7 @@ def _checked(out: torch.Tensor, shape: tuple[int, ...], plan: Plan) -> torch.Ten
     return out
 
 
-@lru_cache(maxsize=256)
-def _ranks(plans: tuple[Plan, ...]) -> tuple[int, ...]:
+def _ranks(plans: Sequence[Plan]) -> tuple[int, ...]:
     """All that take part, in order."""
     meshes = {mesh for plan in plans for mesh in (plan.src.mesh, plan.dst.mesh)}
     ranks: set[int] = set()

@@ -21,9 +21,11 @@ from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.box import Box
 from torchtitan_lite.redistribute.cuts import Cut, intervals
 from torchtitan_lite.torch_compat import (
+    DTensorSpec,
     as_dtensor,
     is_strided_shard,
     shard_order_of,
+    spec_of,
     split_factor,
     strided_shard,
 )
@@ -197,8 +199,13 @@ class Layout:
         Raises LayoutError for that, and for a strided shard that is no order where "order" is
         asked for.
         """
-        mesh, order = HolderMesh.of(tensor.device_mesh), shard_order_of(tensor)
-        return _read(mesh, tensor.placements, order, tuple(tensor.shape), strided)
+        return Layout.from_spec(spec_of(tensor), strided=strided)
+
+    @staticmethod
+    def from_spec(spec: DTensorSpec, *, strided: StridedReading | None = None) -> "Layout":
+        """The layout of a DTensor that `spec` describes; see `from_dtensor`."""
+        mesh, order = HolderMesh.of(spec.mesh), shard_order_of(spec)
+        return _read(mesh, spec.placements, order, tuple(spec.shape), strided)
 
     @staticmethod
     def from_placements(

@@ -82,7 +82,13 @@ class Plan:
 
     def local_shape(self, holder: Holder) -> tuple[int, ...]:
         """Of a holder's part of the destination."""
-        return self.dst.local_shape(self.shape, holder)
+        if holder not in self._local_shapes:
+            self._local_shapes[holder] = self.dst.local_shape(self.shape, holder)
+        return self._local_shapes[holder]
+
+    @cached_property
+    def _local_shapes(self) -> dict[Holder, tuple[int, ...]]:
+        return {}
 
     @cached_property
     def moved_bytes(self) -> int:

@@ -5,16 +5,19 @@ Layer: above joint.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.errors import LayoutError
+from torchtitan_lite.redistribute.cost import Costs
 from torchtitan_lite.redistribute.execution import DEFAULT_MEANS, Means
 from torchtitan_lite.redistribute.joint import move
 from torchtitan_lite.redistribute.layout import HolderMesh, Layout, StridedReading
-from torchtitan_lite.redistribute.plan import plan
+from torchtitan_lite.redistribute.plan import Plan, plan
+from torchtitan_lite.torch_compat import DTensorSpec, spec_of
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,7 @@ class Placed:
     @staticmethod
     def of(tensor: DTensor, strided: StridedReading | None = None) -> "Placed":
         """A DTensor's."""
-        layout = Layout.from_dtensor(tensor, strided=strided)
-        return Placed(layout, tuple(tensor.shape), tensor.dtype)
+        return _placed(spec_of(tensor), strided)
 
 
 @torch.no_grad()
@@ -55,34 +57,21 @@ def redistribute_state_dict(
     Raises LayoutError naming the tensor for which a plan or a mesh is missing.
     """
     out = out or {}
-    known = [*meshes, *(t.device_mesh for t in (*out.values(), *tensors.values()))]
-    by_holders = {HolderMesh.of(mesh): mesh for mesh in reversed(known)}
     device = next((t.device for t in (*tensors.values(), *out.values())), torch.device("cpu"))
-    names, plans, sources, outs = [], [], [], []
-    for name, layout in layouts.items():
-        tensor = tensors.get(name)
-        placed = Placed.of(tensor, strided) if tensor is not None else (elsewhere or {}).get(name)
-        if placed is None:
-            raise LayoutError(
-                f"{name} has a layout to go to, and is neither a tensor of this rank nor described "
-                "in elsewhere."
-            )
-        names.append(name)
-        plans.append(
-            plan(
-                placed.layout,
-                layout,
-                placed.shape,
-                placed.dtype,
-                costs=means.costs_on(device),
-                one_exchange=True,
-            )
-        )
-        sources.append(None if tensor is None else tensor.to_local().detach())
-        outs.append(out[name].to_local() if name in out else None)
+    known = tuple(
+        spec_of(tensors[name]) if name in tensors else _described(name, elsewhere)
+        for name in layouts
+    )
+    plans = _plans(known, tuple(layouts.values()), strided, means.costs_on(device))
+    sources = [tensors[name].to_local() if name in tensors else None for name in layouts]
+    outs = [out[name].to_local() if name in out else None for name in layouts]
     moved = move(plans, sources, outs, device, means)
     results = {name: tensor for name, tensor in tensors.items() if name not in layouts}
-    for name, found, local in zip(names, plans, moved, strict=True):
+    by_holders: dict[HolderMesh, DeviceMesh] = {}
+    if not layouts.keys() <= out.keys():
+        of_tensors = (t.device_mesh for t in (*out.values(), *tensors.values()))
+        by_holders = {HolderMesh.of(mesh): mesh for mesh in {*of_tensors, *meshes}}
+    for name, found, local in zip(layouts, plans, moved, strict=True):
         if name in out:
             results[name] = out[name]
         elif name in tensors and found.is_nothing:
@@ -95,3 +84,34 @@ def redistribute_state_dict(
                 "it to meshes."
             )
     return results
+
+
+def _described(name: str, elsewhere: Mapping[str, Placed] | None) -> Placed:
+    if elsewhere is None or name not in elsewhere:
+        raise LayoutError(
+            f"{name} has a layout to go to, and is neither a tensor of this rank nor described in "
+            "elsewhere."
+        )
+    return elsewhere[name]
+
+
+@lru_cache(maxsize=128)
+def _plans(
+    known: tuple[DTensorSpec | Placed, ...],
+    layouts: tuple[Layout, ...],
+    strided: StridedReading | None,
+    costs: Costs,
+) -> tuple[Plan, ...]:
+    """A plan for each tensor; of the same state dict they are looked up at once."""
+    found = []
+    for given, layout in zip(known, layouts, strict=True):
+        placed = given if isinstance(given, Placed) else _placed(given, strided)
+        src, shape, dtype = placed.layout, placed.shape, placed.dtype
+        found.append(plan(src, layout, shape, dtype, costs=costs, one_exchange=True))
+    return tuple(found)
+
+
+def _placed(spec: DTensorSpec, strided: StridedReading | None) -> Placed:
+    meta = spec.tensor_meta
+    assert meta is not None
+    return Placed(Layout.from_spec(spec, strided=strided), tuple(meta.shape), meta.dtype)
