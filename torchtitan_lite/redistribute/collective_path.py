@@ -5,6 +5,7 @@ unpacked. Layer: above program and words.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torchtitan_lite.redistribute.exchange import Piece
 from torchtitan_lite.redistribute.layout import Holder
 from torchtitan_lite.redistribute.program import Range, Slices, Task, buckets, slices
-from torchtitan_lite.redistribute.words import WordArray, join_, word_array, word_tensor_of
+from torchtitan_lite.redistribute.words import WORDS, WordArray, join_, word_array, word_tensor_of
 
 
 class _Copy(NamedTuple):
@@ -86,9 +87,10 @@ class CollectivePath:
         mine = self.buckets[parity::2]
         sent = max(sum(bucket.sent_words) for bucket in mine)
         received = max(sum(bucket.received_words) for bucket in mine)
+        scratch = scratch_of(self.group, self._device)
         return (
-            word_tensor_of(sent, self.width, self._device),
-            word_tensor_of(received, self.width, self._device),
+            scratch.words(2 * parity, sent, self.width),
+            scratch.words(2 * parity + 1, received, self.width),
         )
 
     def _load(self, task: Task) -> int:
@@ -132,6 +134,30 @@ class CollectivePath:
                     offset += size
             words.append(offset - before)
         return copies, words
+
+
+class Scratch:
+    """Memory that exchanges over a group use one after the other. It is kept, since the first touch
+    of fresh memory takes as long as all else, and is never more than two buckets."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def words(self, number: int, count: int, width: int) -> torch.Tensor:
+        """One of the pieces of memory, as `count` words of `width` bytes, whatever they hold."""
+        kept = self._kept.get(number)
+        if kept is None or kept.nbytes < count * width:
+            # What is too small goes first, so that both are never there at once.
+            self._kept.pop(number, None)
+            kept = self._kept[number] = word_tensor_of(count, width, self._device)
+        return kept.view(torch.uint8)[: count * width].view(WORDS[width])
+
+
+@lru_cache(maxsize=16)
+def scratch_of(group: dist.ProcessGroup, device: torch.device) -> Scratch:
+    """The memory of a group, for one exchange at a time."""
+    return Scratch(device)
 
 
 class BoundCollectivePath:

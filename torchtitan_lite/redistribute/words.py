@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By width in bytes."""
 _NUMPY_WORDS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 _JOIN = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
 
@@ -27,7 +28,7 @@ def word_bytes(dtypes: Iterable[torch.dtype]) -> int:
 def word_tensor(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """A contiguous tensor as words; a scalar as an array of one dim."""
     shape = tensor.shape or (1,)
-    return tensor.detach().as_strided(shape, _strides(shape)).view(_WORDS[width])
+    return tensor.detach().as_strided(shape, _strides(shape)).view(WORDS[width])
 
 
 def word_array(tensor: torch.Tensor, width: int) -> WordArray:
@@ -55,7 +56,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 def word_tensor_of(count: int, width: int, device: torch.device) -> torch.Tensor:
     """Memory for words of `width` bytes, whatever it holds."""
-    return torch.empty(count, dtype=_WORDS[width], device=device)
+    return torch.empty(count, dtype=WORDS[width], device=device)
 
 
 def numpy_word(width: int) -> type[np.integer]:
