@@ -19,7 +19,7 @@ from torchtitan_lite.redistribute.calibration import (
     time_steps,
 )
 from torchtitan_lite.redistribute.calibration_steps import SHAPES, held_out
-from torchtitan_lite.redistribute.execution import Means
+from torchtitan_lite.redistribute.means import Means
 
 
 def main() -> None:

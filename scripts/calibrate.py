@@ -26,7 +26,7 @@ from torchtitan_lite.redistribute.calibration import (
 )
 from torchtitan_lite.redistribute.calibration_steps import held_out
 from torchtitan_lite.redistribute.cost import Costs
-from torchtitan_lite.redistribute.execution import Means
+from torchtitan_lite.redistribute.means import Means
 
 _HELD_OUT = 40
 

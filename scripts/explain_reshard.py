@@ -20,8 +20,8 @@ from torchtitan_lite.errors import UserError
 from torchtitan_lite.redistribute import Plan, plan
 from torchtitan_lite.redistribute.collective import Collective
 from torchtitan_lite.redistribute.cost import Costs, default_costs
-from torchtitan_lite.redistribute.execution import BUCKET_BYTES, Transport
 from torchtitan_lite.redistribute.explain import explain
+from torchtitan_lite.redistribute.means import BUCKET_BYTES, Transport
 from torchtitan_lite.redistribute.traffic import lower_bound_bytes, temporary_bytes, traffic
 
 

@@ -73,13 +73,22 @@ class AxisGroups:
         return group
 
 
-@cache
 def group_of_ranks(
     world: dist.ProcessGroup, timeout: timedelta, *ranks: int, axis: str = ""
 ) -> dist.ProcessGroup:
-    """The group of `ranks`, for an axis or for none, the same for every mesh of this world.
+    """The group of `ranks`, for an axis or for none, the same for every mesh of this world;
+    `timeout` is that of a group that is made.
 
     One of a single rank serves all axes. Only its own ranks come to it. Axes do not share one, so
     that their collectives may run at once, unless they span all ranks.
     """
-    return new_local_group(ranks, timeout, axis)
+    made = _groups(world)
+    if (ranks, axis) not in made:
+        made[ranks, axis] = new_local_group(ranks, timeout, axis)
+    return made[ranks, axis]
+
+
+@cache
+def _groups(world: dist.ProcessGroup) -> dict[tuple[tuple[int, ...], str], dist.ProcessGroup]:
+    """By ranks and axis, the groups that this rank has made in a world."""
+    return {}

@@ -247,6 +247,12 @@ class Mesh:
             axes = tensor.device_mesh.mesh_dim_names or ()
         is_of_experts = not set(axes) <= set(AXES)
         stage = self._expert_stage if is_of_experts else self._stage
+        unknown = set(axes) - set(stage.mesh_dim_names or ())
+        if unknown:
+            raise MeshError(
+                f"A tensor lies on the axes {axes}, and {sorted(unknown)} are none of a stage: "
+                f"{stage.mesh_dim_names}."
+            )
         by_axis = dict(zip(axes, own, strict=True))
         placements = [by_axis.get(axis, Replicate()) for axis in stage.mesh_dim_names or ()]
         return DTensor.from_local(

@@ -8,7 +8,7 @@ import torch
 
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.redistribute import Placed, describe, layouts_of, redistribute_state_dict
-from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.train_state import TrainState, model_tensors
 
 
 def move_state(
@@ -22,6 +22,9 @@ def move_state(
     optimizer of `target` has taken steps and that of `source` none.
     """
     given = describe_on(source.tensors(), source_mesh)
+    # A model that is another one is refused before anything is made for it.
+    wanted = describe_on(model_tensors(target.model), target_mesh)
+    layouts_of(wanted, {name: placed for name, placed in given.items() if name in wanted})
     target.allocate({name: placed.shape for name, placed in given.items()})
     fill(target.tensors(), target_mesh, source.tensors(), source_mesh)
     target.load_values(source.values())

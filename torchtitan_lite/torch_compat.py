@@ -148,15 +148,13 @@ def as_dtensor(
     """
     if mesh.get_coordinate() is None:
         local = local.new_empty(0)
-    return DTensor(local, _spec(mesh, placements, shape, local.dtype), requires_grad=False)  # pyright: ignore[reportCallIssue]
+    spec = DTensorSpec(mesh, placements, tensor_meta=_contiguous(shape, local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
 @lru_cache(maxsize=8192)
-def _spec(
-    mesh: DeviceMesh, placements: Placements, shape: torch.Size, dtype: torch.dtype
-) -> DTensorSpec:
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+def _contiguous(shape: torch.Size, dtype: torch.dtype) -> TensorMeta:
+    return TensorMeta(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

@@ -49,6 +49,9 @@ def test_case(case: Callable[[], None], pools: Pools) -> None:
         # Every contribution to an average has its share.
         ([AVERAGE, R], [R, R], [R, R], 0.5),
         ([AVERAGE, AVERAGE], [S0, S1], [R, R], 0.25),
+        # A value is the sum of all its shares, whether the holders have it or must be given it.
+        ([R, R], [AVERAGE, R], [R, R], 2),
+        ([S0, R], [AVERAGE, R], [S0, R], 2),
     ],
 )
 def test_gradient(

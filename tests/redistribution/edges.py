@@ -51,7 +51,7 @@ def into_tensors_that_do_not_fit() -> None:
     tensor = source(Move(SHARDED, WHOLE, (5, 3)), 0)
     for local in WRONG_OUTS.values():
         out = DTensor.from_local(local, device_mesh(FOUR), [Replicate()], run_check=False)
-        with pytest.raises(RedistributionError, match="out has a part of shape"):
+        with pytest.raises(RedistributionError, match="out (has a part of shape|is )"):
             redistribute(tensor, WHOLE, out=out)
 
 

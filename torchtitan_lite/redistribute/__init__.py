@@ -13,12 +13,12 @@ from torchtitan_lite.redistribute.assignment import choose_holders
 from torchtitan_lite.redistribute.box import Box
 from torchtitan_lite.redistribute.description import describe, layouts_of
 from torchtitan_lite.redistribute.dtensor import redistribute
-from torchtitan_lite.redistribute.execution import Means
 from torchtitan_lite.redistribute.explain import explain
 from torchtitan_lite.redistribute.gradient import align_gradient
 from torchtitan_lite.redistribute.layout import HolderMesh, Layout
 from torchtitan_lite.redistribute.layout_json import layout_from_json, layout_to_json
 from torchtitan_lite.redistribute.local import is_first_holder, local_box
+from torchtitan_lite.redistribute.means import Means
 from torchtitan_lite.redistribute.plan import Plan, plan
 from torchtitan_lite.redistribute.state_dict import Placed, redistribute_state_dict
 

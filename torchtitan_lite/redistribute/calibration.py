@@ -19,9 +19,9 @@ from scipy.optimize import nnls
 from torchtitan_lite.redistribute.calibration_steps import SHAPES, designed
 from torchtitan_lite.redistribute.collective import Collective
 from torchtitan_lite.redistribute.cost import Costs, Link, default_costs, loads_of, share_of_all
-from torchtitan_lite.redistribute.execution import Means
 from torchtitan_lite.redistribute.joint import move
 from torchtitan_lite.redistribute.legs import run
+from torchtitan_lite.redistribute.means import Means
 from torchtitan_lite.redistribute.plan import Plan
 
 Step = Plan | Collective

@@ -18,6 +18,16 @@ from torchtitan_lite.redistribute.layout import Layout
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
+_JOINED = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+}
+"""What the backends join: gloo knows no float8, adds the bytes of bools, and no backend multiplies
+complex numbers."""
+
+_GATHERED = _JOINED | {torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64}
+"""What they gather; single bytes are gathered as such."""
+
 _MOST_AXES = 2
 """That one collective acts on."""
 
@@ -67,6 +77,12 @@ class Collective:
         return _largest(self.src, self.shape)
 
     @property
+    def temporary_bytes(self) -> int:
+        """Of a rank, beside its parts of source and destination."""
+        copies = {"all_gather": self.size, "reduce_scatter": 1, "all_reduce": 0}
+        return self.padded_elements * copies[self.kind] * self.dtype.itemsize
+
+    @property
     def moved_bytes(self) -> int:
         """Bytes that all ranks of all groups receive."""
         others = self.size - 1
@@ -113,16 +129,14 @@ def collectives_from(
     for count in range(1, _MOST_AXES + 1):
         for chosen in itertools.combinations(axes, count):
             placements = [layout.placements[axis] for axis in chosen]
-            # gloo joins no float8, and adds the bytes of bools.
-            joins = dtype.itemsize > 1 or dtype in (torch.int8, torch.uint8)
-            if joins and all(isinstance(p, Partial) for p in placements):
+            if dtype in _JOINED and all(isinstance(p, Partial) for p in placements):
                 reduced = _with(layout, dict.fromkeys(chosen, Replicate()))
                 yield Collective("all_reduce", layout, reduced, chosen, None, shape, dtype)
                 for dim in range(len(shape)):
                     cut = scattered(layout, chosen, dim)
                     if cut is not None:
                         yield Collective("reduce_scatter", layout, cut, chosen, dim, shape, dtype)
-    for dim, cuts in layout.cuts.items():
+    for dim, cuts in layout.cuts.items() if dtype in _GATHERED else ():
         for count in range(1, min(_MOST_AXES, len(cuts)) + 1):
             last = cuts[len(cuts) - count :]
             if all(cut.split == 1 for cut in last):

@@ -53,23 +53,20 @@ class CollectivePath:
         without: frozenset[int] = frozenset(),
     ) -> None:
         """`ranks` are the global ranks of the group, in its order; nothing is moved to or from
-        those of the group's numbers in `without`. Every rank of the group must come to it."""
+        those of the group's numbers in `without`."""
         self._tasks, self._number = tasks, number
         self.group, self._device, self.width = group, device, tasks[0].width
         self._kinds = [task.kind(number) for task in tasks]
         self._numbers: dict[Holder, int] = {
             rank: n for n, rank in enumerate(ranks) if n not in without
         }
-        loads = torch.tensor([self._load(task) for task in tasks], device=device)
-        # Of each tensor, what the busiest rank sends and receives: all must cut it alike.
-        dist.all_reduce(loads, dist.ReduceOp.MAX, group=group)
+        # What a rank can send and receive of each tensor at most: all must cut it alike.
+        loads = [task.most_moved_words(number) for task in tasks]
         # Dividing each piece leaves up to one element of each over.
         spare = 2 * len(ranks) * max(task.plan.dtype.itemsize for task in tasks)
         capacity = max(bucket_bytes - spare, bucket_bytes // 2) // self.width
         self.buckets = [
-            self._bucket(ranges, len(ranks))
-            for ranges in buckets(loads.tolist(), capacity, 1)
-            if ranges
+            self._bucket(ranges, len(ranks)) for ranges in buckets(loads, capacity, 1) if ranges
         ]
 
     def bind(self, given: Sequence[WordArray], into: Sequence[WordArray]) -> "BoundCollectivePath":
@@ -92,14 +89,6 @@ class CollectivePath:
             scratch.words(2 * parity, sent, self.width),
             scratch.words(2 * parity + 1, received, self.width),
         )
-
-    def _load(self, task: Task) -> int:
-        """Words of a tensor that this rank sends and receives."""
-        if task.kind(self._number) is None:
-            return 0
-        part = task.parts[self._number]
-        pieces = [p for p in (*part.sends, *part.receives) if p.peer in self._numbers]
-        return sum(piece.stop - piece.start for piece in pieces) * task.ratio
 
     def _bucket(self, ranges: Sequence[Range], num_ranks: int) -> _Bucket:
         """What this rank sends and receives in a bucket: peer after peer, and for each peer tensor

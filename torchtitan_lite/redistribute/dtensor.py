@@ -1,16 +1,19 @@
 """Redistribute one DTensor. Layer: above execution and groups."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute.execution import DEFAULT_MEANS, Means
+from torchtitan_lite.redistribute.joint import check_out
 from torchtitan_lite.redistribute.layout import HolderMesh, Layout, StridedReading
 from torchtitan_lite.redistribute.legs import follow
-from torchtitan_lite.redistribute.plan import plan
+from torchtitan_lite.redistribute.means import DEFAULT_MEANS, Means
+from torchtitan_lite.redistribute.plan import average_factor, plan
+from torchtitan_lite.torch_compat import spec_of
 
 
 def redistribute(
@@ -24,10 +27,12 @@ def redistribute(
 ) -> DTensor:
     """`tensor` laid out as `dst`. Every rank of both meshes must call it; others may.
 
-    A tensor that lies so already is returned as it is. `mesh` is the DeviceMesh of `dst` where that
-    is not the tensor's own; a rank outside of it gets a DTensor without elements. `strided` is how
-    to read strided shards, see `Layout.from_dtensor`. `out` lies as `dst` and takes the result.
-    Gradients flow back the opposite way; of averages and sums only.
+    A tensor that lies so already is returned as it is, and where this rank's part stays as it is
+    the result shares its memory. `mesh` is the DeviceMesh of `dst` where that is not the tensor's
+    own; a rank outside of it gets a DTensor without elements. `strided` is how to read strided
+    shards, see `Layout.from_dtensor`. `out` lies as `dst` and takes the result.
+    Gradients flow back the opposite way, once, and of averages and sums only: every rank of both
+    meshes must come to backward.
 
     Raises LayoutError where no plan leads there or `mesh` is missing, and RedistributionError where
     another rank does not take part.
@@ -35,27 +40,45 @@ def redistribute(
     src = Layout.from_dtensor(tensor, strided=strided)
     if src == dst and out is None:
         return tensor
+    kind = _Kind(tuple(tensor.shape), tensor.dtype, tensor.device)
+    if out is not None:
+        check_out(spec_of(out), dst, kind.shape, kind.dtype)
+        _moved(tensor.to_local().detach(), kind, src, dst, means, out.to_local().detach())
+        return out
     target = _mesh_of(tensor, dst, mesh)
-    if out is None and tensor.requires_grad and torch.is_grad_enabled():
-        local = _Redistribute.apply(tensor.to_local(), tensor, src, dst, means)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        local = _Redistribute.apply(tensor.to_local(), kind, src, dst, means)
         assert isinstance(local, torch.Tensor)
     else:
-        local = _moved(tensor.to_local().detach(), tensor, src, dst, means, out)
-    return out if out is not None else dst.to_dtensor(local, target, tensor.shape)
+        local = _moved(tensor.to_local().detach(), kind, src, dst, means)
+    return dst.to_dtensor(local, target, kind.shape)
+
+
+class _Kind(NamedTuple):
+    """What is known of a tensor without its elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 def _moved(
     local: torch.Tensor,
-    tensor: DTensor,
+    kind: _Kind,
     src: Layout,
     dst: Layout,
     means: Means,
-    out: DTensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    costs = means.costs_on(tensor.device)
-    found = plan(src, dst, tuple(tensor.shape), tensor.dtype, costs=costs)
-    into = None if out is None else out.to_local()
-    return follow(found, local, into, tensor.device, means)
+    found = plan(
+        src,
+        dst,
+        kind.shape,
+        kind.dtype,
+        costs=means.costs_on(kind.device),
+        most_intermediate_bytes=2 * means.bucket_bytes,
+    )
+    return follow(found, local, out, kind.device, means)
 
 
 def _mesh_of(tensor: DTensor, dst: Layout, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -76,17 +99,20 @@ class _Redistribute(torch.autograd.Function):
     def forward(
         ctx: Any,
         local: torch.Tensor,
-        tensor: DTensor,
+        kind: _Kind,
         src: Layout,
         dst: Layout,
         means: Means,
     ) -> torch.Tensor:
         """See `redistribute`."""
-        ctx.tensor, ctx.src, ctx.dst, ctx.means = tensor.detach(), src, dst, means
-        return _moved(local.detach(), tensor, src, dst, means)
+        ctx.kind, ctx.src, ctx.dst, ctx.means = kind, src, dst, means
+        return _moved(local.detach(), kind, src, dst, means)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         """The gradient of every contribution to a sum is the whole gradient, and the other way
         round each holder's gradient is one of the whole."""
         src, dst = ctx.src, ctx.dst
@@ -97,8 +123,8 @@ class _Redistribute(torch.autograd.Function):
                     "Redistribute sums or averages."
                 )
         (grad,) = grads
-        moved = _moved(grad.contiguous(), ctx.tensor, _whole(dst), _whole(src), ctx.means)
-        factor = plan(src, dst, tuple(ctx.tensor.shape), ctx.tensor.dtype).factor
+        moved = _moved(grad.contiguous(), ctx.kind, _whole(dst), _whole(src), ctx.means)
+        factor = average_factor(src, dst)
         return moved if factor == 1 else moved * factor, None, None, None, None
 
 

@@ -137,6 +137,18 @@ class Exchange:
         per_dim = zip(self.lengths, roles.cuts, strict=True)
         return prod(int(sizes(length, cuts).max()) for length, cuts in per_dim)
 
+    def most_moved(self, kind: RoundKind) -> int:
+        """A bound of the elements that one holder sends and receives in a round, the same for all
+        holders."""
+        taken = self.largest("spread")
+        copies, sources = self.dst.num_replicas, self.src.num_replicas
+        if kind == "reduce":
+            return self.largest("reduce") + taken * self.src.num_contributions
+        if kind == "spread":
+            return taken * copies + taken
+        turns = copies if self.nodes is not None else -(-copies // sources)
+        return self.largest("move") * turns + taken
+
     def part(self, holder: Holder) -> tuple[Part, ...]:
         """What `holder` does in each round."""
         parts = tuple(Part([], [], [], []) for _ in self.rounds)

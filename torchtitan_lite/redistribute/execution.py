@@ -4,18 +4,16 @@ CPU ranks of one machine exchange through shared memory, all others by collectiv
 Layer: above shared_path and collective_path.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from functools import cache
 
 import torch
 import torch.distributed as dist
 
 from torchtitan_lite.errors import RedistributionError
 from torchtitan_lite.redistribute.collective_path import BoundCollectivePath, CollectivePath
-from torchtitan_lite.redistribute.cost import Costs, default_costs
+from torchtitan_lite.redistribute.means import Means
 from torchtitan_lite.redistribute.plan import Plan
 from torchtitan_lite.redistribute.program import Slices, Task, slices
 from torchtitan_lite.redistribute.shared_memory import SharedMemory, is_supported
@@ -28,45 +26,8 @@ from torchtitan_lite.redistribute.words import (
     word_tensor,
 )
 
-Transport = Literal["shared_memory", "collective"]
-
-BUCKET_BYTES = 25 << 20
 _SLOT_BYTES = 4 << 20
 """Of shared memory. Slots that stay in a processor's cache are read faster than larger ones."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Means:
-    """What an exchange may use."""
-
-    bucket_bytes: int = BUCKET_BYTES
-    """Temporary memory is at most twice that."""
-    transport: Transport | None = None
-    """None takes shared memory where there is some."""
-    costs: Costs | None = None
-    """Of this machine; None takes the default figures for the kind of device."""
-
-    def costs_on(self, device: torch.device) -> Costs:
-        """The figures to plan with, which must be the same on all ranks."""
-        if self.costs is not None:
-            return self.costs
-        on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        one_node = on_node >= dist.get_world_size()
-        return _default_costs(device.type, 0 if one_node else on_node)
-
-    def __post_init__(self) -> None:
-        if self.bucket_bytes < 1 << 14:
-            raise RedistributionError(
-                f"bucket_bytes = {self.bucket_bytes} is too little: at least {1 << 14} are needed."
-            )
-
-
-DEFAULT_MEANS = Means()
-
-
-@lru_cache
-def _default_costs(device_type: str, ranks_per_node: int) -> Costs:
-    return default_costs(device_type).on_nodes_of(ranks_per_node)
 
 
 class Execution:
@@ -98,6 +59,7 @@ class Execution:
         self._scaled = [index for index, plan in enumerate(plans) if plan.factor != 1]
         self._paths = [] if group is None else self._choose_paths(ranks, group, device, means)
         self._bound: _Bound | None = None
+        self._on_cpu = device.type == "cpu"
 
     @torch.no_grad()
     def run(
@@ -106,15 +68,18 @@ class Execution:
         """Fill `outs`, this rank's parts of the destinations, from `sources`, its parts of the
         sources; both contiguous, None where it has none. Every rank must call it."""
         where = tuple(0 if tensor is None else tensor.data_ptr() for tensor in (*sources, *outs))
-        if self._bound is None or self._bound.where != where:
-            self._bound = self._bind(where, sources, outs)
+        bound = self._bound
+        if bound is None or bound.where != where:
+            bound = self._bind(where, sources, outs)
+            # Elsewhere than on a CPU it would keep the tensors alive.
+            self._bound = bound if self._on_cpu else None
         for index, fills in self._fills:
             out = outs[index]
             if out is not None:
                 self._fill(index, out, fills)
-        for array, source in self._bound.copies:
+        for array, source in bound.copies:
             array[...] = source
-        for path in self._bound.paths:
+        for path in bound.paths:
             path.run()
         for index in self._scaled:
             out = outs[index]
@@ -159,7 +124,7 @@ class Execution:
             )
         paths: list[SharedPath | CollectivePath] = []
         for number in range(max((len(task.plan.rounds) for task in self._tasks), default=0)):
-            if memory is not None and len(near) > 1:
+            if memory is not None:
                 bucket = min(means.bucket_bytes, _SLOT_BYTES)
                 paths.append(SharedPath(self._tasks, number, ranks, memory, bucket, near))
             if not covers_all:
@@ -187,7 +152,7 @@ class _Bound:
     paths: list[BoundSharedPath | BoundCollectivePath]
 
 
-@lru_cache(maxsize=64)
+@cache
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory:
     """The memory that the ranks of a group share, made at its first use. Every rank of the group
     must come to it."""

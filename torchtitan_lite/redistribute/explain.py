@@ -1,6 +1,6 @@
 """A plan in words: what happens, what it costs each holder, and what it would cost at least.
 
-Layer: above traffic and execution.
+Layer: above traffic and means.
 """
 
 from dataclasses import replace
@@ -8,8 +8,8 @@ from math import prod
 from statistics import median
 
 from torchtitan_lite.redistribute.exchange import RoundKind
-from torchtitan_lite.redistribute.execution import BUCKET_BYTES, Transport
 from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.means import BUCKET_BYTES, Transport
 from torchtitan_lite.redistribute.plan import Plan
 from torchtitan_lite.redistribute.traffic import (
     Traffic,

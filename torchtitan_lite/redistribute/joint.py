@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from torchtitan_lite.axis_groups import group_of_ranks
 from torchtitan_lite.errors import RedistributionError
-from torchtitan_lite.redistribute.execution import Execution, Means
-from torchtitan_lite.redistribute.layout import Layout
+from torchtitan_lite.redistribute.execution import Execution
+from torchtitan_lite.redistribute.layout import HolderMesh, Layout, decode_strided
+from torchtitan_lite.redistribute.means import Means
 from torchtitan_lite.redistribute.plan import Plan
+from torchtitan_lite.torch_compat import DTensorSpec
 
 _GROUP_TIMEOUT = timedelta(minutes=5)
 
@@ -38,16 +40,21 @@ def move(
     for plan, stays, shape, source, out in zip(
         plans, work.stays, work.shapes, sources, outs, strict=True
     ):
+        if out is not None and plan.dst.mesh.place(rank) is not None:
+            _check_part(out, shape, plan)
         if stays and source is not None:
             results.append(source if out is None else out)
             if out is not None and out.data_ptr() != source.data_ptr():
                 out.copy_(source)
         elif out is None:
             results.append(torch.empty(shape, dtype=plan.dtype, device=device))
-        elif plan.dst.mesh.place(rank) is None:
-            results.append(out)
         else:
-            results.append(_checked(out, shape, plan))
+            if source is not None and out.numel() and out.data_ptr() == source.data_ptr():
+                raise RedistributionError(
+                    f"out is the source itself, which is read while {plan.dst} is written. Give "
+                    "other memory."
+                )
+            results.append(out)
     for chosen, indices, ranks in work.exchanges:
         _execution(chosen, ranks, device, means, dist.group.WORLD).run(
             [_part(sources[n], plans[n].src, rank) for n in indices],
@@ -84,14 +91,32 @@ def _part(tensor: torch.Tensor | None, layout: Layout, rank: int) -> torch.Tenso
     return tensor.contiguous()
 
 
-def _checked(out: torch.Tensor, shape: tuple[int, ...], plan: Plan) -> torch.Tensor:
+@lru_cache(maxsize=8192)
+def check_out(
+    given: DTensorSpec, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Raise RedistributionError where a DTensor that is `given` for a result lies otherwise than
+    `layout`, or has another shape or dtype."""
+    meta = given.tensor_meta
+    assert meta is not None
+    lies_so = given.placements == layout.dtensor_placements
+    if not lies_so and decode_strided(layout.mesh, given.placements) is not None:
+        lies_so = Layout.from_spec(given, strided="order") == layout
+    lies_so = lies_so and HolderMesh.of(given.mesh) == layout.mesh
+    if not lies_so or tuple(meta.shape) != shape or meta.dtype != dtype:
+        raise RedistributionError(
+            f"out is {given.placements} on {HolderMesh.of(given.mesh)}, of shape "
+            f"{tuple(meta.shape)}, {meta.dtype}; {layout}, {shape}, {dtype} is needed."
+        )
+
+
+def _check_part(out: torch.Tensor, shape: tuple[int, ...], plan: Plan) -> None:
     if tuple(out.shape) != shape or out.dtype != plan.dtype or not out.is_contiguous():
         raise RedistributionError(
             f"out has a part of shape {tuple(out.shape)}, {out.dtype}"
             f"{'' if out.is_contiguous() else ', not contiguous'}; {plan.dst} of a tensor of shape "
             f"{plan.shape} needs {shape}, {plan.dtype}, contiguous."
         )
-    return out
 
 
 def _ranks(plans: Sequence[Plan]) -> tuple[int, ...]:

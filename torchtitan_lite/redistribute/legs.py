@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.redistribute.collective import Collective
-from torchtitan_lite.redistribute.execution import Means
 from torchtitan_lite.redistribute.joint import group_of, move
+from torchtitan_lite.redistribute.means import Means
 from torchtitan_lite.redistribute.plan import Plan
 
 _OPS = {
@@ -29,6 +29,8 @@ def follow(
     plan must call it; see `joint.move`."""
     if not plan.legs:
         return move([plan], [local], [out], device, means)[0]
+    if plan.src.mesh.place(dist.get_rank()) is None:
+        return local.new_empty((0,), dtype=plan.dtype) if out is None else out
     for leg in plan.legs:
         if isinstance(leg, Plan):
             (local,) = move([leg], [local], [None], device, means)

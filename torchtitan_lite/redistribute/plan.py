@@ -159,7 +159,7 @@ def plan(
             return Plan(src, dst, shape, dtype, copies, 1.0, costs)
     fewest = _fewest_elements(src, dst, shape)
     best = _on_nodes(fewest, costs, objective, dtype.itemsize)
-    direct = Plan(src, dst, shape, dtype, best, _averaged(dst) / _averaged(src), costs)
+    direct = Plan(src, dst, shape, dtype, best, average_factor(src, dst), costs)
     if one_exchange or objective == "bytes" or not _others_may_win(direct):
         return direct
 
@@ -223,6 +223,11 @@ def _others_may_win(direct: Plan) -> bool:
         and costs.collective_within.bytes_per_s <= costs.within.bytes_per_s
     )
     return costs.nodes() is not None or not slower
+
+
+def average_factor(src: Layout, dst: Layout) -> float:
+    """What sums are multiplied by that come from averages or go to averages."""
+    return _averaged(dst) / _averaged(src)
 
 
 def _averaged(layout: Layout) -> int:

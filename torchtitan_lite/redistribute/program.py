@@ -61,6 +61,11 @@ class Task:
         kind = self.kind(number)
         return 0 if kind is None else self.plan.exchange.largest(kind) * self.ratio
 
+    def most_moved_words(self, number: int) -> int:
+        """Words that a holder sends and receives in round `number`, at most."""
+        kind = self.kind(number)
+        return 0 if kind is None else self.plan.exchange.most_moved(kind) * self.ratio
+
     def local_words(self, holder: Holder, number: int) -> tuple[int, ...]:
         """The shape in words of what a holder sends from in round `number`."""
         kind = self.kind(number)

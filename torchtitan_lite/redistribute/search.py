@@ -63,7 +63,7 @@ def shortest(
                 best_s, best = last_s, [*legs, Leg(dst, None)]
         for leg, seconds in _edges(layout, dst, shape, dtype, costs):
             total = so_far + seconds
-            fits = most_bytes is None or leg.dst == dst or _bytes(leg, shape, dtype) <= most_bytes
+            fits = most_bytes is None or _temporary(leg, dst, shape, dtype) <= most_bytes
             if total < best_s and leg.dst not in done and fits:
                 heapq.heappush(queue, (total, next(order), leg.dst, [*legs, leg]))
     return best
@@ -83,6 +83,12 @@ def _edges(
                 copied = _bytes(Leg(cut, None), shape, dtype)
                 edges.append((Leg(cut, None), costs.piece_s + copied / costs.copy_bytes_per_s))
     return edges
+
+
+def _temporary(leg: Leg, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a rank for a leg: its own, and its result where that is not yet the goal."""
+    own = 0 if leg.collective is None else leg.collective.temporary_bytes
+    return own + (0 if leg.dst == dst else _bytes(leg, shape, dtype))
 
 
 def _bytes(leg: Leg, shape: tuple[int, ...], dtype: torch.dtype) -> int:

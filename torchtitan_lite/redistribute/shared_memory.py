@@ -16,6 +16,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -65,10 +66,13 @@ class SharedMemory:
                 self._create(paths[self.rank])
             except OSError as error:
                 self.problem = str(error)
+                paths[self.rank].unlink(missing_ok=True)
             dist.barrier(group)
             for rank, path in enumerate(paths):
-                if rank != self.rank and self.problem is None and path.exists():
-                    self._maps[rank] = _map(path, region_bytes + _PAGE)
+                if rank != self.rank and self.problem is None:
+                    # A rank on another machine, or one that had too little memory, is not seen.
+                    with suppress(OSError, ValueError):
+                        self._maps[rank] = _map(path, region_bytes + _PAGE)
             seen = torch.tensor([int(rank in self._maps) for rank in range(size)])
             sees = [torch.empty_like(seen) for _ in range(size)]
             # Also the barrier after which the names may go.
@@ -91,6 +95,8 @@ class SharedMemory:
         }
         self.count = 0
         """Buckets that the group has exchanged so far."""
+        self.broken = False
+        """Whether an exchange ended half-way, after which ranks no longer agree on `count`."""
         self.pending: dict[int, tuple[Iterable[int], int]] = {}
         """By slot: who may still read what this rank wrote there, and in which bucket."""
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchtitan_lite.errors import RedistributionError
 from torchtitan_lite.redistribute.exchange import Piece
 from torchtitan_lite.redistribute.layout import Holder
 from torchtitan_lite.redistribute.program import Range, Slices, Task, buckets, meet, slices, spans
@@ -174,7 +175,16 @@ class BoundSharedPath:
 
     def run(self) -> None:
         """Move. All ranks of the group must come to it."""
-        memory, count = self._memory, len(self._buckets)
+        memory = self._memory
+        if memory.broken:
+            raise RedistributionError(
+                "An earlier exchange between these ranks ended half-way. Start the processes again."
+            )
+        memory.broken = True
+        self._run(memory, len(self._buckets))
+        memory.broken = False
+
+    def _run(self, memory: SharedMemory, count: int) -> None:
         first, memory.count = memory.count, memory.count + count
         for number in range(count + 1):
             if number < count:

@@ -3,7 +3,7 @@
 Layer: above joint.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.cost import Costs
-from torchtitan_lite.redistribute.execution import DEFAULT_MEANS, Means
-from torchtitan_lite.redistribute.joint import move
+from torchtitan_lite.redistribute.joint import check_out, move
 from torchtitan_lite.redistribute.layout import HolderMesh, Layout, StridedReading
+from torchtitan_lite.redistribute.means import DEFAULT_MEANS, Means
 from torchtitan_lite.redistribute.plan import Plan, plan
 from torchtitan_lite.torch_compat import DTensorSpec, spec_of
 
@@ -52,25 +52,31 @@ def redistribute_state_dict(
     `elsewhere` tells of tensors that this rank has no DTensor of, as with a pipeline, where each
     stage has its own; what lies on other ranks only is not in the result. `strided` is how to read
     strided shards: by default as FSDP2 means them. What `out` has a name of is filled; without it a
-    tensor that lies right already is returned itself.
+    tensor that lies right already is returned itself, and a part that stays as it is shares its
+    memory.
 
     Raises LayoutError naming the tensor for which a plan or a mesh is missing.
     """
     out = out or {}
-    device = next((t.device for t in (*tensors.values(), *out.values())), torch.device("cpu"))
+    meshes = tuple(meshes)
+    device = _device([*tensors.values(), *out.values()], meshes)
     known = tuple(
         spec_of(tensors[name]) if name in tensors else _described(name, elsewhere)
         for name in layouts
     )
     plans = _plans(known, tuple(layouts.values()), strided, means.costs_on(device))
+    for name, found in zip(layouts, plans, strict=True):
+        if name in out:
+            check_out(spec_of(out[name]), found.dst, found.shape, found.dtype)
     sources = [tensors[name].to_local() if name in tensors else None for name in layouts]
     outs = [out[name].to_local() if name in out else None for name in layouts]
     moved = move(plans, sources, outs, device, means)
     results = {name: tensor for name, tensor in tensors.items() if name not in layouts}
     by_holders: dict[HolderMesh, DeviceMesh] = {}
     if not layouts.keys() <= out.keys():
-        of_tensors = (t.device_mesh for t in (*out.values(), *tensors.values()))
-        by_holders = {HolderMesh.of(mesh): mesh for mesh in {*of_tensors, *meshes}}
+        of_tensors = (t.device_mesh for t in (*tensors.values(), *out.values()))
+        # Of equal ones the last, which is the one that the caller gave.
+        by_holders = {HolderMesh.of(mesh): mesh for mesh in (*of_tensors, *meshes)}
     for name, found, local in zip(layouts, plans, moved, strict=True):
         if name in out:
             results[name] = out[name]
@@ -84,6 +90,18 @@ def redistribute_state_dict(
                 "it to meshes."
             )
     return results
+
+
+def _device(tensors: Sequence[DTensor], meshes: Sequence[DeviceMesh]) -> torch.device:
+    """Where all parts lie: a rank without tensors must come to the same as the others."""
+    kinds = {mesh.device_type for mesh in (*(t.device_mesh for t in tensors), *meshes)}
+    if len(kinds) > 1:
+        raise LayoutError(
+            f"Tensors and meshes of {' and '.join(sorted(kinds))} cannot move in one exchange. "
+            "Call it once for each kind of device."
+        )
+    kind = kinds.pop() if kinds else "cpu"
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def _described(name: str, elsewhere: Mapping[str, Placed] | None) -> Placed:

@@ -22,21 +22,24 @@ def test_state_goes_to_files_and_comes_back_on_other_ranks(tmp_path: Path) -> No
     loading = Layout(HolderMesh.ranks(5), [Shard(1)])
 
     live = _parts(saving, whole)
-    stored = {
+    stored: dict[Holder, np.ndarray] = {
         name: np.memmap(tmp_path / str(name), np.int32, "w+", shape=_local_shape(files, name))
         for name in files.mesh.holders
     }
     to_files = plan(saving, files, SHAPE, torch.int32)
     written = _carry_out(to_files, live, stored)
     for memory in stored.values():
+        assert isinstance(memory, np.memmap)
         memory.flush()
     assert written == whole.nbytes == to_files.moved_bytes
 
-    found = {
+    found: dict[Holder, np.ndarray] = {
         name: np.memmap(tmp_path / str(name), np.int32, "r", shape=_local_shape(files, name))
         for name in files.mesh.holders
     }
-    restored = {rank: np.empty(_local_shape(loading, rank), np.int32) for rank in range(5)}
+    restored: dict[Holder, np.ndarray] = {
+        rank: np.empty(_local_shape(loading, rank), np.int32) for rank in range(5)
+    }
     from_files = plan(files, loading, SHAPE, torch.int32)
     read = _carry_out(from_files, found, restored)
     assert read == whole.nbytes
