@@ -40,7 +40,7 @@ def explain(
         _legs(plan) or _rounds(plan),
         _bytes_moved(plan),
         _memory(plan, bucket_bytes),
-        [f"Path: {_PATHS[transport]}" if plan.moved_bytes else "Path: none, nothing is moved"],
+        [f"Path: {_path(plan, transport)}"],
         [f"Predicted time: {plan.predicted_s * 1e3:.3g} ms"],
     ]
     return "\n".join(line for section in sections for line in section)
@@ -64,6 +64,14 @@ def _ends(plan: Plan) -> list[str]:
         f"From: {plan.src}",
         f"To: {plan.dst}",
     ]
+
+
+def _path(plan: Plan, transport: Transport | None) -> str:
+    if plan.moved_bytes == 0:
+        return "none, nothing is moved"
+    if any(not isinstance(leg, Plan) for leg in plan.legs):
+        return "single collectives of the backend where they are named"
+    return _PATHS[transport]
 
 
 def _legs(plan: Plan) -> list[str]:
