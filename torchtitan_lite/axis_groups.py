@@ -69,6 +69,8 @@ class AxisGroups:
         if len(members) == self._world.size():
             return self._world
         group = group_of_ranks(self._world, self._timeout, *members, axis=name)
+        # It may have been made for another mesh.
+        set_group_timeout(group, self._timeout)
         self._names[group] = name
         return group
 

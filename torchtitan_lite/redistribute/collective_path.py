@@ -136,11 +136,12 @@ class Scratch:
     def words(self, number: int, count: int, width: int) -> torch.Tensor:
         """One of the pieces of memory, as `count` words of `width` bytes, whatever they hold."""
         kept = self._kept.get(number)
-        if kept is None or kept.nbytes < count * width:
-            # What is too small goes first, so that both are never there at once.
+        if kept is None or kept.nbytes != count * width:
+            # What another exchange needed goes first, so that both are never there at once.
+            kept = None
             self._kept.pop(number, None)
             kept = self._kept[number] = word_tensor_of(count, width, self._device)
-        return kept.view(torch.uint8)[: count * width].view(WORDS[width])
+        return kept.view(WORDS[width])
 
 
 @lru_cache(maxsize=16)
