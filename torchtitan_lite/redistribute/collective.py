@@ -71,10 +71,10 @@ class Collective:
     def padded_elements(self) -> int:
         """Elements that each rank gives, its part filled up to that of the largest."""
         if self.kind == "all_gather":
-            return _largest(self.src, self.shape)
+            return self.src.largest_part(self.shape)
         if self.kind == "reduce_scatter":
-            return _largest(self.dst, self.shape) * self.size
-        return _largest(self.src, self.shape)
+            return self.dst.largest_part(self.shape) * self.size
+        return self.src.largest_part(self.shape)
 
     @property
     def temporary_bytes(self) -> int:
@@ -110,13 +110,7 @@ class Collective:
         if nodes is None:
             return self.size
         mesh = self.src.mesh
-        index = [range(n) if axis in self.axes else (0,) for axis, n in enumerate(mesh.shape)]
-        strides = [prod(mesh.shape[axis + 1 :]) for axis in range(len(mesh.shape))]
-        places = [
-            sum(i * stride for i, stride in zip(coordinate, strides, strict=True))
-            for coordinate in itertools.product(*index)
-        ]
-        on = [nodes.of(mesh.holders[place]) for place in places]
+        on = [nodes.of(holder) for holder in mesh.along(self.axes, [0] * len(mesh.shape))]
         return max(on.count(node) for node in set(on))
 
 
@@ -173,8 +167,3 @@ def _with(
         )
         orders[dim] = orders.get(dim, plain) + axes
     return Layout(layout.mesh, new, orders)
-
-
-def _largest(layout: Layout, shape: tuple[int, ...]) -> int:
-    """Elements of the largest part: that of the first holder, in all dims."""
-    return prod(layout.local_shape(shape, layout.mesh.holders[0]))

@@ -1,4 +1,4 @@
-"""Redistribute one DTensor. Layer: above execution and groups."""
+"""Redistribute one DTensor. Layer: above legs."""
 
 from typing import Any, NamedTuple
 

@@ -125,8 +125,8 @@ class Execution:
         paths: list[SharedPath | CollectivePath] = []
         for number in range(max((len(task.plan.rounds) for task in self._tasks), default=0)):
             if memory is not None:
-                bucket = min(means.bucket_bytes, _SLOT_BYTES)
-                paths.append(SharedPath(self._tasks, number, ranks, memory, bucket, near))
+                most = means.bucket_bytes
+                paths.append(SharedPath(self._tasks, number, ranks, memory, most, near))
             if not covers_all:
                 bucket = means.bucket_bytes // (1 if memory is None else 2)
                 paths.append(
@@ -142,7 +142,7 @@ class Execution:
             words[place].view(plan.dtype).fill_(nothing(plan.dtype, plan.op))
 
 
-@dataclass(frozen=True, kw_only=False)
+@dataclass(frozen=True)
 class _Bound:
     """All copies for certain tensors. They are remembered by address, which costs less than to
     make the copies anew, and keep no tensor alive."""

@@ -112,6 +112,15 @@ class HolderMesh:
             place = place * size + index
         return self.holders[place]
 
+    def along(self, axes: Sequence[int], coordinate: Sequence[int]) -> list[Holder]:
+        """The holders that differ from the one at `coordinate` along `axes` only, itself included;
+        the first of `axes` varies slowest."""
+        found = []
+        for moved in itertools.product(*(range(self.shape[axis]) for axis in axes)):
+            index = dict(zip(axes, moved, strict=True))
+            found.append(self.at([index.get(axis, at) for axis, at in enumerate(coordinate)]))
+        return found
+
     def coordinate(self, holder: Holder) -> tuple[int, ...] | None:
         """A holder's index on each axis; None where it is not in the mesh."""
         place = self.place(holder)
@@ -306,6 +315,10 @@ class Layout:
             )
             for dim, length in enumerate(shape)
         )
+
+    def largest_part(self, shape: Sequence[int]) -> int:
+        """Elements of the largest part, which is that of the first holder."""
+        return math.prod(self.local_shape(shape, self.mesh.holders[0]))
 
     def part(self, dim: int, coordinate: Sequence[int]) -> int:
         """The number of the part of `dim` that the holder at `coordinate` has."""

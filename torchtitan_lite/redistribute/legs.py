@@ -4,8 +4,6 @@ A leg is an exchange, or a single collective of the backend. Collectives want eq
 are filled up to the largest.
 """
 
-import itertools
-
 import torch
 import torch.distributed as dist
 
@@ -81,9 +79,7 @@ def _members(leg: Collective) -> list[int]:
     mine = mesh.coordinate(dist.get_rank())
     assert mine is not None
     members = []
-    for moved in itertools.product(*(range(mesh.shape[axis]) for axis in leg.axes)):
-        place = dict(zip(leg.axes, moved, strict=True))
-        member = mesh.at([place.get(axis, index) for axis, index in enumerate(mine)])
+    for member in mesh.along(leg.axes, mine):
         assert isinstance(member, int)
         members.append(member)
     return members

@@ -112,9 +112,7 @@ class Plan:
     @cached_property
     def intermediate_bytes(self) -> int:
         """Of the largest part of a tensor that lies between two legs."""
-        between = [leg.dst for leg in self.legs[:-1]]
-        holder = self.dst.mesh.holders[0]
-        sizes = [prod(layout.local_shape(self.shape, holder)) for layout in between]
+        sizes = (leg.dst.largest_part(self.shape) for leg in self.legs[:-1])
         return max(sizes, default=0) * self.dtype.itemsize
 
     @cached_property

@@ -147,15 +147,17 @@ def blocks(segments: Sequence[Segments], start: int, stop: int) -> Iterator[Bloc
     lengths = [sum(length for _, _, length in dim) for dim in segments]
     if start == 0 and stop == prod(lengths):
         # By far the most pieces: whole, and of one segment a dim.
-        for combination in itertools.product(*segments):
-            src, dst, shape = zip(*combination, strict=True) if combination else ((), (), ())
-            yield Block(src, dst, shape)
+        yield from _rectangles(segments)
         return
     for span in spans(lengths, start, stop):
         per_dim = [_clipped(dim, *bounds) for dim, bounds in zip(segments, span, strict=True)]
-        for combination in itertools.product(*per_dim):
-            src, dst, shape = zip(*combination, strict=True) if combination else ((), (), ())
-            yield Block(src, dst, shape)
+        yield from _rectangles(per_dim)
+
+
+def _rectangles(per_dim: Sequence[Segments]) -> Iterator[Block]:
+    for combination in itertools.product(*per_dim):
+        src, dst, shape = zip(*combination, strict=True) if combination else ((), (), ())
+        yield Block(src, dst, shape)
 
 
 def _clipped(segments: Segments, start: int, stop: int) -> Segments:

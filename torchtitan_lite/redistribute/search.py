@@ -93,7 +93,4 @@ def _temporary(leg: Leg, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype
 
 def _bytes(leg: Leg, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Of the largest part after a leg."""
-    elements = 1
-    for length in leg.dst.local_shape(shape, leg.dst.mesh.holders[0]):
-        elements *= length
-    return elements * dtype.itemsize
+    return leg.dst.largest_part(shape) * dtype.itemsize

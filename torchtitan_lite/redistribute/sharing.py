@@ -1,4 +1,4 @@
-"""Who gives what to whom, where several hold the same. Layer: imports nothing of the project.
+"""Who gives what to whom, where several hold the same. Layer: above layout.
 
 Every holder works out its own part of an exchange alone, so a sender and its receiver must come to
 the same answer: both ask the functions here, which know nothing of who asks.
