@@ -1,7 +1,8 @@
 """Memory that the ranks of one machine share: each writes its own region and reads the others'.
 
 A region is a file on tmpfs, mapped by all and unlinked at once, so that nothing is left behind by a
-process that dies. Its first page counts what its owner has written and read. Layer: above errors.
+process that dies. Its first page counts what its owner has written and read. Layer: above errors
+and futex.
 
 Invariant: a region is reserved before it is touched, so that a full tmpfs is an error, not a bus
 error. The counters rely on stores being seen in the order in which they were made, as on x86-64
@@ -24,12 +25,18 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.errors import RedistributionError
+from torchtitan_lite.redistribute import futex
 
 FOLDER = Path("/dev/shm")
 _PREFIX = "torchtitan_lite-redistribute-"
 _PAGE = mmap.PAGESIZE
+_WRITTEN, _READ = 0, 1
+"""The counters of a region."""
+_COUNTER_BYTES = 8
 _NAME = re.compile(r"[0-9a-f]{32}")
-_YIELDS_BEFORE_SLEEP = 2000
+_SPINS = 200
+"""Looks at a counter before sleeping, where every rank has a core of its own: to fall asleep and
+be woken takes longer than a neighbour's copy of little."""
 
 
 def is_supported() -> bool:
@@ -89,6 +96,10 @@ class SharedMemory:
         self._counters = {
             rank: np.frombuffer(mapped, np.int64, 2) for rank, mapped in self._maps.items()
         }
+        # The lower half of a counter, on which others sleep.
+        self._addresses = {rank: found.ctypes.data for rank, found in self._counters.items()}
+        has_core = len(self.neighbours) <= len(os.sched_getaffinity(0))
+        self._spins = _SPINS if has_core else 1
         self._data = {
             rank: np.frombuffer(mapped, np.uint8, offset=_PAGE)
             for rank, mapped in self._maps.items()
@@ -119,38 +130,42 @@ class SharedMemory:
 
     def wrote(self, bucket: int) -> None:
         """Tell the neighbours that this rank's part of a bucket, and of all before, is there."""
-        self._counters[self.rank][0] = bucket + 1
+        self._tell(_WRITTEN, bucket)
 
     def read(self, bucket: int) -> None:
         """Tell the neighbours that this rank needs nothing more of a bucket and those before."""
-        self._counters[self.rank][1] = bucket + 1
+        self._tell(_READ, bucket)
 
     def wait_written(self, ranks: Iterable[int], bucket: int) -> None:
         """Wait until `ranks` have written their part of a bucket. Raises RedistributionError naming
         the rank that does not come."""
-        self._wait(ranks, 0, bucket)
+        self._wait(ranks, _WRITTEN, bucket)
 
     def wait_read(self, ranks: Iterable[int], bucket: int) -> None:
         """Wait until `ranks` need nothing more of a bucket. Raises as `wait_written` does."""
-        self._wait(ranks, 1, bucket)
+        self._wait(ranks, _READ, bucket)
+
+    def _tell(self, counter: int, bucket: int) -> None:
+        self._counters[self.rank][counter] = bucket + 1
+        futex.wake(self._addresses[self.rank] + counter * _COUNTER_BYTES)
 
     def _wait(self, ranks: Iterable[int], counter: int, bucket: int) -> None:
         for rank in ranks:
             counters = self._counters[rank]
             turns, deadline = 0, 0.0
-            while counters[counter] <= bucket:
+            while (known := int(counters[counter])) <= bucket:
                 turns += 1
-                if turns < _YIELDS_BEFORE_SLEEP:
+                if turns < self._spins:
                     os.sched_yield()
                     continue
                 deadline = deadline or time.monotonic() + self.timeout_s
                 if time.monotonic() > deadline:
                     raise RedistributionError(
                         f"Rank {rank} of the group did not "
-                        f"{'write' if counter == 0 else 'read'} its part of an exchange in "
+                        f"{'write' if counter == _WRITTEN else 'read'} its part of an exchange in "
                         f"{self.timeout_s:.0f} s: it has died or takes no part."
                     )
-                time.sleep(5e-5)
+                futex.wait(self._addresses[rank] + counter * _COUNTER_BYTES, known)
 
 
 def _map(path: Path, size: int) -> mmap.mmap:
