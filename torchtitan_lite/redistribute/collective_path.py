@@ -96,11 +96,13 @@ class CollectivePath:
         sends: list[list[tuple[Range, Piece]]] = [[] for _ in range(num_ranks)]
         receives: list[list[tuple[Range, Piece]]] = [[] for _ in range(num_ranks)]
         for bounds in ranges:
-            part = self._tasks[bounds.tensor].parts[self._number]
+            task = self._tasks[bounds.tensor]
+            part = task.parts[self._number]
             for pieces, by_peer in ((part.sends, sends), (part.receives, receives)):
                 for piece in pieces:
-                    if piece.peer in self._numbers:
-                        by_peer[self._numbers[piece.peer]].append((bounds, piece))
+                    number = self._numbers.get(task.actor(piece.peer))
+                    if number is not None:
+                        by_peer[number].append((bounds, piece))
         packs, sent = self._copies(sends, of_source=True)
         unpacks, received = self._copies(receives, of_source=False)
         return _Bucket(packs, unpacks, sent, received)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torchtitan_lite.errors import RedistributionError
 from torchtitan_lite.redistribute.collective_path import BoundCollectivePath, CollectivePath
 from torchtitan_lite.redistribute.means import Means
-from torchtitan_lite.redistribute.plan import Plan
 from torchtitan_lite.redistribute.program import Slices, Task, slices
 from torchtitan_lite.redistribute.shared_memory import SharedMemory, is_supported
 from torchtitan_lite.redistribute.shared_path import BoundSharedPath, SharedPath
@@ -22,7 +21,6 @@ from torchtitan_lite.redistribute.words import (
     WordArray,
     nothing,
     word_array,
-    word_bytes,
     word_tensor,
 )
 
@@ -31,21 +29,20 @@ _SLOT_BYTES = 4 << 20
 
 
 class Execution:
-    """Some plans, joined into one exchange and made ready to run any number of times."""
+    """Some tasks, joined into one exchange and made ready to run any number of times."""
 
     def __init__(
         self,
-        plans: Sequence[Plan],
+        tasks: Sequence[Task],
         ranks: Sequence[int],
         group: dist.ProcessGroup | None,
         device: torch.device,
         means: Means,
     ) -> None:
-        """`ranks` are all that take part, in the order of their `group` (None: this rank is alone).
-        Every one of them must come to it."""
-        me = dist.get_rank() if group is not None else ranks[0]
-        self._width = word_bytes(plan.dtype for plan in plans)
-        self._tasks = [Task(plan, me, self._width) for plan in plans]
+        """`tasks` are this rank's, of one width. `ranks` are all that take part, in the order of
+        their `group` (None: this rank is alone). Every one of them must come to it."""
+        self._tasks = tasks
+        self._width = tasks[0].width
         self._copies = [
             (index, slices(block.dst, block.shape), slices(block.src, block.shape))
             for index, task in enumerate(self._tasks)
@@ -56,7 +53,7 @@ class Execution:
         self._fills = [
             (index, fills) for index, task in enumerate(self._tasks) if (fills := _fills(task))
         ]
-        self._scaled = [index for index, plan in enumerate(plans) if plan.factor != 1]
+        self._scaled = [index for index, task in enumerate(tasks) if task.plan.factor != 1]
         self._paths = [] if group is None else self._choose_paths(ranks, group, device, means)
         self._bound: _Bound | None = None
         self._on_cpu = device.type == "cpu"
@@ -65,8 +62,9 @@ class Execution:
     def run(
         self, sources: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor | None]
     ) -> None:
-        """Fill `outs`, this rank's parts of the destinations, from `sources`, its parts of the
-        sources; both contiguous, None where it has none. Every rank must call it."""
+        """Fill `outs`, this rank's parts of the destinations, from `sources`, the parts of the
+        sources that it gives, task by task; both contiguous, None where it has none. Every rank
+        must call it."""
         where = tuple(0 if tensor is None else tensor.data_ptr() for tensor in (*sources, *outs))
         bound = self._bound
         if bound is None or bound.where != where:

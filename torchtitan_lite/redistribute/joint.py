@@ -14,6 +14,8 @@ from torchtitan_lite.redistribute.execution import Execution
 from torchtitan_lite.redistribute.layout import HolderMesh, Layout, decode_strided
 from torchtitan_lite.redistribute.means import Means
 from torchtitan_lite.redistribute.plan import Plan
+from torchtitan_lite.redistribute.program import Task
+from torchtitan_lite.redistribute.words import word_bytes
 from torchtitan_lite.torch_compat import DTensorSpec
 
 _GROUP_TIMEOUT = timedelta(minutes=5)
@@ -141,9 +143,9 @@ def _execution(
     means: Means,
     world: dist.ProcessGroup,
 ) -> Execution:
-    if len(ranks) == 1:
-        return Execution(plans, ranks, None, device, means)
-    return Execution(plans, ranks, group_of(ranks), device, means)
+    width = word_bytes(plan.dtype for plan in plans)
+    tasks = [Task(plan, dist.get_rank(), width) for plan in plans]
+    return Execution(tasks, ranks, group_of(ranks) if len(ranks) > 1 else None, device, means)
 
 
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:

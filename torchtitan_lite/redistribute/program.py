@@ -8,8 +8,8 @@ on every rank, so that ranks need not tell each other what a bucket holds.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -41,10 +41,37 @@ class Task:
     me: Holder
     width: int
     """Bytes of a word."""
+    actors: Mapping[Holder, Holder] = field(default_factory=dict)
+    """Who acts for a source that is no process, such as a file: one source each. Of the plan, only
+    what comes from these is moved; without any, all of it."""
+
+    @cached_property
+    def giver(self) -> Holder | None:
+        """What this holder sends as."""
+        if not self.actors:
+            return self.me
+        return next((source for source, actor in self.actors.items() if actor == self.me), None)
+
+    def actor(self, holder: Holder) -> Holder:
+        """Who acts for a holder: itself, if it can."""
+        return self.actors.get(holder, holder)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        return self.plan.part(self.me)
+        if not self.actors:
+            return self.plan.part(self.me)
+        # Sources have no part of the destination, so that what this one acts for gives it the rest.
+        (own,) = self.plan.part(self.me)
+        sends = [] if self.giver is None else self.plan.part(self.giver)[0].sends
+        receives = [piece for piece in own.receives if piece.peer in self.actors]
+        return (
+            Part(
+                [piece for piece in sends if piece.peer != self.me],
+                [piece for piece in receives if piece.peer != self.giver],
+                [piece for piece in receives if piece.peer == self.giver],
+                [],
+            ),
+        )
 
     @property
     def ratio(self) -> int:

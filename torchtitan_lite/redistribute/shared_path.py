@@ -108,11 +108,11 @@ class SharedPath:
             for piece in part.sends:
                 if numbers[piece.peer] in self._near:
                     takers.add(numbers[piece.peer])
-                    for copy in self._copies(bounds, piece, me, task.me, writes=True):
+                    for copy in self._copies(bounds, piece, me, task.giver, writes=True):
                         writes[repr(copy)] = copy
             received = joins if self._kinds[bounds.tensor] == "reduce" else reads
             for piece in part.receives:
-                peer = numbers[piece.peer]
+                peer = numbers[task.actor(piece.peer)]
                 if peer in self._near:
                     received += self._copies(bounds, piece, peer, piece.peer, writes=False)
         senders = sorted({copy.rank for copy in reads + joins})
