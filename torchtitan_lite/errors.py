@@ -26,6 +26,10 @@ class DamagedCheckpoint(CheckpointError):
     """A checkpoint is incomplete or its bytes are not those that were written."""
 
 
+class DamagedSnapshot(CheckpointError):
+    """A snapshot in shared memory is incomplete or its bytes are not those that were written."""
+
+
 class MeshError(UserError):
     """The degrees of parallelism do not fit the processes or the model."""
 

@@ -1,0 +1,52 @@
+"""The writer's end of its two pipes: orders come in, what became of them goes out, a line each.
+
+Invariant: a trainer that is gone ends the orders and never the writer. Layer: imports nothing of
+the project.
+"""
+
+import json
+import os
+import select
+from typing import Any
+
+_READ_BYTES = 1 << 16
+
+
+class Channel:
+    """Lines of JSON, read without waiting for more than is there."""
+
+    def __init__(self, incoming: int = 0, outgoing: int = 1) -> None:
+        self._incoming, self._outgoing = incoming, outgoing
+        self._partial = b""
+        self._orders: list[dict[str, Any]] = []
+        self.ended = False
+        """Whether the trainer closed its end, or died."""
+
+    def next_line(self) -> dict[str, Any] | None:
+        """Wait for the next order and take it; None when there will be none."""
+        while not self._orders and not self.ended:
+            self.look(None)
+        return self._orders.pop(0) if self._orders else None
+
+    def look(self, timeout_s: float | None = 0.0) -> list[dict[str, Any]]:
+        """Read what has come, waiting at most `timeout_s` for it; all orders not yet taken."""
+        if self.ended:
+            return self._orders
+        ready, _, _ = select.select([self._incoming], [], [], timeout_s)
+        if ready:
+            content = os.read(self._incoming, _READ_BYTES)
+            if not content:
+                # A line without its end was cut off by the trainer's death.
+                self.ended = True
+                return self._orders
+            *lines, self._partial = (self._partial + content).split(b"\n")
+            self._orders += [json.loads(line) for line in lines if line.strip()]
+        return self._orders
+
+    def say(self, **response: Any) -> None:
+        """Tell the trainer, if it still listens."""
+        try:
+            os.write(self._outgoing, json.dumps(response).encode() + b"\n")
+        except OSError:
+            # The trainer is dead; what is left to do for it is done without it.
+            return

@@ -1,0 +1,179 @@
+"""One rank's share of a save: its part, and for the leader the commit. Layer: above memory and
+storage.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torchtitan_lite.checkpoint.memory.description import Description
+from torchtitan_lite.checkpoint.memory.region import Region, State
+from torchtitan_lite.checkpoint.storage.manifest_json import build_manifest, manifest_bytes
+from torchtitan_lite.checkpoint.storage.part_file import PartBox, Written, nothing
+from torchtitan_lite.checkpoint.storage.rate import TokenBucket
+from torchtitan_lite.checkpoint.storage.retention import to_delete
+from torchtitan_lite.checkpoint.storage.storage import Storage
+from torchtitan_lite.errors import CheckpointError
+
+_SESSION_DIGITS = 12
+
+
+class Abandoned(Exception):
+    """The save that is under way is not wanted any more."""
+
+
+def session_token(description: Description) -> str:
+    """What the tokens of all attempts of this start of the run begin with."""
+    return description.session[:_SESSION_DIGITS]
+
+
+def attempt_token(description: Description, attempt: int) -> str:
+    """Tells an attempt at a step from all others."""
+    return f"{session_token(description)}-{attempt}"
+
+
+class RankSave:
+    """Writes the parts of one rank from its region."""
+
+    def __init__(self, region: Region, storage: Storage) -> None:
+        """Raises DamagedSnapshot when the region's description is wrong."""
+        self.region, self.storage = region, storage
+        self.about = Description.from_dict(region.description, slot_bytes=region.slot_bytes)
+
+    def complete_slots(self) -> dict[int, int]:
+        """Step -> slot, for the steps that this rank holds whole, newest first."""
+        slots = enumerate(self.region.slots())
+        found = {header.step: slot for slot, header in slots if header.state == State.COMPLETE}
+        return dict(sorted(found.items(), reverse=True))
+
+    def write(
+        self,
+        slot: int,
+        step: int,
+        token: str,
+        *,
+        direct: bool,
+        rate: TokenBucket,
+        tick: Callable[[], None] = nothing,
+    ) -> None:
+        """Write this rank's part of `step` durably and announce it.
+
+        Raises CheckpointError when the slot does not hold the step for as long as it takes, and
+        OSError when it cannot be written; then the file is removed.
+        """
+        self._require(slot, step)
+        about, values = self.about, self.region.values(slot)
+        boxes = [
+            PartBox(box.tensor, box.dtype, box.size, box.start, box.bytes) for box in about.boxes
+        ]
+        self.storage.begin(step, token)
+        written: list[Written] = []
+        if boxes:
+            pool = self.region.data(slot)
+            written = self.storage.write_part(
+                step, token, about.file_name, boxes, pool, direct=direct, rate=rate, tick=tick
+            )
+        self._require(slot, step)
+        self.storage.put_part(step, token, about.rank, part_of(about, step, values, written))
+
+    def commit(self, step: int, token: str) -> None:
+        """Join the parts, all of which must be present, and make the step seen. For the leader."""
+        about, ranks = self.about, range(self.about.world_size)
+        parts = [self.storage.read_part(step, token, rank) for rank in ranks]
+        leader = parts[about.rank]
+        base = {
+            "mesh": about.mesh,
+            "config": about.config,
+            "versions": about.versions,
+            "values": leader["values"],
+            "model_only": leader["model_only"],
+        }
+        self.storage.commit(step, token, manifest_bytes(build_manifest(step, parts, base)))
+
+    def is_whole(self, step: int, token: str) -> bool:
+        """Whether all ranks have announced their parts."""
+        return len(self.storage.parts_present(step, token)) == self.about.world_size
+
+    def _require(self, slot: int, step: int) -> None:
+        header = self.region.slots()[slot]
+        if header.state != State.COMPLETE or header.step != step:
+            raise CheckpointError(
+                f"Slot {slot} of {self.region.path} holds step {header.step} "
+                f"({header.state.name}), not step {step} complete: it must not change before its "
+                "save ends."
+            )
+
+
+def part_of(
+    about: Description, step: int, values: dict[str, Any], written: list[Written]
+) -> dict[str, Any]:
+    """What a rank announces: the boxes that it wrote, the tensors of its own that have no element,
+    and its share of the values (`values` and `model_only` only from the leader)."""
+    layouts = list(about.file_layouts)
+    tensors: dict[str, dict[str, Any]] = {}
+    for box, place in zip(about.boxes, written, strict=True):
+        entry = tensors.setdefault(
+            box.tensor,
+            {"dtype": box.dtype, "shape": list(box.shape), "layout": box.layout, "boxes": []},
+        )
+        entry["boxes"].append(
+            {
+                "offset": list(box.offset),
+                "size": list(box.size),
+                "file": about.file_name,
+                "bytes": [place.first, place.end],
+                "xxh3": place.xxh3,
+            }
+        )
+    for held in about.tensors:
+        if math.prod(held.shape) == 0 and held.name not in tensors:
+            layout = about.layouts[held.layout]
+            if layout not in layouts:
+                layouts.append(layout)
+            tensors[held.name] = {
+                "dtype": held.dtype,
+                "shape": list(held.shape),
+                "layout": layouts.index(layout),
+                "boxes": [],
+            }
+    for entry in tensors.values():
+        # A box without elements says nothing, and would be read as overlapping others.
+        entry["boxes"] = [box for box in entry["boxes"] if math.prod(box["size"])]
+    part = {
+        "rank": about.rank,
+        "step": step,
+        "layouts": layouts,
+        "tensors": tensors,
+        "rng": values.get("rng", {}),
+    }
+    if about.is_leader:
+        part["values"] = values.get("values", {})
+        part["model_only"] = bool(values.get("model_only", False))
+    return part
+
+
+def delete_old(
+    storage: Storage,
+    saved: int,
+    *,
+    keep_latest_k: int,
+    keep_every: int,
+    tick: Callable[[], None] = nothing,
+) -> None:
+    """Delete what need not stay after `saved`. What cannot be deleted is reported and stays."""
+    try:
+        steps = to_delete(
+            storage.steps(), saved, keep_latest_k=keep_latest_k, keep_every=keep_every
+        )
+        for step in steps:
+            storage.delete(step, tick)
+    except OSError as error:
+        report(f"Old checkpoints in {storage.root} could not be deleted: {error}")
+
+
+def report(message: str) -> None:
+    """Tell whoever reads the trainer's standard error, which may be gone."""
+    with suppress(OSError, ValueError):
+        print(message, file=sys.stderr, flush=True)

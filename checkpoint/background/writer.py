@@ -1,0 +1,228 @@
+"""The writer's loop: orders are carried out one by one, while the leader waits for all ranks.
+
+Invariant: a save that fails is reported, removed, and ends neither the writer nor the training.
+Layer: above flush.
+"""
+
+import os
+import time
+from typing import Any
+
+from torchtitan_lite.checkpoint.background.channel import Channel
+from torchtitan_lite.checkpoint.background.flush import Ranks, flush, published
+from torchtitan_lite.checkpoint.background.priority import hurry
+from torchtitan_lite.checkpoint.background.save import (
+    Abandoned,
+    RankSave,
+    attempt_token,
+    delete_old,
+    report,
+    session_token,
+)
+from torchtitan_lite.checkpoint.background.settings import WriterSettings
+from torchtitan_lite.checkpoint.storage.rate import TokenBucket
+from torchtitan_lite.checkpoint.storage.storage import Storage
+from torchtitan_lite.errors import CheckpointError
+
+_WAITING_S = 0.05
+_IDLE_S = 0.2
+
+
+class Writer:
+    """Carries out the orders of one rank's trainer, and flushes when that dies."""
+
+    def __init__(self, save: RankSave, settings: WriterSettings, channel: Channel) -> None:
+        self._save, self._settings, self._channel = save, settings, channel
+        self._storage: Storage = save.storage
+        self._rate = TokenBucket(settings.bytes_per_s)
+        self._ranks = Ranks(save)
+        self._pending: dict[int, tuple[int, float]] = {}
+        """Step -> (attempt, when the wait for other ranks ends); the leader has still to commit."""
+        self._writing: int | None = None
+        self._followed = False
+
+    def run(self) -> None:
+        """Work until the trainer says stop or is gone, and finish what is under way then."""
+        if self._save.about.is_leader:
+            try:
+                self._storage.recover(session_token(self._save.about))
+            except OSError as error:
+                report(f"Leavings in {self._storage.root} could not be removed: {error}")
+        self._channel.say(ready=os.getpid())
+        while True:
+            orders = self._channel.look(_WAITING_S if self._pending else _IDLE_S)
+            if orders:
+                order = orders.pop(0)
+                if "stop" in order:
+                    self._finish(free=bool(order.get("free")))
+                    return
+                self._carry_out(order)
+            elif self._channel.ended:
+                self._flush()
+                return
+            self._commit_whole()
+            self._follow()
+
+    def _carry_out(self, order: dict[str, Any]) -> None:
+        if "save" in order:
+            save = order["save"]
+            self._write(int(save["slot"]), int(save["step"]), int(save.get("attempt", 0)))
+        elif "abandon" in order:
+            step = int(order["abandon"])
+            attempt, _ = self._pending.pop(step, (None, 0.0))
+            if attempt is not None:
+                self._remove(step, attempt)
+            self._channel.say(abandoned=step)
+        else:
+            self._channel.say(failed=-1, error=f"Unknown order: {order}")
+
+    def _write(self, slot: int, step: int, attempt: int) -> None:
+        """Write this rank's part, and remember what the leader has to commit."""
+        about = self._save.about
+        token = attempt_token(about, attempt)
+        self._writing = step
+        try:
+            self._save.write(
+                slot,
+                step,
+                token,
+                direct=self._settings.direct_io,
+                rate=self._rate,
+                tick=self._tick,
+            )
+        except Abandoned:
+            self._remove(step, attempt)
+            self._channel.say(abandoned=step)
+            return
+        except Exception as error:
+            # Whatever it was, training goes on and the next save may succeed.
+            self._fail(step, attempt, f"{type(error).__name__}: {error}")
+            return
+        finally:
+            self._writing = None
+        self._channel.say(written=step)
+        if about.is_leader:
+            deadline = time.monotonic() + self._settings.commit_timeout_s
+            self._pending[step] = (attempt, deadline)
+            self._commit_whole()
+
+    def _fail(self, step: int, attempt: int, error: str) -> None:
+        """Tell the trainer and the other ranks; the leader removes what was written."""
+        about = self._save.about
+        token = attempt_token(about, attempt)
+        if about.is_leader:
+            self._pending.pop(step, None)
+            self._remove(step, attempt)
+        else:
+            try:
+                self._storage.put_failure(step, token, about.rank, error)
+            except OSError as second:
+                report(f"Rank {about.rank} could not leave word of its failure: {second}")
+        self._channel.say(failed=step, error=error)
+
+    def _remove(self, step: int, attempt: int) -> None:
+        """Remove an attempt. For the leader, since others may still write theirs."""
+        if not self._save.about.is_leader:
+            return
+        try:
+            self._storage.abandon(step, attempt_token(self._save.about, attempt))
+        except OSError as error:
+            report(f"Leavings of step {step} in {self._storage.root} stay: {error}")
+
+    def _commit_whole(self) -> None:
+        """The leader commits each step whose parts are all there."""
+        for step, (attempt, deadline) in list(self._pending.items()):
+            token = attempt_token(self._save.about, attempt)
+            try:
+                if self._save.is_whole(step, token):
+                    self._save.commit(step, token)
+                elif failures := self._storage.failures(step, token):
+                    rank, error = min(failures.items())
+                    raise CheckpointError(f"rank {rank}: {error}")
+                elif time.monotonic() >= deadline:
+                    world_size = self._save.about.world_size
+                    present = self._storage.parts_present(step, token)
+                    missing = sorted(set(range(world_size)) - present)
+                    raise CheckpointError(
+                        f"ranks {missing} did not write their parts in "
+                        f"{self._settings.commit_timeout_s:.0f} s"
+                    )
+                else:
+                    continue
+            except Exception as error:
+                self._fail(step, attempt, f"{type(error).__name__}: {error}")
+                continue
+            del self._pending[step]
+            self._channel.say(committed=step)
+            delete_old(
+                self._storage,
+                step,
+                keep_latest_k=self._settings.keep_latest_k,
+                keep_every=self._settings.keep_every,
+                tick=self._look,
+            )
+
+    def _follow(self) -> None:
+        """Write the step that an orphaned writer of this machine decided to flush."""
+        if self._followed:
+            return
+        decided = published(self._ranks)
+        if decided is None:
+            return
+        self._followed = True
+        step, attempt = decided
+        slot = self._save.complete_slots().get(step)
+        token = attempt_token(self._save.about, attempt)
+        if slot is None or step in self._storage.steps():
+            return
+        if self._save.about.rank not in self._storage.parts_present(step, token):
+            hurry()
+            self._rate.bytes_per_s = None
+            self._write(slot, step, attempt)
+        elif self._save.about.is_leader and step not in self._pending:
+            self._pending[step] = (attempt, time.monotonic() + self._settings.commit_timeout_s)
+
+    def _finish(self, *, free: bool) -> None:
+        """What is under way ends; nothing new begins."""
+        while self._pending:
+            self._channel.look(0.0 if self._channel.ended else _WAITING_S)
+            if self._channel.ended:
+                time.sleep(_WAITING_S)
+            self._tick_pending()
+            self._commit_whole()
+        if free:
+            self._save.region.unlink()
+
+    def _flush(self) -> None:
+        hurry()
+        settings = self._settings
+        flush(
+            self._save,
+            pending={step: attempt for step, (attempt, _) in self._pending.items()},
+            direct=settings.direct_io,
+            grace_s=settings.preemption_grace_s,
+            others_s=settings.others_s,
+        )
+
+    def _look(self) -> None:
+        """Take note of a trainer that is gone: then nothing is spared."""
+        self._channel.look()
+        if self._channel.ended and self._rate.bytes_per_s is not None:
+            self._rate.bytes_per_s = None
+            hurry()
+
+    def _tick(self) -> None:
+        """Between the chunks of a write: an order to abandon it ends it."""
+        self._look()
+        orders = self._channel.look()
+        abandon = next((o for o in orders if o.get("abandon") == self._writing), None)
+        if abandon is not None:
+            orders.remove(abandon)
+            raise Abandoned
+
+    def _tick_pending(self) -> None:
+        """While stopping: orders to abandon what is waited for are still heard."""
+        for order in list(self._channel.look()):
+            if "abandon" in order:
+                self._channel.look().remove(order)
+                self._carry_out(order)

@@ -1,0 +1,192 @@
+"""What a region holds, as its trainer describes it: enough to write its part without torch.
+
+Invariant: what is read from a description lies within the slot. Layer: above errors.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_lite.errors import DamagedSnapshot
+
+BYTES_PER_ELEMENT: dict[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4,
+    "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+"""By the names that safetensors gives to data types."""
+
+_FILE_NAME = re.compile(r"rank-[0-9]{5}\.safetensors", re.ASCII)
+_TOKEN = re.compile(r"[0-9a-zA-Z]{1,64}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileBox:
+    """One box of a tensor that a rank writes, and where it lies in the rank's slot."""
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    layout: int
+    """Index into `file_layouts`."""
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    start: int
+    """First byte in the slot."""
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldTensor:
+    """A tensor of which a rank holds a part (or all)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: int
+    """Index into `layouts`."""
+    local_shape: tuple[int, ...]
+    offset: int
+    """First byte of the local part in the slot."""
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """One rank's region."""
+
+    run_id: str
+    session: str
+    """Common to all ranks of one start of the run, and new with every start."""
+    rank: int
+    world_size: int
+    root: str
+    is_leader: bool
+    mesh: Mapping[str, int]
+    config: Mapping[str, Any]
+    versions: Mapping[str, str]
+    layouts: tuple[Any, ...]
+    tensors: tuple[HeldTensor, ...]
+    file_layouts: tuple[Any, ...]
+    file_name: str
+    boxes: tuple[FileBox, ...]
+    """In the order of the file."""
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any], *, slot_bytes: int) -> "Description":
+        """Read `to_dict`'s form. `session` may be missing: then it is the run's id.
+
+        Raises DamagedSnapshot, naming the field, when something is missing, of a wrong type, or
+        lies outside of a slot of `slot_bytes`.
+        """
+        try:
+            read = cls(
+                run_id=_token(given["run_id"]),
+                session=_token(given.get("session", given["run_id"])),
+                rank=_size(given["rank"]),
+                world_size=_size(given["world_size"]),
+                root=_text(given["root"]),
+                is_leader=bool(given["is_leader"]),
+                mesh=dict(given["mesh"]),
+                config=dict(given["config"]),
+                versions=dict(given["versions"]),
+                layouts=tuple(given["layouts"]),
+                tensors=tuple(map(_tensor, given["tensors"])),
+                file_layouts=tuple(given["file_layouts"]),
+                file_name=_text(given["file"]["name"]),
+                boxes=tuple(map(_box, given["file"]["boxes"])),
+            )
+            read._check(slot_bytes)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DamagedSnapshot(f"The description of a snapshot is wrong: {error!r}") from None
+        return read
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "run_id": self.run_id,
+            "session": self.session,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "root": self.root,
+            "is_leader": self.is_leader,
+            "mesh": dict(self.mesh),
+            "config": dict(self.config),
+            "versions": dict(self.versions),
+            "layouts": list(self.layouts),
+            "tensors": [_plain(tensor) for tensor in self.tensors],
+            "file_layouts": list(self.file_layouts),
+            "file": {"name": self.file_name, "boxes": [_plain(box) for box in self.boxes]},
+        }
+
+    def _check(self, slot_bytes: int) -> None:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size}")
+        if not _FILE_NAME.fullmatch(self.file_name):
+            raise ValueError(f"file name {self.file_name!r}")
+        for box in self.boxes:
+            wanted = math.prod(box.size) * BYTES_PER_ELEMENT[box.dtype]
+            inside = len(box.offset) == len(box.size) == len(box.shape) and all(
+                first + size <= length
+                for first, size, length in zip(box.offset, box.size, box.shape, strict=True)
+            )
+            if not inside or box.bytes != wanted or box.start + box.bytes > slot_bytes:
+                raise ValueError(f"{box} in a slot of {slot_bytes} bytes")
+            if box.layout >= len(self.file_layouts):
+                raise ValueError(f"{box} with {len(self.file_layouts)} file layouts")
+        for tensor in self.tensors:
+            if tensor.offset + tensor.bytes > slot_bytes or tensor.layout >= len(self.layouts):
+                raise ValueError(f"{tensor} in a slot of {slot_bytes} bytes")
+
+
+def _tensor(given: Mapping[str, Any]) -> HeldTensor:
+    return HeldTensor(
+        name=_text(given["name"]),
+        dtype=_text(given["dtype"]),
+        shape=_sizes(given["shape"]),
+        layout=_size(given["layout"]),
+        local_shape=_sizes(given["local_shape"]),
+        offset=_size(given["offset"]),
+        bytes=_size(given["bytes"]),
+    )
+
+
+def _box(given: Mapping[str, Any]) -> FileBox:
+    return FileBox(
+        tensor=_text(given["tensor"]),
+        dtype=_text(given["dtype"]),
+        shape=_sizes(given["shape"]),
+        layout=_size(given["layout"]),
+        offset=_sizes(given["offset"]),
+        size=_sizes(given["size"]),
+        start=_size(given["start"]),
+        bytes=_size(given["bytes"]),
+    )
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    return tuple(map(_size, values))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
+def _token(value: Any) -> str:
+    if not _TOKEN.fullmatch(_text(value)):
+        raise ValueError(f"{value!r} is no id of digits and letters")
+    return value
+
+
+def _plain(entry: HeldTensor | FileBox) -> dict[str, Any]:
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in vars(entry).items()}

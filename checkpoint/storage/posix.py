@@ -1,0 +1,182 @@
+"""Checkpoints in a folder, local or shared: a step is a folder that one rename makes seen.
+
+An attempt writes into `.writing-step-N-TOKEN`. To commit, the manifest is added, everything is
+synced, and the folder is renamed to `step-N`. A `step-N` in the way is first renamed to
+`.replaced-step-N`; a crash between the two renames is mended by `recover`. A step to be deleted is
+renamed to `.deleting-step-N` first.
+
+Invariant: a folder `step-N` is whole, also when nothing that was not synced survived.
+Layer: above part_file.
+"""
+
+import json
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.checkpoint.storage.files import Files
+from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
+from torchtitan_lite.checkpoint.storage.names import (
+    failure_name,
+    part_name,
+    rank_of,
+    step_name,
+    step_of,
+)
+from torchtitan_lite.checkpoint.storage.part_file import PartBox, Written, nothing, write_part
+from torchtitan_lite.checkpoint.storage.rate import TokenBucket
+
+_WRITING = ".writing-"
+_REPLACED = ".replaced-"
+_DELETING = ".deleting-"
+
+
+class LocalFolder:
+    """A `Storage` in a folder."""
+
+    def __init__(self, root: Path, files: Files) -> None:
+        self.root = str(root)
+        self._folder = root
+        self._files = files
+        self._maps: dict[Path, memoryview] = {}
+
+    def begin(self, step: int, token: str) -> None:
+        self._files.make_folders(self._attempt(step, token))
+
+    def write_part(
+        self,
+        step: int,
+        token: str,
+        name: str,
+        boxes: Sequence[PartBox],
+        source: memoryview | Sequence[memoryview],
+        *,
+        direct: bool = True,
+        rate: TokenBucket | None = None,
+        tick: Callable[[], None] = nothing,
+    ) -> list[Written]:
+        path = self._attempt(step, token) / name
+        return write_part(self._files, path, boxes, source, direct=direct, rate=rate, tick=tick)
+
+    def put_part(self, step: int, token: str, rank: int, part: Mapping[str, Any]) -> None:
+        folder = self._attempt(step, token)
+        # A failure in an attempt that was tried again is a failure no more.
+        with suppress(FileNotFoundError):
+            self._files.unlink(folder / failure_name(rank))
+        self._files.write_file(folder / part_name(rank), json.dumps(part).encode())
+        # This rank's names: on a shared filesystem the leader's fsync covers its own machine.
+        self._files.sync_folder(folder)
+
+    def put_failure(self, step: int, token: str, rank: int, error: str) -> None:
+        path = self._attempt(step, token) / failure_name(rank)
+        self._files.write_file(path, json.dumps(error).encode())
+
+    def parts_present(self, step: int, token: str) -> set[int]:
+        names = self._names(self._attempt(step, token))
+        return {rank for name in names if (rank := rank_of(name, ".json")) is not None}
+
+    def failures(self, step: int, token: str) -> dict[int, str]:
+        folder = self._attempt(step, token)
+        found = {}
+        for name in self._names(folder):
+            rank = rank_of(name, ".failed")
+            if rank is not None:
+                with suppress(FileNotFoundError):
+                    found[rank] = str(json.loads(self._files.read(folder / name)))
+        return found
+
+    def read_part(self, step: int, token: str, rank: int) -> dict[str, Any]:
+        return json.loads(self._files.read(self._attempt(step, token) / part_name(rank)))
+
+    def commit(self, step: int, token: str, manifest: bytes) -> None:
+        files, folder = self._files, self._attempt(step, token)
+        files.write_file(folder / MANIFEST, manifest)
+        for name in self._names(folder):
+            if rank_of(name, ".json") is not None or rank_of(name, ".failed") is not None:
+                files.unlink(folder / name)
+        files.sync_folder(folder)
+        final = self._folder / step_name(step)
+        replaced = self._folder / f"{_REPLACED}{step_name(step)}"
+        if files.exists(final):
+            files.rmtree(replaced)
+            files.rename(final, replaced)
+        try:
+            files.rename(folder, final)
+        except OSError:
+            self._put_back()
+            raise
+        files.sync_folder(self._folder)
+        files.rmtree(replaced)
+
+    def abandon(self, step: int, token: str) -> None:
+        self._files.rmtree(self._attempt(step, token))
+
+    def steps(self) -> list[int]:
+        found = {step_of(name) for name in self._names(self._folder)}
+        return sorted(
+            step
+            for step in found
+            if step is not None and self._files.exists(self._folder / step_name(step) / MANIFEST)
+        )
+
+    def delete(self, step: int, tick: Callable[[], None] = nothing) -> None:
+        doomed = self._folder / f"{_DELETING}{step_name(step)}"
+        self._files.rmtree(doomed)
+        self._files.rename(self._folder / step_name(step), doomed)
+        # Else the folder may be seen under its old name after a crash, with files missing.
+        self._files.sync_folder(self._folder)
+        tick()
+        self._files.rmtree(doomed)
+
+    def recover(self, session: str) -> None:
+        self._put_back()
+        for name in self._names(self._folder):
+            left = name.startswith(_DELETING) or (
+                name.startswith(_WRITING) and not _token_of(name).startswith(session)
+            )
+            if left:
+                self._files.rmtree(self._folder / name)
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
+        full = self._folder / path
+        if full not in self._maps:
+            with open(full, "rb") as file:
+                content = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+            self._maps[full] = memoryview(content)
+        return self._maps[full][start:stop]
+
+    def close(self) -> None:
+        """Let go of mapped files; those of which somebody holds bytes stay until that ends."""
+        self._maps.clear()
+
+    def _attempt(self, step: int, token: str) -> Path:
+        return self._folder / f"{_WRITING}{step_name(step)}-{token}"
+
+    def _names(self, folder: Path) -> list[str]:
+        try:
+            return self._files.listdir(folder)
+        except FileNotFoundError:
+            return []
+
+    def _put_back(self) -> None:
+        """Put back a step whose replacement did not come, and remove one whose replacement did."""
+        changed = False
+        for name in self._names(self._folder):
+            if name.startswith(_REPLACED):
+                replaced, final = self._folder / name, self._folder / name.removeprefix(_REPLACED)
+                if self._files.exists(final):
+                    # The step that replaced it may not be durable under its name yet.
+                    self._files.sync_folder(self._folder)
+                    self._files.rmtree(replaced)
+                else:
+                    self._files.rename(replaced, final)
+                    changed = True
+        if changed:
+            self._files.sync_folder(self._folder)
+
+
+def _token_of(name: str) -> str:
+    """The token of an attempt's folder, ".writing-step-N-TOKEN"."""
+    return name.removeprefix(_WRITING).split("-", 2)[-1]

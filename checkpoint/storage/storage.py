@@ -1,0 +1,104 @@
+"""What a place for checkpoints can do, and which place a root names.
+
+A step is saved by many: each rank writes its part, then one commits. What belongs together is told
+by a token, so that parts of an earlier attempt at the same step never get into a later one.
+Layer: above posix and object_store.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchtitan_lite.checkpoint.storage.files import Files
+from torchtitan_lite.checkpoint.storage.part_file import PartBox, Written
+from torchtitan_lite.checkpoint.storage.rate import TokenBucket
+
+
+class Storage(Protocol):
+    """A local folder or an object store. All methods raise OSError when the place fails."""
+
+    root: str
+
+    def begin(self, step: int, token: str) -> None:
+        """Make ready to write a step. Every rank may call it, any number of times."""
+        ...
+
+    def write_part(
+        self,
+        step: int,
+        token: str,
+        name: str,
+        boxes: Sequence[PartBox],
+        source: memoryview | Sequence[memoryview],
+        *,
+        direct: bool = True,
+        rate: TokenBucket | None = None,
+        tick: Callable[[], None] = ...,
+    ) -> list[Written]:
+        """Write a rank's safetensors file durably, as `part_file.write_part` does."""
+        ...
+
+    def put_part(self, step: int, token: str, rank: int, part: Mapping[str, Any]) -> None:
+        """Announce durably that a rank has written all that `part` names."""
+        ...
+
+    def put_failure(self, step: int, token: str, rank: int, error: str) -> None:
+        """Announce that a rank will write nothing in this attempt."""
+        ...
+
+    def parts_present(self, step: int, token: str) -> set[int]:
+        """The ranks whose parts are announced."""
+        ...
+
+    def failures(self, step: int, token: str) -> dict[int, str]:
+        """Rank -> its error, for ranks that announced a failure."""
+        ...
+
+    def read_part(self, step: int, token: str, rank: int) -> dict[str, Any]:
+        """A part that is present."""
+        ...
+
+    def commit(self, step: int, token: str, manifest: bytes) -> None:
+        """Make the step seen, whole and durably, in place of an older one of the same step."""
+        ...
+
+    def abandon(self, step: int, token: str) -> None:
+        """Remove what an attempt has written. Other attempts are not touched."""
+        ...
+
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first."""
+        ...
+
+    def delete(self, step: int, tick: Callable[[], None] = ...) -> None:
+        """Remove a committed step, so that it is never seen in part."""
+        ...
+
+    def recover(self, session: str) -> None:
+        """Mend what a killed process left, and remove leavings but those of tokens that begin with
+        `session`. For one process, before anything is read."""
+        ...
+
+    def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
+        """Bytes of a file such as "step-5/manifest.json"."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what reading has opened."""
+        ...
+
+
+def open_storage(root: str, files: Files | None = None) -> Storage:
+    """The place that `root` names: a folder, or a URL that fsspec knows ("s3://bucket/run").
+
+    `files` stands in for the local filesystem in tests. Raises CheckpointError for a URL whose
+    filesystem is not installed.
+    """
+    if "://" in root and not root.startswith("file://"):
+        # fsspec and its filesystems take time and memory that a local folder does not need.
+        from torchtitan_lite.checkpoint.storage.object_store import ObjectStore
+
+        return ObjectStore(root)
+    from torchtitan_lite.checkpoint.storage.posix import LocalFolder
+
+    return LocalFolder(Path(root.removeprefix("file://")), files or Files())
