@@ -5,9 +5,11 @@ once. Layer: above layout.
 from collections.abc import Sequence
 from math import prod
 
+import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from torchtitan_lite.redistribute.layout import HolderMesh, Layout
+from torchtitan_lite.redistribute.layout import Holder, HolderMesh, Layout
+from torchtitan_lite.redistribute.plan import plan
 from torchtitan_lite.torch_compat import is_strided_shard
 
 _ROWS_TO_SHARE = 8
@@ -61,3 +63,16 @@ def _of_one_copy(layout: Layout, copied: Sequence[int], number: int) -> Layout:
         [layout.placements[axis] for axis in kept],
         {dim: tuple(renumbered[axis] for axis in axes) for dim, axes in layout.shard_order},
     )
+
+
+def run_of(layout: Layout, once: Layout, shape: Sequence[int], holder: Holder) -> tuple[int, int]:
+    """The elements of a holder's part in `layout`, as they follow each other in memory, that it has
+    in `once`, which `without_copies` made of it: [start, stop)."""
+    if once.mesh.place(holder) is None:
+        return 0, 0
+    (part,) = plan(layout, once, tuple(shape), torch.uint8).part(holder)
+    for piece in part.copies:
+        row = prod(layout.local_shape(shape, holder)[1:])
+        start = piece.segments[0][0][0] * row if piece.segments else 0
+        return start, start + piece.stop - piece.start
+    return 0, 0

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.errors import LayoutError
+from torchtitan_lite.messages import gather_texts
 from torchtitan_lite.redistribute.layout import Layout, StridedReading
 from torchtitan_lite.redistribute.layout_json import layout_from_json, layout_to_json
 from torchtitan_lite.redistribute.state_dict import Placed
@@ -48,7 +49,7 @@ def describe(
     placed = {name: Placed.of(tensor, strided) for name, tensor in tensors.items()}
     first = {name: p for name, p in placed.items() if p.layout.mesh.holders[0] == rank}
     found: dict[str, Placed] = {}
-    for text in _gathered(_to_json(first)):
+    for text in filter(None, gather_texts(_to_json(first))):
         for name, described in _from_json(text).items():
             if found.setdefault(name, described) is not described:
                 raise LayoutError(
@@ -108,20 +109,3 @@ def _from_json(text: bytes) -> dict[str, Placed]:
         layouts[number].check(shape)
         found[name] = Placed(layouts[number], tuple(shape), _DTYPES[dtype])
     return found
-
-
-def _gathered(text: bytes) -> list[bytes]:
-    """The bytes of every rank that has some. They go one rank after the other, since few ranks have
-    any, over the CPU, where a device's backend has gloo beside it."""
-    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    lengths[dist.get_rank()] = len(text)
-    dist.all_reduce(lengths)
-    texts = []
-    for rank, length in enumerate(lengths.tolist()):
-        if length:
-            told = torch.zeros(length, dtype=torch.uint8)
-            if rank == dist.get_rank():
-                told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-            dist.broadcast(told, src=rank)
-            texts.append(told.numpy().tobytes())
-    return texts

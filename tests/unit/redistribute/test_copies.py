@@ -2,15 +2,18 @@
 
 from math import prod
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
+from tests.redistribution.indices import elements_of
 from tests.redistribution.layouts import all_layouts
 from torchtitan_lite.redistribute import HolderMesh, Layout, plan
-from torchtitan_lite.redistribute.copies import without_copies
+from torchtitan_lite.redistribute.copies import run_of, without_copies
+from torchtitan_lite.redistribute.layout import Holder
 from torchtitan_lite.torch_compat import is_strided_shard
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -32,14 +35,18 @@ def test_every_element_has_one_holder_that_had_it(
     once = without_copies(layout, shape, number)
     held = sum(prod(once.local_shape(shape, holder)) for holder in once.mesh.holders)
     assert held == prod(shape)
-    found = plan(layout, once, shape, torch.float32)
-    assert found.moved_bytes == 0
+    assert plan(layout, once, shape, torch.float32).moved_bytes == 0
+    whole = np.arange(prod(shape)).reshape(shape)
     for holder in once.mesh.holders:
-        pieces = [piece for part in found.part(holder) for piece in part.copies]
-        runs = {segments[1:] for segments in (piece.segments for piece in pieces)}
-        # Whole rows of what it has: one run of its memory.
-        own = layout.local_shape(shape, holder)[1:]
-        assert all(run == tuple(((0, 0, length),) for length in own) for run in runs)
+        mine, part = (_part(some, whole, holder) for some in (layout, once))
+        start, stop = run_of(layout, once, shape, holder)
+        assert np.array_equal(mine.reshape(-1)[start:stop], part.reshape(-1))
+
+
+def _part(layout: Layout, whole: np.ndarray, holder: Holder) -> np.ndarray:
+    at = layout.mesh.coordinate(holder)
+    assert at is not None
+    return whole.reshape(-1)[elements_of(layout, whole.shape, at)]
 
 
 @pytest.mark.parametrize("shape", [(256, 64), (4096,)])

@@ -1,0 +1,30 @@
+"""What ranks tell each other in words. Layer: imports torch only."""
+
+import torch
+import torch.distributed as dist
+
+
+def gather_texts(text: bytes) -> list[bytes]:
+    """What each rank says, by rank. They speak one after the other, since few ranks have much to
+    say, over the CPU, where a device's backend has gloo beside it. Every rank must call it."""
+    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    lengths[dist.get_rank()] = len(text)
+    dist.all_reduce(lengths)
+    return [_told(text, rank, length) for rank, length in enumerate(lengths.tolist())]
+
+
+def leader_says(text: bytes) -> bytes:
+    """What rank 0 says, on every rank. Every rank must call it."""
+    length = torch.tensor([len(text)])
+    dist.broadcast(length, src=0)
+    return _told(text, 0, int(length.item()))
+
+
+def _told(text: bytes, rank: int, length: int) -> bytes:
+    if length == 0:
+        return b""
+    told = torch.zeros(length, dtype=torch.uint8)
+    if rank == dist.get_rank():
+        told.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    dist.broadcast(told, src=rank)
+    return told.numpy().tobytes()
