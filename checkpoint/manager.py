@@ -1,27 +1,33 @@
-"""When to save, what to resume from, and how many checkpoints stay.
+"""When to save, and what to resume from.
 
 Invariant: the newest complete checkpoint is never deleted, and a damaged one is never loaded.
 Layer: above the rest of checkpoint/.
 """
 
-import os
-import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchtitan_lite import rng
+from torchtitan_lite.checkpoint.asynchronous import AsynchronousSaver, open_saver
 from torchtitan_lite.checkpoint.config import CheckpointConfig
-from torchtitan_lite.checkpoint.manifest import Manifest, read_manifest, step_folders
-from torchtitan_lite.checkpoint.reader import check_fit, fill, read_boxes
+from torchtitan_lite.checkpoint.identity import identify
+from torchtitan_lite.checkpoint.loader import load
+from torchtitan_lite.checkpoint.outcome import NUM_SIGNALS, Signals
+from torchtitan_lite.checkpoint.remembered import newest_remembered
+from torchtitan_lite.checkpoint.saving import Saved
+from torchtitan_lite.checkpoint.snapshots import RememberedSnapshot, Snapshot, StoredSnapshot
 from torchtitan_lite.checkpoint.state import PARTS, State
-from torchtitan_lite.checkpoint.writer import recover, write_checkpoint
+from torchtitan_lite.checkpoint.storage.names import step_name
+from torchtitan_lite.checkpoint.storage.storage import Storage, open_storage
+from torchtitan_lite.checkpoint.synchronous import save_now
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.messages import gather_texts, leader_says
 
 
 class CheckpointManager:
@@ -36,26 +42,39 @@ class CheckpointManager:
         mesh: Mesh,
         run_config: Mapping[str, Any],
     ) -> None:
-        self._config = config
-        self._state = state
-        self._mesh = mesh
-        self._run_config = run_config
-        self.root = dump_folder / config.folder
+        self._config, self._state, self._mesh = config, state, mesh
+        folder = config.folder
+        self.root = folder if "://" in folder else str(dump_folder / folder)
+        self._saved = Saved(
+            config=config,
+            state=state,
+            mesh=mesh,
+            storage=open_storage(self.root),
+            identity=identify(dump_folder, mesh),
+            run_config=run_config,
+        )
+        self._asynchronous: AsynchronousSaver | None = None
+        self._may_be_asynchronous = self._saves and config.async_mode != "disabled"
+        self._restored_step: int | None = None
         self._saved_step: int | None = None
         self._saved_values: dict[str, Any] = {}
+        self._saves_tried = 0
+        self._failures_in_a_row = 0
+        self._step_ended = time.perf_counter()
 
-    def restore(self) -> Path | None:
-        """Load what this run starts from, and return its folder; None to start afresh.
+    def restore(self) -> str | None:
+        """Load what this run starts from, and return where it lay; None to start afresh.
 
-        In this order: the checkpoint of `load_step`, the newest intact one of this run,
-        `initial_load_path`. Raises CheckpointError when what was asked for is not there or does
-        not fit, and when this run has checkpoints but none is intact.
+        In this order: the checkpoint of `load_step`; the newest intact state of this run, in shared
+        memory or stored; `initial_load_path`. Raises CheckpointError when what was asked for is not
+        there or does not fit, and when this run has checkpoints but none is intact.
         """
         config = self._config
-        if self._saves and self._mesh.is_leader:
-            recover(self.root)
         parts = set(PARTS) - set(config.exclude_from_loading)
-        steps = self._own_steps()
+        if self._saves and self._mesh.is_leader:
+            self._saved.storage.recover(self._saved.identity.session)
+        steps = self._stored_steps()
+        remembered = None
         if config.load_step >= 0:
             if config.load_step not in steps:
                 known = ", ".join(map(str, sorted(steps))) or "none"
@@ -64,102 +83,142 @@ class CheckpointManager:
                     f"{known}."
                 )
             steps = [config.load_step]
-        candidates = [self.root / f"step-{step}" for step in steps]
+        elif self._may_be_asynchronous:
+            remembered = newest_remembered(self._saved.identity.run_id, self._mesh.rank)
+        if remembered is not None and remembered.saved.step >= max(steps, default=0):
+            where = self._try_remembered(remembered, parts)
+            if where is not None:
+                return where
+        storage = self._saved.storage
+        candidates = [(storage, step_name(step)) for step in steps]
         if not candidates and config.initial_load_path is not None:
-            candidates = [Path(config.initial_load_path)]
+            storage, name = _split(config.initial_load_path)
+            candidates = [(storage, name)]
             if config.initial_load_model_only:
                 parts &= {"model"}
-        loaded = self._load_first_intact(candidates, parts)
-        if loaded is not None and loaded.parent == self.root:
+        where = self._load_first_intact(candidates, parts)
+        if where is not None and steps:
             self._saved_step = self._state.step
             self._saved_values = self._state.values()
-        return loaded
+        return where
+
+    def counted(self, device: torch.device) -> torch.Tensor:
+        """What this rank adds to the step's exchange of numbers: float64, `NUM_SIGNALS` of them.
+        Comes back when the state may change."""
+        step_s = time.perf_counter() - self._step_ended
+        saver = self._asynchronous
+        signals = Signals() if saver is None else saver.signals(step_s)
+        return torch.tensor(signals.numbers(), dtype=torch.float64).to(device, non_blocking=True)
+
+    def settle(self, sums: torch.Tensor) -> None:
+        """Act on `counted`, summed over all ranks."""
+        if self._asynchronous is not None:
+            self._asynchronous.settle(Signals(*sums.tolist()))
 
     def after_step(self) -> float:
-        """Save if one is due after the step just committed. Returns the seconds that it took.
+        """Save what is due after the step just committed. Returns the seconds that it took.
 
-        A save that fails is reported and training goes on: the next one may succeed.
+        A save that fails is reported and training goes on: it is tried again.
         """
+        started = time.perf_counter()
         step, config = self._state.step, self._config
         due = step % config.interval == 0 or (step == 1 and config.enable_first_step_checkpoint)
-        if not due or not self._saves:
-            return 0.0
-        started = time.perf_counter()
-        try:
-            self._save(model_only=False)
-        except CheckpointError as error:
-            logger.error("%s Training goes on.", error)
-        return time.perf_counter() - started
+        if self._may_be_asynchronous and self._asynchronous is None:
+            self._asynchronous = open_saver(self._saved, self._restored_step)
+            self._may_be_asynchronous = self._asynchronous is not None
+        if self._asynchronous is not None:
+            self._asynchronous.after_step(save_due=due)
+        elif due and self._saves:
+            try:
+                self._save_now()
+                self._failures_in_a_row = 0
+            except CheckpointError as error:
+                self._failures_in_a_row += 1
+                logger.error("%s Training goes on.", error)
+        self._step_ended = time.perf_counter()
+        return self._step_ended - started
 
-    def final_save(self, *, finished: bool) -> Path | None:
-        """Save the last step, unless it is saved already. `finished`: the run is at its end, so
-        that `last_save_model_only` applies. Raises CheckpointError when it fails."""
+    @property
+    def failures_in_a_row(self) -> int:
+        """Saves that could not be written, one after the other."""
+        saver = self._asynchronous
+        return self._failures_in_a_row if saver is None else saver.failures_in_a_row
+
+    def final_save(self, *, finished: bool) -> str | None:
+        """Save the last step, unless it is saved already, and come back when it is durable.
+        `finished`: the run is at its end, so that `last_save_model_only` applies. Raises
+        CheckpointError when it fails."""
         if not self._saves:
             return None
         model_only = finished and self._config.last_save_model_only
+        saver = self._asynchronous
+        if saver is not None:
+            self._saved_step, self._saved_values = saver.saved_step, saver.saved_values
         # A refused step moves the data cursor on and not the step.
         is_saved = self._saved_step == self._state.step and (
             self._saved_values == self._state.values()
         )
-        if not is_saved or model_only:
-            self._save(model_only=model_only)
-        return self.root / f"step-{self._state.step}"
+        if model_only:
+            self._save_now(model_only=True)
+        elif not is_saved and saver is not None:
+            saver.finish()
+        elif not is_saved:
+            self._save_now()
+        if saver is not None:
+            saver.close(free=True)
+            self._asynchronous = None
+        return f"{self.root}/{step_name(self._state.step)}"
+
+    def close(self) -> None:
+        """Let go of a run that did not come to its final save: its newest snapshot is written."""
+        if self._asynchronous is not None:
+            self._asynchronous.close(free=False)
+            self._asynchronous = None
+        self._saved.storage.close()
 
     @property
     def _saves(self) -> bool:
         return self._config.enable and not self._config.load_only
 
-    def _save(self, *, model_only: bool) -> None:
-        step = self._state.step
-        tensors, values = self._state.tensors(), self._state.values()
-        if model_only:
-            dtype = getattr(torch, self._config.export_dtype)
-            tensors = {
-                name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-                for name, tensor in tensors.items()
-                if name.startswith("model.")
-            }
-            values = {}
-        folder = write_checkpoint(
-            self.root,
-            step=step,
-            tensors=tensors,
-            values=values,
-            config=self._run_config,
-            mesh=self._mesh,
-            model_only=model_only,
-        )
-        self._saved_step = step
-        self._saved_values = values
-        logger.info("Saved %s", folder)
-        self._delete_old()
+    def _save_now(self, *, model_only: bool = False) -> None:
+        self._saves_tried += 1
+        # Told from the attempts of the writer, which count from 1.
+        save_now(self._saved, number=-self._saves_tried, model_only=model_only)
+        self._saved_step, self._saved_values = self._state.step, self._state.values()
+        logger.info("Saved step %d in %s", self._state.step, self.root)
 
-    def _own_steps(self) -> list[int]:
+    def _stored_steps(self) -> list[int]:
         """The steps of this run's checkpoints, newest first, as the leader sees them: another node
         may see an older state of a shared folder."""
-        looks = self._config.enable or self._config.load_only
-        seen = sorted(step_folders(self.root), reverse=True) if looks else []
-        number = self._mesh.leader_says(len(seen))
-        return [
-            self._mesh.leader_says(seen[place] if place < len(seen) else 0)
-            for place in range(number)
-        ]
+        seen: list[int] = []
+        if self._mesh.is_leader and (self._config.enable or self._config.load_only):
+            seen = self._saved.storage.steps()
+        told = leader_says(" ".join(map(str, reversed(seen))).encode())
+        return list(map(int, told.split()))
 
-    def _load_first_intact(self, candidates: list[Path], parts: set[str]) -> Path | None:
+    def _try_remembered(self, found: RememberedSnapshot, parts: set[str]) -> str | None:
+        try:
+            self._load(found, parts)
+        except (CheckpointError, DamagedCheckpoint) as error:
+            logger.warning("The snapshot in shared memory is not used: %s", error)
+            return None
+        self._restored_step = found.saved.step
+        return found.where
+
+    def _load_first_intact(
+        self, candidates: list[tuple[Storage, str]], parts: set[str]
+    ) -> str | None:
         """Load the first candidate that no rank finds damaged. All ranks have the same list."""
         damage: list[str] = []
-        for folder in candidates:
-            problem, misfit, found = self._open(folder, parts)
-            if self._mesh.any(misfit is not None):
-                raise misfit or CheckpointError(f"{folder} does not fit on another rank.")
-            if self._mesh.any(problem is not None):
-                damage.append(str(problem or f"{folder} is damaged on another rank."))
-                logger.warning("Skipping a damaged checkpoint: %s", damage[-1])
+        for storage, name in candidates:
+            try:
+                found = self._open(storage, name)
+                self._load(found, parts)
+            except DamagedCheckpoint as error:
+                damage.append(str(error))
+                logger.warning("Skipping a damaged checkpoint: %s", error)
                 continue
-            assert found is not None
-            manifest, boxes = found
-            self._load(manifest, boxes, parts)
-            return folder
+            return found.where
         if damage:
             raise DamagedCheckpoint(
                 "None of the checkpoints asked for is intact: " + " ".join(damage) + " Delete the "
@@ -167,72 +226,53 @@ class CheckpointManager:
             )
         return None
 
-    def _open(
-        self, folder: Path, parts: set[str]
-    ) -> tuple[
-        DamagedCheckpoint | None,
-        CheckpointError | None,
-        tuple[Manifest, list[tuple[torch.Tensor, torch.Tensor]]] | None,
-    ]:
-        """(damage, misfit, what was found): exactly one is given. Errors are returned, since all
-        ranks must reach the vote."""
+    def _open(self, storage: Storage, name: str) -> StoredSnapshot:
+        """Raises on all ranks what one of them meets."""
+        found, error = None, None
         try:
-            manifest = read_manifest(folder)
-            if manifest.model_only and parts != {"model"}:
-                raise CheckpointError(
-                    f"{folder} holds the weights only, so training cannot resume from it. Start "
-                    "another run with checkpoint.initial_load_path, or delete it to resume from "
-                    "an earlier step."
-                )
-            self._state.allocate(
-                {name: tuple(e.shape) for name, e in manifest.tensors.items() if _in(name, parts)}
+            found = StoredSnapshot(storage, name)
+        except (CheckpointError, OSError) as caught:
+            error = caught
+        self._agree(error)
+        assert found is not None
+        return found
+
+    def _load(self, snapshot: Snapshot, parts: set[str]) -> None:
+        saved = snapshot.saved
+        if saved.model_only and parts != {"model"}:
+            raise CheckpointError(
+                f"{snapshot.where} holds the weights only, so training cannot resume from it. Start "
+                "another run with checkpoint.initial_load_path, or delete it to resume from an "
+                "earlier step."
             )
-            tensors = {n: t for n, t in self._state.tensors().items() if _in(n, parts)}
-            check_fit(manifest, folder, tensors)
-            return None, None, (manifest, read_boxes(manifest, folder, tensors))
-        except DamagedCheckpoint as error:
-            return error, None, None
-        except CheckpointError as error:
-            return None, error, None
-        except OSError as error:
-            return DamagedCheckpoint(f"{folder} cannot be read: {error}"), None, None
-        except Exception as error:
-            return None, CheckpointError(f"{folder} cannot be loaded: {error!r}"), None
-
-    def _load(
-        self,
-        manifest: Manifest,
-        boxes: list[tuple[torch.Tensor, torch.Tensor]],
-        parts: set[str],
-    ) -> None:
-        fill(boxes)
-        self._state.load_values(
-            {part: value for part, value in manifest.values.items() if part in parts}
-        )
-        generators = manifest.rng.get(str(self._mesh.rank))
+        names = {name: p.shape for name, p in snapshot.tensors.items() if _in(name, parts)}
+        self._state.allocate(names)
+        tensors = {name: t for name, t in self._state.tensors().items() if _in(name, parts)}
+        load(snapshot, tensors, parts, self._mesh)
+        self._state.load_values({part: v for part, v in saved.values.items() if part in parts})
+        generators = saved.rng.get(str(self._mesh.rank))
         if "rng" in parts and generators is not None:
-            rng.restore(generators)
+            rng.restore(dict(generators))
 
-    def _delete_old(self) -> None:
-        """Keep the newest `keep_latest_k` up to the step just saved: those of later steps are
-        damaged or of a run that was taken back, and must not push out what was just written.
+    def _agree(self, error: Exception | None) -> None:
+        """Raise where a rank has met an error: damage as damage, all else as a misfit."""
+        kinds = {"damage": DamagedCheckpoint, "misfit": CheckpointError}
+        told = ""
+        if error is not None:
+            is_misfit = isinstance(error, CheckpointError) and not isinstance(
+                error, DamagedCheckpoint
+            )
+            told = f"{'misfit' if is_misfit else 'damage'} {error}"
+        for text in gather_texts(told.encode()):
+            if text:
+                kind, _, message = text.decode().partition(" ")
+                raise kinds[kind](message)
 
-        A folder is renamed first, so that one that is half deleted is no checkpoint. What cannot
-        be deleted is reported: only the leader is here, so an error would leave the others alone.
-        """
-        keep, saved_step = self._config.keep_latest_k, self._saved_step
-        if keep == 0 or saved_step is None or not self._mesh.is_leader:
-            return
-        try:
-            for left in self.root.glob(".deleting-*"):
-                shutil.rmtree(left)
-            own = [folder for step, folder in step_folders(self.root).items() if step <= saved_step]
-            for folder in own[:-keep]:
-                doomed = folder.with_name(f".deleting-{folder.name}")
-                os.rename(folder, doomed)
-                shutil.rmtree(doomed)
-        except OSError as error:
-            logger.warning("Old checkpoints in %s could not be deleted: %s", self.root, error)
+
+def _split(path: str) -> tuple[Storage, str]:
+    """A checkpoint's folder as its storage and its name there."""
+    root, _, name = path.rstrip("/").rpartition("/")
+    return open_storage(root or "."), name
 
 
 def _in(name: str, parts: set[str]) -> bool:

@@ -1,0 +1,248 @@
+"""Saves beside training: into shared memory often, and from there to storage by another process.
+
+What ranks must agree on travels in the one exchange of numbers of a step, so that saving has no
+collective of its own. That exchange is also the proof that all ranks have completed the snapshot
+before: none comes to it earlier.
+
+Invariant: the newest snapshot that all ranks have is in a slot until a newer one is. Layer: above
+saving, copier and background.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_lite.checkpoint.background.process import WriterProcess
+from torchtitan_lite.checkpoint.background.settings import WriterSettings
+from torchtitan_lite.checkpoint.copier import Copier
+from torchtitan_lite.checkpoint.interval import SnapshotInterval
+from torchtitan_lite.checkpoint.inventory import local_parts, take_inventory
+from torchtitan_lite.checkpoint.memory.folder import run_folder
+from torchtitan_lite.checkpoint.memory.lock import RankLock
+from torchtitan_lite.checkpoint.memory.region import Region, State
+from torchtitan_lite.checkpoint.outcome import Signals
+from torchtitan_lite.checkpoint.saving import Saved
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.log import logger
+
+_SLOTS = 3
+"""The newest complete one, the one that is filled, and the one that is written."""
+_HEARTBEAT_S = 0.02
+
+
+@dataclass
+class _Save:
+    """A save under way."""
+
+    step: int
+    slot: int
+    attempt: int
+    ordered: bool = False
+
+
+class AsynchronousSaver:
+    """Takes this rank's snapshots, and has them written. Made once the state is complete, that is,
+    after the optimizer's first step or a resume."""
+
+    def __init__(self, saved: Saved, region: Region, copier: Copier, writer: WriterProcess) -> None:
+        """Use `open_saver`."""
+        self._saved, self._region, self._copier, self._writer = saved, region, copier, writer
+        self._interval = SnapshotInterval(saved.config.ram_interval)
+        self._newest: int | None = None
+        """The slot of the newest snapshot, complete or being filled."""
+        self._kept: int | None = None
+        """The slot of the newest one that all ranks have."""
+        self._confirms: int | None = None
+        """The step that the next exchange of numbers confirms."""
+        self._last_step = 0
+        self._save: _Save | None = None
+        self._attempts = 0
+        self._is_late = False
+        self.failures_in_a_row = 0
+        self.saved_step: int | None = None
+        self.saved_values: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
+
+    def keep(self, step: int) -> None:
+        """Take over the slot from which this run was restored; all others are of steps that come
+        again, and count no more."""
+        for slot, header in enumerate(self._region.slots()):
+            if header.step == step and header.state == State.COMPLETE and self._kept is None:
+                self._kept = slot
+            elif header.state != State.EMPTY:
+                self._region.begin(slot, header.step)
+        self._region.confirm(step if self._kept is not None else -1)
+        self._last_step = step
+
+    def signals(self, step_s: float) -> Signals:
+        """What the others must know. Comes back when the snapshot under way is complete."""
+        self._copier.wait()
+        self._order()
+        signals = Signals(copy_s=self._copier.seconds, step_s=step_s)
+        for response in self._writer.responses():
+            self._hear(response, signals)
+        if self._save is not None and self._save.ordered and not self._writer.alive:
+            logger.error("The checkpoint writer of rank %d has died.", self._saved.mesh.rank)
+            signals.failed = 1.0
+        return signals
+
+    def settle(self, all_ranks: Signals) -> None:
+        """Act on what all ranks have said."""
+        if self._confirms is not None:
+            self._region.confirm(self._confirms)
+            self._kept, self._confirms = self._newest, None
+        self._interval.measured(all_ranks.copy_s, all_ranks.step_s)
+        save = self._save
+        if save is None:
+            return
+        if all_ranks.committed > 0:
+            self._save, self.failures_in_a_row = None, 0
+            self.saved_step, self.saved_values = save.step, self._values
+            logger.info("Saved step %d in %s", save.step, self._saved.storage.root)
+        elif all_ranks.failed > 0:
+            self._writer.abandon(save.step)
+            self._save, self._is_late = None, True
+            self.failures_in_a_row += 1
+            logger.error(
+                "Step %d was not saved in %s. Training goes on, and saving is tried again.",
+                save.step,
+                self._saved.storage.root,
+            )
+
+    def after_step(self, *, save_due: bool) -> None:
+        """Take a snapshot if one is due after the step just committed, and order it to be written
+        if `save_due`."""
+        step = self._saved.state.step
+        # A save that is under way is not cut off by the next.
+        self._is_late = self._is_late or save_due
+        saves = self._is_late and self._save is None
+        if saves or self._interval.due(step - self._last_step):
+            self._snapshot(saves=saves)
+
+    def finish(self) -> None:
+        """Save the present step, and come back when it is durable. Every rank must call it.
+
+        Raises CheckpointError when it cannot be written, also at the second try.
+        """
+        self._wait()
+        for _ in range(2):
+            self._snapshot(saves=True)
+            self._wait()
+            if self.saved_step == self._saved.state.step:
+                return
+        raise CheckpointError(
+            f"Step {self._saved.state.step} could not be saved in {self._saved.storage.root}; see "
+            "the errors above. Its snapshot stays in shared memory."
+        )
+
+    def close(self, *, free: bool) -> None:
+        """Let the writer end. `free`: the state is durable, so that its memory is given back."""
+        self._copier.close()
+        if free:
+            self._writer.close(free=True)
+        else:
+            self._writer.detach()
+        self._region.close()
+
+    def _snapshot(self, *, saves: bool) -> None:
+        state, mesh = self._saved.state, self._saved.mesh
+        busy = {self._kept, self._save.slot if self._save else None}
+        slot = next(slot for slot in range(_SLOTS) if slot not in busy)
+        self._values = self._saved.values()
+        values, step, region = self._values, state.step, self._region
+        region.begin(slot, step)
+        self._copier.start(
+            slot, local_parts(state.tensors(), mesh), lambda: region.complete(slot, values)
+        )
+        self._newest, self._confirms, self._last_step = slot, step, step
+        if saves:
+            self._attempts += 1
+            self._save, self._is_late = _Save(step, slot, self._attempts), False
+
+    def _order(self) -> None:
+        """The writer is told of a save when its slot is complete."""
+        save = self._save
+        if save is not None and not save.ordered:
+            if not self._writer.alive:
+                self._writer.start()
+            self._writer.save(save.slot, save.step, save.attempt)
+            save.ordered = True
+
+    def _hear(self, response: dict[str, Any], signals: Signals) -> None:
+        save = self._save
+        if save is None or save.step not in response.values():
+            return
+        if "committed" in response:
+            signals.committed = 1.0
+        elif "failed" in response:
+            signals.failed = 1.0
+            logger.error("Saving step %d: %s", save.step, response["error"])
+
+    def _wait(self) -> None:
+        """Until no save is under way. The ranks stay in touch, so that a slow storage does not
+        look like a rank that hangs."""
+        while True:
+            numbers = self._saved.mesh.sum_of(self.signals(0.0).numbers())
+            self.settle(Signals(*numbers))
+            if self._save is None:
+                return
+            time.sleep(_HEARTBEAT_S)
+
+
+def open_saver(saved: Saved, restored_step: int | None) -> AsynchronousSaver | None:
+    """Reserve memory, and start the writer; None, with a warning, where there is too little.
+
+    `restored_step` is the step that was restored from shared memory: its region is taken over.
+    Every rank must call it.
+    """
+    mesh, config = saved.mesh, saved.config
+    inventory = take_inventory(saved.state.tensors(), mesh)
+    region, problem = None, ""
+    try:
+        region = _region(saved, inventory.slot_bytes, saved.describe(inventory).to_dict())
+    except (OSError, CheckpointError) as error:
+        problem = str(error)
+    if mesh.any(region is None):
+        if region is not None:
+            region.close()
+            region.unlink()
+        logger.warning(
+            "Snapshots are off, and training waits while a checkpoint is written: %s",
+            problem or "another rank has too little memory.",
+        )
+        return None
+    assert region is not None
+    settings = WriterSettings(
+        nice=config.writer_nice,
+        bytes_per_s=config.writer_mib_per_s * 2**20 or None,
+        preemption_grace_s=config.preemption_grace_s,
+        keep_latest_k=config.keep_latest_k,
+        keep_every=config.keep_every,
+    )
+    slots = [region.data(slot) for slot in range(_SLOTS)]
+    copier = Copier(inventory, slots, mesh.device.torch_device)
+    writer = WriterProcess(region.path, settings)
+    writer.start()
+    saver = AsynchronousSaver(saved, region, copier, writer)
+    if restored_step is not None:
+        saver.keep(restored_step)
+    return saver
+
+
+def _region(saved: Saved, slot_bytes: int, description: dict[str, Any]) -> Region:
+    """The one of an earlier start, if this run goes on in the same way; else a new one. Raises
+    OSError or CheckpointError."""
+    limit = saved.config.snapshot_gib
+    if limit and _SLOTS * slot_bytes > limit * 2**30:
+        raise CheckpointError(
+            f"Three snapshots of {slot_bytes / 2**30:.2f} GiB are more than "
+            f"checkpoint.snapshot_gib = {limit} a rank."
+        )
+    folder = run_folder(saved.identity.run_id)
+    # The writer of an earlier start may still flush what that left.
+    if not RankLock(folder, saved.mesh.rank).wait(saved.config.preemption_grace_s):
+        raise CheckpointError(f"A writer of an earlier start still holds {folder}.")
+    adopted = Region.adopt(folder, saved.mesh.rank, description, slot_bytes, num_slots=_SLOTS)
+    return adopted or Region.create(
+        folder, saved.mesh.rank, description, slot_bytes, num_slots=_SLOTS
+    )

@@ -1,0 +1,43 @@
+"""What a run is called, so that its snapshots are told from those of others. Layer: above memory."""
+
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.messages import leader_says
+
+_FILE = "run_id"
+_RUN_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Of one start of a run."""
+
+    run_id: str
+    """32 hexadecimal digits, kept in the run's folder: who deletes that begins another run."""
+    session: str
+    """New with every start, and common to all ranks."""
+
+
+def identify(dump_folder: Path, mesh: Mesh) -> Identity:
+    """The leader knows the run or gives it a name; the others are told. Every rank must call it."""
+    told = b""
+    if mesh.is_leader:
+        told = json.dumps([_run_id(dump_folder), secrets.token_hex(6)]).encode()
+    run_id, session = json.loads(leader_says(told))
+    return Identity(run_id, session)
+
+
+def _run_id(dump_folder: Path) -> str:
+    path = dump_folder / _FILE
+    known = path.read_text().strip() if path.is_file() else ""
+    if _RUN_ID.fullmatch(known):
+        return known
+    dump_folder.mkdir(parents=True, exist_ok=True)
+    made = secrets.token_hex(16)
+    path.write_text(made + "\n")
+    return made

@@ -1,0 +1,26 @@
+"""What ranks tell each other about saving, in the one exchange of numbers of a step. Layer: imports
+nothing of the project.
+"""
+
+from dataclasses import astuple, dataclass
+
+
+@dataclass
+class Signals:
+    """Of one rank; then, summed, of all."""
+
+    failed: float = 0.0
+    """Its part of the save under way cannot be written."""
+    committed: float = 0.0
+    """The save under way is committed; said by the leader."""
+    copy_s: float = 0.0
+    """That its last snapshot took."""
+    step_s: float = 0.0
+    """That its last step took."""
+
+    def numbers(self) -> list[float]:
+        """In the order of the fields."""
+        return list(astuple(self))
+
+
+NUM_SIGNALS = len(Signals().numbers())
