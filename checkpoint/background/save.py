@@ -20,10 +20,6 @@ from torchtitan_lite.errors import CheckpointError
 _SESSION_DIGITS = 12
 
 
-class Abandoned(Exception):
-    """The save that is under way is not wanted any more."""
-
-
 def session_token(description: Description) -> str:
     """What the tokens of all attempts of this start of the run begin with."""
     return description.session[:_SESSION_DIGITS]
@@ -162,8 +158,10 @@ def delete_old(
     keep_every: int,
     tick: Callable[[], None] = nothing,
 ) -> None:
-    """Delete what need not stay after `saved`. What cannot be deleted is reported and stays."""
+    """Delete what need not stay after `saved`, and leavings of saves before it. What cannot be
+    deleted is reported and stays."""
     try:
+        storage.tidy(saved)
         steps = to_delete(
             storage.steps(), saved, keep_latest_k=keep_latest_k, keep_every=keep_every
         )

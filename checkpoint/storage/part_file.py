@@ -48,6 +48,10 @@ class Written:
     xxh3: str
 
 
+class Abandoned(Exception):
+    """What a tick raises to end a write that is not wanted any more."""
+
+
 def nothing() -> None:
     """The tick of who has nothing else to do."""
 
@@ -56,7 +60,7 @@ def write_part(
     files: Files,
     path: Path,
     boxes: Sequence[PartBox],
-    source: memoryview | Sequence[memoryview],
+    source: memoryview | list[memoryview],
     *,
     direct: bool = True,
     rate: TokenBucket | None = None,
@@ -70,9 +74,9 @@ def write_part(
     it. `tick` is called between chunks of at most 32 MiB, and ends the write by raising. Raises
     OSError when the file cannot be written; then it is removed.
     """
-    names = _unique(boxes)
+    names = names_in_file(boxes)
     header = header_of(names, boxes, metadata)
-    views = [_bytes_of(source, i, box) for i, box in enumerate(boxes)]
+    views = [bytes_of(source, i, box) for i, box in enumerate(boxes)]
     digests = []
     for view in views:
         digests.append(xxhash.xxh3_64_hexdigest(view))
@@ -116,7 +120,7 @@ def header_of(
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def _unique(boxes: Iterable[PartBox]) -> list[str]:
+def names_in_file(boxes: Iterable[PartBox]) -> list[str]:
     """The names in the file: a second box of the same tensor is called NAME#2."""
     count: dict[str, int] = {}
     names = []
@@ -126,7 +130,8 @@ def _unique(boxes: Iterable[PartBox]) -> list[str]:
     return names
 
 
-def _bytes_of(source: memoryview | Sequence[memoryview], index: int, box: PartBox) -> memoryview:
+def bytes_of(source: memoryview | list[memoryview], index: int, box: PartBox) -> memoryview:
+    """The bytes of a box. Raises ValueError when there are more or fewer than it says."""
     if isinstance(source, memoryview):
         view = source[box.start : box.start + box.bytes]
     else:

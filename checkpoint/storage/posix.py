@@ -51,7 +51,7 @@ class LocalFolder:
         token: str,
         name: str,
         boxes: Sequence[PartBox],
-        source: memoryview | Sequence[memoryview],
+        source: memoryview | list[memoryview],
         *,
         direct: bool = True,
         rate: TokenBucket | None = None,
@@ -138,6 +138,13 @@ class LocalFolder:
             )
             if left:
                 self._files.rmtree(self._folder / name)
+
+    def tidy(self, before: int) -> None:
+        for name in self._names(self._folder):
+            if name.startswith(_WRITING):
+                step = step_of(name.removeprefix(_WRITING).rsplit("-", 2)[0])
+                if step is not None and step < before:
+                    self._files.rmtree(self._folder / name)
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
         full = self._folder / path
