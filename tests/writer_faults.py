@@ -146,6 +146,10 @@ class ForgetfulDisk:
 
     def replay(self, operation: tuple[Any, ...]) -> None:
         kind, path, *rest = operation
+        if kind == "sync_folder":
+            synced = self._folder(path)
+            synced.durable = dict(synced.names)
+            return
         folder, name = self._folder(path.parent), path.name
         if kind == "create":
             folder.names[name] = _File()
@@ -156,9 +160,6 @@ class ForgetfulDisk:
         elif kind == "rename":
             target = rest[0]
             self._folder(target.parent).names[target.name] = folder.names.pop(name)
-        elif kind == "sync_folder":
-            synced = self._folder(path)
-            synced.durable = dict(synced.names)
         else:
             file = folder.names[name]
             assert isinstance(file, _File)
@@ -206,7 +207,8 @@ def _writer(dies_at: int, region: str) -> int:
 
 def _trainer(base: str, root: str, victim: str, dies_at: int) -> None:
     """Two saves with two writers; prints what was committed. `victim` is "trainer", or the rank
-    of the writer that dies."""
+    of the writer that dies; after "flush-" the second save is left to the flush."""
+    is_flushed, victim = victim.startswith("flush-"), victim.removeprefix("flush-")
     import tests.snapshots as snapshots
 
     if victim == "trainer":
@@ -225,12 +227,18 @@ def _trainer(base: str, root: str, victim: str, dies_at: int) -> None:
         writer.wait_for("ready", 20)
     for step in (1, 2):
         run.snapshot(step, step)
+        for region in run.regions:
+            region.stamp(step, {"model.large": "0" * 16})
+            region.confirm(step)
+        if step == 2 and is_flushed:
+            os.kill(os.getpid(), signal.SIGKILL)
         run.save(step, step)
         while all(writer.alive for writer in run.writers):
             said = run.writers[0].wait_for("committed", 0.05)
             if any("committed" in response for response in said):
                 print(json.dumps({"committed": step}), flush=True)
                 break
+    print(json.dumps({"survived": all(writer.alive for writer in run.writers)}), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -19,11 +19,14 @@ from torchtitan_lite.checkpoint.storage.posix import LocalFolder
 from torchtitan_lite.checkpoint.storage.rate import TokenBucket
 
 POINTS = [
-    *(("0", n) for n in range(1, 73)),
-    *(("1", n) for n in range(1, 37)),
-    *(("trainer", n) for n in range(1, 73)),
+    *(("0", n) for n in range(1, 51)),
+    *(("1", n) for n in range(1, 27)),
+    *(("trainer", n) for n in range(1, 31)),
+    *(("flush-0", n) for n in range(1, 51)),
+    *(("flush-1", n) for n in range(1, 25)),
 ]
-"""Which process dies: a rank's writer (0 leads), or the trainer of both; and at which operation."""
+"""Which process dies: a rank's writer (0 leads) or the trainer of both, in two saves; or a writer
+in a save and the flush that follows the trainer's death. And at which of its operations."""
 FAST = [point for i, point in enumerate(POINTS) if i % 15 == 7]
 
 
@@ -52,6 +55,9 @@ def _kill_at(tmp_path: Path, victim: str, dies_at: int) -> None:
     assert done.returncode == -9, done.stderr.decode()
     _wait_until_gone([line["writer"] for line in said if "writer" in line])
     committed = max((line["committed"] for line in said if "committed" in line), default=0)
+    if victim == "flush-1":
+        # The leader writes the part of a writer that is gone.
+        committed = 2
     _check(root, at_least=committed)
 
 
