@@ -11,6 +11,7 @@ Invariant: when `write_part` returns, the file is durable, but for its name. Lay
 import json
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -265,15 +266,16 @@ class _DirectStream:
         self._flush()
 
     def close(self) -> None:
-        """Give the buffer back."""
-        self._bounce.release()
-        self._buffer.close()
+        """Give the buffer back; when a write failed, with the last view of it."""
+        with suppress(BufferError):
+            self._bounce.release()
+            self._buffer.close()
 
     def _flush(self) -> None:
         if self._filled:
             content, self._filled = self._bounce[: self._filled], 0
-            self._put(content)
-            content.release()
+            with content:
+                self._put(content)
 
     def _put(self, view: memoryview) -> None:
         self._files.pwrite(self._descriptor, view, self._position)
