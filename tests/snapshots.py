@@ -43,21 +43,37 @@ def description(
         num_bytes = math.prod(size) * width
         tensors.append(
             {
-                "name": name, "dtype": dtype, "shape": shape, "layout": 0,
-                "local_shape": size, "offset": start, "bytes": num_bytes,
+                "name": name,
+                "dtype": dtype,
+                "shape": shape,
+                "layout": 0,
+                "local_shape": size,
+                "offset": start,
+                "bytes": num_bytes,
             }
         )
         boxes.append(
             {
-                "tensor": name, "dtype": dtype, "shape": shape, "layout": 0, "offset": offset,
-                "size": size, "start": start, "bytes": num_bytes,
+                "tensor": name,
+                "dtype": dtype,
+                "shape": shape,
+                "layout": 0,
+                "offset": offset,
+                "size": size,
+                "start": start,
+                "bytes": num_bytes,
             }
         )
         start += num_bytes
     tensors.append(
         {
-            "name": "model.none", "dtype": "F32", "shape": [0, 4], "layout": 0,
-            "local_shape": [0, 4], "offset": 0, "bytes": 0,
+            "name": "model.none",
+            "dtype": "F32",
+            "shape": [0, 4],
+            "layout": 0,
+            "local_shape": [0, 4],
+            "offset": 0,
+            "bytes": 0,
         }
     )
     return {

@@ -136,9 +136,10 @@ def _decide(ranks: Ranks, pending: dict[int, int], deadline: float) -> tuple[int
         if decided is not None or bound is None:
             return decided
         step = ranks.common_step()
-        if step == bound or (time.monotonic() >= deadline and step is not None):
+        is_late = time.monotonic() >= deadline
+        if step is not None and (step == bound or is_late):
             _publish(ranks.decision_path(), step, pending.get(step, 0))
-        elif time.monotonic() >= deadline:
+        elif is_late:
             return None
         else:
             time.sleep(_POLL_S)

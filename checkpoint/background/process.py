@@ -114,6 +114,11 @@ class WriterProcess:
         self._reap()
         return heard
 
+    def detach(self) -> None:
+        """Leave the writer to itself, as a trainer that dies does: it flushes and ends."""
+        self._reap()
+        self._process = None
+
     def _send(self, order: dict[str, Any]) -> bool:
         self._unsent.append(json.dumps(order).encode() + b"\n")
         self._flush_unsent()

@@ -20,10 +20,6 @@ from torchtitan_lite.errors import CheckpointError
 _SESSION_DIGITS = 12
 
 
-class Abandoned(Exception):
-    """The save that is under way is not wanted any more."""
-
-
 def session_token(description: Description) -> str:
     """What the tokens of all attempts of this start of the run begin with."""
     return description.session[:_SESSION_DIGITS]
@@ -80,17 +76,7 @@ class RankSave:
 
     def commit(self, step: int, token: str) -> None:
         """Join the parts, all of which must be present, and make the step seen. For the leader."""
-        about, ranks = self.about, range(self.about.world_size)
-        parts = [self.storage.read_part(step, token, rank) for rank in ranks]
-        leader = parts[about.rank]
-        base = {
-            "mesh": about.mesh,
-            "config": about.config,
-            "versions": about.versions,
-            "values": leader["values"],
-            "model_only": leader["model_only"],
-        }
-        self.storage.commit(step, token, manifest_bytes(build_manifest(step, parts, base)))
+        commit_parts(self.storage, self.about, step, token)
 
     def is_whole(self, step: int, token: str) -> bool:
         """Whether all ranks have announced their parts."""
@@ -104,6 +90,20 @@ class RankSave:
                 f"({header.state.name}), not step {step} complete: it must not change before its "
                 "save ends."
             )
+
+
+def commit_parts(storage: Storage, about: Description, step: int, token: str) -> None:
+    """Join the parts of all ranks, as the leader, and make the step seen."""
+    parts = [storage.read_part(step, token, rank) for rank in range(about.world_size)]
+    leader = parts[about.rank]
+    base = {
+        "mesh": about.mesh,
+        "config": about.config,
+        "versions": about.versions,
+        "values": leader["values"],
+        "model_only": leader["model_only"],
+    }
+    storage.commit(step, token, manifest_bytes(build_manifest(step, parts, base)))
 
 
 def part_of(
@@ -162,8 +162,10 @@ def delete_old(
     keep_every: int,
     tick: Callable[[], None] = nothing,
 ) -> None:
-    """Delete what need not stay after `saved`. What cannot be deleted is reported and stays."""
+    """Delete what need not stay after `saved`, and leavings of saves before it. What cannot be
+    deleted is reported and stays."""
     try:
+        storage.tidy(saved)
         steps = to_delete(
             storage.steps(), saved, keep_latest_k=keep_latest_k, keep_every=keep_every
         )

@@ -12,7 +12,6 @@ from torchtitan_lite.checkpoint.background.channel import Channel
 from torchtitan_lite.checkpoint.background.flush import Ranks, flush, published
 from torchtitan_lite.checkpoint.background.priority import hurry
 from torchtitan_lite.checkpoint.background.save import (
-    Abandoned,
     RankSave,
     attempt_token,
     delete_old,
@@ -20,6 +19,7 @@ from torchtitan_lite.checkpoint.background.save import (
     session_token,
 )
 from torchtitan_lite.checkpoint.background.settings import WriterSettings
+from torchtitan_lite.checkpoint.storage.part_file import Abandoned
 from torchtitan_lite.checkpoint.storage.rate import TokenBucket
 from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.errors import CheckpointError
@@ -154,6 +154,10 @@ class Writer:
                 continue
             del self._pending[step]
             self._channel.say(committed=step)
+            for older, (number, _) in list(self._pending.items()):
+                if older < step:
+                    # Every rank writes its steps in order: one of them left this one out.
+                    self._fail(older, number, f"step {step} became whole before it")
             delete_old(
                 self._storage,
                 step,

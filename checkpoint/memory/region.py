@@ -143,6 +143,38 @@ class Region:
             raise
         return region
 
+    @classmethod
+    def adopt(
+        cls,
+        folder: Path,
+        rank: int,
+        description: dict[str, Any],
+        slot_bytes: int,
+        num_slots: int = 3,
+    ) -> "Region | None":
+        """Take over the region that an earlier start of the same run left, with the steps in it,
+        where it differs from `description` in `session` and `config` at most; None where there is
+        none, or it does not fit.
+
+        For the short time in which the description is replaced, a kill loses the region.
+        """
+        path = folder / f"rank-{rank:05d}.snapshots"
+        try:
+            region = cls.open(path, writable=True)
+        except DamagedSnapshot:
+            return None
+        encoded = json.dumps(description).encode()
+        fits = (
+            _without_start(region.description) == _without_start(json.loads(encoded))
+            and (region.slot_bytes, region.num_slots) == (_padded(slot_bytes), num_slots)
+            and _padded(len(encoded)) == _padded(region._description_bytes)
+        )
+        if not fits:
+            region.close()
+            return None
+        region._describe(encoded)
+        return region
+
     @property
     def confirmed(self) -> int:
         """The newest step that all ranks have completed, as far as this rank knows; -1: none."""
@@ -230,6 +262,18 @@ class Region:
         """Remove the file. Its memory is free when nobody maps it any more."""
         self.path.unlink(missing_ok=True)
 
+    def _describe(self, encoded: bytes) -> None:
+        """Replace the description by one that needs as many pages."""
+        self._store(ALIGNMENT, encoded)
+        self.description = json.loads(encoded)
+        self._description_bytes = len(encoded)
+        self._description_sum = xxhash.xxh3_64_intdigest(encoded)
+        token = secrets.token_bytes(16)
+        self.token = token.hex()
+        sizes = (self.slot_bytes, self.values_bytes, len(encoded), self.file_bytes)
+        fields = (_MAGIC, _VERSION, self.rank, self.num_slots, 0, *sizes)
+        self._store(0, _sealed(_SUPERBLOCK.pack(*fields, self._description_sum, token)))
+
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"Slot {slot} of {self.path}, which has {self.num_slots} slots.")
@@ -271,6 +315,11 @@ class Region:
     def _store(self, offset: int, content: bytes) -> None:
         """The one way in which bytes other than a slot's data come into the file."""
         self._view[offset : offset + len(content)] = content
+
+
+def _without_start(description: dict[str, Any]) -> dict[str, Any]:
+    """What does not change between two starts of a run that goes on in the same way."""
+    return {k: v for k, v in description.items() if k not in ("session", "config")}
 
 
 def _padded(size: int) -> int:

@@ -11,6 +11,7 @@ Invariant: when `write_part` returns, the file is durable, but for its name. Lay
 import json
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,10 @@ class Written:
     xxh3: str
 
 
+class Abandoned(Exception):
+    """What a tick raises to end a write that is not wanted any more."""
+
+
 def nothing() -> None:
     """The tick of who has nothing else to do."""
 
@@ -56,7 +61,7 @@ def write_part(
     files: Files,
     path: Path,
     boxes: Sequence[PartBox],
-    source: memoryview | Sequence[memoryview],
+    source: memoryview | list[memoryview],
     *,
     direct: bool = True,
     rate: TokenBucket | None = None,
@@ -70,9 +75,9 @@ def write_part(
     it. `tick` is called between chunks of at most 32 MiB, and ends the write by raising. Raises
     OSError when the file cannot be written; then it is removed.
     """
-    names = _unique(boxes)
+    names = names_in_file(boxes)
     header = header_of(names, boxes, metadata)
-    views = [_bytes_of(source, i, box) for i, box in enumerate(boxes)]
+    views = [bytes_of(source, i, box) for i, box in enumerate(boxes)]
     digests = []
     for view in views:
         digests.append(xxhash.xxh3_64_hexdigest(view))
@@ -116,7 +121,7 @@ def header_of(
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def _unique(boxes: Iterable[PartBox]) -> list[str]:
+def names_in_file(boxes: Iterable[PartBox]) -> list[str]:
     """The names in the file: a second box of the same tensor is called NAME#2."""
     count: dict[str, int] = {}
     names = []
@@ -126,7 +131,8 @@ def _unique(boxes: Iterable[PartBox]) -> list[str]:
     return names
 
 
-def _bytes_of(source: memoryview | Sequence[memoryview], index: int, box: PartBox) -> memoryview:
+def bytes_of(source: memoryview | list[memoryview], index: int, box: PartBox) -> memoryview:
+    """The bytes of a box. Raises ValueError when there are more or fewer than it says."""
     if isinstance(source, memoryview):
         view = source[box.start : box.start + box.bytes]
     else:
@@ -260,15 +266,16 @@ class _DirectStream:
         self._flush()
 
     def close(self) -> None:
-        """Give the buffer back."""
-        self._bounce.release()
-        self._buffer.close()
+        """Give the buffer back; when a write failed, with the last view of it."""
+        with suppress(BufferError):
+            self._bounce.release()
+            self._buffer.close()
 
     def _flush(self) -> None:
         if self._filled:
             content, self._filled = self._bounce[: self._filled], 0
-            self._put(content)
-            content.release()
+            with content:
+                self._put(content)
 
     def _put(self, view: memoryview) -> None:
         self._files.pwrite(self._descriptor, view, self._position)

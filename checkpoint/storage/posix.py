@@ -11,6 +11,7 @@ Layer: above part_file.
 
 import json
 import mmap
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -51,7 +52,7 @@ class LocalFolder:
         token: str,
         name: str,
         boxes: Sequence[PartBox],
-        source: memoryview | Sequence[memoryview],
+        source: memoryview | list[memoryview],
         *,
         direct: bool = True,
         rate: TokenBucket | None = None,
@@ -139,11 +140,21 @@ class LocalFolder:
             if left:
                 self._files.rmtree(self._folder / name)
 
+    def tidy(self, before: int) -> None:
+        for name in self._names(self._folder):
+            if name.startswith(_WRITING):
+                step = step_of(name.removeprefix(_WRITING).rsplit("-", 2)[0])
+                if step is not None and step < before:
+                    self._files.rmtree(self._folder / name)
+
+    def size(self, path: str) -> int:
+        return os.stat(self._folder / path).st_size
+
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
         full = self._folder / path
         if full not in self._maps:
             with open(full, "rb") as file:
-                content = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._maps[full] = memoryview(content)
         return self._maps[full][start:stop]
 

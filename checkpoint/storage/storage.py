@@ -29,7 +29,7 @@ class Storage(Protocol):
         token: str,
         name: str,
         boxes: Sequence[PartBox],
-        source: memoryview | Sequence[memoryview],
+        source: memoryview | list[memoryview],
         *,
         direct: bool = True,
         rate: TokenBucket | None = None,
@@ -77,6 +77,15 @@ class Storage(Protocol):
     def recover(self, session: str) -> None:
         """Mend what a killed process left, and remove leavings but those of tokens that begin with
         `session`. For one process, before anything is read."""
+        ...
+
+    def tidy(self, before: int) -> None:
+        """Remove attempts at steps before `before`, which was committed: none of them can succeed
+        any more, since every rank writes its steps in order."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Bytes of a file such as "step-5/manifest.json"."""
         ...
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:

@@ -1,10 +1,44 @@
-"""Real writer processes: saves, failures, and what is left of them."""
+"""Real writer processes: saves, failures, flushes, and what is left of them."""
 
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.snapshots import trainers, verify
+from tests.launch import REPOSITORY
+from tests.snapshots import orphan, snapshot, trainers, verify
+from torchtitan_lite.checkpoint.background.process import WriterProcess
+from torchtitan_lite.checkpoint.background.settings import WriterSettings
+from torchtitan_lite.checkpoint.memory.lock import RankLock
+from torchtitan_lite.checkpoint.storage.storage import open_storage
+
+_LIMITED = 'ulimit -f {}; exec "{}" -m torchtitan_lite.checkpoint.background "$0"'
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder of shared memory."""
+    made = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="test-"))
+    yield made
+    shutil.rmtree(made)
+
+
+def _ends(*writers: WriterProcess, timeout_s: float = 10) -> None:
+    for writer in writers:
+        assert writer._process is not None
+        assert writer._process.wait(timeout_s) == 0
+
+
+def _steps(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -17,7 +51,9 @@ def test_saves_are_whole_and_old_ones_go(tmp_path: Path, world_size: int) -> Non
             run.save(step % 3, step)
             said = run.writers[0].wait_for("committed", 20)
             assert said == [{"written": step}, {"committed": step}]
-    assert sorted(path.name for path in root.iterdir()) == ["step-2", "step-3"]
+        run.writers[0].close(free=True)
+        assert not run.regions[0].path.exists()
+    assert _steps(root) == ["step-2", "step-3"]
     manifest = verify(root / "step-3")
     assert manifest["tensors"]["model.none"]["boxes"] == []
     assert manifest["layouts"] == [{"cut": world_size}]
@@ -26,13 +62,283 @@ def test_saves_are_whole_and_old_ones_go(tmp_path: Path, world_size: int) -> Non
 def test_a_killed_trainer_loses_nothing_that_is_complete(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 2) as run:
-        run.start()
+        run.start(bytes_per_s=1.0)
         run.snapshot(0, 7)
         run.snapshot(1, 8)
         run.regions[0].begin(2, 9)
+        started = time.monotonic()
         run.die()
-        for writer in run.writers:
-            assert writer._process is not None
-            assert writer._process.wait(10) == 0
+        _ends(*run.writers)
+        assert time.monotonic() - started < 2
     verify(root / "step-8")
-    assert [path.name for path in root.iterdir()] == ["step-8"]
+    assert _steps(root) == ["step-8"]
+
+
+def test_one_killed_trainer_flushes_all_ranks(tmp_path: Path) -> None:
+    """The others live on and wait for it; rank 1 completes a step while the flush is decided."""
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 3) as run:
+        run.start()
+        run.snapshot(0, 7)
+        snapshot(run.regions[1], 1, 8)
+        snapshot(run.regions[2], 1, 8)
+        orphan(run.writers[1])
+        time.sleep(0.2)
+        snapshot(run.regions[0], 1, 8)
+        assert {"committed": 8} in run.writers[0].wait_for("committed", 5)
+        assert {"written": 8} in run.writers[2].wait_for("written", 5)
+        _ends(run.writers[1])
+        assert run.writers[0].alive and run.writers[2].alive
+    verify(root / "step-8")
+
+
+def test_a_rank_that_lags_gives_an_older_common_step(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 2) as run:
+        run.start()
+        run.snapshot(0, 7)
+        snapshot(run.regions[1], 1, 8)
+        run.die()
+        _ends(*run.writers)
+    verify(root / "step-7")
+
+
+def test_a_killed_leader_writer_is_stood_in_for(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 2) as run:
+        run.start()
+        run.snapshot(0, 7)
+        assert run.writers[0].pid is not None
+        os.kill(run.writers[0].pid, signal.SIGKILL)
+        assert run.writers[0].wait_for("ready", 5) == [] and not run.writers[0].alive
+        assert not run.writers[0].save(0, 7)
+        orphan(run.writers[1])
+        _ends(run.writers[1])
+        verify(root / "step-7")
+        run.writers[0].start()
+        assert run.writers[0].wait_for("ready", 5) and run.writers[0].alive
+
+
+def test_regions_on_other_machines_get_every_newer_step(tmp_path: Path) -> None:
+    """Two machines are two folders: rank 1 lacks the newest step."""
+    root = tmp_path / "checkpoint"
+    here, there = tmp_path / "here", tmp_path / "there"
+    run_id = secrets.token_hex(16)
+    for base in (here, there):
+        base.mkdir()
+    with (
+        trainers(here, root, 2, run_id=run_id) as first,
+        trainers(there, root, 2, run_id=run_id) as second,
+    ):
+        first.regions.pop().unlink()
+        second.regions.pop(0).unlink()
+        for run in (first, second):
+            run.start(preemption_grace_s=1.0)
+            run.snapshot(0, 6)
+            run.snapshot(1, 7)
+        first.snapshot(2, 8)
+        first.die()
+        second.die()
+        _ends(*first.writers, *second.writers)
+    assert open_storage(str(root)).steps() == [7]
+    verify(root / "step-7")
+
+
+def test_what_is_stored_is_not_written_again(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 1) as run:
+        run.start()
+        run.snapshot(0, 7)
+        run.save(0, 7)
+        run.writers[0].wait_for("committed", 5)
+        before = (root / "step-7").stat().st_ino
+        run.die()
+        _ends(run.writers[0])
+        assert (root / "step-7").stat().st_ino == before
+
+
+def test_a_successor_waits_for_the_flush(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 1) as run:
+        run.start()
+        lock = RankLock(run.folder, 0)
+        assert lock.owner() == run.writers[0].pid
+        run.snapshot(0, 7)
+        run.die()
+        assert lock.wait(5)
+        verify(root / "step-7")
+
+
+def test_a_file_size_limit_fails_the_save_and_not_the_writer(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 2) as run:
+        limited = ["bash", "-c", _LIMITED.format(20, sys.executable)]
+        run.start(limited)
+        for step in (1, 2):
+            run.snapshot(step, step)
+            run.save(step, step)
+            for writer in run.writers:
+                (said,) = [r for r in writer.wait_for("failed", 10) if "failed" in r]
+                assert said["failed"] == step and "File too large" in said["error"]
+        assert all(writer.alive for writer in run.writers)
+        assert open_storage(str(root)).steps() == []
+
+
+def test_a_folder_that_cannot_be_made_and_then_can(tmp_path: Path) -> None:
+    root = tmp_path / "place" / "checkpoint"
+    (tmp_path / "place").write_text("in the way")
+    with trainers(tmp_path, root, 1) as run:
+        run.start()
+        run.snapshot(0, 1)
+        run.save(0, 1)
+        (said,) = run.writers[0].wait_for("failed", 10)
+        assert said["failed"] == 1 and "place" in said["error"]
+        (tmp_path / "place").unlink()
+        run.save(0, 1, attempt=1)
+        assert {"committed": 1} in run.writers[0].wait_for("committed", 10)
+    verify(root / "step-1")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a small tmpfs")
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_full_or_read_only_disk_mends(tmp_path: Path, is_full: bool) -> None:
+    """Rank 1's failure fails the step for the leader, too; then there is room again."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=300k", "none", str(disk)]
+    if subprocess.run(["mount", *options], check=False).returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        root = disk / "checkpoint"
+        with trainers(tmp_path, root, 2) as run:
+            run.start()
+            if is_full:
+                (disk / "filler").write_bytes(bytes(200 << 10))
+            else:
+                subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+            run.snapshot(0, 1)
+            run.save(0, 1)
+            failed = [r for r in run.writers[0].wait_for("failed", 10) if "failed" in r]
+            assert failed[0]["failed"] == 1
+            assert ("No space left" if is_full else "Read-only") in failed[0]["error"]
+            if is_full:
+                (disk / "filler").unlink()
+            else:
+                subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+            run.snapshot(1, 2)
+            run.save(1, 2)
+            assert {"committed": 2} in run.writers[0].wait_for("committed", 10)
+        assert _steps(root) == ["step-2"]
+        verify(root / "step-2")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_an_order_to_abandon_ends_a_write(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 2) as run:
+        run.start(bytes_per_s=1000.0)
+        run.snapshot(0, 1)
+        run.save(0, 1)
+        time.sleep(0.3)
+        for writer in run.writers:
+            writer.abandon(1)
+            assert writer.wait_for("abandoned", 5)[-1] == {"abandoned": 1}
+        assert open_storage(str(root)).steps() == []
+        # The leader does not wait for ranks that are told to give up.
+        run.writers[0].close(timeout_s=5)
+        assert not any(name.endswith(".safetensors") for _, _, n in os.walk(root) for name in n)
+
+
+def test_the_leader_says_who_did_not_come(tmp_path: Path) -> None:
+    with trainers(tmp_path, tmp_path / "checkpoint", 2) as run:
+        run.start(commit_timeout_s=0.2)
+        run.snapshot(0, 1)
+        run.writers[0].save(0, 1)
+        said = run.writers[0].wait_for("failed", 5)
+        assert "ranks [1] did not write their parts" in said[-1]["error"]
+    assert _steps(tmp_path / "checkpoint") == []
+
+
+def test_a_slot_that_changes_meanwhile_fails_the_save(tmp_path: Path) -> None:
+    with trainers(tmp_path, tmp_path / "checkpoint", 1) as run:
+        run.start(bytes_per_s=1e5)
+        run.snapshot(0, 1)
+        run.save(0, 1)
+        time.sleep(0.2)
+        run.snapshot(0, 2)
+        said = run.writers[0].wait_for("failed", 10)
+        assert "holds step 2" in said[-1]["error"]
+
+
+def test_a_wrong_region_or_setting_is_said(tmp_path: Path) -> None:
+    writer = WriterProcess(tmp_path / "rank-00000.snapshots", WriterSettings())
+    writer.start()
+    (said,) = writer.wait_for("failed", 10)
+    assert said["failed"] == -1 and "cannot be opened" in said["error"]
+    writer.close()
+    with pytest.raises(ValueError, match="Unknown settings of a writer: nicer"):
+        WriterSettings.from_json({"nicer": 1})
+
+
+def _private_bytes(pid: int, but: Path) -> int:
+    """Memory of a process that is its own, without the mapped region."""
+    total, counts = 0, True
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            counts = str(but) not in line
+        elif counts and first in ("Private_Clean:", "Private_Dirty:"):
+            total += int(rest[0]) * 1024
+    return total
+
+
+def _save_many(memory: Path, number: int) -> tuple[list[int], list[int]]:
+    root = memory / "checkpoint"
+    sizes, handles = [], []
+    with trainers(memory, root, 1, large_elements=3000) as run:
+        run.start(keep_latest_k=2)
+        (writer,) = run.writers
+        assert writer.pid is not None
+        for step in range(1, number + 1):
+            snapshot(run.regions[0], step % 3, step)
+            writer.save(step % 3, step)
+            assert {"committed": step} in writer.wait_for("committed", 10)
+            if step % (number // 5) == 0:
+                sizes.append(_private_bytes(writer.pid, run.regions[0].path))
+                handles.append(len(os.listdir(f"/proc/{writer.pid}/fd")))
+        before = set(os.listdir(run.folder))
+    assert before == {"rank-00000.snapshots", "rank-00000.lock"}
+    assert _steps(root) == sorted([f"step-{number - 1}", f"step-{number}"])
+    return sizes, handles
+
+
+def test_a_thousand_saves_leak_nothing(memory: Path) -> None:
+    sizes, handles = _save_many(memory, 1000)
+    assert len(set(handles)) == 1
+    assert sizes[-1] - sizes[0] < 256 << 10
+    assert max(sizes) < 20 << 20
+
+
+def test_the_writer_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
+    heavy = "torch", "numpy", "pydantic", "fsspec", "safetensors"
+    code = (
+        "import sys, torchtitan_lite.checkpoint.background.__main__, "
+        "torchtitan_lite.checkpoint.background.process, torchtitan_lite.checkpoint.memory.folder; "
+        f"print(sorted(set({heavy}) & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+    with trainers(tmp_path, tmp_path / "checkpoint", 1, large_elements=8 << 20) as run:
+        run.start(bytes_per_s=80e6)
+        run.regions[0].begin(0, 1)
+        run.regions[0].complete(0, {})
+        run.save(0, 1)
+        (writer,), peak = run.writers, 0
+        assert writer.pid is not None
+        while not any("committed" in said for said in writer.responses()):
+            peak = max(peak, _private_bytes(writer.pid, run.regions[0].path))
+            time.sleep(0.01)
+    assert 4 << 20 < peak < 20 << 20

@@ -1,0 +1,118 @@
+"""The writer and its trainer killed at any operation, and power lost after any: storage shows the
+newest committed step whole, and never a torn one."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPOSITORY
+from tests.snapshots import Trainers, verify
+from tests.writer_faults import ForgetfulDisk, RecordingFiles
+from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token, delete_old
+from torchtitan_lite.checkpoint.storage.files import Files
+from torchtitan_lite.checkpoint.storage.posix import LocalFolder
+from torchtitan_lite.checkpoint.storage.rate import TokenBucket
+
+POINTS = [
+    *(("0", n) for n in range(1, 51)),
+    *(("1", n) for n in range(1, 27)),
+    *(("trainer", n) for n in range(1, 31)),
+    *(("flush-0", n) for n in range(1, 51)),
+    *(("flush-1", n) for n in range(1, 25)),
+]
+"""Which process dies: a rank's writer (0 leads) or the trainer of both, in two saves; or a writer
+in a save and the flush that follows the trainer's death. And at which of its operations."""
+FAST = [point for i, point in enumerate(POINTS) if i % 15 == 7]
+
+
+def _wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    for pid in pids:
+        while Path(f"/proc/{pid}").exists():
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            if state == "Z":
+                break
+            assert time.monotonic() < deadline, f"writer {pid} lives on"
+            time.sleep(0.01)
+
+
+def _kill_at(tmp_path: Path, victim: str, dies_at: int) -> None:
+    root = tmp_path / "checkpoint"
+    arguments = ["trainer", str(tmp_path), str(root), victim, str(dies_at)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.writer_faults", *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == -9, done.stderr.decode()
+    _wait_until_gone([line["writer"] for line in said if "writer" in line])
+    committed = max((line["committed"] for line in said if "committed" in line), default=0)
+    if victim == "flush-1":
+        # The leader writes the part of a writer that is gone.
+        committed = 2
+    _check(root, at_least=committed)
+
+
+def _check(root: Path, at_least: int) -> list[int]:
+    """The steps that are seen before and after mending, each of them whole."""
+    storage = LocalFolder(root, Files())
+    before = storage.steps()
+    storage.recover("another start")
+    steps = storage.steps()
+    assert set(before) <= set(steps)
+    assert max(steps, default=0) >= at_least
+    for step in steps:
+        verify(root / f"step-{step}")
+    if root.exists():
+        assert sorted(os.listdir(root)) == [f"step-{step}" for step in steps]
+    return steps
+
+
+@pytest.mark.parametrize(("victim", "dies_at"), FAST)
+def test_killed_at_an_operation(tmp_path: Path, victim: str, dies_at: int) -> None:
+    _kill_at(tmp_path, victim, dies_at)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("victim", "dies_at"), [p for p in POINTS if p not in FAST])
+def test_killed_at_every_operation(tmp_path: Path, victim: str, dies_at: int) -> None:
+    _kill_at(tmp_path, victim, dies_at)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_power_lost_after_every_operation(tmp_path: Path, direct: bool) -> None:
+    """Saves of steps 1, 2 and 2 again, keeping one; what was not synced is lost, or some of it."""
+    base = tmp_path / "disk"
+    base.mkdir()
+    root = base / "checkpoint"
+    files = RecordingFiles(base)
+    storage = LocalFolder(root, files)
+    run = Trainers(tmp_path, root, 2, large_elements=1500)
+    saves = [RankSave(region, storage) for region in run.regions]
+    committed_at = {}
+    for attempt, step in enumerate((1, 2, 2)):
+        run.snapshot(step, step)
+        token = attempt_token(saves[0].about, attempt)
+        for save in saves:
+            save.write(step, step, token, direct=direct, rate=TokenBucket(None))
+        saves[0].commit(step, token)
+        committed_at[len(files.log)] = step
+        delete_old(storage, step, keep_latest_k=1, keep_every=0)
+    run.close()
+    disk, committed = ForgetfulDisk(base), 0
+    for place, operation in enumerate(files.log, start=1):
+        disk.replay(operation)
+        committed = committed_at.get(place, committed)
+        for number, share in enumerate((0.0, 1.0, 0.5, 0.5, 0.8)):
+            found = tmp_path / f"found-{place}-{number}"
+            disk.after_crash(found, share, seed=place * 10 + number)
+            _check(found / "checkpoint", at_least=committed)
+    assert committed == 2 and len(files.log) > 60

@@ -1,0 +1,82 @@
+"""The folders of runs in shared memory, and the locks of their ranks."""
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.checkpoint.memory.folder import free, run_folder, runs
+from torchtitan_lite.checkpoint.memory.lock import RankLock
+from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.errors import CheckpointError
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from torchtitan_lite.checkpoint.memory.lock import RankLock
+assert RankLock(Path(sys.argv[1]), 0).try_acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_runs_are_listed_and_freed(tmp_path: Path) -> None:
+    assert runs(base=tmp_path) == []
+    run_id = secrets.token_hex(16)
+    folder = run_folder(run_id, base=tmp_path)
+    assert run_folder(run_id, base=tmp_path) == folder
+    assert (folder.stat().st_mode & 0o777) == 0o700
+    Region.create(folder, 1, {}, 1 << 20).close()
+    lock = RankLock(folder, 1)
+    assert lock.try_acquire()
+    (run,) = runs(base=tmp_path)
+    assert (run.run_id, run.ranks, run.owners) == (run_id, (1,), {1: os.getpid()})
+    assert run.bytes >= 3 << 20
+    with pytest.raises(CheckpointError, match="still writes"):
+        free(run_id, base=tmp_path)
+    lock.release()
+    assert free(run_id, base=tmp_path) >= 3 << 20
+    assert runs(base=tmp_path) == []
+    with pytest.raises(CheckpointError, match="holds shared memory"):
+        free(run_id, base=tmp_path)
+
+
+def test_folders_of_others_and_wrong_ids_are_refused(tmp_path: Path) -> None:
+    for wrong in ("", "../" * 11, "A" * 32, "a" * 31):
+        with pytest.raises(CheckpointError, match="32 digits"):
+            run_folder(wrong, base=tmp_path)
+    run_id = "a" * 32
+    folder = run_folder(run_id, base=tmp_path)
+    folder.parent.chmod(0o755)
+    with pytest.raises(CheckpointError, match="mode 755"):
+        run_folder(run_id, base=tmp_path)
+    folder.rmdir()
+    folder.parent.rmdir()
+    folder.parent.symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="no folder"):
+        run_folder(run_id, base=tmp_path)
+
+
+def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        lock = RankLock(tmp_path, 0)
+        assert lock.owner() == holder.pid
+        started = time.monotonic()
+        assert not lock.wait(0.1)
+        assert 0.1 <= time.monotonic() - started < 5
+        holder.kill()
+        assert lock.wait(5) and lock.owner() is None
+        assert lock.acquire(0) and lock.owner() == os.getpid()
+        assert not RankLock(tmp_path, 0).try_acquire()
+        lock.release()
+    finally:
+        holder.kill()
+        holder.wait()
+        assert holder.stdout is not None
+        holder.stdout.close()

@@ -1,0 +1,182 @@
+"""Regions: what survives, what counts as empty, and memory that is not there."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.checkpoint.memory import room
+from torchtitan_lite.checkpoint.memory.region import ALIGNMENT, Region, SlotHeader, State
+from torchtitan_lite.checkpoint.memory.room import ShortOfMemory
+from torchtitan_lite.errors import DamagedSnapshot
+
+
+@pytest.fixture
+def region(tmp_path: Path) -> Iterator[Region]:
+    made = Region.create(tmp_path, 3, {"a": [1, "x"]}, 5000, values_bytes=200)
+    yield made
+    made.close()
+
+
+def _fill(region: Region, slot: int, step: int) -> None:
+    region.begin(slot, step)
+    region.data(slot)[:4] = step.to_bytes(4, "little")
+    region.complete(slot, {"step": step})
+
+
+def test_another_process_sees_what_was_completed(region: Region) -> None:
+    _fill(region, 0, 10)
+    region.begin(1, 11)
+    region.confirm(10)
+    region.stamp(0, {"w": "abc"})
+    seen = Region.open(region.path)
+    assert seen.rank == 3 and seen.description == {"a": [1, "x"]} and seen.token == region.token
+    assert seen.confirmed == 10
+    assert seen.slots() == [
+        SlotHeader(10, State.COMPLETE),
+        SlotHeader(11, State.COPYING),
+        SlotHeader(-1, State.EMPTY),
+    ]
+    assert seen.values(0) == {"step": 10} and seen.digests(0) == {"w": "abc"}
+    assert bytes(seen.data(0)[:4]) == (10).to_bytes(4, "little") and len(seen.data(0)) == 8192
+    assert (os.stat(region.path).st_mode & 0o777) == 0o600
+    region.begin(0, 12)
+    assert seen.slots()[0] == SlotHeader(12, State.COPYING) and seen.digests(0) is None
+    seen.close()
+
+
+def test_values_of_a_slot_that_is_not_complete_are_refused(region: Region) -> None:
+    with pytest.raises(DamagedSnapshot, match="slot 1 is not complete"):
+        region.values(1)
+    with pytest.raises(ValueError, match="call begin first"):
+        region.complete(1, {})
+    region.begin(1, 4)
+    with pytest.raises(ValueError, match="more values_bytes"):
+        region.complete(1, {"x": "y" * 5000})
+    with pytest.raises(ValueError, match="has 3 slots"):
+        region.data(3)
+
+
+@pytest.mark.parametrize("what", ["begin", "complete", "stamp"])
+def test_a_store_torn_at_any_byte_hides_no_slot(tmp_path: Path, what: str) -> None:
+    """Each store of an operation is cut after every byte: the slot is as before, as after, or
+    empty, and the others are as they were."""
+
+    class Torn(BaseException):
+        pass
+
+    region = Region.create(tmp_path, 0, {}, 4096, values_bytes=4096)
+    real, cut = Region._store, [0, 0]
+
+    def store(self: Region, offset: int, content: bytes) -> None:
+        cut[0] -= len(content)
+        if cut[0] < 0:
+            real(self, offset, content[: cut[0]])
+            raise Torn
+        real(self, offset, content)
+
+    def operate() -> None:
+        if what == "begin":
+            region.begin(1, 12)
+        elif what == "complete":
+            region.complete(1, {"step": 12})
+        else:
+            region.stamp(1, {"w": "0123456789abcdef"})
+
+    ends = 0
+    for kept in range(400):
+        for slot, step in ((0, 10), (1, 9), (2, 8)):
+            _fill(region, slot, step)
+        if what == "complete":
+            region.begin(1, 12)
+        cut[0] = kept
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Region, "_store", store)
+            try:
+                operate()
+                ends += 1
+            except Torn:
+                pass
+        slots = region.slots()
+        assert slots[0] == SlotHeader(10, State.COMPLETE)
+        assert slots[2] == SlotHeader(8, State.COMPLETE)
+        assert region.values(0) == {"step": 10} and region.values(2) == {"step": 8}
+        if slots[1].state == State.COMPLETE:
+            assert region.values(1) == {"step": slots[1].step}
+            assert region.digests(1) in (None, {"w": "0123456789abcdef"})
+        if what == "stamp":
+            assert slots[1] == SlotHeader(9, State.COMPLETE)
+    assert 0 < ends < 400
+    region.close()
+
+
+def test_damage_is_found_by_name(region: Region) -> None:
+    original = region.path.read_bytes()
+    for place in (0, 8, 13, 20, 60, 80, ALIGNMENT, ALIGNMENT + 5):
+        raw = bytearray(original)
+        raw[place] ^= 1
+        region.path.write_bytes(raw)
+        with pytest.raises(DamagedSnapshot, match="rank-00003.snapshots"):
+            Region.open(region.path)
+    for length in (0, 100, ALIGNMENT, len(original) - 1):
+        region.path.write_bytes(original[:length])
+        with pytest.raises(DamagedSnapshot, match="rank-00003.snapshots"):
+            Region.open(region.path)
+    region.path.unlink()
+    with pytest.raises(DamagedSnapshot, match="cannot be opened"):
+        Region.open(region.path)
+
+
+def test_too_little_memory_is_an_error_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ShortOfMemory, match="MiB of shared memory, but .* has .* MiB left"
+    ) as caught:
+        Region.create(tmp_path, 0, {}, 1 << 55)
+    assert caught.value.needed > 3 << 55 and caught.value.available < 1 << 50
+    assert os.listdir(tmp_path) == []
+    monkeypatch.setattr(room, "_memory_available", lambda: 1 << 20)
+    with pytest.raises(ShortOfMemory, match="the machine has 1.0 MiB left"):
+        Region.create(tmp_path, 0, {}, 1 << 20)
+    monkeypatch.setattr(room, "_memory_available", lambda: None)
+    monkeypatch.setattr(room, "_cgroup_available", lambda: 2 << 20)
+    with pytest.raises(ShortOfMemory, match="cgroup has 2.0 MiB left"):
+        Region.create(tmp_path, 0, {}, 1 << 20)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a small tmpfs")
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_full_tmpfs_is_no_bus_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_checked: bool
+) -> None:
+    """Also when it fills up between the look and the reservation."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = shutil.which("mount") or "mount"
+    made = subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "none", small], check=False)
+    if made.returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        if not is_checked:
+            monkeypatch.setattr(room, "_free_on", lambda folder: 1 << 40)
+        with pytest.raises(ShortOfMemory, match="snapshots of rank 0"):
+            Region.create(small, 0, {}, 1 << 20)
+        assert os.listdir(small) == []
+        Region.create(small, 0, {}, 4096, values_bytes=4096).close()
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_what_an_earlier_process_left_is_replaced(region: Region) -> None:
+    _fill(region, 0, 10)
+    other = Region.create(region.path.parent, 3, {}, 4096)
+    assert Region.open(region.path).slots()[0].state == State.EMPTY
+    # Who still has the old one mapped, as a writer that flushes, is not disturbed.
+    assert region.values(0) == {"step": 10}
+    assert other.token != region.token
+    other.close()
