@@ -7,7 +7,7 @@ backward; else it is made at once, since beside busy cores it would cost more th
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -48,17 +48,20 @@ class Copier:
         self.seconds = 0.0
         """That the last copy may have taken from training."""
 
-    def start(self, slot: int, parts: Mapping[str, torch.Tensor]) -> None:
-        """Begin to copy this rank's parts, which must not change before `wait`."""
+    def start(
+        self, slot: int, parts: Mapping[str, torch.Tensor], then: Callable[[], None]
+    ) -> None:
+        """Begin to copy this rank's parts, which must not change before `wait`, and call `then` as
+        soon as they are there."""
         targets = [self._targets[slot][name] for name in parts]
         sources = list(parts.values())
         if self._stream is not None:
             # The copies begin when what is under way on the device has been computed.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if self._pool is None:
-            self.seconds = self._copy(targets, sources)
+            self.seconds = self._copy(targets, sources, then)
         else:
-            self._running = self._pool.submit(self._copy, targets, sources)
+            self._running = self._pool.submit(self._copy, targets, sources, then)
 
     def wait(self) -> None:
         """Come back when the copy is there. Raises what went wrong in it."""
@@ -77,7 +80,12 @@ class Copier:
             self._pool.shutdown()
 
     @torch.no_grad()
-    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> float:
+    def _copy(
+        self,
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        then: Callable[[], None],
+    ) -> float:
         started = time.perf_counter()
         # A call for many tensors: one by one, the interpreter's lock goes to and fro each time.
         for chosen in _chunks(sources):
@@ -89,6 +97,7 @@ class Copier:
                 torch._foreach_copy_(outs, given, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
+        then()
         return time.perf_counter() - started
 
 

@@ -51,7 +51,7 @@ class Built:
     job: Job
     spec: ModelSpec
     data: OpenedData
-    resumed_from: Path | None
+    resumed_from: str | None
 
 
 @contextmanager
@@ -96,6 +96,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             mesh=mesh,
             run_config=config.model_dump(),
         )
+        opened.callback(checkpoints.close)
         resumed_from = checkpoints.restore()
         metrics = opened.enter_context(
             open_metrics(
@@ -186,7 +187,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         )
         if resumed_from is not None:
             logger.info("Resumed from %s at step %d", resumed_from, state.step)
-            values = {"folder": str(resumed_from)}
+            values = {"folder": resumed_from}
             metrics.event(Event(name="resume", step=state.step, values=values))
         if mesh.is_leader:
             _write_config(config, dump_folder)

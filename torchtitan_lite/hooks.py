@@ -25,7 +25,10 @@ def record_metrics(
 ) -> Hook:
     """Hand each step to the metrics."""
 
+    failed_before = 0
+
     def hook(state: TrainState, report: StepReport) -> None:
+        nonlocal failed_before
         tokens_per_second = tokens_per_step / report.step_time_s
         metrics.step(
             StepRecord(
@@ -50,6 +53,10 @@ def record_metrics(
                 skipped=not report.committed,
             )
         )
+        if report.failed_saves > max(failed_before, 1):
+            values = {"in_a_row": report.failed_saves}
+            metrics.event(Event(name="saves_failed", step=report.number, values=values))
+        failed_before = report.failed_saves
 
     return hook
 

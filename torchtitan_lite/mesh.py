@@ -10,7 +10,7 @@ weights, `ep` shares of the experts, `etp` shards of an expert's matrices.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -291,6 +291,10 @@ class Mesh:
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    def sum_of(self, numbers: Sequence[float]) -> list[float]:
+        """Each of `numbers` summed over all ranks. Every rank must call it."""
+        return self.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on some rank. Every rank must call it; makes the host wait."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.outcome import NUM_SIGNALS
 from torchtitan_lite.data import share_of_step
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.log import logger
@@ -49,6 +50,8 @@ class StepReport:
     data_time_s: float
     step_time_s: float = 0.0
     checkpoint_stall_s: float = 0.0
+    failed_saves: int = 0
+    """That failed one after the other, up to now."""
     gc_time_s: float = 0.0
 
 
@@ -98,7 +101,13 @@ def train(job: Job) -> bool:
         refused_in_a_row = 0 if report.committed else refused_in_a_row + 1
         stall_s = job.checkpoints.after_step() if report.committed else 0.0
         gc_s = job.garbage.step(report.number)
-        report = _timed(report, started, stall_s, gc_s)
+        report = replace(
+            report,
+            step_time_s=time.perf_counter() - started,
+            checkpoint_stall_s=stall_s,
+            failed_saves=job.checkpoints.failures_in_a_row,
+            gc_time_s=gc_s,
+        )
         for hook in job.hooks:
             hook(state, report)
         if refused_in_a_row == job.max_skipped_steps:
@@ -133,6 +142,8 @@ def train_step(job: Job) -> StepReport:
         [
             loss_sum.reshape(1),
             known.to(device, non_blocking=True),
+            # From here on the state may change: the snapshot of the step before is complete.
+            job.checkpoints.counted(device),
             job.router_balance.counted(device),
         ]
     )
@@ -141,7 +152,11 @@ def train_step(job: Job) -> StepReport:
     totals = torch.cat([squares, counts])
     # The one exchange of numbers of a step, and the one place where the host waits for the device.
     totals = job.mesh.sum(totals)
-    squares, loss, targets, leave = totals[:4].tolist()
+    numbers, signals, router_counts = totals.split(
+        [4, NUM_SIGNALS, len(totals) - 4 - NUM_SIGNALS]
+    )
+    squares, loss, targets, leave = numbers.tolist()
+    job.checkpoints.settle(signals)
     targets /= job.mesh.degrees.token_copies
 
     # The loss is a sum over target tokens: this is where it is divided, once, by their number.
@@ -157,7 +172,7 @@ def train_step(job: Job) -> StepReport:
         state.tokens += job.global_batch_size * job.seq_len
     else:
         logger.warning("Step %d refused: loss %s, gradient norm %s.", number, loss, grad_norm)
-    router_loads = job.router_balance.settle(totals[4:], committed=committed)
+    router_loads = job.router_balance.settle(router_counts, committed=committed)
     state.optimizer.zero_grad()
     state.cursor += job.global_batch_size
     return StepReport(
@@ -194,12 +209,3 @@ def _take(job: Job) -> tuple[list[Microbatch], float]:
     if state.step + 1 < job.steps:
         state.loader.prefetch(share(state.cursor + job.global_batch_size), state.step + 2)
     return microbatches, time.perf_counter() - started
-
-
-def _timed(report: StepReport, started: float, stall_s: float, gc_s: float) -> StepReport:
-    return replace(
-        report,
-        step_time_s=time.perf_counter() - started,
-        checkpoint_stall_s=stall_s,
-        gc_time_s=gc_s,
-    )

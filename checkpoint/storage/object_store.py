@@ -197,6 +197,10 @@ class ObjectStore:
                 for left in self._names(name):
                     self._remove(f"{name}/{left}")
 
+    def size(self, path: str) -> int:
+        full = self._full(path)
+        return int(self._insist(f"looking at {path}", lambda: self._fs.size(full)) or 0)
+
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         full = self._full(path)
         return self._insist(f"reading {path}", lambda: self._fs.cat_file(full, start, stop))
