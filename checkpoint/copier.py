@@ -48,9 +48,7 @@ class Copier:
         self.seconds = 0.0
         """That the last copy may have taken from training."""
 
-    def start(
-        self, slot: int, parts: Mapping[str, torch.Tensor], then: Callable[[], None]
-    ) -> None:
+    def start(self, slot: int, parts: Mapping[str, torch.Tensor], then: Callable[[], None]) -> None:
         """Begin to copy this rank's parts, which must not change before `wait`, and call `then` as
         soon as they are there."""
         targets = [self._targets[slot][name] for name in parts]

@@ -5,7 +5,7 @@ Layer: above the rest of checkpoint/.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.asynchronous import AsynchronousSaver, open_save
 from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.identity import identify
 from torchtitan_lite.checkpoint.loader import load
-from torchtitan_lite.checkpoint.outcome import NUM_SIGNALS, Signals
+from torchtitan_lite.checkpoint.outcome import Signals
 from torchtitan_lite.checkpoint.remembered import newest_remembered
 from torchtitan_lite.checkpoint.saving import Saved
 from torchtitan_lite.checkpoint.snapshots import RememberedSnapshot, Snapshot, StoredSnapshot

@@ -15,7 +15,6 @@ import torch
 import xxhash
 
 from torchtitan_lite.checkpoint.dtypes import BY_NAME
-
 from torchtitan_lite.checkpoint.manifest import BoxEntry, Manifest, read_manifest
 from torchtitan_lite.checkpoint.memory.description import Description, HeldTensor
 from torchtitan_lite.checkpoint.memory.region import Region

@@ -61,9 +61,7 @@ def save_now(saved: Saved, *, number: int, model_only: bool = False) -> None:
         raise CheckpointError(f"Step {step} was not saved in {storage.root}: {cause}")
     if mesh.is_leader:
         config = saved.config
-        delete_old(
-            storage, step, keep_latest_k=config.keep_latest_k, keep_every=config.keep_every
-        )
+        delete_old(storage, step, keep_latest_k=config.keep_latest_k, keep_every=config.keep_every)
 
 
 def _bytes(part: torch.Tensor) -> memoryview:

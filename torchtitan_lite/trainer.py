@@ -152,9 +152,7 @@ def train_step(job: Job) -> StepReport:
     totals = torch.cat([squares, counts])
     # The one exchange of numbers of a step, and the one place where the host waits for the device.
     totals = job.mesh.sum(totals)
-    numbers, signals, router_counts = totals.split(
-        [4, NUM_SIGNALS, len(totals) - 4 - NUM_SIGNALS]
-    )
+    numbers, signals, router_counts = totals.split([4, NUM_SIGNALS, len(totals) - 4 - NUM_SIGNALS])
     squares, loss, targets, leave = numbers.tolist()
     job.checkpoints.settle(signals)
     targets /= job.mesh.degrees.token_copies
