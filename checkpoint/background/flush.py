@@ -40,6 +40,7 @@ from torchtitan_lite.checkpoint.storage.rate import TokenBucket
 from torchtitan_lite.errors import CheckpointError
 
 _POLL_S = 0.02
+_RETRY_S = 0.5
 _PREFIX = "flush-"
 
 
@@ -110,7 +111,7 @@ def flush(
     deadline = started + grace_s
     ranks = Ranks(own)
     try:
-        stored = max(own.storage.steps(), default=-1)
+        stored = _newest_stored(own)
         if ranks.look():
             decided = _decide(ranks, pending, started + others_s)
             wanted = {} if decided is None else {decided[0]: decided[1]}
@@ -119,13 +120,23 @@ def flush(
         wanted = {step: attempt for step, attempt in wanted.items() if step > stored}
         work = _Flush(ranks, direct=direct)
         for step, attempt in wanted.items():
-            work.write(own, step, attempt)
+            while not work.write(own, step, attempt) and time.monotonic() < deadline:
+                time.sleep(_RETRY_S)
         newest = max(wanted, default=None)
         # What was under way is older or the same, and still better than nothing.
         attempts = {**{s: a for s, a in pending.items() if s > stored}, **wanted}
         return work.commit_until(deadline, attempts, newest)
     finally:
         ranks.close()
+
+
+def _newest_stored(own: RankSave) -> int:
+    """The newest step on storage; -1 for none, or when the storage does not say."""
+    try:
+        return max(own.storage.steps(), default=-1)
+    except OSError as error:
+        report(f"The checkpoints in {own.storage.root} cannot be listed: {error}")
+        return -1
 
 
 def _decide(ranks: Ranks, pending: dict[int, int], deadline: float) -> tuple[int, int] | None:
@@ -161,17 +172,19 @@ class _Flush:
         self._ranks, self._direct = ranks, direct
         self._locks: dict[int, RankLock] = {}
 
-    def write(self, save: RankSave, step: int, attempt: int) -> None:
-        """Write a rank's part, unless it is there. An error is reported: others go on."""
+    def write(self, save: RankSave, step: int, attempt: int) -> bool:
+        """Write a rank's part, unless it is there. False, with a report, when that failed."""
         token = attempt_token(save.about, attempt)
         slot = save.complete_slots().get(step)
         try:
             if slot is None or save.about.rank in save.storage.parts_present(step, token):
-                return
+                return True
             rate = TokenBucket(None)
             save.write(slot, step, token, direct=self._direct, rate=rate)
         except (OSError, CheckpointError) as error:
             report(f"Rank {save.about.rank} could not flush step {step}: {error}")
+            return False
+        return True
 
     def commit_until(
         self, deadline: float, attempts: dict[int, int], newest: int | None
@@ -206,7 +219,10 @@ class _Flush:
         own = self._ranks.own
         if len(self._ranks.saves) < own.about.world_size:
             return
-        present = own.storage.parts_present(step, attempt_token(own.about, attempt))
+        try:
+            present = own.storage.parts_present(step, attempt_token(own.about, attempt))
+        except OSError:
+            return
         for rank, save in self._ranks.saves.items():
             is_own = rank == own.about.rank
             if is_own or rank in self._locks or (rank in present and not save.about.is_leader):

@@ -41,10 +41,10 @@ def _steps(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_saves_are_whole_and_old_ones_go(tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "large"), [(1, 3000), (2, 12800), (2, 1 << 20)])
+def test_saves_are_whole_and_old_ones_go(tmp_path: Path, world_size: int, large: int) -> None:
     root = tmp_path / "checkpoint"
-    with trainers(tmp_path, root, world_size) as run:
+    with trainers(tmp_path, root, world_size, large_elements=large) as run:
         run.start(keep_latest_k=2)
         for step in (1, 2, 3):
             run.snapshot(step % 3, step)
@@ -141,6 +141,19 @@ def test_regions_on_other_machines_get_every_newer_step(tmp_path: Path) -> None:
         second.die()
         _ends(*first.writers, *second.writers)
     assert open_storage(str(root)).steps() == [7]
+    verify(root / "step-7")
+
+
+def test_a_flush_tries_again_while_there_is_time(tmp_path: Path) -> None:
+    root = tmp_path / "place" / "checkpoint"
+    (tmp_path / "place").write_text("in the way")
+    with trainers(tmp_path, root, 2) as run:
+        run.start()
+        run.snapshot(0, 7)
+        run.die()
+        time.sleep(0.5)
+        (tmp_path / "place").unlink()
+        _ends(*run.writers)
     verify(root / "step-7")
 
 
