@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.background.settings import WriterSettings
 from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.interval import SnapshotInterval
 from torchtitan_lite.checkpoint.inventory import local_parts, take_inventory
-from torchtitan_lite.checkpoint.memory.folder import run_folder
+from torchtitan_lite.checkpoint.memory.folder import regions_in, run_folder
 from torchtitan_lite.checkpoint.memory.lock import RankLock
 from torchtitan_lite.checkpoint.memory.region import Region, State
 from torchtitan_lite.checkpoint.outcome import Signals
@@ -63,16 +63,16 @@ class AsynchronousSaver:
         self.saved_values: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
 
-    def keep(self, step: int) -> None:
-        """Take over the slot from which this run was restored; all others are of steps that come
-        again, and count no more."""
+    def keep(self, step: int | None) -> None:
+        """Go on with the slot from which this run was restored, if it was; all others are of steps
+        that come again, and count no more."""
         for slot, header in enumerate(self._region.slots()):
             if header.step == step and header.state == State.COMPLETE and self._kept is None:
                 self._kept = slot
             elif header.state != State.EMPTY:
                 self._region.begin(slot, header.step)
-        self._region.confirm(step if self._kept is not None else -1)
-        self._last_step = step
+        self._region.confirm(-1 if step is None or self._kept is None else step)
+        self._last_step = self._saved.state.step - 1 if self._kept is None else step or 0
 
     def signals(self, step_s: float) -> Signals:
         """What the others must know. Comes back when the snapshot under way is complete."""
@@ -199,9 +199,15 @@ def open_saver(saved: Saved, restored_step: int | None) -> AsynchronousSaver | N
     inventory = take_inventory(saved.state.tensors(), mesh)
     region, problem = None, ""
     try:
-        region = _region(saved, inventory.slot_bytes, saved.describe(inventory).to_dict())
+        _wait_for_writers(saved)
     except (OSError, CheckpointError) as error:
         problem = str(error)
+    # All are through before a new writer takes a lock that another rank would wait for.
+    if not mesh.any(bool(problem)):
+        try:
+            region = _region(saved, inventory.slot_bytes, saved.describe(inventory).to_dict())
+        except (OSError, CheckpointError) as error:
+            problem = str(error)
     if mesh.any(region is None):
         if region is not None:
             region.close()
@@ -224,9 +230,18 @@ def open_saver(saved: Saved, restored_step: int | None) -> AsynchronousSaver | N
     writer = WriterProcess(region.path, settings)
     writer.start()
     saver = AsynchronousSaver(saved, region, copier, writer)
-    if restored_step is not None:
-        saver.keep(restored_step)
+    saver.keep(restored_step)
     return saver
+
+
+def _wait_for_writers(saved: Saved) -> None:
+    """The writers of an earlier start may still flush what that left, one for another. Raises
+    CheckpointError when they do not end."""
+    folder = run_folder(saved.identity.run_id)
+    deadline = time.monotonic() + saved.config.preemption_grace_s
+    for rank in regions_in(folder):
+        if not RankLock(folder, rank).wait(deadline - time.monotonic()):
+            raise CheckpointError(f"A writer of an earlier start still holds {folder}.")
 
 
 def _region(saved: Saved, slot_bytes: int, description: dict[str, Any]) -> Region:
@@ -239,9 +254,6 @@ def _region(saved: Saved, slot_bytes: int, description: dict[str, Any]) -> Regio
             f"checkpoint.snapshot_gib = {limit} a rank."
         )
     folder = run_folder(saved.identity.run_id)
-    # The writer of an earlier start may still flush what that left.
-    if not RankLock(folder, saved.mesh.rank).wait(saved.config.preemption_grace_s):
-        raise CheckpointError(f"A writer of an earlier start still holds {folder}.")
     adopted = Region.adopt(folder, saved.mesh.rank, description, slot_bytes, num_slots=_SLOTS)
     return adopted or Region.create(
         folder, saved.mesh.rank, description, slot_bytes, num_slots=_SLOTS

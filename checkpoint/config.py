@@ -19,8 +19,8 @@ class CheckpointConfig(Section):
     """Steps between two snapshots in shared memory, from which a run resumes after a crash. -1: as
     few as cost at most 3 % of a step; 0: only where a save needs one."""
     snapshot_gib: Annotated[float, at_least(0)] = 0.0
-    """The most shared memory of a rank (GiB), which needs three times its state; with less, training
-    waits while a checkpoint is written. 0: what there is."""
+    """The most shared memory of a rank (GiB), which needs three times its state; with less,
+    training waits while a checkpoint is written. 0: what there is."""
     enable_first_step_checkpoint: bool = True
     """Save after the first step too, so that a storage that does not work shows early."""
     keep_latest_k: Annotated[int, at_least(0)] = 10

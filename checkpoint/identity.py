@@ -1,4 +1,4 @@
-"""What a run is called, so that its snapshots are told from those of others. Layer: above memory."""
+"""What a run is called, so that its snapshots are told from those of others. Layer: above mesh."""
 
 import json
 import re

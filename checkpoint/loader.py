@@ -90,8 +90,9 @@ def _check_fit(snapshot: Snapshot, wanted: Mapping[str, Placed], parts: set[str]
         raise CheckpointError(
             f"{snapshot.where} does not fit this run ({len(problems)} tensors): "
             + "; ".join(problems[:_SHOWN])
-            + f"{more}. Use the [model] and [optimizer] sections that it was saved with (`config` in "
-            "its manifest.json), or name in checkpoint.exclude_from_loading what shall not be loaded."
+            + f"{more}. Use the [model] and [optimizer] sections that it was saved with (`config` "
+            "in its manifest.json), or name in checkpoint.exclude_from_loading what shall not be "
+            "loaded."
         )
 
 

@@ -241,9 +241,9 @@ class CheckpointManager:
         saved = snapshot.saved
         if saved.model_only and parts != {"model"}:
             raise CheckpointError(
-                f"{snapshot.where} holds the weights only, so training cannot resume from it. Start "
-                "another run with checkpoint.initial_load_path, or delete it to resume from an "
-                "earlier step."
+                f"{snapshot.where} holds the weights only, so training cannot resume from it. "
+                "Start another run with checkpoint.initial_load_path, or delete it to resume from "
+                "an earlier step."
             )
         names = {name: p.shape for name, p in snapshot.tensors.items() if _in(name, parts)}
         self._state.allocate(names)

@@ -16,6 +16,7 @@ from torchtitan_lite.checkpoint.snapshots import RememberedSnapshot, region_name
 from torchtitan_lite.errors import CheckpointError, DamagedSnapshot, LayoutError
 from torchtitan_lite.log import logger
 from torchtitan_lite.messages import gather_texts
+from torchtitan_lite.redistribute.layout import Holder
 
 
 def newest_remembered(run_id: str, rank: int) -> RememberedSnapshot | None:
@@ -26,7 +27,7 @@ def newest_remembered(run_id: str, rank: int) -> RememberedSnapshot | None:
     machines = [one["machine"] for one in told]
     # Ranks of one machine see the same; what each saving rank has is taken from who sees it first.
     seen: dict[int, dict[str, Any]] = {}
-    reach: dict[object, Sequence[int]] = {}
+    reach: dict[Holder, Sequence[int]] = {}
     for number, one in enumerate(told):
         for saver, steps in one["regions"].items():
             if int(saver) not in seen:

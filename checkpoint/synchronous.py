@@ -67,4 +67,4 @@ def save_now(saved: Saved, *, number: int, model_only: bool = False) -> None:
 def _bytes(part: torch.Tensor) -> memoryview:
     if part.numel() == 0:
         return memoryview(b"")
-    return memoryview(part.cpu().reshape(-1).view(torch.uint8).numpy())
+    return part.cpu().reshape(-1).view(torch.uint8).numpy().data
