@@ -14,6 +14,7 @@ import torch
 
 from torchtitan_lite.checkpoint.dtypes import BY_NAME
 from torchtitan_lite.checkpoint.inventory import Inventory
+from torchtitan_lite.torch_compat import foreach_copy_
 
 _CHUNK_BYTES = 64 << 20
 
@@ -89,10 +90,10 @@ class Copier:
         for chosen in _chunks(sources):
             outs, given = targets[chosen], sources[chosen]
             if self._stream is None:
-                torch._foreach_copy_(outs, given)
+                foreach_copy_(outs, given)
                 continue
             with torch.cuda.stream(self._stream):
-                torch._foreach_copy_(outs, given, non_blocking=True)
+                foreach_copy_(outs, given, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
         then()
@@ -121,4 +122,6 @@ def _part(
 def _pin(slot: memoryview) -> None:
     """Lock the memory for the device's copies, which run beside the host only then."""
     address = torch.frombuffer(slot, dtype=torch.uint8).data_ptr()
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(slot), 0))
+    runtime = torch.cuda.cudart()
+    assert runtime is not None
+    torch.cuda.check_error(runtime.cudaHostRegister(address, len(slot), 0))

@@ -28,8 +28,8 @@ _SHOWN = 20
 def load(
     snapshot: Snapshot, tensors: Mapping[str, torch.Tensor], parts: set[str], mesh: Mesh
 ) -> None:
-    """Give `tensors`, this rank's of those `parts`, the values of `snapshot`; the dtype is converted
-    where it differs. Every rank must call it.
+    """Give `tensors`, this rank's of those `parts`, the values of `snapshot`; the dtype is
+    converted where it differs. Every rank must call it.
 
     Raises, on all ranks, CheckpointError that lists every tensor that is missing, extra or
     misshapen, before anything is changed; and DamagedCheckpoint where a part is not what was saved,

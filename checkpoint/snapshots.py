@@ -40,11 +40,18 @@ class SavedValues:
 class Snapshot(Protocol):
     """One step's state, held by files or by regions of shared memory."""
 
-    where: str
-    """For messages."""
-    tensors: Mapping[str, Placed]
-    """On holders that are named by texts."""
-    saved: SavedValues
+    @property
+    def where(self) -> str:
+        """For messages."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, Placed]:
+        """On holders that are named by texts."""
+        ...
+
+    @property
+    def saved(self) -> SavedValues: ...
 
     def reach(self, holder: Holder) -> Sequence[int] | None:
         """The ranks that can open a holder; None for all."""

@@ -544,3 +544,11 @@ def overlap_collectives(group: dist.ProcessGroup) -> None:
 
     config._micro_pipeline_tp = True
     enable_symm_mem_for_group(group.group_name)
+
+
+def foreach_copy_(
+    outs: list[torch.Tensor], given: list[torch.Tensor], *, non_blocking: bool = False
+) -> None:
+    """Copy many tensors in one call, in which other threads run. Private in torch 2.13, without a
+    public equal."""
+    torch._foreach_copy_(outs, given, non_blocking)  # pyright: ignore[reportPrivateImportUsage]
