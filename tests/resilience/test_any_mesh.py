@@ -1,0 +1,82 @@
+"""A checkpoint that one mesh saved is resumed by another: the losses that follow are those of the
+run that was never stopped, on the mesh that went before bit by bit (`test_resume`)."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.job import run_job
+from tests.pool import WorkerPool
+from tests.tolerances import PARITY_FLOAT64
+
+Pools = Callable[[int], WorkerPool]
+HSDP = {"parallelism.data_parallel_replicate_degree": 2}
+TP = {"parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 2}
+CP = {"parallelism.context_parallel_degree": 2}
+PP = {"parallelism.pipeline_parallel_degree": 2}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "fsdp-2": (2, {}),
+    "fsdp-4": (4, {}),
+    "hsdp-2x2": (4, HSDP),
+    "tp-2": (2, TP),
+    "fsdp-2-tp-2": (4, TP),
+    "pp-2-fsdp-2": (4, PP),
+    "fsdp-2-cp-2": (4, CP),
+    "pp-2-tp-2": (4, {**PP, **TP}),
+}
+EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts"}
+EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, EXPERTS),
+    "fsdp-4": (4, EXPERTS),
+    "fsdp-2-ep-2": (4, {**EXPERTS, "parallelism.expert_parallel_degree": 2}),
+    "ep-4": (4, {**EXPERTS, "parallelism.expert_parallel_degree": 4}),
+    "replicate-2-ep-2": (4, {**EXPERTS, **HSDP, "parallelism.expert_parallel_degree": 2}),
+}
+SAVING = {"checkpoint.enable": True, "checkpoint.interval": 100}
+
+
+@pytest.mark.parametrize("meshes", [MESHES, EXPERT_MESHES], ids=["dense", "experts"])
+def test_a_run_goes_from_mesh_to_mesh(
+    meshes: dict[str, tuple[int, dict[str, Any]]], pools: Pools, tmp_path: Path
+) -> None:
+    """Each mesh is once the saving and once the resuming one."""
+    last = 2 * len(meshes)
+    always = {**SAVING, "lr_scheduler.total_steps": last}
+    _, plain = next(iter(meshes.values()))
+    straight = pools(1).run(
+        run_job, tmp_path / "straight", {**plain, "training.steps": last, **always}
+    )[0]
+    for number, (name, (world_size, settings)) in enumerate(meshes.items()):
+        settings = {**settings, **always, "training.steps": 2 * number + 2}
+        outcomes = pools(world_size).run(run_job, tmp_path / "moving", settings)
+        assert outcomes[0].resumed_at == 2 * number, name
+        expected = straight.losses[2 * number : 2 * number + 2]
+        assert outcomes[0].losses == pytest.approx(expected, rel=PARITY_FLOAT64), name
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("meshes", [MESHES, EXPERT_MESHES], ids=["dense", "experts"])
+@pytest.mark.parametrize("position", range(len(MESHES)))
+def test_every_mesh_resumes_what_one_saved(
+    meshes: dict[str, tuple[int, dict[str, Any]]], position: int, pools: Pools, tmp_path: Path
+) -> None:
+    if position >= len(meshes):
+        pytest.skip("this table has fewer meshes")
+    world_size, settings = list(meshes.values())[position]
+    settings = {**settings, **SAVING}
+    first = pools(world_size).run(run_job, tmp_path / "first", {**settings, "training.steps": 3})
+    straight = pools(world_size).run(
+        run_job, tmp_path / "straight", {**settings, "training.steps": 6}
+    )
+    assert straight[0].losses[:3] == first[0].losses
+    for name, (other_size, others) in meshes.items():
+        shutil.copytree(tmp_path / "first", tmp_path / name)
+        (tmp_path / name / "run_id").unlink()
+        again = {**others, **SAVING, "training.steps": 6}
+        outcomes = pools(other_size).run(run_job, tmp_path / name, again)
+        assert outcomes[0].resumed_at == 3
+        assert outcomes[0].losses == pytest.approx(straight[0].losses[3:], rel=PARITY_FLOAT64), name
