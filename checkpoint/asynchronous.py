@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.background.settings import WriterSettings
 from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.interval import SnapshotInterval
 from torchtitan_lite.checkpoint.inventory import local_parts, take_inventory
-from torchtitan_lite.checkpoint.memory.folder import regions_in, run_folder
+from torchtitan_lite.checkpoint.memory.folder import leave, regions_in, run_folder
 from torchtitan_lite.checkpoint.memory.lock import RankLock
 from torchtitan_lite.checkpoint.memory.region import Region, State
 from torchtitan_lite.checkpoint.outcome import Signals
@@ -140,6 +140,7 @@ class AsynchronousSaver:
         self._copier.close()
         if free:
             self._writer.close(free=True)
+            leave(self._region.path.parent, self._region.rank)
         else:
             self._writer.detach()
         self._region.close()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,13 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The processes that torchrun started."""
-    return [
-        child
-        for child in psutil.Process(process.pid).children()
-        if any("train.py" in argument for argument in child.cmdline())
-    ]
+    """The processes that torchrun started, and that have not ended."""
+    found = []
+    for child in psutil.Process(process.pid).children():
+        with suppress(psutil.NoSuchProcess):
+            if any("train.py" in argument for argument in child.cmdline()):
+                found.append(child)
+    return found
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -7,6 +7,7 @@ Invariant: only folders that this user owns and nobody else may read are used. L
 import os
 import re
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +108,19 @@ def free(run_id: str, *, base: Path = SHARED_MEMORY) -> int:
         for lock in locks:
             lock.release()
     return run.bytes
+
+
+def leave(folder: Path, rank: int) -> None:
+    """Remove a rank's lock and, after the last one, the folder of a run that has ended well; what
+    another process of the run still uses stays."""
+    lock = RankLock(folder, rank)
+    if lock.try_acquire():
+        lock.path.unlink(missing_ok=True)
+        for left in folder.glob("flush-*.json"):
+            left.unlink(missing_ok=True)
+        with suppress(OSError):
+            folder.rmdir()
+        lock.release()
 
 
 def _user_folder(base: Path) -> Path:
