@@ -124,10 +124,10 @@ class AsynchronousSaver:
 
         Raises CheckpointError when it cannot be written, also at the second try.
         """
-        self._wait()
+        self.wait()
         for _ in range(2):
             self._snapshot(saves=True)
-            self._wait()
+            self.wait()
             if self.saved_step == self._saved.state.step:
                 return
         raise CheckpointError(
@@ -179,9 +179,9 @@ class AsynchronousSaver:
             signals.failed = 1.0
             logger.error("Saving step %d: %s", save.step, response["error"])
 
-    def _wait(self) -> None:
-        """Until no save is under way. The ranks stay in touch, so that a slow storage does not
-        look like a rank that hangs."""
+    def wait(self) -> None:
+        """Come back when no save is under way. Every rank must call it. The ranks stay in touch, so
+        that a slow storage does not look like a rank that hangs."""
         while True:
             numbers = self._saved.mesh.sum_of(self.signals(0.0).numbers())
             self.settle(Signals(*numbers))

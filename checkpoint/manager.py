@@ -138,6 +138,11 @@ class CheckpointManager:
         self._step_ended = time.perf_counter()
         return self._step_ended - started
 
+    def wait_for_saves(self) -> None:
+        """Come back when no save is under way. Every rank must call it."""
+        if self._asynchronous is not None:
+            self._asynchronous.wait()
+
     @property
     def failures_in_a_row(self) -> int:
         """Saves that could not be written, one after the other."""

@@ -1,0 +1,237 @@
+"""What takes turns in a comparison of checkpoints, on one rank: ours, torch DCP in the modes that
+torchtitan uses and in its best one, and the floors.
+
+A side is told of the end of each step, and asked before the state changes.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+)
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.checkpoint.config import CheckpointConfig
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.mesh import Mesh
+
+STEPS = 6
+"""Of a cycle, whose first step is a multiple of it and saves."""
+
+
+class BenchState:
+    """A training state that is nothing but tensors."""
+
+    def __init__(self, tensors: Mapping[str, DTensor]) -> None:
+        self._tensors, self.step = dict(tensors), 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dict(self._tensors)
+
+    def values(self) -> dict[str, Any]:
+        return {"train_state": {"step": self.step}}
+
+    def allocate(self, slots: Mapping[str, tuple[int, ...]]) -> None:
+        """All is there."""
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        self.step = values["train_state"]["step"]
+
+
+class Side:
+    """Saves nothing: what the others are set against."""
+
+    def __init__(self, state: BenchState, mesh: Mesh, folder: Path) -> None:
+        self.state, self.mesh, self.folder = state, mesh, folder
+
+    def before_change(self) -> None:
+        """The state is about to change."""
+        # Every loop has one exchange of numbers a step.
+        self.mesh.sum_of([0.0] * 4)
+
+    def after_step(self, *, saves: bool) -> None:
+        """The state has changed."""
+
+    def settle(self) -> None:
+        """Come back when what was saved is durable."""
+
+    def close(self) -> None:
+        """End all that was started."""
+
+
+class Ours(Side):
+    """The product's manager; `every_step` takes a snapshot in each step."""
+
+    def __init__(
+        self,
+        state: BenchState,
+        mesh: Mesh,
+        folder: Path,
+        *,
+        mode: str,
+        every_step: bool,
+        interval: int,
+    ) -> None:
+        super().__init__(state, mesh, folder)
+        config = CheckpointConfig(
+            enable=True,
+            async_mode=mode,  # pyright: ignore[reportArgumentType]
+            interval=interval,
+            ram_interval=1 if every_step else 0,
+            enable_first_step_checkpoint=False,
+            keep_latest_k=2,
+        )
+        self.manager = CheckpointManager(
+            config, dump_folder=folder, state=state, mesh=mesh, run_config={}
+        )
+
+    def before_change(self) -> None:
+        numbers = self.mesh.sum(self.manager.counted(torch.device("cpu")))
+        self.manager.settle(numbers)
+
+    def after_step(self, *, saves: bool) -> None:
+        # It saves by itself, at the multiples of its interval.
+        self.manager.after_step()
+
+    def settle(self) -> None:
+        self.manager.wait_for_saves()
+
+    def close(self) -> None:
+        self.manager.final_save(finished=True)
+        self.manager.close()
+
+
+class Dcp(Side):
+    """torch.distributed.checkpoint. "thread" is torchtitan's `async`, "process" with shared memory
+    that is kept and staging beside training is DCP's best without a GPU."""
+
+    def __init__(self, state: BenchState, mesh: Mesh, folder: Path, *, mode: str) -> None:
+        super().__init__(state, mesh, folder)
+        self._mode = mode
+        self._group = dist.new_group(backend="gloo")
+        self._staging: Future[None] | None = None
+        self._upload: Future[Any] | None = None
+        self._stager = None
+        if mode == "process":
+            options = StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=True,
+                use_async_staging=True,
+                use_non_blocking_copy=False,
+            )
+            self._stager = DefaultStager(options)
+
+    def before_change(self) -> None:
+        if self._staging is not None:
+            self._staging.result()
+            self._staging = None
+        super().before_change()
+
+    def after_step(self, *, saves: bool) -> None:
+        if not saves:
+            return
+        self.settle()
+        path = self.folder / f"dcp-{self.state.step}"
+        tensors: dict[str, Any] = dict(self.state.tensors())
+        if self._mode == "sync":
+            dcp.save(tensors, checkpoint_id=path)
+            return
+        kind = AsyncCheckpointerType.PROCESS if self._stager else AsyncCheckpointerType.THREAD
+        given = dcp.async_save(
+            tensors,
+            checkpoint_id=path,
+            process_group=self._group,
+            async_checkpointer_type=kind,
+            async_stager=self._stager,
+        )
+        if isinstance(given, AsyncSaveResponse):
+            self._staging, self._upload = given.staging_completion, given.upload_completion
+        else:
+            self._upload = given
+
+    def settle(self) -> None:
+        if self._upload is not None:
+            self._upload.result()
+            self._upload = None
+        if self.mesh.is_leader:
+            for old in sorted(self.folder.glob("dcp-*"), key=lambda path: path.stat().st_mtime)[
+                :-1
+            ]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def close(self) -> None:
+        self.settle()
+        if self._stager is not None:
+            self._stager.close()
+
+
+class Floor(Side):
+    """A plain way for this rank's own part, while training waits."""
+
+    def __init__(self, state: BenchState, mesh: Mesh, folder: Path, *, way: str) -> None:
+        super().__init__(state, mesh, folder)
+        self._way = way
+        self._parts = {
+            name: tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+            for name, tensor in state.tensors().items()
+        }
+        self._copies = [torch.zeros_like(part) for part in self._parts.values()]
+
+    def after_step(self, *, saves: bool) -> None:
+        if not saves:
+            return
+        path = self.folder / f"{self._way}-{self.mesh.rank}"
+        if self._way == "memcpy":
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                self._copies, list(self._parts.values())
+            )
+            return
+        if self._way == "safetensors":
+            save_file(self._parts, path)
+        else:
+            with path.open("wb", buffering=0) as file:
+                for part in self._parts.values():
+                    file.write(part.reshape(-1).view(torch.uint8).numpy().data)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+Make = Callable[[BenchState, Mesh, Path], Side]
+
+
+def _ours(mode: str, every_step: bool, interval: int = STEPS) -> Make:
+    return lambda *given: Ours(*given, mode=mode, every_step=every_step, interval=interval)
+
+
+def _dcp(mode: str) -> Make:
+    return lambda *given: Dcp(*given, mode=mode)
+
+
+def _floor(way: str) -> Make:
+    return lambda *given: Floor(*given, way=way)
+
+
+SIDES: dict[str, Make] = {
+    "none": Side,
+    "memcpy": _floor("memcpy"),
+    "raw": _floor("raw"),
+    "safetensors": _floor("safetensors"),
+    "ours": _ours("async", every_step=False),
+    "ours, snapshot each step": _ours("async", every_step=True),
+    "ours, snapshots only": _ours("async", every_step=True, interval=1 << 40),
+    "ours, synchronous": _ours("disabled", every_step=False),
+    "DCP synchronous": _dcp("sync"),
+    "DCP thread": _dcp("thread"),
+    "DCP process": _dcp("process"),
+}

@@ -1,0 +1,167 @@
+"""One rank of the comparison of ways to save: cycles of steps, with one save in each.
+
+A step computes for a set number of matrix products, exchanges numbers, and changes the state. All
+sides save the same state on the same ranks; in which order they come is drawn anew in each round. A
+cycle is timed from a barrier to a barrier; what is still being written then goes on untimed, and
+is waited for.
+
+Started by `benchmarks.checkpoint`, by torchrun.
+"""
+
+import argparse
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks.checkpoint_loads import measure_loads
+from benchmarks.checkpoint_sides import SIDES, STEPS, BenchState, Side
+from benchmarks.state_dicts import llama
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.mesh import Degrees, Mesh
+
+_KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
+
+
+def main() -> None:
+    """Take the turns, then write what was measured to FOLDER/rank_N.json."""
+    parser = argparse.ArgumentParser(description="Take turns of ways to save a state.")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--step-seconds", type=float, required=True)
+    given = parser.parse_args()
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    dist.init_process_group("gloo")
+    mesh = Mesh(detect_device("cpu"), Degrees(dp_shard=dist.get_world_size()))
+    state = _state(mesh, given.layers)
+    products = _products(mesh, given.step_seconds)
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
+    made = {}
+    for name, make in SIDES.items():
+        folder = given.folder / name.replace(" ", "_").replace(",", "")
+        folder.mkdir(parents=True, exist_ok=True)
+        made[name] = make(state, mesh, folder)
+    for number in range(given.rounds + 1):
+        names = list(made)
+        random.Random(number).shuffle(names)
+        for name in names:
+            turn = _cycle(made[name], state, mesh, products)
+            # The first round is the warm-up.
+            if number:
+                turns[name].append(turn)
+    loads = measure_loads(made, state, mesh, rounds=given.rounds)
+    for side in made.values():
+        side.close()
+    size = sum(p.to_local().nbytes for p in state.tensors().values() if isinstance(p, DTensor))
+    told: dict[str, Any] = {"turns": turns, "loads": loads, "bytes": size}
+    (given.folder / f"rank_{mesh.rank}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+def _state(mesh: Mesh, layers: int) -> BenchState:
+    shard = mesh.device_mesh["dp_shard"]
+    tensors = {}
+    for kind in _KINDS:
+        for number, (name, shape) in enumerate(llama(512, 1408, 8000, layers).items()):
+            rows = -(-shape[0] // mesh.world_size)
+            here = max(0, min(rows, shape[0] - mesh.rank * rows))
+            draws = torch.Generator().manual_seed(number)
+            local = torch.randn((here, *shape[1:]), generator=draws)
+            tensors[f"{kind}.{name}"] = DTensor.from_local(
+                local,
+                shard,
+                [Shard(0)],
+                shape=torch.Size(shape),
+                stride=torch.empty(shape, device="meta").stride(),
+            )
+    return BenchState(tensors)
+
+
+def _products(mesh: Mesh, step_seconds: float) -> int:
+    """How many matrix products take so long on all ranks at once; the same for all."""
+    matrix = torch.randn(512, 512)
+    times = []
+    for _ in range(5):
+        mesh.barrier()
+        started = time.perf_counter()
+        for _ in range(10):
+            matrix @ matrix
+        times.append((time.perf_counter() - started) / 10)
+    slowest = mesh.sum_of([sorted(times)[2]])[0] / mesh.world_size
+    return max(1, round(step_seconds / slowest))
+
+
+def _cycle(side: Side, state: BenchState, mesh: Mesh, products: int) -> dict[str, float]:
+    """Wall and blocked seconds of a cycle whose first step saves, and the CPU seconds of all that
+    saves until it is durable."""
+    matrix, me = torch.randn(512, 512), psutil.Process()
+    weights = [t.to_local() for t in state.tensors().values() if isinstance(t, DTensor)][:10]
+    state.step = (state.step // STEPS + 1) * STEPS - 1
+    blocked_s, peak = 0.0, _anonymous_bytes()
+    mesh.barrier()
+    cpu_before = _cpu_seconds(me)
+    began = time.perf_counter()
+    for step in range(STEPS):
+        for _ in range(products):
+            matrix @ matrix
+        # To wait for a slower rank is not to be blocked by saving.
+        mesh.barrier()
+        started = time.perf_counter()
+        side.before_change()
+        blocked_s += time.perf_counter() - started
+        for weight in weights:
+            weight.mul_(1.0001)
+        state.step += 1
+        started = time.perf_counter()
+        side.after_step(saves=step == 0)
+        blocked_s += time.perf_counter() - started
+        if step == 0:
+            saved_at = started
+        peak = max(peak, _anonymous_bytes())
+    mesh.barrier()
+    wall_s = time.perf_counter() - began
+    side.settle()
+    durable_s = time.perf_counter() - saved_at
+    cpu_s = _cpu_seconds(me) - cpu_before
+    return {
+        "wall_s": wall_s,
+        "blocked_s": blocked_s,
+        "durable_s": durable_s,
+        "cpu_s": cpu_s,
+        "anonymous_bytes": float(peak),
+    }
+
+
+def _cpu_seconds(me: psutil.Process) -> float:
+    """Of this process and all that it started."""
+    total = 0.0
+    for process in (me, *me.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def _anonymous_bytes() -> int:
+    """Memory of this process that no file holds."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    main()
