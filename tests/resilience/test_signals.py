@@ -16,6 +16,7 @@ ASKED = {"SIGTERM to one rank": signal.SIGTERM, "SIGINT to one rank": signal.SIG
 def test_a_signal_to_one_rank_saves_and_resumes_bitwise(how: str, tmp_path: Path) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     arguments = [*launch.SMALL, f"--job.dump_folder={folder}", "--checkpoint.interval=100000"]
+    arguments.append("--checkpoint.enable_first_step_checkpoint=false")
     process = launch.start(2, [*arguments, "--training.steps=100000"], log)
     try:
         launch.wait_for_step(folder, 3, process, log)
