@@ -8,6 +8,8 @@ Invariant: the newest snapshot that all ranks have is in a slot until a newer on
 saving, copier and background.
 """
 
+import signal
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +140,7 @@ class AsynchronousSaver:
     def close(self, *, free: bool) -> None:
         """Let the writer end. `free`: the state is durable, so that its memory is given back."""
         self._copier.close()
+        _pass_signals_on(-1)
         if free:
             self._writer.close(free=True)
             leave(self._region.path.parent, self._region.rank)
@@ -230,9 +233,17 @@ def open_saver(saved: Saved, restored_step: int | None) -> AsynchronousSaver | N
     copier = Copier(inventory, slots, mesh.device.torch_device)
     writer = WriterProcess(region.path, settings)
     writer.start()
+    _pass_signals_on(writer.signals_fd)
     saver = AsynchronousSaver(saved, region, copier, writer)
     saver.keep(restored_step)
     return saver
+
+
+def _pass_signals_on(descriptor: int) -> None:
+    """Let the writer know of signals that ask this process to leave, by the handler of the kernel
+    itself: one of Python's is not run while a collective hangs. -1: no more."""
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
 
 
 def _wait_for_writers(saved: Saved) -> None:

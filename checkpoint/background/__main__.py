@@ -32,6 +32,8 @@ def main(region_path: str, files: Files | None = None) -> int:
         return 0
     try:
         settings = WriterSettings.from_json(given)
+        if settings.signals_fd >= 0:
+            channel.listen_to_signals(settings.signals_fd)
         region = Region.open(Path(region_path))
         lock = RankLock(region.path.parent, region.rank)
         # A writer of an earlier start may still be flushing.

@@ -7,6 +7,7 @@ the project.
 import json
 import os
 import select
+import signal
 from typing import Any
 
 _READ_BYTES = 1 << 16
@@ -19,8 +20,16 @@ class Channel:
         self._incoming, self._outgoing = incoming, outgoing
         self._partial = b""
         self._orders: list[dict[str, Any]] = []
+        self._signals: int | None = None
         self.ended = False
         """Whether the trainer closed its end, or died."""
+        self.was_asked_to_leave = False
+        """Whether the trainer has got a signal that asks it to leave."""
+
+    def listen_to_signals(self, descriptor: int) -> None:
+        """Read the trainer's signals, which the kernel's handler writes there a byte each, also
+        while the trainer hangs."""
+        self._signals = descriptor
 
     def next_line(self) -> dict[str, Any] | None:
         """Wait for the next order and take it; None when there will be none."""
@@ -32,8 +41,16 @@ class Channel:
         """Read what has come, waiting at most `timeout_s` for it; all orders not yet taken."""
         if self.ended:
             return self._orders
-        ready, _, _ = select.select([self._incoming], [], [], timeout_s)
-        if ready:
+        sources = [self._incoming, *([] if self._signals is None else [self._signals])]
+        ready, _, _ = select.select(sources, [], [], timeout_s)
+        if self._signals in ready:
+            assert self._signals is not None
+            numbers = os.read(self._signals, _READ_BYTES)
+            if signal.SIGTERM in numbers or signal.SIGINT in numbers:
+                self.was_asked_to_leave = True
+            if not numbers:
+                self._signals = None
+        if self._incoming in ready:
             content = os.read(self._incoming, _READ_BYTES)
             if not content:
                 # A line without its end was cut off by the trainer's death.

@@ -42,6 +42,7 @@ from torchtitan_lite.errors import CheckpointError
 _POLL_S = 0.02
 _RETRY_S = 0.5
 _PREFIX = "flush-"
+_ASKING = "leave-"
 
 
 class Ranks:
@@ -73,6 +74,21 @@ class Ranks:
         a decision of an earlier start is never taken for one of this."""
         tokens = "".join(self.saves[rank].region.token for rank in sorted(self.saves))
         return self.folder / f"{_PREFIX}{xxhash.xxh3_64_hexdigest(tokens.encode())}.json"
+
+    def ask_for(self, step: int) -> None:
+        """Let the writers of this machine save `step`, whether or not their trainers say so."""
+        (self.folder / f"{self._asking()}{step}").touch(mode=0o600)
+
+    def asked_for(self) -> set[int]:
+        """The steps that writers of this start have asked for."""
+        if not any(name.startswith(_ASKING) for name in os.listdir(self.folder)):
+            return set()
+        found = self.folder.glob(f"{self._asking()}*")
+        steps = (path.name.rpartition("-")[2] for path in found)
+        return {int(step) for step in steps if step.isdigit()}
+
+    def _asking(self) -> str:
+        return f"{_ASKING}{self.own.about.session}-"
 
     def close(self) -> None:
         """Unmap the others' regions."""

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ class WriterProcess:
         self._region, self._settings = region, settings
         self._command = list(command or (sys.executable, "-m", _MODULE))
         self._process: subprocess.Popen[bytes] | None = None
+        self._signals_read, self.signals_fd = os.pipe()
+        """What is written to the second tells the writer of the trainer's signals."""
+        os.set_blocking(self.signals_fd, False)
         self._partial = b""
         self._unsent: deque[bytes] = deque()
 
@@ -44,6 +48,7 @@ class WriterProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            pass_fds=(self._signals_read,),
             env=_environment(),
         )
         for pipe in (self._process.stdin, self._process.stdout):
@@ -51,7 +56,7 @@ class WriterProcess:
             os.set_blocking(pipe.fileno(), False)
         self._partial = b""
         self._unsent.clear()
-        self._send(self._settings.to_json())
+        self._send(replace(self._settings, signals_fd=self._signals_read).to_json())
 
     @property
     def alive(self) -> bool:
@@ -112,12 +117,14 @@ class WriterProcess:
         self._process.wait()
         heard += self.responses()
         self._reap()
+        self._close_signals()
         return heard
 
     def detach(self) -> None:
         """Leave the writer to itself, as a trainer that dies does: it flushes and ends."""
         self._reap()
         self._process = None
+        self._close_signals()
 
     def _send(self, order: dict[str, Any]) -> bool:
         self._unsent.append(json.dumps(order).encode() + b"\n")
@@ -139,6 +146,11 @@ class WriterProcess:
             return
         except (BrokenPipeError, ValueError):
             self._unsent.clear()
+
+    def _close_signals(self) -> None:
+        for descriptor in (self._signals_read, self.signals_fd):
+            with suppress(OSError):
+                os.close(descriptor)
 
     def _reap(self) -> None:
         if self._process is not None:

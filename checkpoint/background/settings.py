@@ -19,6 +19,8 @@ class WriterSettings:
     """Write past the page cache where the filesystem can."""
     preemption_grace_s: float = 30.0
     """How long a writer may outlive its trainer."""
+    signals_fd: int = -1
+    """Where the trainer's signals can be read; -1: nowhere."""
     others_s: float = 0.7
     """After the death of its trainer, how long other ranks may still complete a newer step."""
     commit_timeout_s: float = 1800.0

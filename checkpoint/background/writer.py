@@ -26,6 +26,8 @@ from torchtitan_lite.errors import CheckpointError
 
 _WAITING_S = 0.05
 _IDLE_S = 0.2
+_PATIENCE = 3
+"""A trainer that was asked to leave gets this part of the grace to save its last step itself."""
 
 
 class Writer:
@@ -40,6 +42,8 @@ class Writer:
         """Step -> (attempt, when the wait for other ranks ends); the leader has still to commit."""
         self._writing: int | None = None
         self._followed = False
+        self._asked_at: float | None = None
+        self._heeded: set[int] = set()
 
     def run(self) -> None:
         """Work until the trainer says stop or is gone, and finish what is under way then."""
@@ -62,10 +66,14 @@ class Writer:
                 return
             self._commit_whole()
             self._follow()
+            self._save_for_hanging_trainer()
+            self._heed()
 
     def _carry_out(self, order: dict[str, Any]) -> None:
         if "save" in order:
             save = order["save"]
+            # The trainer does not hang.
+            self._channel.was_asked_to_leave, self._asked_at = False, None
             self._write(int(save["slot"]), int(save["step"]), int(save.get("attempt", 0)))
         elif "abandon" in order:
             step = int(order["abandon"])
@@ -165,6 +173,33 @@ class Writer:
                 keep_every=self._settings.keep_every,
                 tick=self._look,
             )
+
+    def _save_for_hanging_trainer(self) -> None:
+        """Write the newest snapshot of a trainer that was asked to leave and orders no last save:
+        it may hang until all processes are killed, this one too."""
+        if not self._channel.was_asked_to_leave:
+            return
+        now = time.monotonic()
+        self._asked_at = self._asked_at or now
+        if now < self._asked_at + self._settings.preemption_grace_s / _PATIENCE:
+            return
+        self._channel.was_asked_to_leave, self._asked_at = False, None
+        slots = self._save.complete_slots()
+        # Nobody goes on, so that all ranks come to the same.
+        step = self._ranks.common_step() if self._ranks.look() else max(slots, default=None)
+        if step is not None:
+            # A trainer that is stopped cannot hear: its writer is asked by this one.
+            self._ranks.ask_for(step)
+
+    def _heed(self) -> None:
+        """Write the steps that a writer of this machine has asked for."""
+        slots = self._save.complete_slots()
+        for step in sorted(self._ranks.asked_for() - self._heeded):
+            self._heeded.add(step)
+            if step in slots and step not in self._pending and step not in self._storage.steps():
+                hurry()
+                self._rate.bytes_per_s = None
+                self._write(slots[step], step, 0)
 
     def _follow(self) -> None:
         """Write the step that an orphaned writer of this machine decided to flush."""

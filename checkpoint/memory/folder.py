@@ -116,8 +116,9 @@ def leave(folder: Path, rank: int) -> None:
     lock = RankLock(folder, rank)
     if lock.try_acquire():
         lock.path.unlink(missing_ok=True)
-        for left in folder.glob("flush-*.json"):
-            left.unlink(missing_ok=True)
+        for pattern in ("flush-*.json", "leave-*"):
+            for left in folder.glob(pattern):
+                left.unlink(missing_ok=True)
         with suppress(OSError):
             folder.rmdir()
         lock.release()

@@ -160,6 +160,28 @@ def test_the_newest_snapshot_is_durable_soon_after_a_kill(run: Path, tmp_path: P
     assert psutil.wait_procs(writers, timeout=30)[1] == []
 
 
+def test_a_run_that_hangs_is_saved_before_its_grace_ends(run: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    arguments = [*_arguments(run, 100_000), "--checkpoint.interval=100000"]
+    process = launch.start(_RANKS, [*arguments, "--checkpoint.preemption_grace_s=6"], log)
+    try:
+        launch.wait_for_step(run, 10, process, log)
+        ranks = launch.ranks_of(process)
+        ranks[1].suspend()
+        time.sleep(1)
+        reached = launch.steps_of(run)[-1]["step"]
+        # As a machine that goes away asks all its processes; the second cannot hear it.
+        for rank in ranks:
+            rank.terminate()
+        asked_at = time.monotonic()
+        while not (saved := _saved_steps(run)) or saved[-1] < reached - 1:
+            assert time.monotonic() - asked_at < 6
+            time.sleep(0.05)
+        assert all(rank.is_running() for rank in ranks)
+    finally:
+        launch.end(process)
+
+
 def _saved_steps(run: Path) -> list[int]:
     return sorted(
         json.loads(path.read_text())["step"]

@@ -1,0 +1,36 @@
+"""checkpoint/ does no arithmetic of layouts of its own: it imports the planner, and nothing of
+which one could be made."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import torchtitan_lite
+
+_FOLDER = Path(torchtitan_lite.__file__).parent / "checkpoint"
+_MODULES = sorted(_FOLDER.rglob("*.py"))
+_PLANNER = {
+    "torchtitan_lite.redistribute",
+    "torchtitan_lite.redistribute.acting",
+    "torchtitan_lite.redistribute.copies",
+    "torchtitan_lite.redistribute.layout",
+    "torchtitan_lite.redistribute.holder_mesh",
+}
+_PLANNERS_OWN = {"Box", "intervals", "overlap", "partition"}
+_TORCHS = "torch.distributed.tensor"
+
+
+@pytest.mark.parametrize("path", _MODULES, ids=lambda path: str(path.relative_to(_FOLDER)))
+def test_nothing_to_cut_boxes_with_is_imported(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            module, names = node.module or "", {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            module, names = node.names[0].name, set()
+        else:
+            continue
+        assert not module.startswith(_TORCHS), module
+        if module.startswith("torchtitan_lite.redistribute"):
+            assert module in _PLANNER, module
+            assert not names & _PLANNERS_OWN, names
