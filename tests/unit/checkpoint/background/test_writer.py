@@ -190,9 +190,13 @@ def test_a_file_size_limit_fails_the_save_and_not_the_writer(tmp_path: Path) -> 
         for step in (1, 2):
             run.snapshot(step, step)
             run.save(step, step)
+            told = []
             for writer in run.writers:
                 (said,) = [r for r in writer.wait_for("failed", 10) if "failed" in r]
-                assert said["failed"] == step and "File too large" in said["error"]
+                assert said["failed"] == step
+                told.append(said["error"])
+            # The leader may have removed the attempt before the other rank came to its limit.
+            assert any("File too large" in error for error in told)
         assert all(writer.alive for writer in run.writers)
         assert open_storage(str(root)).steps() == []
 
