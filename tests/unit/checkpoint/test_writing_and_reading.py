@@ -3,10 +3,10 @@
 import json
 import random
 import time
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import pytest
@@ -215,13 +215,13 @@ def _overlap(raw: dict[str, Any]) -> None:
 
 
 def _many_boxes(raw: dict[str, Any]) -> None:
-    """Of one element each: comparing all pairs of them would take 10^10 comparisons."""
+    """Of one element each: comparing all pairs of them would take gigabytes."""
     first = _box(raw)
     raw["tensors"]["model.many"] = raw["tensors"]["model.weight"] | {
-        "shape": [100_000],
+        "shape": [20_000],
         "boxes": [
             first | {"offset": [at], "size": [1], "bytes": [4 * at, 4 * at + 4]}
-            for at in range(100_000)
+            for at in range(20_000)
         ],
     }
 
@@ -318,13 +318,6 @@ def _lone_surrogate(raw: dict[str, Any]) -> None:
     raw["tensors"]["model.\ud800"] = raw["tensors"].pop("model.weight")
 
 
-def _deep(raw: dict[str, Any]) -> None:
-    value: list[Any] = []
-    for _ in range(900):
-        value = [value]
-    raw["values"]["dataloader"] = value
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -341,8 +334,8 @@ def _deep(raw: dict[str, Any]) -> None:
         (_outside, r"the box of model.weight at \[151, 0\] of size \[150, 7\] does not fit shape"),
         (_share_bytes, r"rank-0000..safetensors is damaged: model.(copy|weight) should lie in"),
         (_half, r"the boxes of model.weight hold 1064 of 2100 elements"),
-        (_overlap, r"model.weight .* holds other boxes: .*\[0, 0\]"),
-        (_many_boxes, r"model.many .* holds other boxes"),
+        (_overlap, r"model.weight holds other boxes .*\[0, 0\]"),
+        (_many_boxes, r"model.many holds other boxes"),
         (_beyond_the_file, r"rank-00000.safetensors is damaged: model.weight should lie in bytes"),
         (_unknown_dtype, r"the box of model.weight .* does not fit .*PICKLE"),
         (_unknown_key, r"manifest.json is damaged at import: Extra inputs"),
@@ -351,19 +344,18 @@ def _deep(raw: dict[str, Any]) -> None:
         (_no_such_layout, r"model.weight has layout 2, and there are 2"),
         (_negative_layout, r"damaged at tensors.model.weight.layout: Input should be greater"),
         (_layout_of_a_file_outside, r"layout 0 names '\.\./\.\./other\.safetensors'"),
-        (_layout_of_more_files, r"model.weight .* holds other boxes"),
-        (_layout_turned, r"model.weight .* holds other boxes"),
-        (_layout_of_other_boxes, r"model.weight .* holds other boxes"),
+        (_layout_of_more_files, r"model.weight holds other boxes"),
+        (_layout_turned, r"model.weight holds other boxes"),
+        (_layout_of_other_boxes, r"model.weight holds other boxes"),
         (_layout_of_copies, r"model.weight .* elements that several files hold"),
         (_layout_of_contributions, r"model.weight .* elements that several files hold"),
         (_layout_of_stripes, r"layout 0 .* strided"),
         (_layout_of_absurdly_many, r"layout 0: A mesh of shape .* needs 2305843009213693952"),
-        (_layout_of_many, r"model.weight .* holds other boxes"),
+        (_layout_of_many, r"model.weight holds other boxes"),
         (_layout_that_repeats, r"layout 0: Holder rank-99998.safetensors is twice"),
         (_layout_of_many_axes, r"layout 0 .*has 50001 axes"),
         (_layout_of_nonsense, r"layout 0: .* is no placement"),
-        (_lone_surrogate, r"manifest.json is damaged"),
-        (_deep, r"manifest.json is damaged"),
+        (_lone_surrogate, r"manifest.json is damaged at tensors.* a name that can be printed"),
     ],
 )
 def test_a_manifest_that_cannot_be_true_is_refused_quickly(
@@ -375,17 +367,22 @@ def test_a_manifest_that_cannot_be_true_is_refused_quickly(
     make(raw)
     # Signed again, since its own checksum would be found wrong first.
     change(folder, raw)
-    tracemalloc.start()
-    started = time.process_time()
-    try:
-        with pytest.raises(DamagedCheckpoint, match=message) as error:
-            StoredSnapshot(open_storage(str(tmp_path)), "step-3")
-        assert time.process_time() - started < 10
-        assert tracemalloc.get_traced_memory()[1] < 300 << 20
-    finally:
-        tracemalloc.stop()
+    started, peak_kib = time.process_time(), getrusage(RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DamagedCheckpoint, match=message) as error:
+        StoredSnapshot(open_storage(str(tmp_path)), "step-3")
+    assert time.process_time() - started < 5
+    assert getrusage(RUSAGE_SELF).ru_maxrss - peak_kib < 200 << 10
     # The ranks tell it each other.
     assert len(str(error.value).encode()) < 2000
+
+
+@pytest.mark.parametrize("depth", [500, 900, 940, 960, 980, 990, 100_000])
+def test_a_manifest_of_any_depth_is_read_or_refused(saved: Path, depth: int) -> None:
+    path = saved / "manifest.json"
+    text = path.read_text()
+    path.write_text(text.replace('"peak_lr": 0.1', f'"peak_lr": {"[" * depth}{"]" * depth}'))
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is damaged"):
+        manifest_in(saved)
 
 
 def test_a_changed_value_is_found_by_the_manifests_own_checksum(saved: Path) -> None:
