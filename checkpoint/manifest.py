@@ -150,7 +150,7 @@ def _layout(number: int, given: dict[str, Any]) -> Layout:
     try:
         layout = layout_from_json(given)
     except LayoutError as error:
-        raise LayoutError(f"layout {number}: {str(error):.500}") from None
+        raise LayoutError(f"layout {number}: {error!s:.500}") from None
     for holder in layout.mesh.holders:
         # A tensor without elements lies in no file, and its layout may have the ranks' numbers.
         if isinstance(holder, str) and not _FILE_NAME.fullmatch(holder):

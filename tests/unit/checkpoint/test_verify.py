@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.stored import TWO_FILES, damage, store
 from tests.unit.checkpoint.conftest import same
-from tests.unit.checkpoint.stored import TWO_FILES, damage, store
 from torchtitan_lite.checkpoint.loader import load
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.storage import open_storage

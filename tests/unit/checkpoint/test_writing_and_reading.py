@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.stored import TWO_FILES, change, store
 from tests.unit.checkpoint.conftest import (
     Manage,
     SmallState,
@@ -21,7 +22,6 @@ from tests.unit.checkpoint.conftest import (
     same,
     steps_in,
 )
-from tests.unit.checkpoint.stored import TWO_FILES, change, store
 from torchtitan_lite import rng
 from torchtitan_lite.checkpoint.loader import load
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
