@@ -241,6 +241,13 @@ def test_training_goes_on_when_a_save_fails_but_the_last_save_must_not(
     assert manager.final_save(finished=True) == f"{manager.root}/step-1"
 
 
+def test_a_folder_that_cannot_be_read_is_named_at_the_start(manage: Manage) -> None:
+    manager = manage(SmallState())
+    Path(manager.root).write_text("a file where the folder should be")
+    with pytest.raises(CheckpointError, match=r"checkpoint cannot be used .*checkpoint.folder"):
+        manager.restore()
+
+
 def test_the_last_step_is_saved_once(manage: Manage) -> None:
     state = SmallState()
     manager = manage(state, interval=2)
