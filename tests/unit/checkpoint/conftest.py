@@ -125,6 +125,7 @@ def free_memory_of(dump_folder: Path) -> None:
             for rank in run.ranks:
                 RankLock(run.path, rank).wait(20)
             free(run.run_id)
+    assert run_id_in(dump_folder) not in [run.run_id for run in runs()]
 
 
 def run_id_in(dump_folder: Path) -> str | None:

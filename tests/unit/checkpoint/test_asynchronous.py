@@ -18,7 +18,7 @@ from tests.unit.checkpoint.conftest import (
     steps_in,
 )
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.memory.folder import SHARED_MEMORY, regions_in, run_folder, runs
+from torchtitan_lite.checkpoint.memory.folder import regions_in, run_folder, runs
 from torchtitan_lite.checkpoint.memory.lock import RankLock
 from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.errors import CheckpointError
@@ -357,10 +357,3 @@ def test_an_earlier_start_with_more_ranks_is_not_in_the_way(
     assert [path.name for path in memory_of(tmp_path)] == ["rank-00000.snapshots"]
     crash(manager)
     assert manage(SmallState(), **ASYNC).restore() == "step 2 in shared memory"
-
-
-def test_nothing_is_left_in_shared_memory_by_these_tests(manage: Manage, tmp_path: Path) -> None:
-    manage(SmallState(), **ASYNC)
-    run_id = run_id_in(tmp_path)
-    assert run_id is not None
-    assert not list(SHARED_MEMORY.glob(f"*/{run_id}/*.snapshots"))
