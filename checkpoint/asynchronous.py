@@ -19,7 +19,12 @@ from torchtitan_lite.checkpoint.background.settings import WriterSettings
 from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.interval import SnapshotInterval
 from torchtitan_lite.checkpoint.inventory import local_parts, take_inventory
-from torchtitan_lite.checkpoint.memory.folder import leave, regions_in, run_folder
+from torchtitan_lite.checkpoint.memory.folder import (
+    leave,
+    regions_in,
+    remove_regions,
+    run_folder,
+)
 from torchtitan_lite.checkpoint.memory.lock import RankLock
 from torchtitan_lite.checkpoint.memory.region import Region, State
 from torchtitan_lite.checkpoint.outcome import Signals
@@ -39,6 +44,8 @@ class _Save:
     step: int
     slot: int
     attempt: int
+    values: dict[str, Any]
+    """The state's, as they were then."""
     ordered: bool = False
 
 
@@ -63,7 +70,6 @@ class AsynchronousSaver:
         self.failures_in_a_row = 0
         self.saved_step: int | None = None
         self.saved_values: dict[str, Any] = {}
-        self._values: dict[str, Any] = {}
 
     def keep(self, step: int | None) -> None:
         """Go on with the slot from which this run was restored, if it was; all others are of steps
@@ -99,7 +105,7 @@ class AsynchronousSaver:
             return
         if all_ranks.committed > 0:
             self._save, self.failures_in_a_row = None, 0
-            self.saved_step, self.saved_values = save.step, self._values
+            self.saved_step, self.saved_values = save.step, save.values
             logger.info("Saved step %d in %s", save.step, self._saved.storage.root)
         elif all_ranks.failed > 0:
             self._writer.abandon(save.step)
@@ -152,8 +158,7 @@ class AsynchronousSaver:
         state, mesh = self._saved.state, self._saved.mesh
         busy = {self._kept, self._save.slot if self._save else None}
         slot = next(slot for slot in range(_SLOTS) if slot not in busy)
-        self._values = self._saved.values()
-        values, step, region = self._values, state.step, self._region
+        values, step, region = self._saved.values(), state.step, self._region
         region.begin(slot, step)
         self._copier.start(
             slot, local_parts(state.tensors(), mesh), lambda: region.complete(slot, values)
@@ -161,7 +166,8 @@ class AsynchronousSaver:
         self._newest, self._confirms, self._last_step = slot, step, step
         if saves:
             self._attempts += 1
-            self._save, self._is_late = _Save(step, slot, self._attempts), False
+            self._save = _Save(step, slot, self._attempts, values["values"])
+            self._is_late = False
 
     def _order(self) -> None:
         """The writer is told of a save when its slot is complete."""
@@ -209,6 +215,8 @@ def open_saver(saved: Saved, restored_step: int | None) -> AsynchronousSaver | N
     # All are through before a new writer takes a lock that another rank would wait for.
     if not mesh.any(bool(problem)):
         try:
+            # Those of an earlier start with more ranks would pass for ranks of this one.
+            remove_regions(saved.identity.run_id, first=mesh.world_size)
             region = _region(saved, inventory.slot_bytes, saved.describe(inventory).to_dict())
         except (OSError, CheckpointError) as error:
             problem = str(error)

@@ -16,6 +16,7 @@ from torchtitan_lite.checkpoint.asynchronous import AsynchronousSaver, open_save
 from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.identity import identify
 from torchtitan_lite.checkpoint.loader import load
+from torchtitan_lite.checkpoint.memory.folder import remove_regions
 from torchtitan_lite.checkpoint.outcome import Signals
 from torchtitan_lite.checkpoint.remembered import newest_remembered
 from torchtitan_lite.checkpoint.saving import Saved
@@ -71,8 +72,6 @@ class CheckpointManager:
         """
         config = self._config
         parts = set(PARTS) - set(config.exclude_from_loading)
-        if self._saves and self._mesh.is_leader:
-            self._saved.storage.recover(self._saved.identity.session)
         steps = self._stored_steps()
         remembered = None
         if config.load_step >= 0:
@@ -167,11 +166,15 @@ class CheckpointManager:
             self._save_now(model_only=True)
         elif not is_saved and saver is not None:
             saver.finish()
+            self._saved_step, self._saved_values = saver.saved_step, saver.saved_values
         elif not is_saved:
             self._save_now()
         if saver is not None:
             saver.close(free=True)
             self._asynchronous = None
+        elif self._restored_step is not None:
+            # No step was taken since, so nobody took the memory over.
+            remove_regions(self._saved.identity.run_id)
         return f"{self.root}/{step_name(self._state.step)}"
 
     def close(self) -> None:
@@ -194,10 +197,21 @@ class CheckpointManager:
 
     def _stored_steps(self) -> list[int]:
         """The steps of this run's checkpoints, newest first, as the leader sees them: another node
-        may see an older state of a shared folder."""
+        may see an older state of a shared folder. What a killed process left is mended before."""
         seen: list[int] = []
+        error = None
         if self._mesh.is_leader and (self._config.enable or self._config.load_only):
-            seen = self._saved.storage.steps()
+            storage = self._saved.storage
+            try:
+                if self._saves:
+                    storage.recover(self._saved.identity.session)
+                seen = storage.steps()
+            except OSError as caught:
+                error = CheckpointError(
+                    f"{self.root} cannot be used as the folder of checkpoints: {caught} Mend it, "
+                    "or set another checkpoint.folder."
+                )
+        self._agree(error)
         told = leader_says(" ".join(map(str, reversed(seen))).encode())
         return list(map(int, told.split()))
 

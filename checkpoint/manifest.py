@@ -2,23 +2,39 @@
 
 A checkpoint is a folder `step-N` with one safetensors file per rank and `manifest.json`, which
 is written last: a folder without it is no checkpoint. Nothing in it can name a path outside of
-its folder. Layer: above storage.
+its folder, and checking it takes time and memory in proportion to its length. Layer: above storage
+and redistribute.
 """
 
 import json
 import math
+import re
 from typing import Annotated, Any, Literal
 
-import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from torchtitan_lite.checkpoint.memory.description import BYTES_PER_ELEMENT
 from torchtitan_lite.checkpoint.storage.manifest_json import FORMAT, MANIFEST, VERSION, checksum
+from torchtitan_lite.checkpoint.storage.names import step_of
 from torchtitan_lite.checkpoint.storage.storage import Storage
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, LayoutError
+from torchtitan_lite.redistribute import Layout, layout_from_json
 
+_MAX_AXES = 64
+"""Of a mesh, and dims of a tensor: more than there are anywhere."""
+_FILE_NAME = re.compile(r"rank-[0-9]{5}\.safetensors", re.ASCII)
 _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
-_FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5}\.safetensors$")]
+_Sizes = Annotated[list[_Size], Field(max_length=_MAX_AXES)]
+_FileName = Annotated[str, Field(pattern=rf"^{_FILE_NAME.pattern}$")]
+
+
+def _printable(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError(f"{name!a:.100} is needed to be a name that can be printed")
+    return name
+
+
+_Name = Annotated[str, AfterValidator(_printable)]
 
 
 class _Entry(BaseModel):
@@ -28,8 +44,8 @@ class _Entry(BaseModel):
 class BoxEntry(_Entry):
     """One box of a tensor, and the bytes that hold it."""
 
-    offset: list[_Size]
-    size: list[_Size]
+    offset: _Sizes
+    size: _Sizes
     file: _FileName
     bytes: tuple[_Size, _Size] = Field(strict=False)
     """First byte in the file, and the one after the last."""
@@ -41,7 +57,7 @@ class TensorEntry(_Entry):
 
     dtype: str
     """As safetensors names it: F32, BF16, ..."""
-    shape: list[_Size]
+    shape: _Sizes
     layout: _Size
     """Index into the manifest's `layouts`."""
     boxes: list[BoxEntry]
@@ -58,7 +74,7 @@ class Manifest(_Entry):
     """Axis -> degree."""
     layouts: list[dict[str, Any]]
     """How the files hold the tensors, each once."""
-    tensors: dict[str, TensorEntry]
+    tensors: dict[_Name, TensorEntry]
     values: dict[str, Any]
     """The state that is not tensors, by part: train_state, lr_scheduler, dataloader."""
     rng: dict[str, dict[str, Any]]
@@ -72,9 +88,17 @@ class Manifest(_Entry):
 def read_manifest(storage: Storage, folder: str) -> Manifest:
     """The manifest of the checkpoint in `folder` of `storage`.
 
-    Raises DamagedCheckpoint when it is missing, is no manifest, or does not agree with the files
-    beside it, and CheckpointError when another version of the format wrote it.
+    Raises DamagedCheckpoint when it is missing, is no manifest, or does not agree with the lengths
+    of the files beside it, and CheckpointError when another version of the format wrote it.
     """
+    manifest = read_manifest_alone(storage, folder)
+    for file, boxes in boxes_by_file(manifest).items():
+        check_file(storage, folder, file, boxes)
+    return manifest
+
+
+def read_manifest_alone(storage: Storage, folder: str) -> Manifest:
+    """The same, without a look at the files."""
     where = f"{storage.root}/{folder}"
     try:
         raw = json.loads(bytes(storage.read(f"{folder}/{MANIFEST}")))
@@ -93,13 +117,47 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
         manifest = Manifest.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        at = ".".join(map(str, first["loc"]))
+        at = ".".join(map(str, first["loc"])).encode(errors="backslashreplace").decode()
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged at {at}: {first['msg']}") from None
-    if manifest.xxh3 != checksum(raw):
+    if not _is_signed(manifest, raw):
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged: its own checksum does not hold.")
+    if step_of(folder) not in (None, manifest.step):
+        raise DamagedCheckpoint(f"{where}/{MANIFEST} is of step {manifest.step}.")
     _check_boxes(manifest, where)
-    _check_files(manifest, storage, folder)
+    try:
+        _check_layouts(manifest)
+    except LayoutError as error:
+        raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged: {error}") from None
     return manifest
+
+
+def layouts_of(manifest: Manifest) -> list[Layout]:
+    """How the files hold the tensors. Raises LayoutError for what cannot be a layout of files."""
+    return [_layout(number, given) for number, given in enumerate(manifest.layouts)]
+
+
+def _is_signed(manifest: Manifest, raw: Any) -> bool:
+    try:
+        return manifest.xxh3 == checksum(raw)
+    except RecursionError:
+        return False
+
+
+def _layout(number: int, given: dict[str, Any]) -> Layout:
+    axes = given.get("placements")
+    if isinstance(axes, list) and len(axes) > _MAX_AXES:
+        raise LayoutError(f"layout {number} has {len(axes)} axes, and at most {_MAX_AXES} may be.")
+    try:
+        layout = layout_from_json(given)
+    except LayoutError as error:
+        raise LayoutError(f"layout {number}: {error!s:.500}") from None
+    for holder in layout.mesh.holders:
+        # A tensor without elements lies in no file, and its layout may have the ranks' numbers.
+        if isinstance(holder, str) and not _FILE_NAME.fullmatch(holder):
+            raise LayoutError(f"layout {number} names {holder!r:.100}, which is no file's name.")
+    if any(cut.split > 1 for cuts in layout.cuts.values() for cut in cuts):
+        raise LayoutError(f"layout {number} has strided shards, and a file holds one box.")
+    return layout
 
 
 def _check_boxes(manifest: Manifest, where: str) -> None:
@@ -118,43 +176,71 @@ def _check_boxes(manifest: Manifest, where: str) -> None:
                     f"{box.size} does not fit shape {tensor.shape}, {tensor.dtype} and its bytes."
                 )
         covered = sum(math.prod(box.size) for box in tensor.boxes)
-        if covered != math.prod(tensor.shape) or _some_overlap(tensor.boxes):
+        if covered != math.prod(tensor.shape):
             raise DamagedCheckpoint(
                 f"{where}/{MANIFEST} is damaged: the boxes of {name} hold {covered} of "
-                f"{math.prod(tensor.shape)} elements, or some of them twice."
+                f"{math.prod(tensor.shape)} elements."
             )
 
 
-def _check_files(manifest: Manifest, storage: Storage, folder: str) -> None:
-    """Every box lies within its file, and no two share bytes."""
-    used: dict[str, list[tuple[int, int, str]]] = {}
+def _check_layouts(manifest: Manifest) -> None:
+    """The boxes of a tensor are those that its layout gives to their files. Since they are as large
+    as the tensor together, that makes it up without an overlap. Raises LayoutError."""
+    layouts = layouts_of(manifest)
+    holds_once = [_holds_once(layout) for layout in layouts]
+    for name, tensor in manifest.tensors.items():
+        if tensor.layout >= len(layouts):
+            raise LayoutError(f"{name} has layout {tensor.layout}, and there are {len(layouts)}.")
+        layout = layouts[tensor.layout]
+        layout.check(tensor.shape)
+        if tensor.boxes and not holds_once[tensor.layout]:
+            raise LayoutError(
+                f"{name} has by its layout {layout} elements that several files hold."
+            )
+        files: set[str] = set()
+        for box in tensor.boxes:
+            wanted = layout.boxes(tensor.shape, box.file)
+            said = [(list(found.offset), list(found.size)) for found in wanted]
+            if box.file in files or said != [(box.offset, box.size)]:
+                raise LayoutError(
+                    f"{name} holds other boxes than its layout {layout} gives: {box.file} has the "
+                    f"one at {box.offset} of size {box.size}."
+                )
+            files.add(box.file)
+
+
+def _holds_once(layout: Layout) -> bool:
+    """Whether every element has one holder."""
+    cutting = {cut.axis for cuts in layout.cuts.values() for cut in cuts}
+    return all(size == 1 or axis in cutting for axis, size in enumerate(layout.mesh.shape))
+
+
+def boxes_by_file(manifest: Manifest) -> dict[str, list[tuple[str, BoxEntry]]]:
+    """File -> (tensor, box) for each box that it holds, in the order of its bytes."""
+    found: dict[str, list[tuple[str, BoxEntry]]] = {}
     for name, tensor in manifest.tensors.items():
         for box in tensor.boxes:
-            used.setdefault(box.file, []).append((*box.bytes, name))
-    for file, ranges in used.items():
-        path = f"{storage.root}/{folder}/{file}"
-        try:
-            length = storage.size(f"{folder}/{file}")
-        except OSError as error:
+            found.setdefault(box.file, []).append((name, box))
+    return {
+        file: sorted(boxes, key=lambda one: (one[1].bytes, one[0])) for file, boxes in found.items()
+    }
+
+
+def check_file(storage: Storage, folder: str, file: str, boxes: list[tuple[str, BoxEntry]]) -> None:
+    """Every box lies within its file, and no two share bytes. Raises DamagedCheckpoint."""
+    path = f"{storage.root}/{folder}/{file}"
+    try:
+        length = storage.size(f"{folder}/{file}")
+    except OSError as error:
+        raise DamagedCheckpoint(
+            f"{path} is missing or cannot be read; it should hold {boxes[0][0]}: {error}"
+        ) from None
+    position = 0
+    for name, box in boxes:
+        first, end = box.bytes
+        if first < position or end > length:
             raise DamagedCheckpoint(
-                f"{path} is missing or cannot be read; it should hold {ranges[0][2]}: {error}"
-            ) from None
-        ranges.sort()
-        position = 0
-        for first, end, name in ranges:
-            if first < position or end > length:
-                raise DamagedCheckpoint(
-                    f"{path} is damaged: {name} should lie in bytes {first} to {end}, but the "
-                    f"file has {length} bytes and those before {position} are taken."
-                )
-            position = end
-
-
-def _some_overlap(boxes: list[BoxEntry]) -> bool:
-    """Whether two boxes share an element; all pairs at once."""
-    if len(boxes) < 2:
-        return False
-    first = np.array([box.offset for box in boxes])
-    end = first + np.array([box.size for box in boxes])
-    pairs = (first[:, None] < end[None]) & (first[None] < end[:, None])
-    return bool(np.triu(pairs.all(-1), k=1).any())
+                f"{path} is damaged: {name} should lie in bytes {first} to {end}, but the file has "
+                f"{length} bytes and those before {position} are taken."
+            )
+        position = end

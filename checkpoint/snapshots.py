@@ -15,11 +15,11 @@ import torch
 import xxhash
 
 from torchtitan_lite.checkpoint.dtypes import BY_NAME
-from torchtitan_lite.checkpoint.manifest import BoxEntry, Manifest, read_manifest
+from torchtitan_lite.checkpoint.manifest import BoxEntry, layouts_of, read_manifest
 from torchtitan_lite.checkpoint.memory.description import Description, HeldTensor
 from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.checkpoint.storage.storage import Storage
-from torchtitan_lite.errors import DamagedCheckpoint, DamagedSnapshot, LayoutError
+from torchtitan_lite.errors import DamagedCheckpoint, DamagedSnapshot
 from torchtitan_lite.redistribute import HolderMesh, Layout, Placed, layout_from_json
 from torchtitan_lite.redistribute.layout import Holder
 
@@ -70,16 +70,15 @@ class StoredSnapshot:
         """Raises DamagedCheckpoint where it is not whole, as far as that is seen without reading
         it all, and CheckpointError where another version wrote it."""
         self._storage, self._folder = storage, folder
-        self.where = where = f"{storage.root}/{folder}"
+        self.where = f"{storage.root}/{folder}"
         self.manifest = manifest = read_manifest(storage, folder)
         self._boxes: dict[tuple[str, Holder], BoxEntry] = {}
         self.tensors: dict[str, Placed] = {}
-        try:
-            layouts = [layout_from_json(layout) for layout in manifest.layouts]
-            for name, entry in manifest.tensors.items():
-                self._add(name, layouts[entry.layout], manifest)
-        except (LayoutError, IndexError) as error:
-            raise DamagedCheckpoint(f"{where} is damaged: its manifest: {error}") from None
+        layouts = layouts_of(manifest)
+        for name, entry in manifest.tensors.items():
+            layout, dtype = layouts[entry.layout], BY_NAME[entry.dtype]
+            self.tensors[name] = Placed(layout, tuple(entry.shape), dtype)
+            self._boxes |= {(name, box.file): box for box in entry.boxes}
         self.saved = SavedValues(
             manifest.step, manifest.values, manifest.rng, manifest.mesh, manifest.model_only
         )
@@ -105,26 +104,6 @@ class StoredSnapshot:
                 f"{end}) does not hold."
             )
         return as_tensor(raw, placed.dtype, shape)
-
-    def _add(self, name: str, layout: Layout, manifest: Manifest) -> None:
-        entry = manifest.tensors[name]
-        shape = tuple(entry.shape)
-        layout.check(shape)
-        boxes = {(*box.offset, *box.size): box for box in entry.boxes}
-        for holder in layout.mesh.holders:
-            for box in layout.boxes(shape, holder):
-                found = boxes.get((*box.offset, *box.size))
-                if found is None:
-                    raise LayoutError(f"{name} has no box at {box.offset} of size {box.size}")
-                if found.file == holder:
-                    self._boxes[name, holder] = found
-        if len(self._boxes_of(name, layout)) != len(entry.boxes):
-            raise LayoutError(f"the boxes of {name} do not lie in the files that its layout names")
-        self.tensors[name] = Placed(layout, shape, BY_NAME[entry.dtype])
-
-    def _boxes_of(self, name: str, layout: Layout) -> list[BoxEntry]:
-        found = (self._boxes.get((name, holder)) for holder in layout.mesh.holders)
-        return [box for box in found if box is not None]
 
 
 class RememberedSnapshot:

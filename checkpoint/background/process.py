@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -123,7 +124,10 @@ class WriterProcess:
     def detach(self) -> None:
         """Leave the writer to itself, as a trainer that dies does: it flushes and ends."""
         self._reap()
-        self._process = None
+        with warnings.catch_warnings():
+            # That it still runs is what is wanted.
+            warnings.simplefilter("ignore", ResourceWarning)
+            self._process = None
         self._close_signals()
 
     def _send(self, order: dict[str, Any]) -> bool:

@@ -61,6 +61,14 @@ def regions_in(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def remove_regions(run_id: str, *, first: int = 0, base: Path = SHARED_MEMORY) -> None:
+    """Remove the snapshot files of the ranks from `first` on, which nobody needs any more. Several
+    processes may do it at once. Raises CheckpointError as `run_folder` does."""
+    for rank, path in regions_in(run_folder(run_id, base=base)).items():
+        if rank >= first:
+            path.unlink(missing_ok=True)
+
+
 def runs(*, base: Path = SHARED_MEMORY) -> list[Run]:
     """All runs of this user that hold shared memory, in the order of their ids."""
     folder = _user_folder(base)

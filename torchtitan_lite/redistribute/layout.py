@@ -8,6 +8,7 @@ Invariant: a layout that exists is valid, and equal layouts are written in one w
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -59,7 +60,7 @@ class HolderMesh:
                 f"{len(self.holders)} were given."
             )
         if len(set(self.holders)) != len(self.holders):
-            twice = next(h for h in self.holders if self.holders.count(h) > 1)
+            twice, _ = Counter(self.holders).most_common(1)[0]
             raise LayoutError(f"Holder {twice} is twice in the mesh {self}. List each once.")
         if len(set(self.axes)) != len(self.axes) or len(self.axes) != len(self.shape):
             raise LayoutError(

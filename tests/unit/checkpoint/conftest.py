@@ -1,6 +1,9 @@
-"""A small real state, and managers for it."""
+"""A small real state, and managers for it, which leave nothing in shared memory."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,10 @@ import torch
 
 from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.manifest import Manifest, read_manifest
+from torchtitan_lite.checkpoint.memory.folder import free, runs
+from torchtitan_lite.checkpoint.memory.lock import RankLock
+from torchtitan_lite.checkpoint.storage.storage import open_storage
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
@@ -70,16 +77,62 @@ Manage = Callable[..., CheckpointManager]
 
 
 @pytest.fixture
-def manage(tmp_path: Path, mesh: Mesh) -> Manage:
-    """(state, settings of [checkpoint]) -> a manager in `tmp_path/checkpoint`, saving each step."""
+def manage(tmp_path: Path, mesh: Mesh) -> Iterator[Manage]:
+    """(state, settings of [checkpoint]) -> a manager in `tmp_path/checkpoint`, saving each step,
+    while training waits unless `async_mode` says otherwise. `dump_folder` may name another run."""
+    made: list[CheckpointManager] = []
+    folders: set[Path] = set()
 
-    def make(state: SmallState, **settings: Any) -> CheckpointManager:
-        config = CheckpointConfig(**({"enable": True, "interval": 1} | settings))
-        return CheckpointManager(
-            config, dump_folder=tmp_path, state=state, mesh=mesh, run_config={"seed": 1}
+    def make(
+        state: SmallState, *, dump_folder: Path = tmp_path, **settings: Any
+    ) -> CheckpointManager:
+        config = CheckpointConfig(
+            **({"enable": True, "interval": 1, "async_mode": "disabled"} | settings)
         )
+        folders.add(dump_folder)
+        manager = CheckpointManager(
+            config, dump_folder=dump_folder, state=state, mesh=mesh, run_config={"seed": 1}
+        )
+        made.append(manager)
+        return manager
 
-    return make
+    yield make
+    for manager in made:
+        crash(manager)
+    for folder in folders:
+        free_memory_of(folder)
+
+
+def crash(manager: CheckpointManager) -> None:
+    """What is left of a run whose trainer and writer are killed at once."""
+    saver = manager._asynchronous
+    if saver is None:
+        return
+    saver._copier.close()
+    process = saver._writer._process
+    if process is not None and process.poll() is None:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    saver._writer.detach()
+    saver._region.close()
+    manager._asynchronous = None
+
+
+def free_memory_of(dump_folder: Path) -> None:
+    """Remove what a run has left in shared memory, once its writers have ended."""
+    for run in runs():
+        if run.run_id == run_id_in(dump_folder):
+            for rank in run.ranks:
+                RankLock(run.path, rank).wait(20)
+            free(run.run_id)
+    assert run_id_in(dump_folder) not in [run.run_id for run in runs()]
+
+
+def run_id_in(dump_folder: Path) -> str | None:
+    """As the run is called."""
+    with suppress(FileNotFoundError):
+        return (dump_folder / "run_id").read_text().strip()
+    return None
 
 
 @pytest.fixture
@@ -100,9 +153,15 @@ def run_steps(manager: CheckpointManager, state: SmallState, num_steps: int) -> 
         manager.after_step()
 
 
-def steps_in(root: Path) -> list[str]:
+def steps_in(root: Path | str) -> list[str]:
     """The names in the folder of checkpoints."""
-    return sorted(path.name for path in root.iterdir())
+    return sorted(path.name for path in Path(root).iterdir())
+
+
+def manifest_in(folder: Path | str) -> Manifest:
+    """Of a checkpoint on disk."""
+    folder = Path(folder)
+    return read_manifest(open_storage(str(folder.parent)), folder.name)
 
 
 def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:

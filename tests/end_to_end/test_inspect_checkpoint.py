@@ -1,0 +1,106 @@
+"""What a checkpoint holds and what runs left in shared memory, as a user asks for it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.inspect_checkpoint import main
+from tests.snapshots import trainers
+from tests.stored import TWO_FILES, store
+
+
+def ask(
+    capsys: pytest.CaptureFixture[str], *arguments: object, shm: Path = Path("/"), status: int = 0
+) -> str:
+    """What the command prints, its errors where it fails."""
+    assert main(list(map(str, arguments)), shm) == status
+    printed = capsys.readouterr()
+    assert not (printed.out if status == 2 else printed.err)
+    return printed.err if status == 2 else printed.out
+
+
+def test_a_step_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    store(tmp_path, step=3)
+    text = ask(capsys, tmp_path / "step-3", "--tensors", "--verify")
+    for words in (
+        "  step 3\n",
+        "format version 2, written by torchtitan_lite test",
+        "mesh: dp_shard 2\n",
+        "7 tensors, 16,879 bytes in 2 files",
+        "parts: model 8,479 bytes, optimizer 8,400 bytes",
+        "dtypes: F32 16,800 bytes, BF16 30 bytes, F64 32 bytes, BOOL 9 bytes, I64 8 bytes",
+        f"model.weight: F32 300 x 7, [S0] on (dp_shard 2 of {', '.join(TWO_FILES)})",
+        "whole: all checksums hold",
+    ):
+        assert words in text
+    found = json.loads(ask(capsys, f"{tmp_path}/step-3/", "--json"))
+    assert (found["step"], found["model_only"], found["verified"]) == (3, False, False)
+    assert found["bytes"] == sum(found["bytes_by_file"].values()) == 16879
+    assert "tensors" not in found
+
+
+def test_damage_is_listed_in_full(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for step in (3, 4, 5):
+        store(tmp_path, step)
+    (tmp_path / "step-3" / "manifest.json").write_text("{")
+    (tmp_path / "step-4" / TWO_FILES[0]).unlink()
+    path = tmp_path / "step-4" / TWO_FILES[1]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    # Without reading the files only the manifest's damage is seen.
+    assert ask(capsys, tmp_path, status=1).count("DAMAGED") == 1
+    found = json.loads(ask(capsys, tmp_path, "--verify", "--json", status=1))["steps"]
+    assert [[(one["file"], one["tensor"]) for one in step["damage"]] for step in found] == [
+        [("manifest.json", None)],
+        [(TWO_FILES[0], None), (TWO_FILES[1], "optimizer.weight.momentum")],
+        [],
+    ]
+    assert "whole: all checksums hold" in ask(capsys, tmp_path / "step-5", "--verify")
+
+
+def test_what_cannot_be_answered_is_told_in_a_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    store(tmp_path, step=3)
+    path = tmp_path / "step-3" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 9}))
+    for arguments, needed in (
+        ([], "Give either PATH or --shm"),
+        ([tmp_path, "--shm"], "Give either PATH or --shm"),
+        ([tmp_path, "--free"], "--free goes with --shm"),
+        ([tmp_path / "nothing"], "holds no checkpoint"),
+        ([tmp_path / "step-3"], "has format version 9"),
+        (["--shm", "--free", "0" * 32], "No run"),
+        ([tmp_path, "--quick"], "unrecognized arguments: --quick"),
+    ):
+        said = ask(capsys, *arguments, shm=tmp_path, status=2)
+        assert needed in said
+        assert len(said.splitlines()) == 1
+
+
+def test_shared_memory_is_listed_and_freed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    root = tmp_path / "checkpoint"
+    assert "No run" in ask(capsys, "--shm", shm=tmp_path)
+    with trainers(tmp_path, root, 2) as run:
+        run.start()
+        run.snapshot(0, 7)
+        run.snapshot(1, 8)
+        run.regions[0].begin(0, 9)
+        (found,) = json.loads(ask(capsys, "--shm", "--json", shm=tmp_path))["runs"]
+        assert (found["run_id"], found["root"], found["ranks"]) == (run.run_id, str(root), [0, 1])
+        assert found["steps"] == [8]
+        assert found["bytes"] >= 6 * 12288
+        assert found["writers"] == {str(r): w.pid for r, w in enumerate(run.writers)}
+        text = ask(capsys, "--shm", "--free", shm=tmp_path)
+        assert "Freed" not in text and f"rank 1 is used by process {run.writers[1].pid}" in text
+        said = ask(capsys, "--shm", "--free", run.run_id, shm=tmp_path, status=2)
+        assert "still writes" in said
+        for writer in run.writers:
+            writer.close()
+        text = ask(capsys, "--shm", "--free", shm=tmp_path)
+        assert text == f"Freed run {run.run_id}.\n"
+        assert not run.folder.exists()

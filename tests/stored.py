@@ -1,0 +1,115 @@
+"""A small checkpoint of two files, as two ranks write it, made in one process."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Shard
+
+from torchtitan_lite.checkpoint.dtypes import NAME_OF
+from torchtitan_lite.checkpoint.storage.manifest_json import (
+    MANIFEST,
+    build_manifest,
+    checksum,
+    manifest_bytes,
+)
+from torchtitan_lite.checkpoint.storage.part_file import PartBox
+from torchtitan_lite.checkpoint.storage.storage import open_storage
+from torchtitan_lite.redistribute import HolderMesh, Layout, layout_to_json
+
+TWO_FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
+_TOKEN = "0123456789ab-1"
+
+
+def store(root: Path, step: int) -> dict[str, torch.Tensor]:
+    """Write `step` into `root`; the whole tensors."""
+    tensors = _tensors()
+    cut = Layout(HolderMesh((2,), TWO_FILES, ("dp_shard",)), [Shard(0)])
+    first = Layout(HolderMesh((), TWO_FILES[:1]), [])
+    storage = open_storage(str(root))
+    storage.begin(step, _TOKEN)
+    for rank, file in enumerate(TWO_FILES):
+        described: dict[str, Any] = {}
+        boxes: list[PartBox] = []
+        views: list[memoryview] = []
+        for name, tensor in tensors.items():
+            layout = cut if tensor.dim() else first
+            entry = {
+                "dtype": NAME_OF[tensor.dtype],
+                "shape": list(tensor.shape),
+                "layout": int(layout is first),
+                "boxes": [],
+            }
+            for box in layout.boxes(tensor.shape, file):
+                part = tensor[box.slices].contiguous()
+                raw = part.reshape(-1).view(torch.uint8).numpy().data
+                boxes.append(PartBox(name, entry["dtype"], box.size, 0, len(raw)))
+                views.append(raw)
+                entry["boxes"].append({"offset": box.offset, "size": box.size, "file": file})
+                described[name] = entry
+            if tensor.numel() == 0:
+                described[name] = entry
+        written = storage.write_part(step, _TOKEN, file, boxes, views)
+        places = (box for entry in described.values() for box in entry["boxes"])
+        for box, place in zip(places, written, strict=True):
+            box |= {"bytes": [place.first, place.end], "xxh3": place.xxh3}
+        part = {
+            "rank": rank,
+            "rng": {"python": [rank, 0.5]},
+            "layouts": [layout_to_json(cut), layout_to_json(first)],
+            "tensors": described,
+        }
+        storage.put_part(step, _TOKEN, rank, part)
+    base = {
+        "mesh": {"dp_shard": 2},
+        "values": {"train_state": {"step": step}, "dataloader": {"cursor": 8 * step}},
+        "config": {"seed": 1},
+        "versions": {"torchtitan_lite": "test"},
+    }
+    parts = [storage.read_part(step, _TOKEN, rank) for rank in (0, 1)]
+    storage.commit(step, _TOKEN, manifest_bytes(build_manifest(step, parts, base)))
+    return tensors
+
+
+def sign(raw: dict[str, Any]) -> bytes:
+    """A manifest with the checksum that fits it."""
+    return json.dumps(raw | {"xxh3": checksum(raw)}).encode()
+
+
+def change(folder: Path, raw: dict[str, Any]) -> None:
+    """Put a manifest in place of a checkpoint's, with a checksum that fits."""
+    (folder / MANIFEST).write_bytes(sign(raw))
+
+
+def damage(folder: Path, draws: random.Random) -> tuple[str, str]:
+    """Flip a bit, cut off an end, or delete a file, at random; the file's name and what was done
+    to it."""
+    path = draws.choice(sorted(folder.iterdir()))
+    content = bytearray(path.read_bytes())
+    kind = draws.choices(["flip", "truncate", "delete"], [8, 3, 1])[0]
+    if kind == "flip":
+        place, bit = draws.randrange(len(content)), draws.randrange(8)
+        content[place] ^= 1 << bit
+        path.write_bytes(content)
+        return path.name, f"bit {bit} of byte {place} flipped"
+    if kind == "truncate":
+        length = draws.randrange(len(content))
+        path.write_bytes(content[:length])
+        return path.name, f"cut to {length} bytes"
+    path.unlink()
+    return path.name, "deleted"
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    return {
+        "model.weight": torch.randn(300, 7, generator=draws),
+        "model.odd": torch.randn(3, 5, generator=draws).bfloat16(),
+        "model.one": torch.randn(1, 4, generator=draws, dtype=torch.float64),
+        "model.none": torch.empty(0, 4),
+        "model.flags": torch.randint(0, 2, (9,), generator=draws, dtype=torch.bool),
+        "model.count": torch.randint(0, 9, (), generator=draws),
+        "optimizer.weight.momentum": torch.randn(300, 7, generator=draws),
+    }

@@ -1,0 +1,359 @@
+"""Saves beside training, on one process with its real writer."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.checkpoint.conftest import (
+    Manage,
+    SmallState,
+    crash,
+    manifest_in,
+    run_id_in,
+    same,
+    steps_in,
+)
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.memory.folder import regions_in, run_folder, runs
+from torchtitan_lite.checkpoint.memory.lock import RankLock
+from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.mesh import Mesh
+
+ASYNC = {"async_mode": "async", "ram_interval": 1}
+_STEPS_LATER_S = 20
+
+
+def step(manager: CheckpointManager, state: SmallState, mesh: Mesh) -> None:
+    """What the trainer does in a step, in its order."""
+    totals = mesh.sum(manager.counted(mesh.device.torch_device))
+    manager.settle(totals)
+    state.take_step()
+    manager.after_step()
+
+
+def steps(manager: CheckpointManager, state: SmallState, mesh: Mesh, number: int) -> None:
+    for _ in range(number):
+        step(manager, state, mesh)
+
+
+def complete(manager: CheckpointManager, mesh: Mesh) -> None:
+    """What the next step does before it changes the state."""
+    manager.settle(mesh.sum(manager.counted(mesh.device.torch_device)))
+
+
+def until(manager: CheckpointManager, mesh: Mesh, reached: Callable[[], bool], what: str) -> None:
+    """Stay in touch with the writer until something has come about."""
+    deadline = time.monotonic() + _STEPS_LATER_S
+    while not reached():
+        assert time.monotonic() < deadline, f"not in {_STEPS_LATER_S} s: {what}"
+        complete(manager, mesh)
+        time.sleep(0.01)
+
+
+def copy_of(state: SmallState) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in state.tensors().items()}
+
+
+def memory_of(dump_folder: Path) -> list[Path]:
+    """The regions that a run has in shared memory."""
+    found = [run.path for run in runs() if run.run_id == run_id_in(dump_folder)]
+    return [path for folder in found for path in regions_in(folder).values()]
+
+
+def warnings_in(logged: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in logged.records if r.levelname == "WARNING"]
+
+
+def test_saved_steps_appear_while_training_goes_on(
+    manage: Manage, mesh: Mesh, tmp_path: Path
+) -> None:
+    state = SmallState()
+    manager = manage(state, interval=3, **ASYNC)
+    assert manager.restore() is None
+    steps(manager, state, mesh, 1)
+    saver = manager._asynchronous
+    assert saver is not None
+    until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
+    steps(manager, state, mesh, 2)
+    expected = copy_of(state)
+    steps(manager, state, mesh, 1)
+    until(manager, mesh, lambda: saver.saved_step == 3, "step 3 is saved")
+    assert steps_in(manager.root) == ["step-1", "step-3"]
+    assert manifest_in(f"{manager.root}/step-3").values["dataloader"] == {"cursor": 24}
+    assert manager.failures_in_a_row == 0
+    assert len(memory_of(tmp_path)) == 1
+    assert memory_of(tmp_path)[0].stat().st_mode & 0o777 == 0o600
+
+    other = SmallState(seed=1)
+    assert manage(other, load_step=3).restore() == f"{manager.root}/step-3"
+    assert same(other.tensors(), expected)
+
+
+def test_the_final_save_is_durable_and_frees_the_memory(
+    manage: Manage, mesh: Mesh, tmp_path: Path
+) -> None:
+    state = SmallState()
+    manager = manage(state, interval=100, keep_latest_k=2, **ASYNC)
+    steps(manager, state, mesh, 4)
+    assert manager.final_save(finished=True) == f"{manager.root}/step-4"
+    assert memory_of(tmp_path) == []
+    other = SmallState()
+    assert manage(other, **ASYNC).restore() == f"{manager.root}/step-4"
+    assert same(other.tensors(), state.tensors())
+    # What is saved already is not saved again.
+    written = Path(manager.root, "step-4", "manifest.json").stat().st_ino
+    assert manager.final_save(finished=True) == f"{manager.root}/step-4"
+    assert Path(manager.root, "step-4", "manifest.json").stat().st_ino == written
+
+
+def test_a_last_step_that_is_saved_already_is_not_saved_again(
+    manage: Manage, mesh: Mesh, tmp_path: Path
+) -> None:
+    state = SmallState()
+    manager = manage(state, interval=2, **ASYNC)
+    steps(manager, state, mesh, 1)
+    saver = manager._asynchronous
+    assert saver is not None
+    until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
+    steps(manager, state, mesh, 1)
+    until(manager, mesh, lambda: saver.saved_step == 2, "step 2 is saved")
+    written = Path(manager.root, "step-2", "manifest.json").stat().st_ino
+    assert manager.final_save(finished=True) == f"{manager.root}/step-2"
+    assert Path(manager.root, "step-2", "manifest.json").stat().st_ino == written
+    assert memory_of(tmp_path) == []
+
+
+def test_a_crash_of_all_costs_no_step_that_is_complete(
+    manage: Manage, mesh: Mesh, tmp_path: Path
+) -> None:
+    state = SmallState()
+    manager = manage(state, interval=100, **ASYNC)
+    steps(manager, state, mesh, 5)
+    complete(manager, mesh)
+    expected, cursor = copy_of(state), state.cursor
+    crash(manager)
+
+    other = SmallState(seed=1)
+    manager = manage(other, interval=100, **ASYNC)
+    assert manager.restore() == "step 5 in shared memory"
+    assert same(other.tensors(), expected)
+    assert (other.step, other.cursor) == (5, cursor)
+    # The region is taken over, and its step stays until a newer one is complete.
+    (path,) = memory_of(tmp_path)
+    before = path.stat().st_ino
+    steps(manager, other, mesh, 1)
+    assert path.stat().st_ino == before
+    crash(manager)
+    third = SmallState()
+    manager = manage(third, interval=100, **ASYNC)
+    assert manager.restore() in ("step 5 in shared memory", "step 6 in shared memory")
+    steps(manager, third, mesh, 1)
+    manager.final_save(finished=True)
+    assert memory_of(tmp_path) == []
+    assert third.step in (6, 7)
+    assert f"step-{third.step}" in steps_in(manager.root)
+
+
+def test_a_crash_in_the_middle_of_a_copy_gives_the_step_before(
+    manage: Manage, mesh: Mesh, tmp_path: Path
+) -> None:
+    state = SmallState()
+    manager = manage(state, interval=100, **ASYNC)
+    steps(manager, state, mesh, 3)
+    complete(manager, mesh)
+    expected = copy_of(state)
+    crash(manager)
+    (path,) = memory_of(tmp_path)
+    region = Region.open(path, writable=True)
+    held = {header.step: slot for slot, header in enumerate(region.slots())}
+    region.begin(next(slot for at, slot in held.items() if at != 3), 4)
+    region.close()
+    other = SmallState(seed=1)
+    assert manage(other, **ASYNC).restore() == "step 3 in shared memory"
+    assert same(other.tensors(), expected)
+
+
+def test_a_crash_of_the_trainer_alone_is_flushed(
+    manage: Manage, mesh: Mesh, tmp_path: Path
+) -> None:
+    state = SmallState()
+    manager = manage(state, interval=100, **ASYNC)
+    steps(manager, state, mesh, 3)
+    complete(manager, mesh)
+    expected = copy_of(state)
+    (path,) = memory_of(tmp_path)
+    lock = RankLock(path.parent, 0)
+    until(manager, mesh, lambda: lock.owner() is not None, "the writer has started")
+    manager.close()
+    assert lock.wait(_STEPS_LATER_S)
+    assert "step-3" in steps_in(manager.root)
+    other = SmallState(seed=1)
+    assert manage(other).restore() == f"{manager.root}/step-3"
+    assert same(other.tensors(), expected)
+
+
+def test_a_step_that_is_asked_for_comes_from_storage(manage: Manage, mesh: Mesh) -> None:
+    state = SmallState()
+    manager = manage(state, interval=100, **ASYNC)
+    steps(manager, state, mesh, 1)
+    expected = copy_of(state)
+    saver = manager._asynchronous
+    assert saver is not None
+    until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
+    steps(manager, state, mesh, 3)
+    crash(manager)
+    other = SmallState(seed=1)
+    assert manage(other, load_step=1, **ASYNC).restore() == f"{manager.root}/step-1"
+    assert same(other.tensors(), expected)
+    with pytest.raises(CheckpointError, match=r"load_step = 4, but .* holds the steps: 1\."):
+        manage(SmallState(), load_step=4, **ASYNC).restore()
+
+
+def test_another_run_takes_nothing_from_shared_memory(
+    manage: Manage, mesh: Mesh, tmp_path: Path
+) -> None:
+    state = SmallState()
+    manager = manage(state, interval=100, enable_first_step_checkpoint=False, **ASYNC)
+    steps(manager, state, mesh, 3)
+    crash(manager)
+    other = tmp_path / "other"
+    assert manage(SmallState(), dump_folder=other, **ASYNC).restore() is None
+    assert run_id_in(other) not in (None, run_id_in(tmp_path))
+    assert manage(SmallState()).restore() is None, "saves that wait use no shared memory"
+    assert manage(SmallState(), **ASYNC).restore() == "step 3 in shared memory"
+
+
+def test_a_failed_save_is_counted_and_tried_again(
+    manage: Manage, mesh: Mesh, logged: pytest.LogCaptureFixture
+) -> None:
+    state = SmallState()
+    manager = manage(state, **ASYNC)
+    Path(manager.root).write_text("a file where the folder should be")
+    steps(manager, state, mesh, 1)
+    for number in (1, 2, 3):
+        until(manager, mesh, lambda n=number: manager.failures_in_a_row >= n, f"failure {number}")
+        assert manager.failures_in_a_row == number
+        steps(manager, state, mesh, 1)
+    errors = [r.getMessage() for r in logged.records if r.levelname == "ERROR"]
+    assert any("Training goes on, and saving is tried again." in error for error in errors)
+    assert any("File" in error or "directory" in error for error in errors)
+    Path(manager.root).unlink()
+    saver = manager._asynchronous
+    assert saver is not None
+
+    def is_saved() -> bool:
+        if saver._save is None and saver.saved_step is None:
+            step(manager, state, mesh)
+        return saver.saved_step is not None
+
+    until(manager, mesh, is_saved, "a step is saved")
+    assert manager.failures_in_a_row == 0
+    assert manager.final_save(finished=True) == f"{manager.root}/step-{state.step}"
+
+
+def test_a_final_save_that_fails_is_an_error_and_keeps_the_memory(
+    manage: Manage, mesh: Mesh, tmp_path: Path
+) -> None:
+    state = SmallState()
+    manager = manage(state, interval=100, enable_first_step_checkpoint=False, **ASYNC)
+    Path(manager.root).write_text("a file where the folder should be")
+    steps(manager, state, mesh, 2)
+    with pytest.raises(CheckpointError, match=r"Step 2 could not be saved .* shared memory"):
+        manager.final_save(finished=True)
+    assert len(memory_of(tmp_path)) == 1
+    Path(manager.root).unlink()
+    assert manager.final_save(finished=True) == f"{manager.root}/step-2"
+    assert memory_of(tmp_path) == []
+
+
+def test_a_writer_that_dies_fails_the_save_and_is_replaced(
+    manage: Manage, mesh: Mesh, logged: pytest.LogCaptureFixture
+) -> None:
+    state = SmallState()
+    manager = manage(state, writer_mib_per_s=4e-3, interval=2, **ASYNC)
+    steps(manager, state, mesh, 1)
+    complete(manager, mesh)
+    saver = manager._asynchronous
+    assert saver is not None and saver._writer.pid is not None
+    os.kill(saver._writer.pid, 9)
+    until(manager, mesh, lambda: manager.failures_in_a_row == 1, "the death is seen")
+    assert manager.final_save(finished=True) == f"{manager.root}/step-1"
+
+
+@pytest.mark.parametrize("limit", ["checkpoint.snapshot_gib", "machine"])
+def test_too_little_memory_is_said_once_and_saves_wait(
+    manage: Manage,
+    mesh: Mesh,
+    tmp_path: Path,
+    logged: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+) -> None:
+    settings = dict(ASYNC)
+    if limit == "machine":
+        monkeypatch.setattr(
+            "torchtitan_lite.checkpoint.memory.room._memory_available", lambda: 4096
+        )
+    else:
+        settings["snapshot_gib"] = 1e-9
+    state = SmallState()
+    manager = manage(state, **settings)
+    steps(manager, state, mesh, 3)
+    (warning,) = warnings_in(logged)
+    assert "Snapshots are off, and training waits while a checkpoint is written" in warning
+    assert limit in warning
+    assert steps_in(manager.root) == ["step-1", "step-2", "step-3"]
+    assert memory_of(tmp_path) == []
+    assert manager.final_save(finished=True) == f"{manager.root}/step-3"
+    other = SmallState()
+    assert manage(other, **settings).restore() == f"{manager.root}/step-3"
+    assert same(other.tensors(), state.tensors())
+
+
+def test_no_interval_of_snapshots_still_saves(manage: Manage, mesh: Mesh) -> None:
+    state = SmallState()
+    manager = manage(state, interval=2, **(ASYNC | {"ram_interval": 0}))
+    steps(manager, state, mesh, 2)
+    saver = manager._asynchronous
+    assert saver is not None
+    until(manager, mesh, lambda: saver.saved_step is not None, "a step is saved")
+    manager.final_save(finished=True)
+    assert "step-2" in steps_in(manager.root)
+
+
+def test_a_run_that_ends_at_what_was_remembered_stores_and_frees_it(
+    manage: Manage, mesh: Mesh, tmp_path: Path
+) -> None:
+    """Killed after its last step, and before that was saved."""
+    state = SmallState()
+    manager = manage(state, interval=100, **ASYNC)
+    steps(manager, state, mesh, 2)
+    complete(manager, mesh)
+    crash(manager)
+    other = SmallState(seed=1)
+    manager = manage(other, interval=100, **ASYNC)
+    assert manager.restore() == "step 2 in shared memory"
+    assert manager.final_save(finished=True) == f"{manager.root}/step-2"
+    assert "step-2" in steps_in(manager.root)
+    assert memory_of(tmp_path) == []
+
+
+def test_an_earlier_start_with_more_ranks_is_not_in_the_way(
+    manage: Manage, mesh: Mesh, tmp_path: Path
+) -> None:
+    state = SmallState()
+    manager = manage(state, interval=100, **ASYNC)
+    run_id = run_id_in(tmp_path)
+    assert run_id is not None
+    Region.create(run_folder(run_id), 1, {"world_size": 2}, 4096).close()
+    assert manager.restore() is None
+    steps(manager, state, mesh, 2)
+    complete(manager, mesh)
+    assert [path.name for path in memory_of(tmp_path)] == ["rank-00000.snapshots"]
+    crash(manager)
+    assert manage(SmallState(), **ASYNC).restore() == "step 2 in shared memory"
