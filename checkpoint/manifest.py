@@ -9,13 +9,13 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from torchtitan_lite.checkpoint.memory.description import BYTES_PER_ELEMENT
 from torchtitan_lite.checkpoint.storage.manifest_json import FORMAT, MANIFEST, VERSION, checksum
 from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.redistribute.box import Box, make_up
 
 _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 _FileName = Annotated[str, Field(pattern=r"^rank-[0-9]{5}\.safetensors$")]
@@ -117,8 +117,9 @@ def _check_boxes(manifest: Manifest, where: str) -> None:
                     f"{where}/{MANIFEST} is damaged: the box of {name} at {box.offset} of size "
                     f"{box.size} does not fit shape {tensor.shape}, {tensor.dtype} and its bytes."
                 )
-        covered = sum(math.prod(box.size) for box in tensor.boxes)
-        if covered != math.prod(tensor.shape) or _some_overlap(tensor.boxes):
+        boxes = [Box(tuple(box.offset), tuple(box.size)) for box in tensor.boxes]
+        if not make_up(tensor.shape, boxes):
+            covered = sum(math.prod(box.size) for box in tensor.boxes)
             raise DamagedCheckpoint(
                 f"{where}/{MANIFEST} is damaged: the boxes of {name} hold {covered} of "
                 f"{math.prod(tensor.shape)} elements, or some of them twice."
@@ -148,13 +149,3 @@ def _check_files(manifest: Manifest, storage: Storage, folder: str) -> None:
                     f"file has {length} bytes and those before {position} are taken."
                 )
             position = end
-
-
-def _some_overlap(boxes: list[BoxEntry]) -> bool:
-    """Whether two boxes share an element; all pairs at once."""
-    if len(boxes) < 2:
-        return False
-    first = np.array([box.offset for box in boxes])
-    end = first + np.array([box.size for box in boxes])
-    pairs = (first[:, None] < end[None]) & (first[None] < end[:, None])
-    return bool(np.triu(pairs.all(-1), k=1).any())
