@@ -14,6 +14,7 @@ import torch
 from torchtitan_lite import rng
 from torchtitan_lite.checkpoint.asynchronous import AsynchronousSaver, open_saver
 from torchtitan_lite.checkpoint.config import CheckpointConfig
+from torchtitan_lite.checkpoint.foreign import refuse_foreign
 from torchtitan_lite.checkpoint.identity import identify
 from torchtitan_lite.checkpoint.loader import load
 from torchtitan_lite.checkpoint.memory.folder import remove_regions
@@ -23,7 +24,7 @@ from torchtitan_lite.checkpoint.saving import Saved
 from torchtitan_lite.checkpoint.snapshots import RememberedSnapshot, Snapshot, StoredSnapshot
 from torchtitan_lite.checkpoint.state import PARTS, State
 from torchtitan_lite.checkpoint.storage.names import step_name
-from torchtitan_lite.checkpoint.storage.storage import Storage, open_storage
+from torchtitan_lite.checkpoint.storage.storage import Storage, open_storage, split_storage
 from torchtitan_lite.checkpoint.synchronous import save_now
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.log import logger
@@ -91,7 +92,7 @@ class CheckpointManager:
         storage = self._saved.storage
         candidates = [(storage, step_name(step)) for step in steps]
         if not candidates and config.initial_load_path is not None:
-            storage, name = _split(config.initial_load_path)
+            storage, name = split_storage(config.initial_load_path)
             candidates = [(storage, name)]
             if config.initial_load_model_only:
                 parts &= {"model"}
@@ -249,6 +250,7 @@ class CheckpointManager:
         """Raises on all ranks what one of them meets."""
         found, error = None, None
         try:
+            refuse_foreign(storage, name)
             found = StoredSnapshot(storage, name)
         except (CheckpointError, OSError) as caught:
             error = caught
@@ -286,12 +288,6 @@ class CheckpointManager:
             if text:
                 kind, _, message = text.decode().partition(" ")
                 raise kinds[kind](message)
-
-
-def _split(path: str) -> tuple[Storage, str]:
-    """A checkpoint's folder as its storage and its name there."""
-    root, _, name = path.rstrip("/").rpartition("/")
-    return open_storage(root or "."), name
 
 
 def _in(name: str, parts: set[str]) -> bool:

@@ -175,10 +175,12 @@ def region_name(rank: int) -> Holder:
 
 
 def as_tensor(raw: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Bytes as a tensor on the same memory; a copy where an element would not be aligned."""
+    """Bytes as a tensor on the same memory; a copy where an element would not be aligned, or where
+    the memory, which an object store has given, cannot be written to: torch warns of such."""
     if prod(shape) == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    tensor = torch.frombuffer(raw, dtype=torch.uint8)
+    memory = bytearray(raw) if isinstance(raw, bytes) else raw
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
     if tensor.data_ptr() % dtype.itemsize:
         tensor = tensor.clone()
     return tensor.view(dtype).view(tuple(shape))

@@ -14,6 +14,7 @@ from torchtitan_lite.nn.decoder_spec import (
     decoder_init,
     decoder_shard_plan,
     decoder_stage_units,
+    decoder_torchtitan_keys,
 )
 from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding
@@ -163,6 +164,8 @@ def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
         ),
         # Tied weights are one parameter of two modules, which only their parent can gather once.
         extra_fsdp_units=() if dims.tied_embeddings else ("tok_embeddings", "output"),
+        # It turns pairs of neighbours, as Meta's release does (docs/adr/0003).
+        torchtitan_keys=decoder_torchtitan_keys(rope_heads=(dims.num_heads, dims.num_kv_heads)),
         cost=lambda seq_len: _cost(dims, seq_len),
     )
 

@@ -17,6 +17,7 @@ from torchtitan_lite.nn.decoder_spec import (
     decoder_init,
     decoder_shard_plan,
     decoder_stage_units,
+    decoder_torchtitan_keys,
 )
 from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.nn.moe import MoE, MoEDims
@@ -159,6 +160,7 @@ def spec_of(dims: Qwen3Dims, flavor: str) -> ModelSpec:
         cut_sizes=_cut_sizes(dims),
         # Tied weights are one parameter of two modules, which only their parent can gather once.
         extra_fsdp_units=() if dims.tied_embeddings else ("tok_embeddings", "output"),
+        torchtitan_keys=decoder_torchtitan_keys(qk_norm=True, moe=dims.moe is not None),
         cost=lambda seq_len: _cost(dims, seq_len),
     )
 

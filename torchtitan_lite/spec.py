@@ -132,6 +132,18 @@ class ShardRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TorchtitanKey:
+    """What torchtitan calls a parameter or buffer, and how it lays it out."""
+
+    name: str
+    """Here, with `*` for the number of a layer."""
+    theirs: tuple[str, ...]
+    """There: of torchtitan 0.2, then of 0.3 where that differs; with `*` in the same place."""
+    rope_heads: int = 0
+    """The rows are those of so many heads, whose halves here are interleaved there."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelCost:
     """What a model costs, for logs and MFU."""
 
@@ -181,6 +193,9 @@ class ModelSpec:
     """Pattern of the repeated blocks: the unit of sharding, checkpointing and compiling."""
     extra_fsdp_units: tuple[str, ...] = ()
     """Modules beside the blocks that are gathered on their own; the rest goes with the root."""
+    torchtitan_keys: tuple[TorchtitanKey, ...] = ()
+    """The names of all parameters and persistent buffers in torchtitan's checkpoints. Empty: they
+    are not converted."""
     no_decay: tuple[str, ...] = field(default=("*norm*", "*embeddings*", "*.bias"))
     """Parameters that weight decay leaves alone."""
     cost: Callable[[int], ModelCost]

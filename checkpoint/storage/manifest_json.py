@@ -25,16 +25,17 @@ def build_manifest(
 
     `base` gives `mesh`, `values`, `config`, `versions` and may give `model_only`. A part is
     {"rank", "rng", "layouts", "tensors": {name: {"dtype", "shape", "layout", "boxes"}}}, with
-    `layout` an index into its own `layouts`. A box that several ranks wrote is taken from the
-    first. Raises CheckpointError, naming the tensor, when ranks disagree on it or its boxes do not
-    hold all of it.
+    `layout` an index into its own `layouts`; `rng` is empty where there is none. A box that several
+    ranks wrote is taken from the first. Raises CheckpointError, naming the tensor, when ranks
+    disagree on it or its boxes do not hold all of it.
     """
     layouts: list[Any] = []
     places: dict[str, int] = {}
     tensors: dict[str, dict[str, Any]] = {}
     rng: dict[str, Any] = {}
     for part in sorted(parts, key=lambda part: part["rank"]):
-        rng[str(part["rank"])] = part["rng"]
+        if part["rng"]:
+            rng[str(part["rank"])] = part["rng"]
         for name, entry in part["tensors"].items():
             layout = part["layouts"][entry["layout"]]
             place = places.setdefault(json.dumps(layout, sort_keys=True), len(layouts))

@@ -111,3 +111,10 @@ def open_storage(root: str, files: Files | None = None) -> Storage:
     from torchtitan_lite.checkpoint.storage.posix import LocalFolder
 
     return LocalFolder(Path(root.removeprefix("file://")), files or Files())
+
+
+def split_storage(path: str) -> tuple[Storage, str]:
+    """A checkpoint's folder, such as ".../step-1000", as its storage and its name there. Raises
+    CheckpointError as `open_storage` does."""
+    root, _, name = path.rstrip("/").rpartition("/")
+    return open_storage(root or "."), name

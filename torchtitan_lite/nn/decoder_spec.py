@@ -6,7 +6,7 @@ Layer: above spec; `nn.moe`.
 from collections.abc import Sequence
 
 from torchtitan_lite.nn.moe import MoEDims
-from torchtitan_lite.spec import InitRule, ModelCost, ShardRule
+from torchtitan_lite.spec import InitRule, ModelCost, ShardRule, TorchtitanKey
 
 
 def decoder_init(
@@ -73,6 +73,56 @@ def decoder_stage_units(num_layers: int) -> tuple[str, ...]:
     """The modules that a pipeline shares out, in the order of forward."""
     layers = (f"layers.{layer}" for layer in range(num_layers))
     return ("tok_embeddings", *layers, "norm", "output")
+
+
+def decoder_torchtitan_keys(
+    *, rope_heads: tuple[int, int] = (0, 0), qk_norm: bool = False, moe: bool = False
+) -> tuple[TorchtitanKey, ...]:
+    """What torchtitan calls the parameters of a decoder. `rope_heads` are its query and key heads
+    where its rotations are of neighbours."""
+
+    def key(name: str, *theirs: str, rope_heads: int = 0) -> TorchtitanKey:
+        return TorchtitanKey(name=name, theirs=theirs or (name,), rope_heads=rope_heads)
+
+    def qkv(letter: str, heads: int) -> TorchtitanKey:
+        name = f"layers.*.attention.w{letter}.weight"
+        newer = f"layers.*.attention.qkv_linear.w{letter}.weight"
+        return key(name, name, newer, rope_heads=heads)
+
+    query_heads, key_heads = rope_heads
+    norms = ("attention.q_norm", "attention.k_norm") if qk_norm else ()
+    block = ("attention.wo", "attention_norm", "ffn_norm", *norms)
+    dense = tuple(f"feed_forward.w{number}" for number in (1, 2, 3)) if not moe else ()
+    return (
+        key("tok_embeddings.weight"),
+        *(qkv(letter, n) for letter, n in (("q", query_heads), ("k", key_heads), ("v", 0))),
+        *(key(f"layers.*.{name}.weight") for name in (*block, *dense)),
+        *(_moe_torchtitan_keys() if moe else ()),
+        key("norm.weight"),
+        key("output.weight", "output.weight", "lm_head.weight"),
+    )
+
+
+def _moe_torchtitan_keys() -> tuple[TorchtitanKey, ...]:
+    here, there = "layers.*.feed_forward", "layers.*.moe"
+    newer = {"w1": "w1_EFD", "w2": "w2_EDF", "w3": "w3_EFD"}
+    return (
+        TorchtitanKey(name=f"{here}.router.gate.weight", theirs=(f"{there}.router.gate.weight",)),
+        TorchtitanKey(
+            name=f"{here}.router.expert_bias_X",
+            theirs=(f"{there}.expert_bias", f"{there}.expert_bias_E"),
+        ),
+        *(
+            TorchtitanKey(
+                name=f"{here}.experts.{old}",
+                theirs=(
+                    f"{there}.experts.{old}",
+                    f"{there}.routed_experts.inner_experts.{new}",
+                ),
+            )
+            for old, new in newer.items()
+        ),
+    )
 
 
 def decoder_cost(

@@ -80,11 +80,13 @@ def take(
     """Fill `outs`, this rank's parts of the destinations, in one exchange: all on the CPU, and
     contiguous. `given` has, by taking, what the holders hold that this rank acts for.
 
-    Every rank must call it, with the same `takings`.
+    Every rank must call it, with the same `takings`. Without a process group this process is alone,
+    and rank 0.
     """
     if not takings:
         return
-    rank, cpu = dist.get_rank(), torch.device("cpu")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    cpu = torch.device("cpu")
     width = word_bytes(taking.dtype for taking in takings)
     near: list[tuple[Task, int]] = []
     far: list[tuple[Task, int]] = []

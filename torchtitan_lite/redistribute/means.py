@@ -31,7 +31,8 @@ class Means:
         """The figures to plan with, which must be the same on all ranks."""
         if self.costs is not None:
             return self.costs
-        return _default_costs(device.type, _ranks_per_node(dist.get_world_size()))
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        return _default_costs(device.type, _ranks_per_node(world_size))
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1 << 14:

@@ -1,0 +1,248 @@
+"""From torchtitan's DCP checkpoint to one of ours. Layer: above dcp_folder, keys and storage.
+
+One tensor at a time is put together; files are written as soon as they are large enough.
+"""
+
+import math
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate
+
+from torchtitan_lite import __version__
+from torchtitan_lite.checkpoint.dtypes import NAME_OF
+from torchtitan_lite.checkpoint.interchange.dcp_folder import DcpFolder
+from torchtitan_lite.checkpoint.interchange.keys import (
+    KeyMap,
+    Match,
+    expected_shapes,
+    halves_from_pairs,
+    misfits,
+    tied_weights,
+)
+from torchtitan_lite.checkpoint.inventory import file_name
+from torchtitan_lite.checkpoint.storage.manifest_json import build_manifest, manifest_bytes
+from torchtitan_lite.checkpoint.storage.names import step_name
+from torchtitan_lite.checkpoint.storage.part_file import PartBox
+from torchtitan_lite.checkpoint.storage.storage import Storage
+from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.mesh import Degrees
+from torchtitan_lite.redistribute import HolderMesh, Layout, layout_to_json
+from torchtitan_lite.spec import ModelSpec
+
+_FILE_BYTES = 1 << 30
+_SHOWN = 40
+_LEFT_OUT = ("lr_scheduler.", "dataloader.", "optimizer.param_groups.")
+"""torchtitan's keys of what is set by the configuration here, and of its own order of the data."""
+_STEP, _TOKENS = "train_state.step", "train_state.ntokens_seen"
+_COUNT = "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What was written."""
+
+    where: str
+    step: int
+    num_tensors: int
+    model_only: bool
+    left_out: tuple[str, ...]
+    """Keys with no place here, by the part that they belong to."""
+
+
+def convert_from_dcp(
+    source: DcpFolder,
+    storage: Storage,
+    spec: ModelSpec,
+    *,
+    run_config: Mapping[str, Any],
+    file_bytes: int = _FILE_BYTES,
+) -> Converted:
+    """Write `source` as a checkpoint of `spec`'s model into `storage`, under its own step (0 where
+    it has none). Weights alone become a checkpoint of weights alone.
+
+    Raises CheckpointError that lists every key that has no place in the model, is missing or
+    misshapen, before anything is written, and where the step is there already; DamagedCheckpoint
+    for files that are not what their metadata says.
+    """
+    matches, left_out = _matches(source, spec)
+    step, tokens = _progress(source)
+    if step in storage.steps():
+        raise CheckpointError(
+            f"{storage.root}/{step_name(step)} is there already. Give another folder, or delete it."
+        )
+    token = secrets.token_hex(6)
+    parts: list[dict[str, Any]] = []
+    storage.begin(step, token)
+    try:
+        for batch in _batches(source, matches, file_bytes):
+            parts.append(_write(storage, step, token, len(parts), batch))
+        # Which steps can be resumed from is told by the optimizer's state.
+        model_only = not any(match.name.startswith("optimizer.") for match in matches.values())
+        base = {
+            "mesh": asdict(Degrees()),
+            "config": dict(run_config),
+            "versions": {"torchtitan_lite": __version__, "torch": torch.__version__},
+            "values": {} if model_only else {"train_state": {"step": step, "tokens": tokens}},
+            "model_only": model_only,
+        }
+        storage.commit(step, token, manifest_bytes(build_manifest(step, parts, base)))
+    except BaseException:
+        storage.abandon(step, token)
+        raise
+    return Converted(
+        where=f"{storage.root}/{step_name(step)}",
+        step=step,
+        num_tensors=len(matches),
+        model_only=model_only,
+        left_out=left_out,
+    )
+
+
+def _matches(source: DcpFolder, spec: ModelSpec) -> tuple[dict[str, Match], tuple[str, ...]]:
+    """Their key -> ours, and the kinds of keys that have no place on purpose."""
+    keys, tied = KeyMap(spec), tied_weights(spec)
+    parameters, buffers = expected_shapes(spec)
+    wanted = parameters | buffers
+    matches: dict[str, Match] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    problems: list[str] = []
+    left_out: list[str] = []
+    for key in (*source.contents.tensors, *source.contents.objects):
+        if key in (_STEP, _TOKENS):
+            continue
+        start = next((start for start in _LEFT_OUT if key.startswith(start)), None)
+        if start is not None:
+            left_out.append(start.rstrip("."))
+            continue
+        match = keys.from_theirs(key) if key in source.contents.tensors else None
+        if match is None:
+            problems.append(f"{key} has no place in the model")
+            continue
+        about = source.contents.tensors[key]
+        if about.dtype not in NAME_OF:
+            problems.append(f"{key} is of {about.dtype}, which safetensors cannot hold")
+        if tied is not None and match.parameter == tied[1]:
+            if match.name.startswith("model."):
+                _check_tied(source, key, keys, tied[0])
+                continue
+            match = match.of(tied[0])
+        if match.parameter not in wanted:
+            problems.append(f"{key} has no place in the model")
+            continue
+        if match.name in shapes:
+            problems.append(f"{key} is there twice, under another name too")
+        matches[key], shapes[match.name] = match, about.shape
+    problems += misfits({f"model.{n}": s for n, s in wanted.items()}, _only(shapes, "model."))
+    problems += misfits(_slots(shapes, parameters), _only(shapes, "optimizer."))
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise CheckpointError(
+            f"{source.path} does not fit {spec.name} {spec.flavor} ({len(problems)} problems): "
+            + "; ".join(problems[:_SHOWN])
+            + f"{more}. Give the configuration of its model by --config, --model.name and "
+            "--model.flavor."
+        )
+    return matches, tuple(dict.fromkeys(left_out))
+
+
+def _slots(
+    shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """What the optimizer's state must be: all parameters have the slots that one of them has."""
+    slots = {name.rpartition(".")[2] for name in _only(shapes, "optimizer.")}
+    return {
+        f"optimizer.{name}.{slot}": () if slot == _COUNT else shape
+        for name, shape in parameters.items()
+        for slot in sorted(slots)
+    }
+
+
+def _only(shapes: Mapping[str, tuple[int, ...]], start: str) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in shapes.items() if name.startswith(start)}
+
+
+def _check_tied(source: DcpFolder, key: str, keys: KeyMap, first: str) -> None:
+    """A weight that two modules share is stored twice there: both must be the same."""
+    for other in source.contents.tensors:
+        match = keys.from_theirs(other)
+        if match is None or match.name != f"model.{first}":
+            continue
+        if not torch.equal(source.tensor(key), source.tensor(other)):
+            raise CheckpointError(
+                f"{source.path}: {key} and {other} differ, and the model of the configuration has "
+                "one weight for both. Give the configuration of a model without tied embeddings."
+            )
+
+
+def _progress(source: DcpFolder) -> tuple[int, int]:
+    """The step and the tokens so far; 0 where they are not told."""
+    found = []
+    for key in (_STEP, _TOKENS):
+        value: Any = 0
+        if key in source.contents.objects:
+            value = source.value(key)
+        elif key in source.contents.tensors:
+            value = source.tensor(key).item()
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            raise DamagedCheckpoint(f"{source.path} is damaged: {key} is {value!r:.100}.")
+        found.append(value)
+    return found[0], found[1]
+
+
+def _batches(
+    source: DcpFolder, matches: Mapping[str, Match], file_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of each file, ours by name."""
+    batch: dict[str, torch.Tensor] = {}
+    size = 0
+    for key, match in matches.items():
+        tensor = source.tensor(key)
+        if match.rope_heads and tensor.ndim:
+            tensor = halves_from_pairs(tensor, match.rope_heads).contiguous()
+        batch[match.name] = tensor
+        size += tensor.nbytes
+        if size >= file_bytes:
+            yield batch
+            batch, size = {}, 0
+    if batch:
+        yield batch
+
+
+def _write(
+    storage: Storage, step: int, token: str, number: int, batch: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Write one file, and return what the manifest says of it."""
+    file = file_name(number)
+    layout = layout_to_json(Layout(HolderMesh((1,), (file,)), [Replicate()]))
+    boxes, views = [], []
+    for name, tensor in batch.items():
+        size = tuple(tensor.shape)
+        boxes.append(PartBox(name, NAME_OF[tensor.dtype], size, 0, tensor.nbytes))
+        views.append(_bytes(tensor))
+    written = storage.write_part(step, token, file, boxes, views)
+    tensors = {}
+    for box, place in zip(boxes, written, strict=True):
+        stored = {
+            "offset": [0] * len(box.size),
+            "size": list(box.size),
+            "file": file,
+            "bytes": [place.first, place.end],
+            "xxh3": place.xxh3,
+        }
+        tensors[box.name] = {
+            "dtype": box.dtype,
+            "shape": list(box.size),
+            "layout": 0,
+            "boxes": [stored] if math.prod(box.size) else [],
+        }
+    return {"rank": number, "step": step, "layouts": [layout], "tensors": tensors, "rng": {}}
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

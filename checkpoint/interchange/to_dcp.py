@@ -1,0 +1,124 @@
+"""From a checkpoint of ours to torchtitan's DCP checkpoint. Layer: above keys and snapshots.
+
+DCP plans the files from tensors without memory; each is put together when its turn to be written
+has come.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import Replicate
+
+from torchtitan_lite.checkpoint.interchange.dcp_metadata import METADATA
+from torchtitan_lite.checkpoint.interchange.keys import (
+    KeyMap,
+    Release,
+    pairs_from_halves,
+    tied_weights,
+)
+from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.redistribute import HolderMesh, Layout
+from torchtitan_lite.redistribute.acting import Taking, take
+from torchtitan_lite.spec import ModelSpec
+
+_HERE = Layout(HolderMesh.ranks(1), [Replicate()])
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a tensor of theirs comes from."""
+
+    name: str
+    rope_heads: int
+
+
+def convert_to_dcp(
+    source: StoredSnapshot,
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    release: Release,
+    param_group: Mapping[str, Any],
+) -> int:
+    """Write `source` into `folder` as torchtitan's `release` does, and return the number of
+    tensors. `param_group` are the settings that its optimizer keeps of each parameter; they are
+    written where the checkpoint has the optimizer's state.
+
+    Raises CheckpointError where the folder holds a DCP checkpoint, or the checkpoint something that
+    the model has not; DamagedCheckpoint where a checksum does not hold.
+    """
+    if (folder / METADATA).exists():
+        raise CheckpointError(
+            f"{folder} holds a DCP checkpoint. Give another folder, or delete it."
+        )
+    keys, tied = KeyMap(spec), tied_weights(spec)
+    sources: dict[str, _Source] = {}
+    model: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    for name, placed in source.tensors.items():
+        stands_for = torch.empty(placed.shape, dtype=placed.dtype, device="meta")
+        for used in (name, *_copies(name, tied)):
+            key, rope_heads = keys.to_theirs(used, release)
+            sources[key] = _Source(name, rope_heads)
+            part, found = (model, key)
+            if key.startswith("optimizer."):
+                part, found = (optimizer, key.removeprefix("optimizer."))
+            part[found] = stands_for
+    parameters = {key.split(".", 1)[1].rpartition(".")[0] for key in optimizer}
+    for parameter in sorted(parameters):
+        for option, value in param_group.items():
+            optimizer[f"param_groups.{parameter}.{option}"] = value
+    state: dict[str, Any] = dict(model)
+    saved = source.saved
+    if not saved.model_only:
+        progress = saved.values.get("train_state", {})
+        state["optimizer"] = optimizer
+        state["lr_scheduler"] = {"last_epoch": saved.step}
+        state["train_state"] = {"step": saved.step, "ntokens_seen": progress.get("tokens", 0)}
+    writer = FileSystemWriter(folder)
+    with warnings.catch_warnings():
+        # That it is saved in a single process is meant.
+        warnings.simplefilter("ignore", UserWarning)
+        save(state, storage_writer=writer, planner=_Planner(source, sources), no_dist=True)
+    return len(sources)
+
+
+def _copies(name: str, tied: tuple[str, str] | None) -> tuple[str, ...]:
+    """Further names of a weight that two modules share; its optimizer's state has one."""
+    return (f"model.{tied[1]}",) if tied is not None and name == f"model.{tied[0]}" else ()
+
+
+class _Planner(DefaultSavePlanner):
+    """Gives a tensor when it is written."""
+
+    def __init__(self, source: StoredSnapshot, sources: Mapping[str, _Source]) -> None:
+        super().__init__()
+        self._source, self._sources = source, sources
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        wanted = self._sources.get(write_item.index.fqn)
+        if wanted is None:
+            return super().resolve_data(write_item)
+        tensor = whole(self._source, wanted.name)
+        if wanted.rope_heads and tensor.ndim:
+            tensor = pairs_from_halves(tensor, wanted.rope_heads).contiguous()
+        return tensor
+
+
+def whole(source: StoredSnapshot, name: str) -> torch.Tensor:
+    """All of a tensor, put together from the files that hold it."""
+    placed = source.tensors[name]
+    holders = placed.layout.mesh.holders
+    taking = Taking(placed.layout, _HERE, placed.shape, placed.dtype, dict.fromkeys(holders, 0))
+    tensor = torch.empty(placed.shape, dtype=placed.dtype)
+    take([taking], [{holder: source.part(name, holder) for holder in holders}], [tensor])
+    return tensor

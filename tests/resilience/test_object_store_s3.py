@@ -1,0 +1,97 @@
+"""A run that saves to S3: a local server of which 5 % of the requests fail, and a trainer and its
+writer that are killed within a save."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from fsspec.core import url_to_fs
+
+from tests.launch import REPOSITORY
+from tests.s3_server import BUCKET, ENVIRONMENT, Faults, Held, s3_server
+from tests.s3_trainer import manager_of, take_step
+from tests.unit.checkpoint.conftest import SmallState, same
+from torchtitan_lite.checkpoint.storage.storage import open_storage
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
+
+ROOT = f"s3://{BUCKET}/run"
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as started:
+        yield started
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    """The server, as this process and those that it starts see it."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with s3_server(0.05) as (url, faults):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        # fsspec keeps filesystems, and with them the address of an earlier server.
+        type(url_to_fs(ROOT)[0]).clear_instance_cache()
+        yield faults
+
+
+def _restored(dump_folder: Path, mesh: Mesh) -> tuple[SmallState, str | None]:
+    """What another machine finds, which shares no memory with the run."""
+    state = SmallState(seed=1)
+    manager = manager_of(dump_folder, ROOT, state, mesh)
+    where = manager.restore()
+    manager.close()
+    return state, where
+
+
+def _after(num_steps: int) -> SmallState:
+    state = SmallState()
+    for _ in range(num_steps):
+        state.take_step()
+    return state
+
+
+def test_a_run_saves_and_resumes(tmp_path: Path, mesh: Mesh, s3: Faults) -> None:
+    state = SmallState()
+    manager = manager_of(tmp_path / "here", ROOT, state, mesh)
+    for _ in range(6):
+        take_step(manager, state)
+    assert manager.final_save(finished=True) == f"{ROOT}/step-6"
+    manager.close()
+
+    found, where = _restored(tmp_path / "there", mesh)
+    assert where == f"{ROOT}/step-6"
+    assert found.step == 6 and same(found.tensors(), state.tensors())
+    assert s3.requests > 20
+
+
+@pytest.mark.parametrize(
+    "object_name",
+    ["manifest.json", pytest.param("rank-00000.safetensors", marks=pytest.mark.matrix)],
+)
+def test_killed_within_a_save(tmp_path: Path, mesh: Mesh, s3: Faults, object_name: str) -> None:
+    s3.held = held = Held(rf"/step-\d+/{re.escape(object_name)}$", number=2)
+    command = [sys.executable, "-m", "tests.s3_trainer", str(tmp_path / "here"), ROOT]
+    trainer = subprocess.Popen(command, cwd=REPOSITORY, env=dict(os.environ))
+    try:
+        assert held.reached.wait(60), trainer.poll()
+    finally:
+        family = [*psutil.Process(trainer.pid).children(recursive=True), trainer]
+        for process in family:
+            process.send_signal(signal.SIGKILL)
+        trainer.wait()
+        held.gone.set()
+
+    committed = {int(key.split("/step-")[1].split("/")[0]) for key in s3.put if "manifest" in key}
+    steps = open_storage(ROOT).steps()
+    assert committed and set(steps) == committed
+    found, where = _restored(tmp_path / "there", mesh)
+    assert where == f"{ROOT}/step-{max(committed)}"
+    assert same(found.tensors(), _after(max(committed)).tensors())

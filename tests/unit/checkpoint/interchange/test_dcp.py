@@ -1,0 +1,319 @@
+"""torch DCP checkpoints with torchtitan's names, in and out."""
+
+import pickle
+import subprocess
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.pool import WorkerPool
+from torchtitan_lite.checkpoint.interchange.dcp_folder import DcpFolder
+from torchtitan_lite.checkpoint.interchange.from_dcp import Converted, convert_from_dcp
+from torchtitan_lite.checkpoint.interchange.keys import (
+    RELEASES,
+    KeyMap,
+    Release,
+    halves_from_pairs,
+    pairs_from_halves,
+)
+from torchtitan_lite.checkpoint.interchange.to_dcp import convert_to_dcp, whole
+from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
+from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
+from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.models import llama3, qwen3
+from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.nn.rope import RotaryEmbedding, rotate
+from torchtitan_lite.spec import ModelSpec
+
+DIMS = llama3.Llama3Dims(
+    dim=36, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=10, hidden_dim=50, vocab_size=67
+)
+LLAMA = llama3.spec_of(DIMS, "odd")
+TIED = llama3.spec_of(replace(DIMS, tied_embeddings=True), "tied")
+QWEN = qwen3.spec_of(
+    qwen3.Qwen3Dims(
+        dim=36, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=10, vocab_size=67,
+        moe=MoEDims(num_experts=3, top_k=2, hidden_dim=14),
+    ),
+    "experts",
+)  # fmt: skip
+GROUP = {"lr": 0.5, "betas": (0.9, 0.95), "fused": None}
+
+
+@dataclass
+class Theirs:
+    """What torchtitan hands to DCP."""
+
+    state: dict[str, Any]
+
+    def save(self, folder: Path) -> Path:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            save(self.state, checkpoint_id=folder, no_dist=True)
+        return folder
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        flat = {f"optimizer.{key}": value for key, value in self.state["optimizer"].items()}
+        both = flat | self.state
+        return {key: value for key, value in both.items() if isinstance(value, torch.Tensor)}
+
+
+def theirs(spec: ModelSpec, release: Release, *, prefix: str = "") -> Theirs:
+    """A state of random numbers; layers are named as `release` does."""
+    draws = torch.Generator().manual_seed(1)
+    keys, model = KeyMap(spec), spec.build()
+    weights: dict[str, torch.Tensor] = {}
+    slots: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        key, _ = keys.to_theirs(f"model.{name}", release)
+        weights[prefix + key] = torch.randn(value.shape, generator=draws)
+    if spec.tied_units is not None:
+        first, second = (keys.to_theirs(f"model.{u}.weight", release)[0] for u in spec.tied_units)
+        weights[prefix + second] = weights[prefix + first]
+    for name, value in model.named_parameters():
+        key, _ = keys.to_theirs(f"model.{name}", release)
+        for slot in ("exp_avg", "exp_avg_sq"):
+            slots[f"state.{key}.{slot}"] = torch.randn(value.shape, generator=draws)
+        slots[f"state.{key}.step"] = torch.tensor(7.0)
+        slots |= {f"param_groups.{key}.{option}": value for option, value in GROUP.items()}
+    rest = {
+        "train_state": {"step": 7, "ntokens_seen": 7000},
+        "lr_scheduler": {"last_epoch": 7},
+        "dataloader": {"dp_rank_0": b"anything", "world_size": 1},
+    }
+    return Theirs({**weights, "optimizer": slots, **rest})
+
+
+def come_in(dcp: Path, out: Path, spec: ModelSpec, **options: Any) -> tuple[Converted, Any]:
+    done = convert_from_dcp(DcpFolder(dcp), open_storage(str(out)), spec, run_config={}, **options)
+    return done, StoredSnapshot(*split_storage(done.where))
+
+
+def tensors_of(snapshot: StoredSnapshot) -> dict[str, torch.Tensor]:
+    return {name: whole(snapshot, name) for name in snapshot.tensors}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("spec", [LLAMA, TIED, QWEN], ids=["llama3", "tied", "experts"])
+def test_in_and_out_is_bit_identical(tmp_path: Path, spec: ModelSpec, release: Release) -> None:
+    given = theirs(spec, release)
+    done, ours = come_in(given.save(tmp_path / "given"), tmp_path / "ours", spec, file_bytes=9999)
+    assert (done.step, done.model_only) == (7, False)
+    assert done.left_out == ("optimizer.param_groups", "lr_scheduler", "dataloader")
+    assert ours.saved.values["train_state"] == {"step": 7, "tokens": 7000}
+    assert len(list((tmp_path / "ours" / "step-7").glob("*.safetensors"))) > 3
+
+    back = tmp_path / "back"
+    convert_to_dcp(ours, back, spec, release=release, param_group=GROUP)
+    dcp_to_torch_save(back, tmp_path / "back.pt")
+    got = Theirs(torch.load(tmp_path / "back.pt", weights_only=True))
+    assert_same(got.tensors(), given.tensors())
+    for part in ("train_state", "lr_scheduler", "optimizer"):
+        plain = {k: v for k, v in given.state[part].items() if not isinstance(v, torch.Tensor)}
+        assert {k: v for k, v in got.state[part].items() if k in plain} == plain
+
+    _, again = come_in(back, tmp_path / "again", spec)
+    assert_same(tensors_of(again), tensors_of(ours))
+
+
+def test_keys_may_begin_with_model(tmp_path: Path) -> None:
+    plain, prefixed = theirs(LLAMA, "0.2"), theirs(LLAMA, "0.2", prefix="model.")
+    _, a = come_in(plain.save(tmp_path / "a"), tmp_path / "from-a", LLAMA)
+    _, b = come_in(prefixed.save(tmp_path / "b"), tmp_path / "from-b", LLAMA)
+    assert_same(tensors_of(a), tensors_of(b))
+
+
+def test_weights_alone_become_weights_alone(tmp_path: Path) -> None:
+    weights = Theirs(spec_weights(LLAMA))
+    done, ours = come_in(weights.save(tmp_path / "a"), tmp_path / "ours", LLAMA)
+    assert done.model_only and done.step == 0
+    convert_to_dcp(ours, tmp_path / "back", LLAMA, release="0.2", param_group=GROUP)
+    dcp_to_torch_save(tmp_path / "back", tmp_path / "back.pt")
+    assert_same(torch.load(tmp_path / "back.pt", weights_only=True), weights.state)
+
+
+def spec_weights(spec: ModelSpec) -> dict[str, torch.Tensor]:
+    found = theirs(spec, "0.2").state
+    return {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def test_rotated_pairs_of_neighbours_become_halves() -> None:
+    num_heads, width = 3, 10
+    draws = torch.Generator().manual_seed(0)
+    weight = torch.randn(num_heads * width, 8, generator=draws)
+    x_SD = torch.randn(5, 8, generator=draws)
+    rotary = RotaryEmbedding(width, 10000.0, None)
+    positions = torch.arange(5)
+    cos, sin = rotary(positions[None])
+
+    ours = halves_from_pairs(weight, num_heads)
+    q_BSHE = rotate((x_SD @ ours.T).view(1, 5, num_heads, width), cos, sin)
+
+    # As the paper has it (arXiv:2104.09864, equation 34): neighbours are a complex number.
+    pairs = torch.view_as_complex((x_SD @ weight.T).view(5, num_heads, width // 2, 2))
+    angles = positions[:, None] * 10000.0 ** (-torch.arange(0, width, 2) / width)
+    turned = torch.view_as_real(pairs * torch.polar(torch.ones(5, 5), angles)[:, None])
+    q_SHE = torch.cat([turned[..., 0], turned[..., 1]], -1)
+    torch.testing.assert_close(q_BSHE[0], q_SHE, atol=1e-5, rtol=0)
+    assert torch.equal(pairs_from_halves(ours, num_heads), weight)
+
+
+def _save_sharded(folder: Path) -> dict[str, torch.Tensor]:
+    """On every rank: a model under FSDP, after a step, saved by DCP; its whole tensors, ours by
+    name, the rows of heads as they are there."""
+    torch.manual_seed(3)
+    mesh = init_device_mesh("cpu", (2,))
+    model = LLAMA.build()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    slots = {
+        f"state.{name}.{slot}": value
+        for name, parameter in model.named_parameters()
+        for slot, value in optimizer.state[parameter].items()
+    }
+    # Of our names here, theirs differ only in what a parameter of FSDP is no part of.
+    state = {"train_state": {"step": 1, "ntokens_seen": 5}, "optimizer": slots}
+    weights = dict(model.state_dict())
+    save({**weights, **state}, checkpoint_id=folder)
+    found = {f"model.{name}": value for name, value in weights.items()}
+    found |= {f"optimizer.{key.removeprefix('state.')}": value for key, value in slots.items()}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in found.items()
+    }
+
+
+def test_chunks_of_several_ranks_are_put_together(
+    tmp_path: Path, pools: Callable[[int], WorkerPool]
+) -> None:
+    expected = pools(2).run(_save_sharded, tmp_path / "given")[0]
+    assert len(list((tmp_path / "given").glob("*.distcp"))) == 2
+    _, ours = come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
+    heads = {"wq": DIMS.num_heads, "wk": DIMS.num_kv_heads}
+    for name, value in expected.items():
+        matrix = next((m for m in heads if f".{m}." in name), None)
+        if matrix is not None and value.ndim:
+            expected[name] = halves_from_pairs(value, heads[matrix])
+    assert_same(tensors_of(ours), expected)
+
+
+def test_unmapped_missing_and_misshapen_are_listed(tmp_path: Path) -> None:
+    given = theirs(LLAMA, "0.3")
+    given.state["layers.0.attention.wqkv.weight"] = torch.zeros(2)
+    given.state["extra"] = {"seed": 3}
+    del given.state["norm.weight"]
+    given.state["lm_head.weight"] = torch.zeros(3, 36)
+    del given.state["optimizer"]["state.tok_embeddings.weight.exp_avg"]
+    given.save(tmp_path / "given")
+    with pytest.raises(CheckpointError) as caught:
+        come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
+    message = str(caught.value)
+    assert "does not fit llama3 odd (5 problems)" in message
+    for problem in (
+        "layers.0.attention.wqkv.weight has no place in the model",
+        "extra.seed has no place in the model",
+        "model.norm.weight is missing",
+        "model.output.weight has shape [3, 36], and the model needs [67, 36]",
+        "optimizer.tok_embeddings.weight.exp_avg is missing",
+    ):
+        assert problem in message
+    assert not list(tmp_path.glob("ours/*"))
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
+    theirs(LLAMA, "0.3").save(tmp_path / "given")
+    with pytest.raises(CheckpointError, match=r"lm_head.weight and tok_embeddings.weight differ"):
+        come_in(tmp_path / "given", tmp_path / "ours", TIED)
+
+
+def test_a_step_that_is_there_stays(tmp_path: Path) -> None:
+    theirs(LLAMA, "0.3").save(tmp_path / "given")
+    come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
+    with pytest.raises(CheckpointError, match="step-7 is there already"):
+        come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
+
+
+class _Bomb:
+    def __reduce__(self) -> Any:
+        return (subprocess.call, (["touch", "exploded"],))
+
+
+@pytest.mark.parametrize("inside", [_Bomb(), Metadata({"a": _Bomb()})], ids=["bare", "within"])  # pyright: ignore[reportArgumentType]
+def test_metadata_that_would_run_something_is_refused(tmp_path: Path, inside: Any) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(inside))
+    with pytest.raises(CheckpointError, match=r"it names subprocess.call, which is none of DCP's"):
+        DcpFolder(tmp_path)
+
+
+def _bomb_as_value(dcp: Path) -> None:
+    contents = DcpFolder(dcp).contents
+    place = contents.objects["train_state.step"]
+    raw = bytearray((dcp / place.file).read_bytes())
+    raw[place.first : place.first + place.length] = pickle.dumps(_Bomb()).ljust(place.length, b"\0")
+    (dcp / place.file).write_bytes(raw)
+
+
+def _truncate(dcp: Path) -> None:
+    file = dcp / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _swap(dcp: Path) -> None:
+    metadata = pickle.loads((dcp / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../given/__0_0.distcp"
+    (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _lose_chunk(dcp: Path) -> None:
+    metadata = pickle.loads((dcp / ".metadata").read_bytes())
+    metadata.state_dict_metadata["norm.weight"].chunks.clear()
+    (dcp / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_bomb_as_value, r"__0_0.distcp is damaged at train_state.step"),
+        (_truncate, r".metadata is damaged: __0_0.distcp has \d+ bytes"),
+        (_swap, r"'../given/__0_0.distcp' is no name of a data file"),
+        (_lose_chunk, r"the chunks of norm.weight do not make up its shape \[36\]"),
+        (lambda dcp: (dcp / ".metadata").write_bytes(b"\x80\x04nothing"), ".metadata is damaged"),
+    ],
+    ids=["pickle", "truncated", "path", "chunks", "garbage"],
+)
+def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
+    dcp = theirs(LLAMA, "0.3").save(tmp_path / "given")
+    damage(dcp)
+    with pytest.raises(DamagedCheckpoint, match=message):
+        come_in(dcp, tmp_path / "ours", LLAMA)
+
+
+def test_no_dcp_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is no torch DCP checkpoint, which holds a file"):
+        DcpFolder(tmp_path)
