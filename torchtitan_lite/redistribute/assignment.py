@@ -12,7 +12,8 @@ import torch
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.exchange import Exchange, Kept
-from torchtitan_lite.redistribute.layout import Holder, HolderMesh, Layout
+from torchtitan_lite.redistribute.holder_mesh import Holder, HolderMesh
+from torchtitan_lite.redistribute.layout import Layout
 
 
 class Move(NamedTuple):

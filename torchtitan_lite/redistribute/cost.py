@@ -15,7 +15,7 @@ from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.exchange import Exchange, Nodes
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
 
 _SAMPLED_HOLDERS = 8
 """Holders whose part is worked out to find the busiest: in regular layouts all are alike, but for

@@ -8,11 +8,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchtitan_lite.errors import LayoutError
+from torchtitan_lite.redistribute.holder_mesh import HolderMesh
 from torchtitan_lite.redistribute.joint import check_out
-from torchtitan_lite.redistribute.layout import HolderMesh, Layout, StridedReading
+from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.legs import follow
 from torchtitan_lite.redistribute.means import DEFAULT_MEANS, Means
 from torchtitan_lite.redistribute.plan import average_factor, plan
+from torchtitan_lite.redistribute.strided import StridedReading
 from torchtitan_lite.torch_compat import spec_of
 
 

@@ -25,7 +25,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from torchtitan_lite.redistribute.cuts import Segments, overlap, sizes
-from torchtitan_lite.redistribute.layout import Holder, Layout
+from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.roles import Roles, kept_shape, places_across, roles_of
 from torchtitan_lite.redistribute.sharing import Unit, by_node, given, stripes, taken
 

@@ -16,8 +16,9 @@ from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.collective import Collective
 from torchtitan_lite.redistribute.cost import CPU, Costs, exchange_seconds
 from torchtitan_lite.redistribute.exchange import Exchange, Kept, Nodes, Part, RoundKind
+from torchtitan_lite.redistribute.holder_mesh import Holder
 from torchtitan_lite.redistribute.kept import choices
-from torchtitan_lite.redistribute.layout import Holder, Layout
+from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.search import shortest
 
 Objective = Literal["time", "bytes"]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torchtitan_lite.redistribute.cuts import Segments
 from torchtitan_lite.redistribute.exchange import Part, Piece, RoundKind
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
 from torchtitan_lite.redistribute.plan import Plan
 
 Span = tuple[tuple[int, int], ...]

@@ -8,7 +8,8 @@ from math import prod
 
 from torchtitan_lite.redistribute.cuts import intervals
 from torchtitan_lite.redistribute.exchange import Part, Piece
-from torchtitan_lite.redistribute.layout import Holder, Layout
+from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.plan import Plan
 
 
