@@ -15,10 +15,12 @@ from torch.distributed.tensor import Partial, Replicate
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.collective import Collective
 from torchtitan_lite.redistribute.cost import CPU, Costs, exchange_seconds
-from torchtitan_lite.redistribute.exchange import Exchange, Kept, Nodes, Part, RoundKind
+from torchtitan_lite.redistribute.exchange import Exchange
 from torchtitan_lite.redistribute.holder_mesh import Holder
-from torchtitan_lite.redistribute.kept import choices
+from torchtitan_lite.redistribute.kept import Kept, choices
 from torchtitan_lite.redistribute.layout import Layout
+from torchtitan_lite.redistribute.nodes import Nodes
+from torchtitan_lite.redistribute.pieces import Part, RoundKind
 from torchtitan_lite.redistribute.search import shortest
 
 Objective = Literal["time", "bytes"]
