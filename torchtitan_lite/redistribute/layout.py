@@ -7,13 +7,13 @@ Invariant: a layout that exists is valid, and equal layouts are written in one w
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.box import Box
@@ -171,6 +171,17 @@ class Layout:
             if isinstance(placement, Partial):
                 return joined_by(placement)
         return None
+
+    def with_copies(self, ops: Collection[str]) -> "Layout":
+        """The layout that has copies of the value where this one has contributions joined by one of
+        `ops`; this one itself where there are none."""
+        placements = tuple(
+            Replicate() if isinstance(p, Partial) and p.reduce_op in ops else p
+            for p in self.placements
+        )
+        if placements == self.placements:
+            return self
+        return Layout(self.mesh, placements, self.shard_order)
 
     def boxes(self, shape: Sequence[int], holder: Holder) -> list[Box]:
         """What a holder has of a tensor of `shape`, in the order of its storage; nothing for one

@@ -12,8 +12,10 @@ from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.holder_mesh import HolderMesh
 from torchtitan_lite.torch_compat import is_strided_shard, split_factor
 
-_LINEAR = ("sum", "avg")
-_OPS = (*_LINEAR, "product", "min", "max")
+LINEAR = ("sum", "avg")
+"""Joins whose contributions each have a gradient."""
+
+_OPS = (*LINEAR, "product", "min", "max")
 
 
 def is_shard(placement: Placement) -> TypeGuard[Shard]:
@@ -23,7 +25,7 @@ def is_shard(placement: Placement) -> TypeGuard[Shard]:
 
 def joined_by(placement: Partial) -> str:
     """What contributions are joined by, "sum" also for averages."""
-    return "sum" if placement.reduce_op in _LINEAR else placement.reduce_op
+    return "sum" if placement.reduce_op in LINEAR else placement.reduce_op
 
 
 def placement_text(placement: Placement) -> str:
