@@ -15,9 +15,6 @@ Three comparisons, every process with one thread:
 Exits with 1 when the sides did not do the same work; a missed goal is a row that says so.
 """
 
-import argparse
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +22,7 @@ from pathlib import Path
 from benchmarks.agreement import Agreement
 from benchmarks.order_cost import OrderCase, measure_order
 from benchmarks.processes import TRAINER_ARGUMENTS
-from benchmarks.report import report
+from benchmarks.report import main
 from benchmarks.ring_cost import RingCase, measure_ring
 from benchmarks.rows import Row
 from benchmarks.step_cost import StepCase, measure_step
@@ -93,18 +90,6 @@ QUICK = Plan(
 )
 
 
-def main() -> None:
-    """Entry of the command."""
-    parser = argparse.ArgumentParser(description="Techniques of parallelism against plain torch.")
-    parser.add_argument("--quick", action="store_true", help="a small version, under 50 seconds")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        measured = measure(QUICK if given.quick else FULL, Path(folder))
-        all_agree = report(measured, given.json)
-    sys.exit(0 if all_agree else 1)
-
-
 def measure(plan: Plan, folder: Path) -> Iterator[tuple[Row, Agreement]]:
     """The cases of `plan`, one after the other, with their files in `folder`."""
     for number, case in enumerate(plan.step_cases):
@@ -116,4 +101,4 @@ def measure(plan: Plan, folder: Path) -> Iterator[tuple[Row, Agreement]]:
 
 
 if __name__ == "__main__":
-    main()
+    main("Techniques of parallelism against plain torch.", measure, full=FULL, quick=QUICK)

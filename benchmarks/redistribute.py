@@ -18,9 +18,6 @@ Results are compared with the expected parts bit by bit. Exits with 1 when any d
 goal is a row that says so.
 """
 
-import argparse
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +26,7 @@ from benchmarks.agreement import Agreement
 from benchmarks.cost_model import CostModelCase, measure_cost_model
 from benchmarks.planner_time import PlannerCase, measure_planner
 from benchmarks.redistribute_cost import Run, measure_cases
-from benchmarks.report import report
+from benchmarks.report import main
 from benchmarks.rows import Row
 
 
@@ -66,18 +63,6 @@ QUICK = Plan(
 )
 
 
-def main() -> None:
-    """Entry of the command."""
-    parser = argparse.ArgumentParser(description="Redistribution against its floor and DTensor.")
-    parser.add_argument("--quick", action="store_true", help="a small version, under 50 seconds")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        measured = measure(QUICK if given.quick else FULL, Path(folder))
-        all_agree = report(measured, given.json)
-    sys.exit(0 if all_agree else 1)
-
-
 def measure(plan: Plan, folder: Path) -> Iterator[tuple[Row, Agreement]]:
     """The cases of `plan`, one after the other, with their files in `folder`."""
     yield from measure_planner(plan.planner)
@@ -88,4 +73,4 @@ def measure(plan: Plan, folder: Path) -> Iterator[tuple[Row, Agreement]]:
 
 
 if __name__ == "__main__":
-    main()
+    main("Redistribution against its floor and DTensor.", measure, full=FULL, quick=QUICK)

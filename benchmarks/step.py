@@ -8,16 +8,13 @@ and the medians are compared. Exits with 1 when the sides did not do the same wo
 a row that says so, since times on a busy machine prove nothing.
 """
 
-import argparse
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.agreement import Agreement
 from benchmarks.processes import TRAINER_ARGUMENTS
-from benchmarks.report import report
+from benchmarks.report import main
 from benchmarks.rows import Row
 from benchmarks.start_time import StartCase, measure_start, write_inputs
 from benchmarks.step_cost import StepCase, measure_step
@@ -60,18 +57,6 @@ QUICK = Plan(
 )
 
 
-def main() -> None:
-    """Entry of the command."""
-    parser = argparse.ArgumentParser(description="The trainer against a hand-written loop.")
-    parser.add_argument("--quick", action="store_true", help="a small version, under 50 seconds")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        measured = measure(QUICK if given.quick else FULL, Path(folder))
-        all_agree = report(measured, given.json)
-    sys.exit(0 if all_agree else 1)
-
-
 def measure(plan: Plan, folder: Path) -> Iterator[tuple[Row, Agreement]]:
     """The cases of `plan`, one after the other, with their files in `folder`."""
     for number, case in enumerate(plan.step_cases):
@@ -84,4 +69,4 @@ def measure(plan: Plan, folder: Path) -> Iterator[tuple[Row, Agreement]]:
 
 
 if __name__ == "__main__":
-    main()
+    main("The trainer against a hand-written loop.", measure, full=FULL, quick=QUICK)

@@ -18,7 +18,7 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import gather_texts
 from torchtitan_lite.redistribute import Placed, describe
 from torchtitan_lite.redistribute.acting import Taking, choose_actors, take
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
 
 _BATCH_BYTES = 32 << 20
 """Of a batch, per rank."""

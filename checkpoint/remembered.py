@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.snapshots import RememberedSnapshot, region_name
 from torchtitan_lite.errors import CheckpointError, DamagedSnapshot, LayoutError
 from torchtitan_lite.log import logger
 from torchtitan_lite.messages import gather_texts
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
 
 
 def newest_remembered(run_id: str, rank: int) -> RememberedSnapshot | None:

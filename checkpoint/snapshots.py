@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.errors import DamagedCheckpoint, DamagedSnapshot
 from torchtitan_lite.redistribute import HolderMesh, Layout, Placed, layout_from_json
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,16 @@ _MOST_CHECKED = 1 << 24
 # DTensor raises any of these where it cannot or will not.
 _REFUSALS = (RuntimeError, NotImplementedError, ValueError, AssertionError)
 
+# It raises only where the placements differ (2.13).
+_ANOTHER_MESH = "asked for equal placements on another mesh, it returns the tensor on its old mesh"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DTensorWay:
     """What DTensor would do. Made by `dtensor_way`."""
 
     refusal: str | None = None
-    """Why it would not or where it would fail, in its words."""
+    """Why it would not or where it would fail, in its words if it has any."""
     steps: tuple[str, ...] = ()
     collectives: tuple[str, ...] = ()
     sent: dict[int, int] | None = None
@@ -129,7 +132,9 @@ def _as_rank(plan: Plan, rank: int) -> tuple[tuple[str, ...], tuple[str, ...], i
             return operation(*args, **kwargs)
 
         with Operations(run):
-            tensor.redistribute(target, plan.dst.dtensor_placements)
+            moved = tensor.redistribute(target, plan.dst.dtensor_placements)
+        if moved.device_mesh != target:
+            raise NotImplementedError(_ANOTHER_MESH)
         return tuple(_steps(tensor, plan.dst)), tuple(collectives), sent
 
 

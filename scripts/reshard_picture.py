@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torchtitan_lite.redistribute import Layout, Plan
 from torchtitan_lite.redistribute.cuts import intervals
-from torchtitan_lite.redistribute.exchange import Piece
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.pieces import Piece
 from torchtitan_lite.redistribute.program import blocks
 
 Intervals = list[tuple[int, int]]

@@ -8,7 +8,7 @@ from scripts.svg import GRAY, INK, as_text, box, document, is_light, text
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.redistribute import Layout, Plan
 from torchtitan_lite.redistribute.explain import in_units
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
 from torchtitan_lite.redistribute.traffic import holders_of, traffic
 
 # Neighbours in the list differ in lightness as well as in hue.

@@ -84,6 +84,18 @@ def test_numbers_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         # As reduce-scatter, gloo reduces all: measured with 4 ranks.
         ("mesh=a:4 placements=P", "mesh=a:4 placements=S0", "64x64", ("98,304 bytes", "2 times")),
         (SRC, DST, "64x64", ("does not do it: Cross device mesh",)),
+        (
+            "mesh=dp:4 placements=S0",
+            "mesh=dp:2 placements=S0",
+            "64x64",
+            ("does not do it: asked for equal placements on another mesh",),
+        ),
+        (
+            "mesh=dp:2 placements=R",
+            "mesh=dp:2 placements=R ranks=2-3",
+            "64x64",
+            ("does not do it: asked for equal placements on another mesh",),
+        ),
         ("mesh=a:2 placements=R", "mesh=a:2 placements=P", "4", ("does not do it: Can not",)),
         (
             "mesh=a:2,b:2 placements=S0#1,S0#0",

@@ -15,7 +15,7 @@ from tests.redistribution.indices import elements_of
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute import HolderMesh, Layout, Means
 from torchtitan_lite.redistribute.acting import Taking, choose_actors, take
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
 
 Pools = Callable[[int], WorkerPool]
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.redistribution.processes import Move, assert_arrived, device_mesh, reading, source
 from torchtitan_lite.redistribute import Means, redistribute, redistribute_state_dict
-from torchtitan_lite.redistribute.layout import StridedReading
+from torchtitan_lite.redistribute.strided import StridedReading
 
 
 def one_by_one(moves: Sequence[Move], means: Sequence[Means]) -> None:

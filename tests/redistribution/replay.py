@@ -13,8 +13,8 @@ from torch.distributed.tensor import Partial
 
 from tests.redistribution.indices import coordinates, elements_of
 from torchtitan_lite.redistribute import Layout, Plan
-from torchtitan_lite.redistribute.exchange import Piece
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.pieces import Piece
 
 JOIN: dict[str, np.ufunc] = {
     "sum": np.add,

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.execution import Execution
+from torchtitan_lite.redistribute.holder_mesh import Holder, HolderMesh
 from torchtitan_lite.redistribute.joint import group_of
-from torchtitan_lite.redistribute.layout import Holder, HolderMesh, Layout
+from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.means import DEFAULT_MEANS, Means
 from torchtitan_lite.redistribute.plan import plan
 from torchtitan_lite.redistribute.program import Task

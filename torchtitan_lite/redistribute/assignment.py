@@ -1,4 +1,6 @@
-"""Which ranks shall hold a destination, where that is open. Layer: above exchange.
+"""Which ranks shall hold a destination, where that is open.
+
+Layer: above common_parts.
 
 What a rank already has of what a place of the destination needs must not be sent; to choose a rank
 for each place so that most stays is an assignment problem, which scipy solves.
@@ -11,8 +13,10 @@ import numpy as np
 import torch
 
 from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute.exchange import Exchange, Kept
-from torchtitan_lite.redistribute.layout import Holder, HolderMesh, Layout
+from torchtitan_lite.redistribute.common_parts import CommonParts
+from torchtitan_lite.redistribute.holder_mesh import Holder, HolderMesh
+from torchtitan_lite.redistribute.kept import Kept
+from torchtitan_lite.redistribute.layout import Layout
 
 
 class Move(NamedTuple):
@@ -56,13 +60,13 @@ def choose_holders(moves: Iterable[Move], candidates: Sequence[Holder]) -> Holde
 
 def _kept(move: Move, candidates: Sequence[Holder]) -> np.ndarray:
     """Elements [candidate, place] that a candidate has of what a place needs."""
-    exchange = Exchange(move.src, move.dst, move.shape, Kept())
-    places = [exchange.src.place(holder) for holder in candidates]
+    parts = CommonParts(move.src, move.dst, move.shape, Kept())
+    places = [parts.src.place(holder) for holder in candidates]
     holding = [number for number, place in enumerate(places) if place is not None]
-    one = exchange.src.part_of[np.array([places[number] for number in holding], np.int64)]
-    other = exchange.dst.part_of
+    one = parts.src.part_of[np.array([places[number] for number in holding], np.int64)]
+    other = parts.dst.part_of
     shape = len(one), len(other)
     pairs = [np.broadcast_to(a, shape).ravel() for a in (one[:, None], other[None, :])]
     kept = np.zeros((len(candidates), len(other)))
-    kept[holding] = exchange.common(*pairs).reshape(shape)
+    kept[holding] = parts.elements(*pairs).reshape(shape)
     return kept

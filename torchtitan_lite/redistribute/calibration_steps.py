@@ -9,7 +9,8 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.redistribute.collective import Collective, collectives_from
-from torchtitan_lite.redistribute.layout import HolderMesh, Layout
+from torchtitan_lite.redistribute.holder_mesh import HolderMesh
+from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.plan import Plan, plan
 
 SHAPES = ((48, 80), (250, 256), (1000, 1024), (2048, 2048))

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.redistribute.exchange import Piece
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.pieces import Piece
 from torchtitan_lite.redistribute.program import Range, Slices, Task, buckets, slices
 from torchtitan_lite.redistribute.words import WORDS, WordArray, join_, word_array, word_tensor_of
 

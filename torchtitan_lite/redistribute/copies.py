@@ -8,7 +8,8 @@ from math import prod
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from torchtitan_lite.redistribute.layout import Holder, HolderMesh, Layout
+from torchtitan_lite.redistribute.holder_mesh import Holder, HolderMesh
+from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.plan import plan
 from torchtitan_lite.torch_compat import is_strided_shard
 

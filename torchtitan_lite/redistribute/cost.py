@@ -14,8 +14,9 @@ from pathlib import Path
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, TypeAdapter
 
 from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute.exchange import Exchange, Nodes
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.exchange import Exchange
+from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.nodes import Nodes
 
 _SAMPLED_HOLDERS = 8
 """Holders whose part is worked out to find the busiest: in regular layouts all are alike, but for

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.messages import gather_texts
-from torchtitan_lite.redistribute.layout import Layout, StridedReading
+from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.layout_json import layout_from_json, layout_to_json
 from torchtitan_lite.redistribute.state_dict import Placed
+from torchtitan_lite.redistribute.strided import StridedReading
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

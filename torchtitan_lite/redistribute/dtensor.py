@@ -5,14 +5,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.errors import LayoutError
+from torchtitan_lite.redistribute.holder_mesh import HolderMesh
 from torchtitan_lite.redistribute.joint import check_out
-from torchtitan_lite.redistribute.layout import HolderMesh, Layout, StridedReading
+from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.legs import follow
 from torchtitan_lite.redistribute.means import DEFAULT_MEANS, Means
+from torchtitan_lite.redistribute.placements import LINEAR
 from torchtitan_lite.redistribute.plan import average_factor, plan
+from torchtitan_lite.redistribute.strided import StridedReading
 from torchtitan_lite.torch_compat import spec_of
 
 
@@ -123,12 +126,7 @@ class _Redistribute(torch.autograd.Function):
                     "Redistribute sums or averages."
                 )
         (grad,) = grads
-        moved = _moved(grad.contiguous(), ctx.kind, _whole(dst), _whole(src), ctx.means)
+        whole, wanted = (layout.with_copies(LINEAR) for layout in (dst, src))
+        moved = _moved(grad.contiguous(), ctx.kind, whole, wanted, ctx.means)
         factor = average_factor(src, dst)
         return moved if factor == 1 else moved * factor, None, None, None, None
-
-
-def _whole(layout: Layout) -> Layout:
-    """The layout in which contributions are replicas."""
-    placements = [Replicate() if isinstance(p, Partial) else p for p in layout.placements]
-    return Layout(layout.mesh, placements, layout.shard_order)

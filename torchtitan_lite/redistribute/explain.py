@@ -7,9 +7,9 @@ from dataclasses import replace
 from math import prod
 from statistics import median
 
-from torchtitan_lite.redistribute.exchange import RoundKind
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
 from torchtitan_lite.redistribute.means import BUCKET_BYTES, Transport
+from torchtitan_lite.redistribute.pieces import RoundKind
 from torchtitan_lite.redistribute.plan import Plan
 from torchtitan_lite.redistribute.traffic import (
     Traffic,

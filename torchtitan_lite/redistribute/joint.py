@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torchtitan_lite.axis_groups import group_of_ranks
 from torchtitan_lite.errors import RedistributionError
 from torchtitan_lite.redistribute.execution import Execution
-from torchtitan_lite.redistribute.layout import HolderMesh, Layout, decode_strided
+from torchtitan_lite.redistribute.holder_mesh import HolderMesh
+from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.means import Means
 from torchtitan_lite.redistribute.plan import Plan
 from torchtitan_lite.redistribute.program import Task
+from torchtitan_lite.redistribute.strided import decode_strided
 from torchtitan_lite.redistribute.words import word_bytes
 from torchtitan_lite.torch_compat import DTensorSpec
 

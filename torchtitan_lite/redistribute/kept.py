@@ -1,14 +1,24 @@
-"""Which contributions stay apart where source and destination both have some. Layer: above
-exchange."""
+"""Which contributions stay apart where source and destination both have some.
+
+Layer: above layout.
+"""
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from torchtitan_lite.redistribute.exchange import Kept
 from torchtitan_lite.redistribute.layout import Layout
 
 _MOST_CHOICES = 48
 """Looked at where meshes differ and many axes contribute: each costs as much as a plan."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Contribution axes of source and destination that stay apart, pair by pair."""
+
+    src: tuple[int, ...] = ()
+    dst: tuple[int, ...] = ()
 
 
 def choices(src: Layout, dst: Layout) -> list[Kept]:

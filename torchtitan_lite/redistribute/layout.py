@@ -1,18 +1,15 @@
 """Which holder has which boxes of a tensor: plain data, made without a process group.
 
-A holder is a rank, or anything else that can hold a part of a tensor: a file, a snapshot, a peer.
-Layer: above errors and torch_compat.
+Layer: above holder_mesh, placements, strided and cuts.
 
 Invariant: a layout that exists is valid, and equal layouts are written in one way.
 """
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal, TypeGuard
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +18,20 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.box import Box
 from torchtitan_lite.redistribute.cuts import Cut, intervals
+from torchtitan_lite.redistribute.holder_mesh import Holder, HolderMesh
+from torchtitan_lite.redistribute.placements import (
+    check_order,
+    check_placements,
+    is_shard,
+    joined_by,
+    placement_text,
+)
+from torchtitan_lite.redistribute.strided import (
+    ShardOrder,
+    StridedReading,
+    decode_strided,
+    encode_strided,
+)
 from torchtitan_lite.torch_compat import (
     DTensorSpec,
     as_dtensor,
@@ -28,110 +39,7 @@ from torchtitan_lite.torch_compat import (
     shard_order_of,
     spec_of,
     split_factor,
-    strided_shard,
 )
-
-Holder = Hashable
-"""A rank's number, or the name of whatever else holds a part."""
-
-StridedReading = Literal["stride", "order"]
-
-LINEAR = ("sum", "avg")
-_OPS = (*LINEAR, "product", "min", "max")
-
-
-@dataclass(frozen=True)
-class HolderMesh:
-    """Holders in an array with named axes."""
-
-    shape: tuple[int, ...]
-    holders: tuple[Holder, ...]
-    """In the array's order, the last axis varying fastest."""
-    axes: tuple[str, ...] = ()
-    """Their names; `axis0`, `axis1` and so on where none are given."""
-
-    def __post_init__(self) -> None:
-        if not self.axes:
-            names = tuple(f"axis{number}" for number in range(len(self.shape)))
-            object.__setattr__(self, "axes", names)
-        if math.prod(self.shape) != len(self.holders) or min(self.shape, default=1) < 1:
-            raise LayoutError(
-                f"A mesh of shape {self.shape} needs {math.prod(self.shape)} holders, and "
-                f"{len(self.holders)} were given."
-            )
-        if len(set(self.holders)) != len(self.holders):
-            twice, _ = Counter(self.holders).most_common(1)[0]
-            raise LayoutError(f"Holder {twice} is twice in the mesh {self}. List each once.")
-        if len(set(self.axes)) != len(self.axes) or len(self.axes) != len(self.shape):
-            raise LayoutError(
-                f"A mesh of shape {self.shape} needs {len(self.shape)} different axis names, and "
-                f"{self.axes} were given."
-            )
-        object.__setattr__(self, "_hash", hash((self.shape, self.holders, self.axes)))
-
-    def __hash__(self) -> int:
-        return self._hash  # pyright: ignore[reportAttributeAccessIssue]
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Another process has other hashes of strings.
-        return HolderMesh, (self.shape, self.holders, self.axes)
-
-    def __str__(self) -> str:
-        sizes = " x ".join(f"{a} {n}" for a, n in zip(self.axes, self.shape, strict=True))
-        if self.holders == tuple(range(len(self.holders))):
-            return f"({sizes or 'one holder'})"
-        shown = ", ".join(map(str, self.holders[:8])) + (", …" if len(self.holders) > 8 else "")
-        return f"({sizes or 'one holder'} of {shown})"
-
-    @staticmethod
-    @lru_cache(maxsize=1024)
-    def of(mesh: DeviceMesh) -> "HolderMesh":
-        """The ranks of a DeviceMesh."""
-        return HolderMesh(
-            tuple(mesh.mesh.shape),
-            tuple(mesh.mesh.flatten().tolist()),
-            tuple(mesh.mesh_dim_names or ()),
-        )
-
-    @staticmethod
-    def ranks(*shape: int, first: int = 0) -> "HolderMesh":
-        """Consecutive ranks from `first` on."""
-        return HolderMesh(shape, tuple(range(first, first + math.prod(shape))))
-
-    @cached_property
-    def _places(self) -> dict[Holder, int]:
-        return {holder: place for place, holder in enumerate(self.holders)}
-
-    def place(self, holder: Holder) -> int | None:
-        """A holder's index in `holders`; None where it is not among them."""
-        return self._places.get(holder)
-
-    def at(self, coordinate: Sequence[int]) -> Holder:
-        """The holder at an index on each axis."""
-        place = 0
-        for size, index in zip(self.shape, coordinate, strict=True):
-            place = place * size + index
-        return self.holders[place]
-
-    def along(self, axes: Sequence[int], coordinate: Sequence[int]) -> list[Holder]:
-        """The holders that differ from the one at `coordinate` along `axes` only, itself included;
-        the first of `axes` varies slowest."""
-        found = []
-        for moved in itertools.product(*(range(self.shape[axis]) for axis in axes)):
-            index = dict(zip(axes, moved, strict=True))
-            found.append(self.at([index.get(axis, at) for axis, at in enumerate(coordinate)]))
-        return found
-
-    def coordinate(self, holder: Holder) -> tuple[int, ...] | None:
-        """A holder's index on each axis; None where it is not in the mesh."""
-        place = self.place(holder)
-        if place is None:
-            return None
-        coordinate = []
-        for size in reversed(self.shape):
-            place, index = divmod(place, size)
-            coordinate.append(index)
-        return tuple(reversed(coordinate))
 
 
 @dataclass(frozen=True)
@@ -148,13 +56,13 @@ class Layout:
 
     mesh: HolderMesh
     placements: tuple[Placement, ...]
-    shard_order: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    shard_order: ShardOrder = ()
 
     def __init__(
         self,
         mesh: HolderMesh,
         placements: Sequence[Placement],
-        shard_order: Mapping[int, Sequence[int]] | tuple[tuple[int, tuple[int, ...]], ...] = (),
+        shard_order: Mapping[int, Sequence[int]] | ShardOrder = (),
     ) -> None:
         order = dict(shard_order)
         written = tuple(
@@ -162,8 +70,8 @@ class Layout:
         )
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "placements", written)
-        _check_placements(mesh, written)
-        _check_order(self, order)
+        check_placements(mesh, written)
+        check_order(written, order)
         kept = tuple(
             (dim, tuple(order[dim]))
             for dim in sorted(order)
@@ -176,7 +84,7 @@ class Layout:
         return self._hash  # pyright: ignore[reportAttributeAccessIssue]
 
     def __reduce__(self) -> tuple[object, ...]:
-        # As for HolderMesh.
+        # Another process has other hashes of strings.
         return Layout, (self.mesh, self.placements, self.shard_order)
 
     def __str__(self) -> str:
@@ -193,7 +101,7 @@ class Layout:
     def from_mesh(
         mesh: DeviceMesh,
         placements: Sequence[Placement],
-        shard_order: Mapping[int, Sequence[int]] | tuple[tuple[int, tuple[int, ...]], ...] = (),
+        shard_order: Mapping[int, Sequence[int]] | ShardOrder = (),
     ) -> "Layout":
         """A layout on the ranks of a DeviceMesh."""
         return Layout(HolderMesh.of(mesh), placements, shard_order)
@@ -231,7 +139,7 @@ class Layout:
     def check(self, shape: Sequence[int]) -> None:
         """Raise LayoutError where a tensor of `shape` has too few dims to be cut so."""
         for axis, placement in enumerate(self.placements):
-            if _is_shard(placement) and placement.dim >= len(shape):
+            if is_shard(placement) and placement.dim >= len(shape):
                 raise LayoutError(
                     f"{self} cuts dim {placement.dim} over {self.mesh.axes[axis]}, and a tensor of "
                     f"shape {tuple(shape)} has {len(shape)} dims."
@@ -244,7 +152,7 @@ class Layout:
         for axis, (size, placement) in enumerate(
             zip(self.mesh.shape, self.placements, strict=True)
         ):
-            if _is_shard(placement) and size > 1:
+            if is_shard(placement) and size > 1:
                 split = split_factor(placement) if is_strided_shard(placement) else 1
                 found.setdefault(placement.dim, []).append(Cut(axis, size, split))
         for dim, axes in self.shard_order:
@@ -261,8 +169,19 @@ class Layout:
         """What contributions are joined by, "sum" also for averages; None without any."""
         for placement in self.placements:
             if isinstance(placement, Partial):
-                return _joined_by(placement)
+                return joined_by(placement)
         return None
+
+    def with_copies(self, ops: Collection[str]) -> "Layout":
+        """The layout that has copies of the value where this one has contributions joined by one of
+        `ops`; this one itself where there are none."""
+        placements = tuple(
+            Replicate() if isinstance(p, Partial) and p.reduce_op in ops else p
+            for p in self.placements
+        )
+        if placements == self.placements:
+            return self
+        return Layout(self.mesh, placements, self.shard_order)
 
     def boxes(self, shape: Sequence[int], holder: Holder) -> list[Box]:
         """What a holder has of a tensor of `shape`, in the order of its storage; nothing for one
@@ -346,99 +265,22 @@ class Layout:
     @cached_property
     def dtensor_placements(self) -> tuple[Placement, ...]:
         """The placements by which a DTensor says the same."""
-        placements = list(self.placements)
-        for dim, axes in self.shard_order:
-            for place, axis in enumerate(axes):
-                factor = math.prod(
-                    self.mesh.shape[before] for before in axes[:place] if before > axis
-                )
-                if factor > 1:
-                    placements[axis] = strided_shard(dim, factor)
-        return tuple(placements)
-
-
-def _is_shard(placement: Placement) -> TypeGuard[Shard]:
-    return isinstance(placement, Shard) or is_strided_shard(placement)
-
-
-def _joined_by(placement: Partial) -> str:
-    return "sum" if placement.reduce_op in LINEAR else placement.reduce_op
-
-
-def placement_text(placement: Placement) -> str:
-    """`R`, `S0`, `S0/2` for a strided shard of split factor 2, or `P(sum)`."""
-    if isinstance(placement, Partial):
-        return f"P({placement.reduce_op})"
-    if is_strided_shard(placement):
-        return f"S{placement.dim}/{split_factor(placement)}"
-    return f"S{placement.dim}" if isinstance(placement, Shard) else "R"
-
-
-def _check_placements(mesh: HolderMesh, placements: tuple[Placement, ...]) -> None:
-    if len(placements) != len(mesh.shape):
-        raise LayoutError(
-            f"{len(placements)} placements {placements} were given for the {len(mesh.shape)} axes "
-            f"of {mesh}. Give one an axis."
-        )
-    ops = []
-    for placement in placements:
-        if type(placement) is Partial:
-            if placement.reduce_op not in _OPS:
-                raise LayoutError(
-                    f"{placement} is joined by {placement.reduce_op!r}; one of {', '.join(_OPS)} "
-                    "is needed."
-                )
-            ops.append(_joined_by(placement))
-        elif _is_shard(placement):
-            if placement.dim < 0:
-                raise LayoutError(f"{placement} counts its dim from the end. Count from the front.")
-            if is_strided_shard(placement) and split_factor(placement) < 1:
-                raise LayoutError(f"{placement} needs a split factor of at least 1.")
-        elif not isinstance(placement, Replicate):
-            raise LayoutError(
-                f"{placement!r} is no layout of whole numbers of elements. Replicate, Shard, "
-                "strided shards and Partial are."
-            )
-    if len(set(ops)) > 1:
-        raise LayoutError(
-            f"Contributions joined by {ops[0]} and by {next(op for op in ops if op != ops[0])} in "
-            f"one layout have no order in which to join them: {placements} on {mesh}. Reduce the "
-            "one before the other comes about."
-        )
-
-
-def _check_order(layout: Layout, order: Mapping[int, Sequence[int]]) -> None:
-    for dim, axes in order.items():
-        cutting = [
-            axis
-            for axis, placement in enumerate(layout.placements)
-            if _is_shard(placement) and placement.dim == dim
-        ]
-        if sorted(axes) != cutting:
-            raise LayoutError(
-                f"The order {tuple(axes)} of the cuts of dim {dim} must name the axes that cut it, "
-                f"{tuple(cutting)} of {layout.placements}, once each."
-            )
-        strided = [axis for axis in axes if is_strided_shard(layout.placements[axis])]
-        if strided:
-            raise LayoutError(
-                f"Dim {dim} has both an order of cuts, {tuple(axes)}, and "
-                f"{layout.placements[strided[0]]}. Use Shard with the order, or no order."
-            )
+        return encode_strided(self.mesh, self.placements, self.shard_order)
 
 
 @lru_cache(maxsize=65536)
 def _read(
     mesh: HolderMesh,
     placements: tuple[Placement, ...],
-    order: tuple[tuple[int, tuple[int, ...]], ...],
+    order: ShardOrder,
     shape: tuple[int, ...],
     strided: StridedReading | None,
 ) -> Layout:
     if not any(is_strided_shard(placement) for placement in placements):
         return Layout(mesh, placements, order)
     as_stride = Layout(mesh, placements)
-    decoded = decode_strided(mesh, placements)
+    found = decode_strided(mesh, placements)
+    decoded = None if found is None else Layout(mesh, *found)
     if strided == "stride" or (decoded is None and strided is None):
         return as_stride
     if decoded is None:
@@ -453,28 +295,6 @@ def _read(
             '"stride".'
         )
     return decoded
-
-
-def decode_strided(mesh: HolderMesh, placements: Sequence[Placement]) -> Layout | None:
-    """The layout in which strided shards are an order of cuts; None where they are none.
-
-    From the last axis to the first, each is put where the parts before it are as many as its split
-    factor: that is how DTensor writes an order.
-    """
-    orders: dict[int, list[int]] = {}
-    plain = list(placements)
-    for axis in reversed(range(len(plain))):
-        placement = plain[axis]
-        if not _is_shard(placement):
-            continue
-        factor = split_factor(placement) if is_strided_shard(placement) else 1
-        order = orders.setdefault(placement.dim, [])
-        before = [math.prod(mesh.shape[a] for a in order[:at]) for at in range(len(order) + 1)]
-        if factor not in before:
-            return None
-        order.insert(before.index(factor), axis)
-        plain[axis] = Shard(placement.dim)
-    return Layout(mesh, plain, {dim: tuple(order) for dim, order in orders.items()})
 
 
 def _same_boxes(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:

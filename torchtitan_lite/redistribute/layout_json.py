@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute.layout import HolderMesh, Layout, placement_text
+from torchtitan_lite.redistribute.holder_mesh import HolderMesh
+from torchtitan_lite.redistribute.layout import Layout
+from torchtitan_lite.redistribute.placements import placement_text
 from torchtitan_lite.torch_compat import strided_shard
 
 _PLACEMENT = re.compile(r"R|S([0-9]{1,3})(?:/([1-9][0-9]{0,9}))?|P\(([a-z]{1,16})\)", re.ASCII)

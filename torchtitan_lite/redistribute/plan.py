@@ -10,14 +10,17 @@ from math import prod
 from typing import Literal
 
 import torch
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.collective import Collective
 from torchtitan_lite.redistribute.cost import CPU, Costs, exchange_seconds
-from torchtitan_lite.redistribute.exchange import Exchange, Kept, Nodes, Part, RoundKind
-from torchtitan_lite.redistribute.kept import choices
-from torchtitan_lite.redistribute.layout import Holder, Layout
+from torchtitan_lite.redistribute.exchange import Exchange
+from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.kept import Kept, choices
+from torchtitan_lite.redistribute.layout import Layout
+from torchtitan_lite.redistribute.nodes import Nodes
+from torchtitan_lite.redistribute.pieces import Part, RoundKind
 from torchtitan_lite.redistribute.search import shortest
 
 Objective = Literal["time", "bytes"]
@@ -150,8 +153,9 @@ def plan(
     src.check(shape)
     dst.check(shape)
     _check_ops(src, dst, shape, dtype)
-    equal = _with_equal_copies(dst)
-    if equal is not None and src.reduce_op is None:
+    # These are the value where all contributions are equal to it.
+    equal = dst.with_copies(("avg", "min", "max"))
+    if equal != dst and src.reduce_op is None:
         copies = Exchange(src, equal, shape, Kept())
         if copies.total_elements == 0:
             return Plan(src, dst, shape, dtype, copies, 1.0, costs)
@@ -235,17 +239,6 @@ def _averaged(layout: Layout) -> int:
         for size, placement in zip(layout.mesh.shape, layout.placements, strict=True)
         if isinstance(placement, Partial) and placement.reduce_op == "avg"
     )
-
-
-def _with_equal_copies(layout: Layout) -> Layout | None:
-    """The layout whose contributions are all equal to the value, where that is their join."""
-    placements = [
-        Replicate() if isinstance(p, Partial) and p.reduce_op in ("avg", "min", "max") else p
-        for p in layout.placements
-    ]
-    if tuple(placements) == layout.placements:
-        return None
-    return Layout(layout.mesh, placements, layout.shard_order)
 
 
 def _check_ops(src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -15,8 +15,8 @@ from math import prod
 from typing import NamedTuple
 
 from torchtitan_lite.redistribute.cuts import Segments
-from torchtitan_lite.redistribute.exchange import Part, Piece, RoundKind
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.pieces import Part, Piece, RoundKind
 from torchtitan_lite.redistribute.plan import Plan
 
 Span = tuple[tuple[int, int], ...]

@@ -10,7 +10,8 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from torchtitan_lite.redistribute.cuts import Cut
-from torchtitan_lite.redistribute.layout import Holder, HolderMesh, Layout
+from torchtitan_lite.redistribute.holder_mesh import Holder, HolderMesh
+from torchtitan_lite.redistribute.layout import Layout
 
 
 class Roles:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from torchtitan_lite.errors import RedistributionError
-from torchtitan_lite.redistribute.exchange import Piece
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.pieces import Piece
 from torchtitan_lite.redistribute.program import Range, Slices, Task, buckets, meet, slices, spans
 from torchtitan_lite.redistribute.shared_memory import SharedMemory
 from torchtitan_lite.redistribute.words import WordArray, join_, numpy_word

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
 
 _SMALLEST = 256
 """Elements below which a piece is not divided among sources: messages cost more than balance."""

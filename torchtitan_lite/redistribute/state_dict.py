@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.cost import Costs
+from torchtitan_lite.redistribute.holder_mesh import HolderMesh
 from torchtitan_lite.redistribute.joint import check_out, move
-from torchtitan_lite.redistribute.layout import HolderMesh, Layout, StridedReading
+from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.means import DEFAULT_MEANS, Means
 from torchtitan_lite.redistribute.plan import Plan, plan
+from torchtitan_lite.redistribute.strided import StridedReading
 from torchtitan_lite.torch_compat import DTensorSpec, spec_of
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from torchtitan_lite.redistribute.cuts import intervals
-from torchtitan_lite.redistribute.exchange import Part, Piece
-from torchtitan_lite.redistribute.layout import Holder, Layout
+from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.layout import Layout
+from torchtitan_lite.redistribute.pieces import Part, Piece
 from torchtitan_lite.redistribute.plan import Plan
 
 

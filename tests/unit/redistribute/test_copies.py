@@ -13,7 +13,7 @@ from tests.redistribution.indices import elements_of
 from tests.redistribution.layouts import all_layouts
 from torchtitan_lite.redistribute import HolderMesh, Layout, plan
 from torchtitan_lite.redistribute.copies import run_of, without_copies
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
 from torchtitan_lite.torch_compat import is_strided_shard
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

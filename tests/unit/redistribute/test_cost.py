@@ -18,7 +18,8 @@ from torchtitan_lite.redistribute.calibration import (
 )
 from torchtitan_lite.redistribute.calibration_steps import designed, held_out
 from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs, Link
-from torchtitan_lite.redistribute.layout import HolderMesh, Layout
+from torchtitan_lite.redistribute.holder_mesh import HolderMesh
+from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.plan import plan
 
 MACHINE = Costs(

@@ -17,7 +17,7 @@ from tests.redistribution.indices import coordinates, dims_of, elements_of
 from tests.redistribution.layouts import layouts, mesh_shapes, meshes, shapes
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute import Box, HolderMesh, Layout
-from torchtitan_lite.redistribute.layout import decode_strided
+from torchtitan_lite.redistribute.strided import decode_strided
 from torchtitan_lite.torch_compat import is_strided_shard, strided_shard
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -126,8 +126,9 @@ def test_an_order_survives_being_written_as_strided_shards(data: st.DataObject) 
     layout = data.draw(layouts(mesh, 2, "sum", averages=False))
     if any(map(is_strided_shard, layout.placements)):
         return
-    decoded = decode_strided(mesh, layout.dtensor_placements)
-    assert decoded is not None
+    found = decode_strided(mesh, layout.dtensor_placements)
+    assert found is not None
+    decoded = Layout(mesh, *found)
     shape = data.draw(st.tuples(st.integers(0, 13), st.integers(0, 13)))
     assert [decoded.boxes(shape, h) for h in mesh.holders] == [
         layout.boxes(shape, h) for h in mesh.holders
@@ -138,10 +139,13 @@ def test_an_order_survives_being_written_as_strided_shards(data: st.DataObject) 
 
 def test_a_stride_that_is_no_order_is_not_decoded() -> None:
     order = Layout(SQUARE, [S0, S0], {0: (1, 0)})
-    assert decode_strided(SQUARE, [strided_shard(0, 2), S0]) == order
+    found = decode_strided(SQUARE, [strided_shard(0, 2), S0])
+    assert found is not None and Layout(SQUARE, *found) == order
     assert decode_strided(SQUARE, [strided_shard(0, 2), S1]) is None
     assert decode_strided(SQUARE, [strided_shard(0, 3), S0]) is None
     assert decode_strided(SQUARE, [S0, strided_shard(0, 2)]) is None
+    assert decode_strided(FOUR, [S0, strided_shard(0, 2)]) is None
+    assert decode_strided(SQUARE, [S0]) is None
 
 
 def test_strided_shards_are_read_as_they_are_said_to_be() -> None:

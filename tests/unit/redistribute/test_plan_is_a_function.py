@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchtitan_lite.redistribute import HolderMesh, Layout, cuts, plan, roles
-from torchtitan_lite.redistribute.layout import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder
 from torchtitan_lite.torch_compat import strided_shard
 
 SHAPE = (7, 5)
