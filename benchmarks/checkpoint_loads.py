@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from benchmarks.checkpoint_sides import BenchState, Ours, Side
@@ -76,7 +76,7 @@ def _readinto(file: Path) -> None:
 
 def _dcp(folder: Path, state: BenchState) -> None:
     newest = max(folder.glob("dcp-*"), key=lambda path: path.stat().st_mtime)
-    dcp.load(dict(state.tensors()), checkpoint_id=newest)
+    load(dict(state.tensors()), checkpoint_id=newest)
 
 
 def _forget(folder: Path) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import (
     AsyncCheckpointerType,
     AsyncSaveResponse,
+    async_save,
+    save,
 )
 from torch.distributed.tensor import DTensor
 
@@ -119,7 +120,9 @@ class Dcp(Side):
     def __init__(self, state: BenchState, mesh: Mesh, folder: Path, *, mode: str) -> None:
         super().__init__(state, mesh, folder)
         self._mode = mode
-        self._group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
         self._staging: Future[None] | None = None
         self._upload: Future[Any] | None = None
         self._stager = None
@@ -145,10 +148,10 @@ class Dcp(Side):
         path = self.folder / f"dcp-{self.state.step}"
         tensors: dict[str, Any] = dict(self.state.tensors())
         if self._mode == "sync":
-            dcp.save(tensors, checkpoint_id=path)
+            save(tensors, checkpoint_id=path)
             return
         kind = AsyncCheckpointerType.PROCESS if self._stager else AsyncCheckpointerType.THREAD
-        given = dcp.async_save(
+        given = async_save(
             tensors,
             checkpoint_id=path,
             process_group=self._group,

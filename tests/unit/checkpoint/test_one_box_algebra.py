@@ -9,7 +9,8 @@ import pytest
 import torchtitan_lite
 
 _FOLDER = Path(torchtitan_lite.__file__).parent / "checkpoint"
-_MODULES = sorted(_FOLDER.rglob("*.py"))
+# DCP's chunks are any boxes: there is no layout to give to the planner.
+_MODULES = sorted(set(_FOLDER.rglob("*.py")) - set(_FOLDER.glob("interchange/*")))
 _PLANNER = {
     "torchtitan_lite.redistribute",
     "torchtitan_lite.redistribute.acting",
