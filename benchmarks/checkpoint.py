@@ -6,7 +6,8 @@ python -m benchmarks.checkpoint [--quick] [--json PATH]
 A state of a model and both moments of AdamW, sharded over 1, 2 and 4 gloo ranks of one thread. The
 honest cost of a save is what it adds to the wall time of the steps beside which it is made:
 background work counts. Blocked seconds, CPU seconds of all processes until the save is durable, and
-the time until then are shown too. The files lie where temporary files do, which should be a disk. Which way to save comes when is drawn anew in each round.
+the time until then are shown too. Which way to save comes when is drawn anew in each round. The
+files lie where temporary files do, which should be a disk.
 
 Exits with 1 when a process fails; a missed goal is a row that says so.
 """
