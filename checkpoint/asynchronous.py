@@ -8,6 +8,7 @@ Invariant: the newest snapshot that all ranks have is in a slot until a newer on
 saving, copier and background.
 """
 
+import json
 import signal
 import threading
 import time
@@ -35,6 +36,7 @@ from torchtitan_lite.log import logger
 _SLOTS = 3
 """The newest complete one, the one that is filled, and the one that is written."""
 _HEARTBEAT_S = 0.02
+_ROOM_FOR_VALUES = 4
 
 
 @dataclass
@@ -275,6 +277,10 @@ def _region(saved: Saved, slot_bytes: int, description: dict[str, Any]) -> Regio
         )
     folder = run_folder(saved.identity.run_id)
     adopted = Region.adopt(folder, saved.mesh.rank, description, slot_bytes, num_slots=_SLOTS)
-    return adopted or Region.create(
-        folder, saved.mesh.rank, description, slot_bytes, num_slots=_SLOTS
+    if adopted is not None:
+        return adopted
+    # Sources of data may have more to say later than at the start.
+    values_bytes = _ROOM_FOR_VALUES * len(json.dumps(saved.values())) + (1 << 20)
+    return Region.create(
+        folder, saved.mesh.rank, description, slot_bytes, values_bytes, num_slots=_SLOTS
     )

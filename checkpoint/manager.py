@@ -85,8 +85,11 @@ class CheckpointManager:
             steps = [config.load_step]
         elif self._may_be_asynchronous:
             remembered = newest_remembered(self._saved.identity.run_id, self._mesh.rank)
-        if remembered is not None and remembered.saved.step >= max(steps, default=0):
-            where = self._try_remembered(remembered, parts)
+        if remembered is not None:
+            where = None
+            if remembered.saved.step >= max(steps, default=0):
+                where = self._try_remembered(remembered, parts)
+            remembered.close()
             if where is not None:
                 return where
         storage = self._saved.storage
@@ -96,7 +99,11 @@ class CheckpointManager:
             candidates = [(storage, name)]
             if config.initial_load_model_only:
                 parts &= {"model"}
-        where = self._load_first_intact(candidates, parts)
+        try:
+            where = self._load_first_intact(candidates, parts)
+        finally:
+            # A file that is mapped keeps its place on the disk when it is deleted.
+            storage.close()
         if where is not None and steps:
             self._saved_step = self._state.step
             self._saved_values = self._state.values()

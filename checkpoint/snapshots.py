@@ -140,6 +140,11 @@ class RememberedSnapshot:
             False,
         )
 
+    def close(self) -> None:
+        """Let go of the regions, whose memory is free once nobody maps it."""
+        for region, _ in self._regions.values():
+            region.close()
+
     def reach(self, holder: Holder) -> Sequence[int]:
         """Those on the machine of a region."""
         return self._reach.get(holder, ())
