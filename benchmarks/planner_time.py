@@ -5,6 +5,7 @@ plan one rank's part is timed with it, as a rank needs it. There is nothing to c
 is the goal's own absolute figure, and the ratio may be 1.
 """
 
+import gc
 import random
 import statistics
 import sys
@@ -39,7 +40,16 @@ class PlannerCase:
 
 
 def measure_planner(case: PlannerCase) -> Iterator[tuple[Row, Agreement]]:
-    """All rows."""
+    """All rows. Garbage is not collected meanwhile: to look through all objects of torch takes a
+    tenth of a second, and the trainer does it between steps."""
+    gc.disable()
+    try:
+        yield from _rows(case)
+    finally:
+        gc.enable()
+
+
+def _rows(case: PlannerCase) -> Iterator[tuple[Row, Agreement]]:
     for shape, goals_ms in (((2, 2, 2), (0.5,)), ((4, 4, 4), (0.5,)), ((4,) * 5, (1.0, 10.0))):
         seconds = _random_pairs(shape, case.pairs)
         name = f"random layouts on {' x '.join(map(str, shape))} ranks, cold"

@@ -8,7 +8,7 @@ elements for each piece.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from torchtitan_lite.redistribute.holder_mesh import Holder
@@ -44,11 +44,15 @@ class Delivery(NamedTuple):
 def stripes(start: int, stop: int, count: int, row: int) -> list[tuple[int, int]]:
     """The elements [start, stop) in `count` parts, as equal as can be; of whole rows of `row`
     elements where that leaves them equal enough."""
+    return list(itertools.pairwise(_ends(start, stop, count, row, range(count + 1))))
+
+
+def _ends(start: int, stop: int, count: int, row: int, numbers: Iterable[int]) -> list[int]:
+    """Where stripes of these numbers begin; the last ends where the next would begin."""
     size = stop - start
     unit = row if start % row == 0 and size >= _FEW_ROWS * count * row else 1
     rows = -(-size // unit)
-    ends = [start + min(rows * index // count * unit, size) for index in range(count + 1)]
-    return list(itertools.pairwise(ends))
+    return [start + min(rows * number // count * unit, size) for number in numbers]
 
 
 def taken(unit: Unit, taker: Holder, row: int) -> list[Delivery]:
@@ -73,9 +77,17 @@ def given(unit: Unit, source: Holder, row: int) -> list[Delivery]:
         Delivery(source, needers[index], unit.start, unit.stop)
         for index in range(first, whole, count)
     ]
-    for index in range(whole, len(needers)):
-        found += [d for d in _to(unit, index, needers[index], len(needers), row) if d[0] == source]
-    return found
+    # What is left over, as `_to` has it, looked at from this source alone: there may be hundreds.
+    left = range(whole, len(needers))
+    if _is_divided(unit):
+        start, stop = _ends(unit.start, unit.stop, count, row, (mine, mine + 1))
+        found += [Delivery(source, needers[index], start, stop) for index in left if start < stop]
+        return found
+    return found + [
+        Delivery(source, needers[index], unit.start, unit.stop)
+        for index in left
+        if (index + unit.rotation) % count == mine
+    ]
 
 
 def by_node(
@@ -112,12 +124,17 @@ def _needers(unit: Unit) -> list[Holder]:
     return [taker for taker in unit.takers if taker not in sources]
 
 
+def _is_divided(unit: Unit) -> bool:
+    """Whether what is left over after the last full round is divided among the sources."""
+    return unit.stop - unit.start >= _SMALLEST * len(unit.sources)
+
+
 def _to(unit: Unit, index: int, taker: Holder, num_needers: int, row: int) -> list[Delivery]:
     """The deliveries to the `index`-th needer: whole from one source, in turn; those that are left
     over after the last full round get a stripe from each."""
-    count, size = len(unit.sources), unit.stop - unit.start
+    count = len(unit.sources)
     whole = num_needers - num_needers % count
-    if index < whole or size < _SMALLEST * count:
+    if index < whole or not _is_divided(unit):
         source = unit.sources[(index + unit.rotation) % count]
         return [Delivery(source, taker, unit.start, unit.stop)]
     found = []
