@@ -21,6 +21,7 @@ from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.interval import SnapshotInterval
 from torchtitan_lite.checkpoint.inventory import local_parts, take_inventory
 from torchtitan_lite.checkpoint.memory.folder import (
+    alone_in,
     leave,
     regions_in,
     remove_regions,
@@ -29,7 +30,7 @@ from torchtitan_lite.checkpoint.memory.folder import (
 from torchtitan_lite.checkpoint.memory.lock import RankLock
 from torchtitan_lite.checkpoint.memory.region import Region, State
 from torchtitan_lite.checkpoint.outcome import Signals
-from torchtitan_lite.checkpoint.saving import Saved
+from torchtitan_lite.checkpoint.saving import Saved, pause_after
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 
@@ -48,6 +49,8 @@ class _Save:
     attempt: int
     values: dict[str, Any]
     """The state's, as they were then."""
+    hurries: bool
+    """Training waits for it."""
     ordered: bool = False
 
 
@@ -69,6 +72,8 @@ class AsynchronousSaver:
         self._save: _Save | None = None
         self._attempts = 0
         self._is_late = False
+        self._tried_again_from = 0
+        """The step from which a save that failed is tried again."""
         self.failures_in_a_row = 0
         self.saved_step: int | None = None
         self.saved_values: dict[str, Any] = {}
@@ -113,6 +118,8 @@ class AsynchronousSaver:
             self._writer.abandon(save.step)
             self._save, self._is_late = None, True
             self.failures_in_a_row += 1
+            pause = pause_after(self.failures_in_a_row)
+            self._tried_again_from = self._saved.state.step + pause
             logger.error(
                 "Step %d was not saved in %s. Training goes on, and saving is tried again.",
                 save.step,
@@ -125,8 +132,11 @@ class AsynchronousSaver:
         step = self._saved.state.step
         # A save that is under way is not cut off by the next.
         self._is_late = self._is_late or save_due
-        saves = self._is_late and self._save is None
-        if saves or self._interval.due(step - self._last_step):
+        may_try = save_due or step >= self._tried_again_from
+        saves = self._is_late and self._save is None and may_try
+        # On another mesh than that before, nothing is left in shared memory.
+        is_first = self._kept is None and self._newest is None and self._interval.is_given
+        if saves or is_first or self._interval.due(step - self._last_step):
             self._snapshot(saves=saves)
 
     def finish(self) -> None:
@@ -136,7 +146,7 @@ class AsynchronousSaver:
         """
         self.wait()
         for _ in range(2):
-            self._snapshot(saves=True)
+            self._snapshot(saves=True, hurries=True)
             self.wait()
             if self.saved_step == self._saved.state.step:
                 return
@@ -151,12 +161,14 @@ class AsynchronousSaver:
         _pass_signals_on(-1)
         if free:
             self._writer.close(free=True)
+            # Also where the writer could not.
+            self._region.unlink()
             leave(self._region.path.parent, self._region.rank)
         else:
             self._writer.detach()
         self._region.close()
 
-    def _snapshot(self, *, saves: bool) -> None:
+    def _snapshot(self, *, saves: bool, hurries: bool = False) -> None:
         state, mesh = self._saved.state, self._saved.mesh
         busy = {self._kept, self._save.slot if self._save else None}
         slot = next(slot for slot in range(_SLOTS) if slot not in busy)
@@ -168,20 +180,26 @@ class AsynchronousSaver:
         self._newest, self._confirms, self._last_step = slot, step, step
         if saves:
             self._attempts += 1
-            self._save = _Save(step, slot, self._attempts, values["values"])
+            self._save = _Save(step, slot, self._attempts, values["values"], hurries)
             self._is_late = False
 
     def _order(self) -> None:
         """The writer is told of a save when its slot is complete."""
         save = self._save
         if save is not None and not save.ordered:
-            if not self._writer.alive:
-                self._writer.start()
-            self._writer.save(save.slot, save.step, save.attempt)
             save.ordered = True
+            try:
+                if not self._writer.alive:
+                    self._writer.start()
+            except OSError as error:
+                logger.error("No checkpoint writer can be started: %s", error)
+                return
+            self._writer.save(save.slot, save.step, save.attempt, hurries=save.hurries)
 
     def _hear(self, response: dict[str, Any], signals: Signals) -> None:
         save = self._save
+        if response.get("failed") == -1:
+            logger.error("The checkpoint writer: %s", response["error"])
         if save is None or save.step not in response.values():
             return
         if "committed" in response:
@@ -207,9 +225,7 @@ def open_saver(saved: Saved, restored_step: int | None) -> AsynchronousSaver | N
     `restored_step` is the step that was restored from shared memory: its region is taken over.
     Every rank must call it.
     """
-    mesh, config = saved.mesh, saved.config
-    inventory = take_inventory(saved.state.tensors(), mesh)
-    region, problem = None, ""
+    mesh, saver, problem = saved.mesh, None, ""
     try:
         _wait_for_writers(saved)
     except (OSError, CheckpointError) as error:
@@ -219,19 +235,25 @@ def open_saver(saved: Saved, restored_step: int | None) -> AsynchronousSaver | N
         try:
             # Those of an earlier start with more ranks would pass for ranks of this one.
             remove_regions(saved.identity.run_id, first=mesh.world_size)
-            region = _region(saved, inventory.slot_bytes, saved.describe(inventory).to_dict())
-        except (OSError, CheckpointError) as error:
+            saver = _open(saved)
+        except (OSError, RuntimeError, CheckpointError) as error:
             problem = str(error)
-    if mesh.any(region is None):
-        if region is not None:
-            region.close()
-            region.unlink()
+    if mesh.any(saver is None):
+        if saver is not None:
+            saver.close(free=True)
         logger.warning(
             "Snapshots are off, and training waits while a checkpoint is written: %s",
             problem or "another rank has too little memory.",
         )
         return None
-    assert region is not None
+    assert saver is not None
+    saver.keep(restored_step)
+    return saver
+
+
+def _open(saved: Saved) -> AsynchronousSaver:
+    """Raises OSError, RuntimeError or CheckpointError, and leaves nothing then."""
+    config, inventory = saved.config, take_inventory(saved.state.tensors(), saved.mesh)
     settings = WriterSettings(
         nice=config.writer_nice,
         bytes_per_s=config.writer_mib_per_s * 2**20 or None,
@@ -239,14 +261,18 @@ def open_saver(saved: Saved, restored_step: int | None) -> AsynchronousSaver | N
         keep_latest_k=config.keep_latest_k,
         keep_every=config.keep_every,
     )
-    slots = [region.data(slot) for slot in range(_SLOTS)]
-    copier = Copier(inventory, slots, mesh.device.torch_device)
-    writer = WriterProcess(region.path, settings)
-    writer.start()
+    region = _region(saved, inventory.slot_bytes, saved.describe(inventory).to_dict())
+    try:
+        slots = [region.data(slot) for slot in range(_SLOTS)]
+        copier = Copier(inventory, slots, saved.mesh.device.torch_device)
+        writer = WriterProcess(region.path, settings)
+        writer.start()
+    except BaseException:
+        region.close()
+        region.unlink()
+        raise
     _pass_signals_on(writer.signals_fd)
-    saver = AsynchronousSaver(saved, region, copier, writer)
-    saver.keep(restored_step)
-    return saver
+    return AsynchronousSaver(saved, region, copier, writer)
 
 
 def _pass_signals_on(descriptor: int) -> None:
@@ -281,6 +307,8 @@ def _region(saved: Saved, slot_bytes: int, description: dict[str, Any]) -> Regio
         return adopted
     # Sources of data may have more to say later than at the start.
     values_bytes = _ROOM_FOR_VALUES * len(json.dumps(saved.values())) + (1 << 20)
-    return Region.create(
-        folder, saved.mesh.rank, description, slot_bytes, values_bytes, num_slots=_SLOTS
-    )
+    # One after the other: each sees what those before it have taken.
+    with alone_in(folder):
+        return Region.create(
+            folder, saved.mesh.rank, description, slot_bytes, values_bytes, num_slots=_SLOTS
+        )

@@ -66,9 +66,9 @@ class Copier:
         """Come back when the copy is there. Raises what went wrong in it."""
         if self._running is None:
             return
-        started = time.perf_counter()
-        copy_s = self._running.result()
+        started, running = time.perf_counter(), self._running
         self._running = None
+        copy_s = running.result()
         # A device copies beside its computation for nothing; a processor does not.
         self.seconds = copy_s if self._stream is None else time.perf_counter() - started
 

@@ -20,6 +20,11 @@ class SnapshotInterval:
         else a machine does makes single ones longer."""
         self.steps = max(given, 1)
 
+    @property
+    def is_given(self) -> bool:
+        """Whether snapshots are taken for their own sake."""
+        return self._given != 0
+
     def measured(self, copy_s: float, step_s: float) -> None:
         """Take note of a snapshot and a step, both summed over all ranks."""
         if self._given != -1 or copy_s <= 0 or step_s <= 0:
@@ -30,4 +35,4 @@ class SnapshotInterval:
 
     def due(self, steps_since: int) -> bool:
         """Whether one is due so many steps after the last."""
-        return self._given != 0 and steps_since >= self.steps
+        return self.is_given and steps_since >= self.steps

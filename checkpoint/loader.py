@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.inventory import local_parts
 from torchtitan_lite.checkpoint.snapshots import Snapshot
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import gather_texts
 from torchtitan_lite.redistribute import Placed, describe
@@ -57,8 +58,9 @@ def load(
             problem, given = "", []
             try:
                 given = reading[number].result()
-            except DamagedCheckpoint as error:
-                problem = str(error)
+            except Exception as error:
+                # Whatever it is, all ranks must come to know of it.
+                problem = str(error) if isinstance(error, UserError) else repr(error)
             problems = [text.decode() for text in gather_texts(problem.encode()) if text]
             if problems:
                 raise DamagedCheckpoint(" ".join(problems))
@@ -68,10 +70,11 @@ def load(
             _fill([takings[name] for name in batch], given, [lives.get(name) for name in batch])
     with torch.no_grad():
         for name, tensor in tensors.items():
-            # Memory that is not contiguous was filled beside it.
-            local = mesh.placed(tensor).to_local()
-            if local.data_ptr() != lives[name].data_ptr():
-                local.copy_(lives[name])
+            # Memory that is not contiguous, or on another device than the mesh, was filled beside
+            # it.
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if own.data_ptr() != lives[name].data_ptr():
+                own.copy_(lives[name])
 
 
 def _check_fit(snapshot: Snapshot, wanted: Mapping[str, Placed], parts: set[str]) -> None:

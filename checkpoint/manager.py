@@ -20,13 +20,13 @@ from torchtitan_lite.checkpoint.loader import load
 from torchtitan_lite.checkpoint.memory.folder import remove_regions
 from torchtitan_lite.checkpoint.outcome import Signals
 from torchtitan_lite.checkpoint.remembered import newest_remembered
-from torchtitan_lite.checkpoint.saving import Saved
+from torchtitan_lite.checkpoint.saving import Saved, attempt, pause_after
 from torchtitan_lite.checkpoint.snapshots import RememberedSnapshot, Snapshot, StoredSnapshot
 from torchtitan_lite.checkpoint.state import PARTS, State
 from torchtitan_lite.checkpoint.storage.names import step_name
 from torchtitan_lite.checkpoint.storage.storage import Storage, open_storage, split_storage
 from torchtitan_lite.checkpoint.synchronous import save_now
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import gather_texts, leader_says
@@ -62,6 +62,7 @@ class CheckpointManager:
         self._saved_values: dict[str, Any] = {}
         self._saves_tried = 0
         self._failures_in_a_row = 0
+        self._tried_again_from = 0
         self._step_ended = time.perf_counter()
 
     def restore(self) -> str | None:
@@ -85,15 +86,13 @@ class CheckpointManager:
             steps = [config.load_step]
         elif self._may_be_asynchronous:
             remembered = newest_remembered(self._saved.identity.run_id, self._mesh.rank)
-        if remembered is not None:
-            where = None
-            if remembered.saved.step >= max(steps, default=0):
-                where = self._try_remembered(remembered, parts)
-            remembered.close()
-            if where is not None:
-                return where
         storage = self._saved.storage
-        candidates = [(storage, step_name(step)) for step in steps]
+        candidates: list[RememberedSnapshot | tuple[Storage, str]] = [
+            (storage, step_name(step)) for step in steps
+        ]
+        if remembered is not None:
+            newer = sum(step > remembered.saved.step for step in steps)
+            candidates.insert(newer, remembered)
         if not candidates and config.initial_load_path is not None:
             storage, name = split_storage(config.initial_load_path)
             candidates = [(storage, name)]
@@ -104,7 +103,9 @@ class CheckpointManager:
         finally:
             # A file that is mapped keeps its place on the disk when it is deleted.
             storage.close()
-        if where is not None and steps:
+            if remembered is not None:
+                remembered.close()
+        if where is not None and steps and self._restored_step is None:
             self._saved_step = self._state.step
             self._saved_values = self._state.values()
         return where
@@ -135,12 +136,13 @@ class CheckpointManager:
             self._may_be_asynchronous = self._asynchronous is not None
         if self._asynchronous is not None:
             self._asynchronous.after_step(save_due=due)
-        elif due and self._saves:
+        elif self._saves and (due or (self._failures_in_a_row and step >= self._tried_again_from)):
             try:
                 self._save_now()
                 self._failures_in_a_row = 0
             except CheckpointError as error:
                 self._failures_in_a_row += 1
+                self._tried_again_from = step + pause_after(self._failures_in_a_row)
                 logger.error("%s Training goes on.", error)
         self._step_ended = time.perf_counter()
         return self._step_ended - started
@@ -171,6 +173,7 @@ class CheckpointManager:
             self._saved_values == self._state.values()
         )
         if model_only:
+            self.wait_for_saves()
             self._save_now(model_only=True)
         elif not is_saved and saver is not None:
             saver.finish()
@@ -198,6 +201,9 @@ class CheckpointManager:
 
     def _save_now(self, *, model_only: bool = False) -> None:
         self._saves_tried += 1
+        if self._saves_tried == 1 and self._mesh.is_leader:
+            # Nobody writes beside this process: what is left of others can go.
+            attempt(lambda: self._saved.storage.recover(self._saved.identity.session))
         # Told from the attempts of the writer, which count from 1.
         save_now(self._saved, number=-self._saves_tried, model_only=model_only)
         self._saved_step, self._saved_values = self._state.step, self._state.values()
@@ -212,7 +218,7 @@ class CheckpointManager:
             storage = self._saved.storage
             try:
                 if self._saves:
-                    storage.recover(self._saved.identity.session)
+                    storage.mend()
                 seen = storage.steps()
             except OSError as caught:
                 error = CheckpointError(
@@ -223,23 +229,26 @@ class CheckpointManager:
         told = leader_says(" ".join(map(str, reversed(seen))).encode())
         return list(map(int, told.split()))
 
-    def _try_remembered(self, found: RememberedSnapshot, parts: set[str]) -> str | None:
-        try:
-            self._load(found, parts)
-        except (CheckpointError, DamagedCheckpoint) as error:
-            logger.warning("The snapshot in shared memory is not used: %s", error)
-            return None
-        self._restored_step = found.saved.step
-        return found.where
-
     def _load_first_intact(
-        self, candidates: list[tuple[Storage, str]], parts: set[str]
+        self, candidates: list[RememberedSnapshot | tuple[Storage, str]], parts: set[str]
     ) -> str | None:
         """Load the first candidate that no rank finds damaged. All ranks have the same list."""
         damage: list[str] = []
-        for storage, name in candidates:
+        for candidate in candidates:
+            if isinstance(candidate, RememberedSnapshot):
+                try:
+                    self._load(candidate, parts)
+                except UserError as error:
+                    damage.append(
+                        f"{error} (`python -m scripts.inspect_checkpoint --shm --free "
+                        f"{self._saved.identity.run_id}` removes it.)"
+                    )
+                    logger.warning("The snapshot in shared memory is not used: %s", error)
+                    continue
+                self._restored_step = candidate.saved.step
+                return candidate.where
             try:
-                found = self._open(storage, name)
+                found = self._open(*candidate)
                 self._load(found, parts)
             except DamagedCheckpoint as error:
                 damage.append(str(error))

@@ -41,8 +41,13 @@ class Channel:
         """Read what has come, waiting at most `timeout_s` for it; all orders not yet taken."""
         if self.ended:
             return self._orders
-        sources = [self._incoming, *([] if self._signals is None else [self._signals])]
-        ready, _, _ = select.select(sources, [], [], timeout_s)
+        # `select` knows no descriptors above 1023, and that of the signals is the trainer's.
+        poll = select.poll()
+        for source in (self._incoming, self._signals):
+            if source is not None:
+                poll.register(source, select.POLLIN)
+        wait_ms = None if timeout_s is None else timeout_s * 1000
+        ready = {descriptor for descriptor, _ in poll.poll(wait_ms)}
         if self._signals in ready:
             assert self._signals is not None
             numbers = os.read(self._signals, _READ_BYTES)

@@ -147,9 +147,12 @@ def flush(
 
 
 def _newest_stored(own: RankSave) -> int:
-    """The newest step on storage; -1 for none, or when the storage does not say."""
+    """The newest step on storage that this run may have saved; -1 for none, or when the storage
+    does not say."""
     try:
-        return max(own.storage.steps(), default=-1)
+        newest = max(own.complete_slots(), default=-1)
+        # Later ones are damaged, or of a run that was taken back: they do not hold this state.
+        return max((step for step in own.storage.steps() if step <= newest), default=-1)
     except OSError as error:
         report(f"The checkpoints in {own.storage.root} cannot be listed: {error}")
         return -1

@@ -69,10 +69,12 @@ class WriterProcess:
         """Of the process that was started last."""
         return None if self._process is None else self._process.pid
 
-    def save(self, slot: int, step: int, attempt: int = 0) -> bool:
+    def save(self, slot: int, step: int, attempt: int = 0, *, hurries: bool = False) -> bool:
         """Order `slot`, complete with `step`, to be saved. `attempt` tells a new try of the same
-        step from one that failed, and is the same on all ranks. False when the writer is dead."""
-        return self._send({"save": {"slot": slot, "step": step, "attempt": attempt}})
+        step from one that failed, and is the same on all ranks. `hurries`: nothing is spared any
+        more, since training waits. False when the writer is dead."""
+        order = {"slot": slot, "step": step, "attempt": attempt, "hurries": hurries}
+        return self._send({"save": order})
 
     def abandon(self, step: int) -> bool:
         """Order a save to be given up. False when the writer is dead."""

@@ -72,6 +72,9 @@ class Writer:
     def _carry_out(self, order: dict[str, Any]) -> None:
         if "save" in order:
             save = order["save"]
+            if save.get("hurries"):
+                hurry()
+                self._rate.bytes_per_s = None
             # The trainer does not hang.
             self._channel.was_asked_to_leave, self._asked_at = False, None
             self._write(int(save["slot"]), int(save["step"]), int(save.get("attempt", 0)))

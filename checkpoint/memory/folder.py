@@ -4,10 +4,12 @@
 Invariant: only folders that this user owns and nobody else may read are used. Layer: above lock.
 """
 
+import fcntl
 import os
 import re
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +118,17 @@ def free(run_id: str, *, base: Path = SHARED_MEMORY) -> int:
         for lock in locks:
             lock.release()
     return run.bytes
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in such a block for `folder`."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def leave(folder: Path, rank: int) -> None:

@@ -131,6 +131,9 @@ class LocalFolder:
         tick()
         self._files.rmtree(doomed)
 
+    def mend(self) -> None:
+        self._put_back()
+
     def recover(self, session: str) -> None:
         self._put_back()
         for name in self._names(self._folder):

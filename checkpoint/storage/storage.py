@@ -74,6 +74,11 @@ class Storage(Protocol):
         """Remove a committed step, so that it is never seen in part."""
         ...
 
+    def mend(self) -> None:
+        """Put back what a kill between two renames took away. Removes nothing, since writers of an
+        earlier start may still be at work. For one process, before anything is read."""
+        ...
+
     def recover(self, session: str) -> None:
         """Mend what a killed process left, and remove leavings but those of tokens that begin with
         `session`. For one process, before anything is read."""

@@ -6,10 +6,15 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
 from tests.pool import WorkerPool
 from torchtitan_lite.errors import RedistributionError
+from torchtitan_lite.redistribute import HolderMesh, Layout, Means, plan
+from torchtitan_lite.redistribute.execution import Execution
+from torchtitan_lite.redistribute.program import Task
 from torchtitan_lite.redistribute.shared_memory import FOLDER, SharedMemory
 
 Pools = Callable[[int], WorkerPool]
@@ -41,11 +46,26 @@ def _one_has_none() -> set[int]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if dist.get_rank() != 1:
-        return set(SharedMemory(_world(), 1 << 16).neighbours)
+        return _exchanged_with(SharedMemory(_world(), 1 << 16))
     with patch("os.posix_fallocate", full):
         memory = SharedMemory(_world(), 1 << 16)
     assert memory.problem is not None and "No space left" in memory.problem
     assert not memory.covers_all
+    return _exchanged_with(memory)
+
+
+def _exchanged_with(memory: SharedMemory) -> set[int]:
+    """The neighbours, after an exchange in which all take part."""
+    mesh = HolderMesh.ranks(3)
+    found = plan(Layout(mesh, [Shard(0)]), Layout(mesh, [Shard(1)]), (6, 9), torch.float32)
+    rank, whole = dist.get_rank(), torch.arange(54.0).view(6, 9)
+    out = torch.zeros(6, 3)
+    with patch("torchtitan_lite.redistribute.execution.shared_memory_of", lambda _: memory):
+        means = Means(bucket_bytes=1 << 14)
+        tasks = [Task(found, rank, 4)]
+        execution = Execution(tasks, range(3), _world(), torch.device("cpu"), means)
+        execution.run([whole[2 * rank : 2 * rank + 2].contiguous()], [out])
+    assert torch.equal(out, whole[:, 3 * rank : 3 * rank + 3])
     return set(memory.neighbours)
 
 

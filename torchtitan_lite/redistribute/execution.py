@@ -122,7 +122,9 @@ class Execution:
             )
         paths: list[SharedPath | CollectivePath] = []
         for number in range(max((len(task.plan.rounds) for task in self._tasks), default=0)):
-            if memory is not None:
+            # A rank that shares memory with none, such as one that has too little, does all by
+            # the group.
+            if memory is not None and len(near) > 1:
                 most = means.bucket_bytes
                 paths.append(SharedPath(self._tasks, number, ranks, memory, most, near))
             if not covers_all:

@@ -357,3 +357,41 @@ def test_an_earlier_start_with_more_ranks_is_not_in_the_way(
     assert [path.name for path in memory_of(tmp_path)] == ["rank-00000.snapshots"]
     crash(manager)
     assert manage(SmallState(), **ASYNC).restore() == "step 2 in shared memory"
+
+
+def test_a_damaged_later_step_does_not_hide_what_is_in_memory(
+    manage: Manage, mesh: Mesh, tmp_path: Path
+) -> None:
+    state = SmallState()
+    manager = manage(state, interval=5, **ASYNC)
+    steps(manager, state, mesh, 1)
+    saver = manager._asynchronous
+    assert saver is not None
+    until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
+    steps(manager, state, mesh, 4)
+    until(manager, mesh, lambda: saver.saved_step == 5, "step 5 is saved")
+    crash(manager)
+    path = Path(manager.root, "step-5", "rank-00000.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    # Goes on from step 1, as shared memory went with the machine, and dies again at step 3.
+    for region in memory_of(tmp_path):
+        region.unlink()
+    again = SmallState(seed=1)
+    manager = manage(again, interval=5, **ASYNC)
+    assert manager.restore() == f"{manager.root}/step-1"
+    steps(manager, again, mesh, 2)
+    complete(manager, mesh)
+    crash(manager)
+    third = SmallState(seed=2)
+    assert manage(third, interval=5, **ASYNC).restore() == "step 3 in shared memory"
+    assert same(third.tensors(), again.tensors())
+
+
+def test_the_weights_alone_are_saved_after_what_is_under_way(manage: Manage, mesh: Mesh) -> None:
+    state = SmallState()
+    settings = {"last_save_model_only": True, "export_dtype": "bfloat16"}
+    manager = manage(state, interval=3, **settings, **ASYNC)
+    steps(manager, state, mesh, 3)
+    folder = manager.final_save(finished=True)
+    assert folder == f"{manager.root}/step-3"
+    assert manifest_in(folder).model_only

@@ -190,15 +190,20 @@ def test_a_save_is_never_deleted_for_a_damaged_one_of_a_later_step(manage: Manag
     assert same(other.tensors(), state.tensors())
 
 
-def test_a_deletion_that_was_killed_is_finished_by_the_next_start(manage: Manage) -> None:
+def test_a_deletion_that_was_killed_is_finished_by_the_next_start_that_saves(
+    manage: Manage,
+) -> None:
     state = SmallState()
     manager = manage(state, keep_latest_k=1)
     run_steps(manager, state, 2)
     for left in (".deleting-step-1", ".deleting-step-0"):
         Path(manager.root, left).mkdir()
         Path(manager.root, left, _DATA).write_bytes(b"left over")
-    assert manage(SmallState()).restore() == f"{manager.root}/step-2"
-    assert steps_in(manager.root) == ["step-2"]
+    again = SmallState()
+    manager = manage(again, keep_latest_k=1)
+    assert manager.restore() == f"{manager.root}/step-2"
+    run_steps(manager, again, 1)
+    assert steps_in(manager.root) == ["step-3"]
 
 
 def test_a_replacement_that_was_killed_is_mended_by_the_next_start(manage: Manage) -> None:

@@ -31,7 +31,7 @@ def test_nothing_to_cut_boxes_with_is_imported(path: Path) -> None:
             module, names = node.names[0].name, set()
         else:
             continue
-        assert not module.startswith(_TORCHS), module
+        assert not module.startswith(_TORCHS) or names == {"DTensor"}, module
         if module.startswith("torchtitan_lite.redistribute"):
             assert module in _PLANNER, module
             assert not names & _PLANNERS_OWN, names
