@@ -393,5 +393,5 @@ def test_the_weights_alone_are_saved_after_what_is_under_way(manage: Manage, mes
     manager = manage(state, interval=3, **settings, **ASYNC)
     steps(manager, state, mesh, 3)
     folder = manager.final_save(finished=True)
-    assert folder == f"{manager.root}/step-3"
+    assert folder is not None and folder == f"{manager.root}/step-3"
     assert manifest_in(folder).model_only
