@@ -34,7 +34,7 @@ def main(region_path: str, files: Files | None = None) -> int:
         settings = WriterSettings.from_json(given)
         if settings.signals_fd >= 0:
             channel.listen_to_signals(settings.signals_fd)
-        region = Region.open(Path(region_path))
+        region = Region.open(Path(region_path), writable=True)
         lock = RankLock(region.path.parent, region.rank)
         # A writer of an earlier start may still be flushing.
         if not lock.acquire(settings.preemption_grace_s + 1):

@@ -76,6 +76,7 @@ class Region:
         self.token: str = token.hex()
         """Differs for every region that was ever created."""
         self._map = mapped
+        self.is_writable = not memoryview(mapped).readonly
         self._view = memoryview(mapped)
         self._words = self._view.cast("q")
         self._headers_start = ALIGNMENT + _padded(self._description_bytes)

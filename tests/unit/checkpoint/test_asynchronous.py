@@ -395,3 +395,24 @@ def test_the_weights_alone_are_saved_after_what_is_under_way(manage: Manage, mes
     folder = manager.final_save(finished=True)
     assert folder is not None and folder == f"{manager.root}/step-3"
     assert manifest_in(folder).model_only
+
+
+def test_bytes_that_change_in_memory_after_a_save_are_found(
+    manage: Manage, mesh: Mesh, tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    state = SmallState()
+    manager = manage(state, interval=100, **ASYNC)
+    steps(manager, state, mesh, 1)
+    saver = manager._asynchronous
+    assert saver is not None
+    until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
+    crash(manager)
+    (path,) = memory_of(tmp_path)
+    region = Region.open(path, writable=True)
+    (slot,) = [number for number, header in enumerate(region.slots()) if header.step == 1]
+    region.data(slot)[5] ^= 1
+    region.close()
+    other = SmallState(seed=1)
+    assert manage(other, interval=100, **ASYNC).restore() == f"{manager.root}/step-1"
+    assert same(other.tensors(), state.tensors())
+    assert any("is damaged: model.wide in slot" in warning for warning in warnings_in(logged))
