@@ -27,7 +27,11 @@ def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path:
     assert [line["step"] for line in steps] == list(range(1, 7))
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert steps[-1]["tokens"] == 6 * 16 * 256
-    assert {path.name for path in (folder / "checkpoint").iterdir()} == {"step-4", "step-6"}
+    assert {path.name for path in (folder / "checkpoint").iterdir()} == {
+        "step-1",
+        "step-4",
+        "step-6",
+    }
     assert list((folder / "tb").glob("events.*"))
     assert "steps = 6" in (folder / "config.toml").read_text()
 

@@ -109,6 +109,7 @@ def crash(manager: CheckpointManager) -> None:
     if saver is None:
         return
     saver._copier.close()
+    signal.set_wakeup_fd(-1)
     process = saver._writer._process
     if process is not None and process.poll() is None:
         os.kill(process.pid, signal.SIGKILL)

@@ -146,12 +146,6 @@ def test_a_torchtitan_file_loads_unchanged(write) -> None:
     ("off", "on", "key", "feature"),
     [
         (
-            'async_mode = "disabled"',
-            'async_mode = "async"',
-            "checkpoint.async_mode",
-            "asynchronous",
-        ),
-        (
             "[memory_estimation]\nenable = false",
             "[memory_estimation]\nenable = true",
             "memory_estimation.enable",
