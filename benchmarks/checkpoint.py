@@ -21,7 +21,7 @@ from benchmarks.report import main
 from benchmarks.rows import Row
 
 FULL = [
-    CheckpointCase(num_processes=number, layers=12, rounds=5, step_seconds=0.35)
+    CheckpointCase(num_processes=number, layers=12, rounds=5, step_seconds=0.3)
     for number in (1, 2, 4)
 ]
 QUICK = [CheckpointCase(num_processes=2, layers=1, rounds=2, step_seconds=0.02)]
