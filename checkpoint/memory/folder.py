@@ -135,14 +135,15 @@ def leave(folder: Path, rank: int) -> None:
     """Remove a rank's lock and, after the last one, the folder of a run that has ended well; what
     another process of the run still uses stays."""
     lock = RankLock(folder, rank)
-    if lock.try_acquire():
-        lock.path.unlink(missing_ok=True)
-        for pattern in ("flush-*.json", "leave-*"):
-            for left in folder.glob(pattern):
-                left.unlink(missing_ok=True)
-        with suppress(OSError):
+    # Another rank may remove the folder meanwhile.
+    with suppress(OSError):
+        if lock.try_acquire():
+            lock.path.unlink(missing_ok=True)
+            for pattern in ("flush-*.json", "leave-*"):
+                for left in folder.glob(pattern):
+                    left.unlink(missing_ok=True)
             folder.rmdir()
-        lock.release()
+    lock.release()
 
 
 def _user_folder(base: Path) -> Path:
