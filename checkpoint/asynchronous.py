@@ -30,7 +30,8 @@ from torchtitan_lite.checkpoint.memory.folder import (
 from torchtitan_lite.checkpoint.memory.lock import RankLock
 from torchtitan_lite.checkpoint.memory.region import Region, State
 from torchtitan_lite.checkpoint.outcome import Signals
-from torchtitan_lite.checkpoint.saving import Saved, pause_after
+from torchtitan_lite.checkpoint.retries import Retries
+from torchtitan_lite.checkpoint.saving import Saved
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 
@@ -72,11 +73,14 @@ class AsynchronousSaver:
         self._save: _Save | None = None
         self._attempts = 0
         self._is_late = False
-        self._tried_again_from = 0
-        """The step from which a save that failed is tried again."""
-        self.failures_in_a_row = 0
+        self._retries = Retries()
         self.saved_step: int | None = None
         self.saved_values: dict[str, Any] = {}
+
+    @property
+    def failures_in_a_row(self) -> int:
+        """Saves that could not be written, one after the other."""
+        return self._retries.failures_in_a_row
 
     def keep(self, step: int | None) -> None:
         """Go on with the slot from which this run was restored, if it was; all others are of steps
@@ -111,15 +115,14 @@ class AsynchronousSaver:
         if save is None:
             return
         if all_ranks.committed > 0:
-            self._save, self.failures_in_a_row = None, 0
+            self._save = None
+            self._retries.succeeded()
             self.saved_step, self.saved_values = save.step, save.values
             logger.info("Saved step %d in %s", save.step, self._saved.storage.root)
         elif all_ranks.failed > 0:
             self._writer.abandon(save.step)
             self._save, self._is_late = None, True
-            self.failures_in_a_row += 1
-            pause = pause_after(self.failures_in_a_row)
-            self._tried_again_from = self._saved.state.step + pause
+            self._retries.failed(self._saved.state.step)
             logger.error(
                 "Step %d was not saved in %s. Training goes on, and saving is tried again.",
                 save.step,
@@ -132,7 +135,7 @@ class AsynchronousSaver:
         step = self._saved.state.step
         # A save that is under way is not cut off by the next.
         self._is_late = self._is_late or save_due
-        may_try = save_due or step >= self._tried_again_from
+        may_try = save_due or self._retries.may_try(step)
         saves = self._is_late and self._save is None and may_try
         # On another mesh than that before, nothing is left in shared memory.
         is_first = self._kept is None and self._newest is None and self._interval.is_given

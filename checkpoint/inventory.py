@@ -14,8 +14,9 @@ from torchtitan_lite.checkpoint.dtypes import NAME_OF
 from torchtitan_lite.checkpoint.memory.description import FileBox, HeldTensor
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.redistribute import HolderMesh, Layout, Placed, layout_to_json
+from torchtitan_lite.redistribute import Layout, Placed, layout_to_json
 from torchtitan_lite.redistribute.copies import run_of, without_copies
+from torchtitan_lite.redistribute.holder_mesh import Holder
 
 _LARGE_BYTES = 1 << 16
 _LARGE_MULTIPLE = 8
@@ -34,8 +35,6 @@ class Inventory:
     starts: Mapping[str, int]
     """First byte of each part in a slot."""
     slot_bytes: int
-    large_bytes: int
-    """Of the pool of large tensors."""
     layouts: Sequence[Layout]
     file_layouts: Sequence[Layout]
     boxes: Sequence[FileBox]
@@ -86,12 +85,10 @@ def take_inventory(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> Inventory
         if found.dtype not in NAME_OF:
             raise CheckpointError(f"{name} is of {found.dtype}, which safetensors cannot hold.")
     starts: dict[str, int] = {}
-    position = large_bytes = 0
+    position = 0
     for name in sorted(placed, key=lambda name: _place(placed[name], shapes[name])):
         starts[name] = position
         position += prod(shapes[name]) * placed[name].dtype.itemsize
-        if _is_large(placed[name], shapes[name]):
-            large_bytes = position
     boxes, file_layouts = _boxes(placed, starts, mesh.rank)
     return Inventory(
         rank=mesh.rank,
@@ -99,7 +96,6 @@ def take_inventory(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> Inventory
         local_shapes=shapes,
         starts=starts,
         slot_bytes=position,
-        large_bytes=large_bytes,
         layouts=list(dict.fromkeys(p.layout for p in placed.values())),
         file_layouts=file_layouts,
         boxes=sorted(boxes, key=lambda box: (box.start, box.tensor)),
@@ -124,7 +120,7 @@ def _boxes(
     numbers: dict[Layout, int] = {}
     for number, (name, found) in enumerate(placed.items()):
         once = without_copies(found.layout, found.shape, number)
-        in_files = _of_files(once)
+        in_files = once.held_by([_file_of(rank) for rank in once.mesh.holders])
         place = numbers.setdefault(in_files, len(numbers))
         coordinate = once.mesh.coordinate(rank)
         if coordinate is None:
@@ -147,11 +143,9 @@ def _boxes(
     return [box for box in boxes if box.bytes], list(numbers)
 
 
-def _of_files(layout: Layout) -> Layout:
-    """The same with each rank's file in its place."""
-    names = tuple(file_name(rank) for rank in layout.mesh.holders if isinstance(rank, int))
-    mesh = HolderMesh(layout.mesh.shape, names, layout.mesh.axes)
-    return Layout(mesh, layout.placements, layout.shard_order)
+def _file_of(rank: Holder) -> Holder:
+    assert isinstance(rank, int)
+    return file_name(rank)
 
 
 def layouts_json(layouts: Sequence[Layout]) -> tuple[dict[str, object], ...]:

@@ -20,7 +20,8 @@ from torchtitan_lite.checkpoint.loader import load
 from torchtitan_lite.checkpoint.memory.folder import remove_regions
 from torchtitan_lite.checkpoint.outcome import Signals
 from torchtitan_lite.checkpoint.remembered import newest_remembered
-from torchtitan_lite.checkpoint.saving import Saved, attempt, pause_after
+from torchtitan_lite.checkpoint.retries import Retries
+from torchtitan_lite.checkpoint.saving import Saved, attempt
 from torchtitan_lite.checkpoint.snapshots import RememberedSnapshot, Snapshot, StoredSnapshot
 from torchtitan_lite.checkpoint.state import PARTS, State
 from torchtitan_lite.checkpoint.storage.names import step_name
@@ -61,8 +62,7 @@ class CheckpointManager:
         self._saved_step: int | None = None
         self._saved_values: dict[str, Any] = {}
         self._saves_tried = 0
-        self._failures_in_a_row = 0
-        self._tried_again_from = 0
+        self._retries = Retries()
         self._step_ended = time.perf_counter()
 
     def restore(self) -> str | None:
@@ -136,13 +136,12 @@ class CheckpointManager:
             self._may_be_asynchronous = self._asynchronous is not None
         if self._asynchronous is not None:
             self._asynchronous.after_step(save_due=due)
-        elif self._saves and (due or (self._failures_in_a_row and step >= self._tried_again_from)):
+        elif self._saves and (due or (self.failures_in_a_row and self._retries.may_try(step))):
             try:
                 self._save_now()
-                self._failures_in_a_row = 0
+                self._retries.succeeded()
             except CheckpointError as error:
-                self._failures_in_a_row += 1
-                self._tried_again_from = step + pause_after(self._failures_in_a_row)
+                self._retries.failed(step)
                 logger.error("%s Training goes on.", error)
         self._step_ended = time.perf_counter()
         return self._step_ended - started
@@ -156,7 +155,7 @@ class CheckpointManager:
     def failures_in_a_row(self) -> int:
         """Saves that could not be written, one after the other."""
         saver = self._asynchronous
-        return self._failures_in_a_row if saver is None else saver.failures_in_a_row
+        return (self._retries if saver is None else saver).failures_in_a_row
 
     def final_save(self, *, finished: bool) -> str | None:
         """Save the last step, unless it is saved already, and come back when it is durable.

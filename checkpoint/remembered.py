@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.memory.folder import SHARED_MEMORY, regions_in, run_folder
-from torchtitan_lite.checkpoint.memory.region import Region, State
+from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.checkpoint.snapshots import RememberedSnapshot, region_name, tell
 from torchtitan_lite.errors import CheckpointError, DamagedSnapshot, LayoutError
 from torchtitan_lite.log import logger
@@ -63,12 +63,7 @@ def _regions(run_id: str) -> dict[int, tuple[Region, dict[int, int]]]:
         except DamagedSnapshot as error:
             logger.warning("%s", error)
             continue
-        slots = {
-            header.step: slot
-            for slot, header in enumerate(region.slots())
-            if header.state == State.COMPLETE
-        }
-        found[rank] = (region, slots)
+        found[rank] = (region, region.complete_slots())
     return found
 
 

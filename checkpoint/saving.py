@@ -51,12 +51,6 @@ class Saved:
         return {"values": self.state.values(), "rng": rng.capture()}
 
 
-def pause_after(failures_in_a_row: int) -> int:
-    """Steps until a save that failed is tried again: the next one, then twice as many each time, up
-    to 64."""
-    return 2 ** min(failures_in_a_row - 1, 6)
-
-
 def attempt(action: Callable[[], Any]) -> str | None:
     """Run `action`; the error's text instead of the error, since all ranks must reach the next
     collective."""

@@ -8,7 +8,6 @@ Invariant: a part is given only if its checksum holds, where it has one; nothing
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +18,9 @@ from torchtitan_lite.checkpoint.manifest import BoxEntry, layouts_of, read_manif
 from torchtitan_lite.checkpoint.memory.description import Description, HeldTensor
 from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.checkpoint.storage.storage import Storage
+from torchtitan_lite.checkpoint.tensor_bytes import as_tensor
 from torchtitan_lite.errors import DamagedCheckpoint, DamagedSnapshot
-from torchtitan_lite.redistribute import HolderMesh, Layout, Placed, layout_from_json
+from torchtitan_lite.redistribute import Placed, layout_from_json
 from torchtitan_lite.redistribute.holder_mesh import Holder
 
 
@@ -119,13 +119,18 @@ class RememberedSnapshot:
         """`regions` has (region, slot) of each saving rank that this one can open. `told` is what
         `tell` says of every saving rank, in their order."""
         self.where = f"step {step} in shared memory"
-        self._step = step
         self._regions = {region_name(rank): found for rank, found in regions.items()}
+        self._digests = {
+            holder: region.digests(slot) or {} for holder, (region, slot) in self._regions.items()
+        }
         self._held: dict[tuple[str, Holder], HeldTensor] = {}
         self._reach = reach
         self.tensors: dict[str, Placed] = {}
         for one in told:
-            layouts = [_of_regions(layout_from_json(layout)) for layout in one["layouts"]]
+            live = map(layout_from_json, one["layouts"])
+            layouts = [
+                lay.held_by([region_name(rank) for rank in lay.mesh.holders]) for lay in live
+            ]
             for name, (layout, shape, dtype) in one["tensors"].items():
                 found = Placed(layouts[layout], tuple(shape), BY_NAME[dtype])
                 self.tensors.setdefault(name, found)
@@ -153,7 +158,7 @@ class RememberedSnapshot:
         region, slot = self._regions[holder]
         held = self._held[name, holder]
         raw = region.data(slot)[held.offset : held.offset + held.bytes]
-        digest = (region.digests(slot) or {}).get(name)
+        digest = self._digests[holder].get(name)
         if digest is not None and xxhash.xxh3_64_hexdigest(raw) != digest:
             raise DamagedCheckpoint(f"{region.path} is damaged: {name} in slot {slot}.")
         return as_tensor(raw, BY_NAME[held.dtype], held.local_shape)
@@ -174,24 +179,6 @@ def tell(region: Region, slot: int) -> dict[str, Any]:
     }
 
 
-def region_name(rank: int) -> Holder:
+def region_name(rank: Holder) -> Holder:
     """The holder that a rank's region is."""
     return f"memory of rank {rank}"
-
-
-def as_tensor(raw: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """Bytes as a tensor on the same memory; a copy where an element would not be aligned, or where
-    the memory, which an object store has given, cannot be written to: torch warns of such."""
-    if prod(shape) == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
-    memory = bytearray(raw) if isinstance(raw, bytes) else raw
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    if tensor.data_ptr() % dtype.itemsize:
-        tensor = tensor.clone()
-    return tensor.view(dtype).view(tuple(shape))
-
-
-def _of_regions(layout: Layout) -> Layout:
-    names = tuple(region_name(rank) for rank in layout.mesh.holders if isinstance(rank, int))
-    mesh = HolderMesh(layout.mesh.shape, names, layout.mesh.axes)
-    return Layout(mesh, layout.placements, layout.shard_order)

@@ -9,10 +9,11 @@ from torchtitan_lite.checkpoint.background.save import (
     commit_parts,
     delete_old,
     part_of,
+    write_boxes,
 )
 from torchtitan_lite.checkpoint.inventory import local_parts, take_inventory
 from torchtitan_lite.checkpoint.saving import Saved, attempt
-from torchtitan_lite.checkpoint.storage.part_file import PartBox
+from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
 from torchtitan_lite.errors import CheckpointError
 
 
@@ -39,16 +40,12 @@ def save_now(saved: Saved, *, number: int, model_only: bool = False) -> None:
 
     def write() -> None:
         parts = local_parts(tensors, mesh)
-        boxes = [PartBox(b.tensor, b.dtype, b.size, b.start, b.bytes) for b in about.boxes]
-        bytes_of = {name: _bytes(part) for name, part in parts.items()}
+        held = {name: bytes_of(part) for name, part in parts.items()}
         views = [
-            bytes_of[box.tensor][box.start - inventory.starts[box.tensor] :][: box.bytes]
+            held[box.tensor][box.start - inventory.starts[box.tensor] :][: box.bytes]
             for box in about.boxes
         ]
-        storage.begin(step, token)
-        written = []
-        if boxes:
-            written = storage.write_part(step, token, about.file_name, boxes, views)
+        written = write_boxes(storage, about, step, token, views)
         storage.put_part(step, token, mesh.rank, part_of(about, step, values, written))
 
     problem = attempt(write)
@@ -62,9 +59,3 @@ def save_now(saved: Saved, *, number: int, model_only: bool = False) -> None:
     if mesh.is_leader:
         config = saved.config
         delete_old(storage, step, keep_latest_k=config.keep_latest_k, keep_every=config.keep_every)
-
-
-def _bytes(part: torch.Tensor) -> memoryview:
-    if part.numel() == 0:
-        return memoryview(b"")
-    return part.cpu().reshape(-1).view(torch.uint8).numpy().data

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.manifest import (
     read_manifest_alone,
 )
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
-from torchtitan_lite.checkpoint.storage.storage import Storage
+from torchtitan_lite.checkpoint.storage.storage import Storage, is_there
 from torchtitan_lite.errors import DamagedCheckpoint
 
 _LENGTH_BYTES = 8
@@ -63,17 +63,9 @@ def verify(storage: Storage, folder: str, *, threads: int | None = None) -> list
             damage = header.result()
             found += [] if damage is None else [damage]
             # Of a file that cannot be read at all nothing more is said.
-            if damage is None or _is_there(storage, folder, file):
+            if damage is None or is_there(storage, f"{folder}/{file}"):
                 found += [box for check in checked if (box := check.result()) is not None]
     return found
-
-
-def _is_there(storage: Storage, folder: str, file: str) -> bool:
-    try:
-        storage.size(f"{folder}/{file}")
-    except OSError:
-        return False
-    return True
 
 
 def _check_header(

@@ -10,7 +10,11 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.memory.description import Description
 from torchtitan_lite.checkpoint.memory.region import Region, State
-from torchtitan_lite.checkpoint.storage.manifest_json import build_manifest, manifest_bytes
+from torchtitan_lite.checkpoint.storage.manifest_json import (
+    box_entry,
+    build_manifest,
+    manifest_bytes,
+)
 from torchtitan_lite.checkpoint.storage.part_file import PartBox, Written, nothing
 from torchtitan_lite.checkpoint.storage.rate import TokenBucket
 from torchtitan_lite.checkpoint.storage.retention import to_delete
@@ -40,9 +44,7 @@ class RankSave:
 
     def complete_slots(self) -> dict[int, int]:
         """Step -> slot, for the steps that this rank holds whole, newest first."""
-        slots = enumerate(self.region.slots())
-        found = {header.step: slot for slot, header in slots if header.state == State.COMPLETE}
-        return dict(sorted(found.items(), reverse=True))
+        return self.region.complete_slots()
 
     def write(
         self,
@@ -60,17 +62,10 @@ class RankSave:
         OSError when it cannot be written; then the file is removed.
         """
         self._require(slot, step)
-        about, values = self.about, self.region.values(slot)
-        boxes = [
-            PartBox(box.tensor, box.dtype, box.size, box.start, box.bytes) for box in about.boxes
-        ]
-        self.storage.begin(step, token)
-        written: list[Written] = []
-        if boxes:
-            pool = self.region.data(slot)
-            written = self.storage.write_part(
-                step, token, about.file_name, boxes, pool, direct=direct, rate=rate, tick=tick
-            )
+        about, values, pool = self.about, self.region.values(slot), self.region.data(slot)
+        written = write_boxes(
+            self.storage, about, step, token, pool, direct=direct, rate=rate, tick=tick
+        )
         self._require(slot, step)
         self._stamp(slot, written)
         self.storage.put_part(step, token, about.rank, part_of(about, step, values, written))
@@ -106,6 +101,23 @@ class RankSave:
             )
 
 
+def write_boxes(
+    storage: Storage,
+    about: Description,
+    step: int,
+    token: str,
+    source: memoryview | list[memoryview],
+    **how: Any,
+) -> list[Written]:
+    """Write a rank's file, where it has boxes to write; `source` and `how` as in
+    `Storage.write_part`. Raises OSError."""
+    boxes = [PartBox(b.tensor, b.dtype, b.size, b.start, b.bytes) for b in about.boxes]
+    storage.begin(step, token)
+    if not boxes:
+        return []
+    return storage.write_part(step, token, about.file_name, boxes, source, **how)
+
+
 def commit_parts(storage: Storage, about: Description, step: int, token: str) -> None:
     """Join the parts of all ranks, as the leader, and make the step seen."""
     parts = [storage.read_part(step, token, rank) for rank in range(about.world_size)]
@@ -132,15 +144,7 @@ def part_of(
             box.tensor,
             {"dtype": box.dtype, "shape": list(box.shape), "layout": box.layout, "boxes": []},
         )
-        entry["boxes"].append(
-            {
-                "offset": list(box.offset),
-                "size": list(box.size),
-                "file": about.file_name,
-                "bytes": [place.first, place.end],
-                "xxh3": place.xxh3,
-            }
-        )
+        entry["boxes"].append(box_entry(box.offset, box.size, about.file_name, place))
     for held in about.tensors:
         if math.prod(held.shape) == 0 and held.name not in tensors:
             layout = about.layouts[held.layout]

@@ -73,8 +73,7 @@ class Writer:
         if "save" in order:
             save = order["save"]
             if save.get("hurries"):
-                hurry()
-                self._rate.bytes_per_s = None
+                self._spare_nothing()
             # The trainer does not hang.
             self._channel.was_asked_to_leave, self._asked_at = False, None
             self._write(int(save["slot"]), int(save["step"]), int(save.get("attempt", 0)))
@@ -196,12 +195,11 @@ class Writer:
 
     def _heed(self) -> None:
         """Write the steps that a writer of this machine has asked for."""
-        slots = self._save.complete_slots()
         for step in sorted(self._ranks.asked_for() - self._heeded):
             self._heeded.add(step)
+            slots = self._save.complete_slots()
             if step in slots and step not in self._pending and step not in self._storage.steps():
-                hurry()
-                self._rate.bytes_per_s = None
+                self._spare_nothing()
                 self._write(slots[step], step, 0)
 
     def _follow(self) -> None:
@@ -218,8 +216,7 @@ class Writer:
         if slot is None or step in self._storage.steps():
             return
         if self._save.about.rank not in self._storage.parts_present(step, token):
-            hurry()
-            self._rate.bytes_per_s = None
+            self._spare_nothing()
             self._write(slot, step, attempt)
         elif self._save.about.is_leader and step not in self._pending:
             self._pending[step] = (attempt, time.monotonic() + self._settings.commit_timeout_s)
@@ -250,8 +247,12 @@ class Writer:
         """Take note of a trainer that is gone: then nothing is spared."""
         self._channel.look()
         if self._channel.ended and self._rate.bytes_per_s is not None:
-            self._rate.bytes_per_s = None
-            hurry()
+            self._spare_nothing()
+
+    def _spare_nothing(self) -> None:
+        """From now on speed is all that counts."""
+        hurry()
+        self._rate.bytes_per_s = None
 
     def _tick(self) -> None:
         """Between the chunks of a write: an order to abandon it ends it."""

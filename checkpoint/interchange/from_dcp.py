@@ -24,10 +24,15 @@ from torchtitan_lite.checkpoint.interchange.keys import (
     tied_weights,
 )
 from torchtitan_lite.checkpoint.inventory import file_name
-from torchtitan_lite.checkpoint.storage.manifest_json import build_manifest, manifest_bytes
+from torchtitan_lite.checkpoint.storage.manifest_json import (
+    box_entry,
+    build_manifest,
+    manifest_bytes,
+)
 from torchtitan_lite.checkpoint.storage.names import step_name
 from torchtitan_lite.checkpoint.storage.part_file import PartBox
 from torchtitan_lite.checkpoint.storage.storage import Storage
+from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.mesh import Degrees
 from torchtitan_lite.redistribute import HolderMesh, Layout, layout_to_json
@@ -222,17 +227,11 @@ def _write(
     for name, tensor in batch.items():
         size = tuple(tensor.shape)
         boxes.append(PartBox(name, NAME_OF[tensor.dtype], size, 0, tensor.nbytes))
-        views.append(_bytes(tensor))
+        views.append(bytes_of(tensor))
     written = storage.write_part(step, token, file, boxes, views)
     tensors = {}
     for box, place in zip(boxes, written, strict=True):
-        stored = {
-            "offset": [0] * len(box.size),
-            "size": list(box.size),
-            "file": file,
-            "bytes": [place.first, place.end],
-            "xxh3": place.xxh3,
-        }
+        stored = box_entry([0] * len(box.size), box.size, file, place)
         tensors[box.name] = {
             "dtype": box.dtype,
             "shape": list(box.size),
@@ -240,9 +239,3 @@ def _write(
             "boxes": [stored] if math.prod(box.size) else [],
         }
     return {"rank": number, "step": step, "layouts": [layout], "tensors": tensors, "rng": {}}
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    return tensor.reshape(-1).view(torch.uint8).numpy().data

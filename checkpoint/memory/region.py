@@ -226,6 +226,12 @@ class Region:
             found.append(_EMPTY_SLOT if header is None else SlotHeader(header[2], State(header[0])))
         return found
 
+    def complete_slots(self) -> dict[int, int]:
+        """Step -> slot, for the steps that are held whole, newest first."""
+        slots = enumerate(self.slots())
+        found = {header.step: slot for slot, header in slots if header.state == State.COMPLETE}
+        return dict(sorted(found.items(), reverse=True))
+
     def values(self, slot: int) -> dict[str, Any]:
         """The values of a complete slot. Raises DamagedSnapshot when they are not those that were
         given, or the slot is not complete."""

@@ -1,16 +1,17 @@
 """The manifest of a checkpoint as plain JSON, joined from the parts of the ranks.
 
 Each rank's part says what it wrote; the leader's also holds the values. Invariant: every element
-of every tensor is in exactly one box, or no manifest is made. Layer: above errors.
+of every tensor is in exactly one box, or no manifest is made. Layer: above part_file.
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import xxhash
 
+from torchtitan_lite.checkpoint.storage.part_file import Written
 from torchtitan_lite.errors import CheckpointError
 
 FORMAT = "torchtitan_lite.checkpoint"
@@ -60,6 +61,19 @@ def build_manifest(
     }
     manifest["xxh3"] = checksum(manifest)
     return manifest
+
+
+def box_entry(
+    offset: Sequence[int], size: Sequence[int], file: str, place: Written
+) -> dict[str, Any]:
+    """What a part says of one box."""
+    return {
+        "offset": list(offset),
+        "size": list(size),
+        "file": file,
+        "bytes": [place.first, place.end],
+        "xxh3": place.xxh3,
+    }
 
 
 def checksum(manifest: Mapping[str, Any]) -> str:

@@ -118,6 +118,15 @@ def open_storage(root: str, files: Files | None = None) -> Storage:
     return LocalFolder(Path(root.removeprefix("file://")), files or Files())
 
 
+def is_there(storage: Storage, path: str) -> bool:
+    """Whether a file such as "step-5/manifest.json" can be seen."""
+    try:
+        storage.size(path)
+    except OSError:
+        return False
+    return True
+
+
 def split_storage(path: str) -> tuple[Storage, str]:
     """A checkpoint's folder, such as ".../step-1000", as its storage and its name there. Raises
     CheckpointError as `open_storage` does."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.execution import Execution
-from torchtitan_lite.redistribute.holder_mesh import Holder, HolderMesh
+from torchtitan_lite.redistribute.holder_mesh import Holder
 from torchtitan_lite.redistribute.joint import group_of
 from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.means import DEFAULT_MEANS, Means
@@ -117,8 +117,7 @@ def _tasks(taking: Taking, rank: int, width: int, means: Means) -> tuple[list[Ta
     acting = tuple(actors[holder] for holder in src.mesh.holders)
     if len(set(acting)) == len(acting):
         # Each acts for one at most: it is as if the ranks themselves held the tensor.
-        mesh = HolderMesh(src.mesh.shape, acting, src.mesh.axes)
-        live = Layout(mesh, src.placements, src.shard_order)
+        live = src.held_by(acting)
         costs = means.costs_on(torch.device("cpu"))
         found = plan(live, taking.dst, taking.shape, taking.dtype, costs=costs, one_exchange=True)
         return [Task(found, rank, width)], found.moved_bytes > 0

@@ -136,6 +136,11 @@ class Layout:
         """The layout of a DTensor of `shape` that has these placements; see `from_dtensor`."""
         return _read(mesh, tuple(placements), (), tuple(shape), strided)
 
+    def held_by(self, holders: Sequence[Holder]) -> "Layout":
+        """The same with other holders, each in the place of the one at its index."""
+        mesh = HolderMesh(self.mesh.shape, tuple(holders), self.mesh.axes)
+        return Layout(mesh, self.placements, self.shard_order)
+
     def check(self, shape: Sequence[int]) -> None:
         """Raise LayoutError where a tensor of `shape` has too few dims to be cut so."""
         for axis, placement in enumerate(self.placements):
