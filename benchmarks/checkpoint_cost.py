@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.agreement import Agreement
+from benchmarks.checkpoint_crash import Crash, measure_crash
 from benchmarks.checkpoint_sides import STEPS
 from benchmarks.processes import run
 from benchmarks.rows import Row, compare
@@ -33,7 +34,13 @@ def measure_case(case: CheckpointCase, folder: Path) -> Iterator[tuple[Row, Agre
     program = ("-m", "benchmarks.checkpoint_turns")
     run(program, list(map(str, arguments)), case.num_processes, folder / "log")
     paths = [folder / f"rank_{rank}.json" for rank in range(case.num_processes)]
-    measured = _Measured([json.loads(path.read_text()) for path in paths])
+    measured = _Measured(
+        [json.loads(path.read_text()) for path in paths],
+        [
+            measure_crash(case.num_processes, case.layers, folder / f"crash_{turn}")
+            for turn in range(case.rounds)
+        ],
+    )
     name = f"{case.num_processes} proc, {measured.bytes / 1e6:.0f} MB"
     agreement = measured.agreement(name)
     for figure in measured.figures():
@@ -63,8 +70,8 @@ class _Figure:
 class _Measured:
     """What all ranks have measured, brought together."""
 
-    def __init__(self, ranks: Sequence[Mapping[str, Any]]) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Sequence[Mapping[str, Any]], crashes: Sequence[Crash]) -> None:
+        self._ranks, self._crashes = ranks, crashes
         self.bytes = sum(rank["bytes"] for rank in ranks)
 
     def agreement(self, name: str) -> Agreement:
@@ -80,6 +87,11 @@ class _Measured:
             agreement.note(
                 f"load {way}: {max(self._load(way, 's')):.3f} s, "
                 f"{sum(self._load(way, 'read')) / 1e6:.0f} MB read"
+            )
+        for crash in self._crashes:
+            agreement.note(
+                f"killed: durable after {crash.durable_s:.2f} s, back {crash.restart_s:.2f} s "
+                f"after torch's import, {crash.read_bytes} B read, {crash.lost_steps} steps lost"
             )
         return agreement
 
@@ -150,7 +162,18 @@ class _Measured:
             _Figure(
                 "memory beyond the slots, shard", "B", max(beyond, 0.0), size / ranks, 0.25, True
             ),
+            # Against a second, since nobody else keeps what a crash leaves.
+            _Figure(
+                "durable after a kill", "s", self._of_crash("durable_s"), 1.0, 2.0, True
+            ),
+            _Figure(
+                "back from shared memory", "s", self._of_crash("restart_s"), 1.0, 1.2, True
+            ),
+            _Figure("bytes read for it", "B", self._of_crash("read_bytes"), size, 0.0, True),
         ]  # fmt: skip
+
+    def _of_crash(self, what: str) -> float:
+        return float(median(getattr(crash, what) for crash in self._crashes))
 
     def _slowest(self, side: str, key: str) -> float:
         """The median of the slowest rank."""

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from benchmarks.checkpoint_sides import BenchState, Ours, Side
+from benchmarks.checkpoint_sides import Ours, Side
+from benchmarks.checkpoint_state import BenchState
 from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.mesh import Mesh
@@ -46,12 +47,12 @@ def measure_loads(
                 if heat == "cold":
                     _forget(folder)
                 mesh.barrier()
-                before, started = _read_bytes(), time.perf_counter()
+                before, started = read_bytes(), time.perf_counter()
                 way()
                 mesh.barrier()
                 taken = time.perf_counter() - started
                 if number:
-                    read = float(_read_bytes() - before)
+                    read = float(read_bytes() - before)
                     found[f"{name}, {heat}"].append({"s": taken, "read": read})
     return found
 
@@ -88,7 +89,8 @@ def _forget(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _read_bytes() -> int:
+def read_bytes() -> int:
+    """That this process has had read from disks."""
     for line in Path("/proc/self/io").read_text().splitlines():
         if line.startswith("read_bytes:"):
             return int(line.split()[1])

@@ -6,7 +6,7 @@ A side is told of the end of each step, and asked before the state changes.
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,33 +21,14 @@ from torch.distributed.checkpoint.state_dict_saver import (
     async_save,
     save,
 )
-from torch.distributed.tensor import DTensor
 
+from benchmarks.checkpoint_state import BenchState
 from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.mesh import Mesh
 
 STEPS = 6
 """Of a cycle, whose first step is a multiple of it and saves."""
-
-
-class BenchState:
-    """A training state that is nothing but tensors."""
-
-    def __init__(self, tensors: Mapping[str, DTensor]) -> None:
-        self._tensors, self.step = dict(tensors), 0
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return dict(self._tensors)
-
-    def values(self) -> dict[str, Any]:
-        return {"train_state": {"step": self.step}}
-
-    def allocate(self, slots: Mapping[str, tuple[int, ...]]) -> None:
-        """All is there."""
-
-    def load_values(self, values: Mapping[str, Any]) -> None:
-        self.step = values["train_state"]["step"]
 
 
 class Side:

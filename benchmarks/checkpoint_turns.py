@@ -19,15 +19,13 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from benchmarks.checkpoint_loads import measure_loads
-from benchmarks.checkpoint_sides import SIDES, STEPS, BenchState, Side
-from benchmarks.state_dicts import llama
+from benchmarks.checkpoint_sides import SIDES, STEPS, Side
+from benchmarks.checkpoint_state import BenchState, sharded_state
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Degrees, Mesh
-
-_KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 
 
 def main() -> None:
@@ -44,7 +42,7 @@ def main() -> None:
     os.environ.setdefault("MASTER_PORT", "29511")
     dist.init_process_group("gloo")
     mesh = Mesh(detect_device("cpu"), Degrees(dp_shard=dist.get_world_size()))
-    state = _state(mesh, given.layers)
+    state = sharded_state(mesh, given.layers)
     products = _products(mesh, given.step_seconds)
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
     made = {}
@@ -67,25 +65,6 @@ def main() -> None:
     told: dict[str, Any] = {"turns": turns, "loads": loads, "bytes": size}
     (given.folder / f"rank_{mesh.rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
-
-
-def _state(mesh: Mesh, layers: int) -> BenchState:
-    shard = mesh.device_mesh["dp_shard"]
-    tensors = {}
-    for kind in _KINDS:
-        for number, (name, shape) in enumerate(llama(512, 1408, 8000, layers).items()):
-            rows = -(-shape[0] // mesh.world_size)
-            here = max(0, min(rows, shape[0] - mesh.rank * rows))
-            draws = torch.Generator().manual_seed(number)
-            local = torch.randn((here, *shape[1:]), generator=draws)
-            tensors[f"{kind}.{name}"] = DTensor.from_local(
-                local,
-                shard,
-                [Shard(0)],
-                shape=torch.Size(shape),
-                stride=torch.empty(shape, device="meta").stride(),
-            )
-    return BenchState(tensors)
 
 
 def _products(mesh: Mesh, step_seconds: float) -> int:

@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -58,10 +58,19 @@ def start(
 
 def run(program: Sequence[str], arguments: Sequence[str], num_processes: int, log: Path) -> None:
     """Start `program` and wait for its end. Raises ChildFailed with the end of its log."""
-    process = start(program, arguments, num_processes, log)
-    try:
+    with started(program, arguments, num_processes, log) as process:
         if process.wait() != 0:
             raise _failure(program, log)
+
+
+@contextmanager
+def started(
+    program: Sequence[str], arguments: Sequence[str], num_processes: int, log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`program` as long as it is looked at; it is ended with all that it started."""
+    process = start(program, arguments, num_processes, log)
+    try:
+        yield process
     finally:
         _end(process)
 
@@ -75,8 +84,7 @@ def first_line(
     Raises ChildFailed when it ends without a line.
     """
     started_s = time.perf_counter()
-    process = start(program, arguments, num_processes, log)
-    try:
+    with started(program, arguments, num_processes, log) as process:
         while True:
             ended = process.poll() is not None
             line, newline, _ = _text(path).partition("\n")
@@ -85,8 +93,6 @@ def first_line(
             if ended:
                 raise _failure(program, log)
             time.sleep(_POLL_S)
-    finally:
-        _end(process)
 
 
 def _text(path: Path) -> str:

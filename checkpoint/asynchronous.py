@@ -172,13 +172,13 @@ class AsynchronousSaver:
         self._region.close()
 
     def _snapshot(self, *, saves: bool, hurries: bool = False) -> None:
-        state, mesh = self._saved.state, self._saved.mesh
+        state = self._saved.state
         busy = {self._kept, self._save.slot if self._save else None}
         slot = next(slot for slot in range(_SLOTS) if slot not in busy)
         values, step, region = self._saved.values(), state.step, self._region
         region.begin(slot, step)
         self._copier.start(
-            slot, local_parts(state.tensors(), mesh), lambda: region.complete(slot, values)
+            slot, local_parts(state.tensors()), lambda: region.complete(slot, values)
         )
         self._newest, self._confirms, self._last_step = slot, step, step
         if saves:
@@ -203,7 +203,7 @@ class AsynchronousSaver:
         save = self._save
         if response.get("failed") == -1:
             logger.error("The checkpoint writer: %s", response["error"])
-        if save is None or save.step not in response.values():
+        if save is None or response.get("attempt") != save.attempt:
             return
         if "committed" in response:
             signals.committed = 1.0

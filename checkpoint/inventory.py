@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.dtypes import NAME_OF
 from torchtitan_lite.checkpoint.memory.description import FileBox, HeldTensor
@@ -65,13 +66,14 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def local_parts(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+def local_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This rank's parts of `tensors`, contiguous: its memory, where that is contiguous itself."""
     with torch.no_grad():
-        return {
-            name: mesh.placed(tensor).to_local().detach().contiguous()
-            for name, tensor in tensors.items()
-        }
+        return {name: _local(tensor).detach().contiguous() for name, tensor in tensors.items()}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def take_inventory(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> Inventory:

@@ -1,12 +1,13 @@
 """Fills live state from a snapshot that lies on any mesh. Layer: above snapshots.
 
-Each saved byte is read once, by one rank, which verifies it; the planner's exchange brings it to
-the ranks that need it. Only some tensors are under way at a time, so that little memory is needed
-beside the state.
+Each saved byte is read once, by one rank, which verifies it: into its own live memory, where that
+is all that is wanted; else the planner's exchange brings it to the ranks that need it. Only some
+tensors are under way at a time, so that little memory is needed beside the state.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 
 import torch
@@ -24,6 +25,7 @@ from torchtitan_lite.redistribute.holder_mesh import Holder
 _BATCH_BYTES = 32 << 20
 """Of a batch, per rank."""
 _SHOWN = 20
+_MOST_READERS = 8
 
 
 def load(
@@ -38,43 +40,96 @@ def load(
     """
     wanted = describe({name: mesh.placed(tensor) for name, tensor in tensors.items()})
     _check_fit(snapshot, wanted, parts)
-    lives = local_parts(tensors, mesh)
+    lives = local_parts(tensors)
     takings = _takings(snapshot, wanted, mesh)
-    batches = list(_batches(takings, mesh.world_size))
+    stay = {name: taking for name, taking in takings.items() if taking.stays}
+    move = {name: taking for name, taking in takings.items() if name not in stay}
+    with ThreadPoolExecutor(_num_readers(), "checkpoint-reader") as readers:
+        _read_own(snapshot, stay, lives, mesh, readers)
+        _exchange(snapshot, move, lives, mesh, readers)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            # Memory that is not contiguous was filled beside it.
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if own.data_ptr() != lives[name].data_ptr():
+                own.copy_(lives[name])
 
-    def read(batch: Sequence[str]) -> list[dict[Holder, torch.Tensor]]:
+
+def _num_readers() -> int:
+    """As many as find a core, since each computes checksums."""
+    here = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(here, _MOST_READERS))
+
+
+def _read_own(
+    snapshot: Snapshot,
+    takings: Mapping[str, Taking],
+    lives: Mapping[str, torch.Tensor],
+    mesh: Mesh,
+    readers: ThreadPoolExecutor,
+) -> None:
+    """Read what each rank wants just as one holder has it, which is the whole state where the mesh
+    is the one that saved: into the live memory, and nothing travels."""
+
+    @torch.no_grad()
+    def read(names: Sequence[str]) -> None:
+        for name in names:
+            live, taking = lives[name], takings[name]
+            holder = next(h for h, actor in taking.actors.items() if actor == mesh.rank)
+            if _takes(live, taking.dtype):
+                snapshot.read_part(name, holder, live)
+            else:
+                beside = torch.empty(live.shape, dtype=taking.dtype)
+                snapshot.read_part(name, holder, beside)
+                live.copy_(beside)
+
+    own = {name: taking for name, taking in takings.items() if mesh.rank in taking.actors.values()}
+    # Many at a time, since handing over to a thread costs as much as reading a small one.
+    reading = [readers.submit(read, names) for names in _batches(own, 1)]
+    _agree([error for future in reading if (error := future.exception())])
+
+
+def _exchange(
+    snapshot: Snapshot,
+    takings: Mapping[str, Taking],
+    lives: Mapping[str, torch.Tensor],
+    mesh: Mesh,
+    readers: ThreadPoolExecutor,
+) -> None:
+    """Read the rest, and bring it to those who want it, some tensors at a time."""
+
+    def read(batch: Sequence[str]) -> list[dict[Holder, Future[torch.Tensor]]]:
         return [
             {
-                holder: snapshot.part(name, holder)
+                holder: readers.submit(snapshot.part, name, holder)
                 for holder, actor in takings[name].actors.items()
                 if actor == mesh.rank
             }
             for name in batch
         ]
 
-    with ThreadPoolExecutor(1, "checkpoint-reader") as reader:
-        reading = [reader.submit(read, batch) for batch in batches[:1]]
-        for number, batch in enumerate(batches):
-            problem, given = "", []
-            try:
-                given = reading[number].result()
-            except Exception as error:
-                # Whatever it is, all ranks must come to know of it.
-                problem = str(error) if isinstance(error, UserError) else repr(error)
-            problems = [text.decode() for text in gather_texts(problem.encode()) if text]
-            if problems:
-                raise DamagedCheckpoint(" ".join(problems))
-            if number + 1 < len(batches):
-                # The next is read and verified while this one travels.
-                reading.append(reader.submit(read, batches[number + 1]))
-            _fill([takings[name] for name in batch], given, [lives.get(name) for name in batch])
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            # Memory that is not contiguous, or on another device than the mesh, was filled beside
-            # it.
-            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if own.data_ptr() != lives[name].data_ptr():
-                own.copy_(lives[name])
+    batches = list(_batches(takings, mesh.world_size))
+    reading = read(batches[0]) if batches else []
+    for number, batch in enumerate(batches):
+        errors = [error for read in reading for one in read.values() if (error := one.exception())]
+        _agree(errors)
+        given = [{holder: one.result() for holder, one in read.items()} for read in reading]
+        # The next is read and verified while this one travels.
+        reading = read(batches[number + 1]) if number + 1 < len(batches) else []
+        _fill([takings[name] for name in batch], given, [lives.get(name) for name in batch])
+
+
+def _agree(errors: Sequence[BaseException]) -> None:
+    """Raise on all ranks what one has met, whatever it is."""
+    error = errors[0] if errors else None
+    told = "" if error is None else str(error) if isinstance(error, UserError) else repr(error)
+    if problems := [text.decode() for text in gather_texts(told.encode()) if text]:
+        raise DamagedCheckpoint(" ".join(problems))
+
+
+def _takes(live: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether what was saved can be read straight into memory of this rank."""
+    return live.device.type == "cpu" and live.dtype == dtype
 
 
 def _check_fit(snapshot: Snapshot, wanted: Mapping[str, Placed], parts: set[str]) -> None:
@@ -117,6 +172,7 @@ def _takings(snapshot: Snapshot, wanted: Mapping[str, Placed], mesh: Mesh) -> di
 
 
 def _batches(takings: Mapping[str, Taking], world_size: int) -> Iterator[list[str]]:
+    """Names of tensors that are so many bytes together, over all ranks."""
     batch: list[str] = []
     size = 0
     for name, taking in takings.items():
@@ -138,8 +194,10 @@ def _fill(
     """Into the live memory where that can be: on the CPU and of the saved dtype."""
     outs = []
     for taking, live in zip(takings, lives, strict=True):
-        direct = live is None or (live.device.type == "cpu" and live.dtype == taking.dtype)
-        outs.append(live if direct or live is None else torch.empty(live.shape, dtype=taking.dtype))
+        beside = live is not None and not _takes(live, taking.dtype)
+        outs.append(
+            torch.empty(live.shape, dtype=taking.dtype) if live is not None and beside else live
+        )
     take(takings, given, outs)
     for out, live in zip(outs, lives, strict=True):
         if live is not None and out is not None and out is not live:

@@ -188,6 +188,8 @@ def _check_layouts(manifest: Manifest) -> None:
     as the tensor together, that makes it up without an overlap. Raises LayoutError."""
     layouts = layouts_of(manifest)
     holds_once = [_holds_once(layout) for layout in layouts]
+    # Blocks are alike, so that most of these have been asked for before.
+    wanted: dict[tuple[int, tuple[int, ...], str], list[tuple[list[int], list[int]]]] = {}
     for name, tensor in manifest.tensors.items():
         if tensor.layout >= len(layouts):
             raise LayoutError(f"{name} has layout {tensor.layout}, and there are {len(layouts)}.")
@@ -199,9 +201,11 @@ def _check_layouts(manifest: Manifest) -> None:
             )
         files: set[str] = set()
         for box in tensor.boxes:
-            wanted = layout.boxes(tensor.shape, box.file)
-            said = [(list(found.offset), list(found.size)) for found in wanted]
-            if box.file in files or said != [(box.offset, box.size)]:
+            key = (tensor.layout, tuple(tensor.shape), box.file)
+            if key not in wanted:
+                boxes = layout.boxes(tensor.shape, box.file)
+                wanted[key] = [(list(found.offset), list(found.size)) for found in boxes]
+            if box.file in files or wanted[key] != [(box.offset, box.size)]:
                 raise LayoutError(
                     f"{name} holds other boxes than its layout {layout} gives: {box.file} has the "
                     f"one at {box.offset} of size {box.size}."

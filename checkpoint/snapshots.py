@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.manifest import BoxEntry, layouts_of, read_manif
 from torchtitan_lite.checkpoint.memory.description import Description, HeldTensor
 from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.checkpoint.storage.storage import Storage
-from torchtitan_lite.checkpoint.tensor_bytes import as_tensor
+from torchtitan_lite.checkpoint.tensor_bytes import as_tensor, bytes_of
 from torchtitan_lite.errors import DamagedCheckpoint, DamagedSnapshot
 from torchtitan_lite.redistribute import Placed, layout_from_json
 from torchtitan_lite.redistribute.holder_mesh import Holder
@@ -62,6 +62,11 @@ class Snapshot(Protocol):
         DamagedCheckpoint, naming where it lies and the tensor, when it is not what was saved."""
         ...
 
+    def read_part(self, name: str, holder: Holder, into: torch.Tensor) -> None:
+        """The same into a contiguous tensor on the CPU, of this part's dtype and shape, by any
+        thread. When it raises, `into` may hold anything."""
+        ...
+
 
 class StoredSnapshot:
     """A checkpoint in files."""
@@ -97,13 +102,34 @@ class StoredSnapshot:
         try:
             raw = self._storage.read(path, first, end)
         except OSError as error:
-            raise DamagedCheckpoint(f"{self.where}/{entry.file} cannot be read: {error}") from None
+            raise self._unreadable(entry, error) from None
         if len(raw) != end - first or xxhash.xxh3_64_hexdigest(raw) != entry.xxh3:
-            raise DamagedCheckpoint(
-                f"{self.where}/{entry.file} is damaged: the checksum of {name} (bytes {first} to "
-                f"{end}) does not hold."
-            )
+            raise self._damaged(name, entry)
         return as_tensor(raw, placed.dtype, shape)
+
+    def read_part(self, name: str, holder: Holder, into: torch.Tensor) -> None:
+        entry = self._boxes.get((name, holder))
+        if entry is None:
+            return
+        path, digest, target = f"{self._folder}/{entry.file}", xxhash.xxh3_64(), bytes_of(into)
+        if len(target) != entry.bytes[1] - entry.bytes[0]:
+            raise self._damaged(name, entry)
+        try:
+            self._storage.read_into(path, entry.bytes[0], target, digest.update)
+        except OSError as error:
+            raise self._unreadable(entry, error) from None
+        if digest.hexdigest() != entry.xxh3:
+            raise self._damaged(name, entry)
+
+    def _unreadable(self, entry: BoxEntry, error: OSError) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"{self.where}/{entry.file} cannot be read: {error}")
+
+    def _damaged(self, name: str, entry: BoxEntry) -> DamagedCheckpoint:
+        first, end = entry.bytes
+        return DamagedCheckpoint(
+            f"{self.where}/{entry.file} is damaged: the checksum of {name} (bytes {first} to "
+            f"{end}) does not hold."
+        )
 
 
 class RememberedSnapshot:
@@ -162,6 +188,9 @@ class RememberedSnapshot:
         if digest is not None and xxhash.xxh3_64_hexdigest(raw) != digest:
             raise DamagedCheckpoint(f"{region.path} is damaged: {name} in slot {slot}.")
         return as_tensor(raw, BY_NAME[held.dtype], held.local_shape)
+
+    def read_part(self, name: str, holder: Holder, into: torch.Tensor) -> None:
+        into.copy_(self.part(name, holder))
 
 
 def tell(region: Region, slot: int) -> dict[str, Any]:

@@ -81,8 +81,9 @@ class WriterProcess:
         return self._send({"abandon": step})
 
     def responses(self) -> list[dict[str, Any]]:
-        """What the writer has said since, without waiting: {"ready": pid}, {"written": n},
-        {"committed": n}, {"abandoned": n} or {"failed": n, "error": text} each."""
+        """What the writer has said since, without waiting: {"ready": pid}, or, with the number of
+        the attempt in "attempt", {"written": step}, {"committed": step}, {"abandoned": step} or
+        {"failed": step, "error": text} each."""
         if self._process is None or self._process.stdout is None:
             return []
         self._flush_unsent()

@@ -82,7 +82,7 @@ class Writer:
             attempt, _ = self._pending.pop(step, (None, 0.0))
             if attempt is not None:
                 self._remove(step, attempt)
-            self._channel.say(abandoned=step)
+            self._channel.say(abandoned=step, attempt=attempt)
         else:
             self._channel.say(failed=-1, error=f"Unknown order: {order}")
 
@@ -102,7 +102,7 @@ class Writer:
             )
         except Abandoned:
             self._remove(step, attempt)
-            self._channel.say(abandoned=step)
+            self._channel.say(abandoned=step, attempt=attempt)
             return
         except Exception as error:
             # Whatever it was, training goes on and the next save may succeed.
@@ -110,7 +110,7 @@ class Writer:
             return
         finally:
             self._writing = None
-        self._channel.say(written=step)
+        self._channel.say(written=step, attempt=attempt)
         if about.is_leader:
             deadline = time.monotonic() + self._settings.commit_timeout_s
             self._pending[step] = (attempt, deadline)
@@ -128,7 +128,7 @@ class Writer:
                 self._storage.put_failure(step, token, about.rank, error)
             except OSError as second:
                 report(f"Rank {about.rank} could not leave word of its failure: {second}")
-        self._channel.say(failed=step, error=error)
+        self._channel.say(failed=step, attempt=attempt, error=error)
 
     def _remove(self, step: int, attempt: int) -> None:
         """Remove an attempt. For the leader, since others may still write theirs."""
@@ -163,7 +163,7 @@ class Writer:
                 self._fail(step, attempt, f"{type(error).__name__}: {error}")
                 continue
             del self._pending[step]
-            self._channel.say(committed=step)
+            self._channel.say(committed=step, attempt=attempt)
             for older, (number, _) in list(self._pending.items()):
                 if older < step:
                     # Every rank writes its steps in order: one of them left this one out.

@@ -212,6 +212,15 @@ class ObjectStore:
             f"reading {path}", lambda: self._fs.cat_file(full, start=start, end=stop)
         )
 
+    def read_into(
+        self, path: str, start: int, target: memoryview, seen: Callable[[memoryview], object]
+    ) -> None:
+        content = self.read(path, start, start + len(target)) if len(target) else b""
+        if len(content) != len(target):
+            raise OSError(f"it ends after {start + len(content)} bytes")
+        target[:] = content
+        seen(target)
+
     def close(self) -> None:
         """Nothing is held open."""
 

@@ -2,8 +2,8 @@
 
 The header is padded so that the data begins at a multiple of 4096. From a pool (a slot of a
 region, whose boxes lie page by page) the bytes go to the file by direct I/O: long runs straight
-from the pool where pool and file agree on the place in a page, the rest through an aligned buffer.
-From other memory they are written as they lie, through the page cache.
+from the pool where pool and file agree on the place in a page, the rest, as all other memory,
+through an aligned buffer.
 
 Invariant: when `write_part` returns, the file is durable, but for its name. Layer: above files.
 """
@@ -71,9 +71,9 @@ def write_part(
     """Write `path` and return, box by box, where it lies in the file.
 
     `source` is a pool, in which `PartBox.start` gives the places, or one buffer per box. A pool
-    begins at a multiple of 4096 in memory; `direct` uses O_DIRECT for it where the filesystem has
-    it. `tick` is called between chunks of at most 32 MiB, and ends the write by raising. Raises
-    OSError when the file cannot be written; then it is removed.
+    begins at a multiple of 4096 in memory; `direct` uses O_DIRECT where the filesystem has it.
+    `tick` is called between chunks of at most 32 MiB, and ends the write by raising. Raises OSError
+    when the file cannot be written; then it is removed.
     """
     names = names_in_file(boxes)
     header = header_of(names, boxes, metadata)
@@ -85,13 +85,11 @@ def write_part(
     rate = rate or TokenBucket(None)
     length = len(header) + sum(box.bytes for box in boxes)
     try:
-        if isinstance(source, memoryview):
-            runs = _runs(source, boxes)
-            if not (direct and _write_direct(files, path, header, runs, length, rate, tick)):
-                buffers = [view for _, view in runs]
-                _write_buffered(files, path, header, buffers, rate, tick)
-        else:
-            _write_buffered(files, path, header, views, rate, tick)
+        runs = (
+            _runs(source, boxes) if isinstance(source, memoryview) else [(None, v) for v in views]
+        )
+        if not (direct and _write_direct(files, path, header, runs, length, rate, tick)):
+            _write_buffered(files, path, header, [view for _, view in runs], rate, tick)
     except BaseException:
         _remove(files, path)
         raise
@@ -143,7 +141,7 @@ def bytes_of(source: memoryview | list[memoryview], index: int, box: PartBox) ->
     return view
 
 
-def _runs(pool: memoryview, boxes: Sequence[PartBox]) -> list[tuple[int, memoryview]]:
+def _runs(pool: memoryview, boxes: Sequence[PartBox]) -> list[tuple[int | None, memoryview]]:
     """(first byte in the pool, bytes), with boxes joined that follow each other in the pool."""
     joined: list[list[int]] = []
     for box in boxes:
@@ -190,7 +188,7 @@ def _write_direct(
     files: Files,
     path: Path,
     header: bytes,
-    runs: Iterable[tuple[int, memoryview]],
+    runs: Iterable[tuple[int | None, memoryview]],
     length: int,
     rate: TokenBucket,
     tick: Callable[[], None],
@@ -235,8 +233,11 @@ class _DirectStream:
         self._position = 0
         """In the file, of the buffer's first byte; always a multiple of a page."""
 
-    def write(self, start: int, view: memoryview) -> None:
-        """Append bytes that lie at `start` of a pool."""
+    def write(self, start: int | None, view: memoryview) -> None:
+        """Append bytes that lie at `start` of a pool, or anywhere."""
+        if start is None:
+            self.copy(view)
+            return
         lead = -start % _PAGE
         if (self._position + self._filled + lead) % _PAGE or len(view) - lead < _LONG_RUN_BYTES:
             self.copy(view)

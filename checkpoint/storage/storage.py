@@ -97,6 +97,13 @@ class Storage(Protocol):
         """Bytes of a file such as "step-5/manifest.json"."""
         ...
 
+    def read_into(
+        self, path: str, start: int, target: memoryview, seen: Callable[[memoryview], object]
+    ) -> None:
+        """Fill `target` with the bytes from `start`, by any thread. `seen` is given each piece when
+        it has come, and is still in the processor's cache. Raises OSError where there are fewer."""
+        ...
+
     def close(self) -> None:
         """Let go of what reading has opened."""
         ...

@@ -34,6 +34,12 @@ class Taking:
     """The rank that acts for each holder of `src`."""
 
     @property
+    def stays(self) -> bool:
+        """Whether each rank acts for one holder, whose part is its own part of `dst`."""
+        acting = tuple(self.actors[holder] for holder in self.src.mesh.holders)
+        return len(set(acting)) == len(acting) and self.src.held_by(acting) == self.dst
+
+    @property
     def dst_ranks(self) -> list[int]:
         return [holder for holder in self.dst.mesh.holders if isinstance(holder, int)]
 

@@ -138,8 +138,7 @@ class Layout:
 
     def held_by(self, holders: Sequence[Holder]) -> "Layout":
         """The same with other holders, each in the place of the one at its index."""
-        mesh = HolderMesh(self.mesh.shape, tuple(holders), self.mesh.axes)
-        return Layout(mesh, self.placements, self.shard_order)
+        return _held_by(self, tuple(holders))
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise LayoutError where a tensor of `shape` has too few dims to be cut so."""
@@ -304,3 +303,9 @@ def _read(
 
 def _same_boxes(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
     return all(one.boxes(shape, h) == other.boxes(shape, h) for h in one.mesh.holders)
+
+
+@lru_cache(maxsize=1024)
+def _held_by(layout: Layout, holders: tuple[Holder, ...]) -> Layout:
+    mesh = HolderMesh(layout.mesh.shape, holders, layout.mesh.axes)
+    return Layout(mesh, layout.placements, layout.shard_order)

@@ -152,6 +152,7 @@ def run_steps(manager: CheckpointManager, state: SmallState, num_steps: int) -> 
     for _ in range(num_steps):
         state.take_step()
         manager.after_step()
+    manager.wait_for_saves()
 
 
 def steps_in(root: Path | str) -> list[str]:

@@ -1,0 +1,195 @@
+"""What a run starts from: its newest intact state, in shared memory or stored.
+
+Invariant: a damaged checkpoint is never loaded, and all ranks load the same one. Layer: above
+loader, remembered and saving.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtitan_lite import rng
+from torchtitan_lite.checkpoint.foreign import refuse_foreign
+from torchtitan_lite.checkpoint.loader import load
+from torchtitan_lite.checkpoint.remembered import newest_remembered
+from torchtitan_lite.checkpoint.saving import Saved
+from torchtitan_lite.checkpoint.snapshots import RememberedSnapshot, Snapshot, StoredSnapshot
+from torchtitan_lite.checkpoint.state import PARTS
+from torchtitan_lite.checkpoint.storage.names import step_name
+from torchtitan_lite.checkpoint.storage.storage import Storage, split_storage
+from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
+from torchtitan_lite.log import logger
+from torchtitan_lite.messages import gather_texts, leader_says
+
+_Candidate = RememberedSnapshot | tuple[Storage, str]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was loaded."""
+
+    where: str
+    remembered_step: int | None
+    """The step, if it lay in shared memory."""
+    is_saved: bool
+    """Whether this run has it stored."""
+
+
+class Restorer:
+    """Loads what a run starts from. Every rank calls every method."""
+
+    def __init__(self, saved: Saved, *, mends: bool, remembers: bool) -> None:
+        """`mends`: this run writes there, so that what a killed one left is mended. `remembers`:
+        it has snapshots in shared memory."""
+        self._saved, self._mends, self._remembers = saved, mends, remembers
+        self._config, self._state, self._mesh = saved.config, saved.state, saved.mesh
+
+    def restore(self) -> Restored | None:
+        """Load what this run starts from; None to start afresh.
+
+        In this order: the checkpoint of `load_step`; the newest intact state of this run, in shared
+        memory or stored; `initial_load_path`. Raises CheckpointError when what was asked for is not
+        there or does not fit, and when this run has checkpoints but none is intact.
+        """
+        config, storage = self._config, self._saved.storage
+        parts = set(PARTS) - set(config.exclude_from_loading)
+        steps = self._stored_steps()
+        remembered = None
+        if config.load_step >= 0:
+            if config.load_step not in steps:
+                known = ", ".join(map(str, sorted(steps))) or "none"
+                raise CheckpointError(
+                    f"checkpoint.load_step = {config.load_step}, but {storage.root} holds the "
+                    f"steps: {known}."
+                )
+            newer = [step for step in steps if step > config.load_step]
+            if newer and self._mends:
+                logger.warning(
+                    "%s holds later steps than checkpoint.load_step = %d: %s. A start without "
+                    "load_step resumes from the newest; delete them if they shall not be used.",
+                    storage.root,
+                    config.load_step,
+                    ", ".join(map(str, sorted(newer))),
+                )
+            steps = [config.load_step]
+        elif self._remembers:
+            remembered = newest_remembered(self._saved.identity.run_id, self._mesh.rank)
+        candidates: list[_Candidate] = [(storage, step_name(step)) for step in steps]
+        if remembered is not None:
+            newer = sum(step > remembered.saved.step for step in steps)
+            candidates.insert(newer, remembered)
+        if not candidates and config.initial_load_path is not None:
+            storage, name = split_storage(config.initial_load_path)
+            candidates = [(storage, name)]
+            if config.initial_load_model_only:
+                parts &= {"model"}
+        try:
+            found = self._load_first_intact(candidates, parts)
+        finally:
+            # A file that is mapped keeps its place on the disk when it is deleted.
+            storage.close()
+            if remembered is not None:
+                remembered.close()
+        if found is None:
+            return None
+        if isinstance(found, RememberedSnapshot):
+            return Restored(found.where, found.saved.step, is_saved=False)
+        return Restored(found.where, None, is_saved=bool(steps))
+
+    def _stored_steps(self) -> list[int]:
+        """The steps of this run's checkpoints, newest first, as the leader sees them: another node
+        may see an older state of a shared folder. What a killed process left is mended before."""
+        seen: list[int] = []
+        error = None
+        storage = self._saved.storage
+        if self._mesh.is_leader and (self._config.enable or self._config.load_only):
+            try:
+                if self._mends:
+                    storage.mend()
+                seen = storage.steps()
+            except OSError as caught:
+                error = CheckpointError(
+                    f"{storage.root} cannot be used as the folder of checkpoints: {caught} Mend "
+                    "it, or set another checkpoint.folder."
+                )
+        self._agree(error)
+        told = leader_says(" ".join(map(str, reversed(seen))).encode())
+        return list(map(int, told.split()))
+
+    def _load_first_intact(
+        self, candidates: Sequence[_Candidate], parts: set[str]
+    ) -> Snapshot | None:
+        """Load the first candidate that no rank finds damaged. All ranks have the same list."""
+        damage: list[str] = []
+        for candidate in candidates:
+            if isinstance(candidate, RememberedSnapshot):
+                try:
+                    self._load(candidate, parts)
+                except UserError as error:
+                    damage.append(
+                        f"{error} (`python -m scripts.inspect_checkpoint --shm --free "
+                        f"{self._saved.identity.run_id}` removes it.)"
+                    )
+                    logger.warning("The snapshot in shared memory is not used: %s", error)
+                    continue
+                return candidate
+            try:
+                found = self._open(*candidate)
+                self._load(found, parts)
+            except DamagedCheckpoint as error:
+                damage.append(str(error))
+                logger.warning("Skipping a damaged checkpoint: %s", error)
+                continue
+            return found
+        if damage:
+            raise DamagedCheckpoint(
+                "None of the checkpoints asked for is intact: " + " ".join(damage) + " Delete the "
+                "damaged ones, or set another checkpoint.load_step or checkpoint.folder."
+            )
+        return None
+
+    def _open(self, storage: Storage, name: str) -> StoredSnapshot:
+        """Raises on all ranks what one of them meets."""
+        found, error = None, None
+        try:
+            refuse_foreign(storage, name)
+            found = StoredSnapshot(storage, name)
+        except (CheckpointError, OSError) as caught:
+            error = caught
+        self._agree(error)
+        assert found is not None
+        return found
+
+    def _load(self, snapshot: Snapshot, parts: set[str]) -> None:
+        saved = snapshot.saved
+        if saved.model_only and parts != {"model"}:
+            raise CheckpointError(
+                f"{snapshot.where} holds the weights only, so training cannot resume from it. "
+                "Start another run with checkpoint.initial_load_path, or delete it to resume from "
+                "an earlier step."
+            )
+        names = {name: p.shape for name, p in snapshot.tensors.items() if _in(name, parts)}
+        self._state.allocate(names)
+        tensors = {name: t for name, t in self._state.tensors().items() if _in(name, parts)}
+        load(snapshot, tensors, parts, self._mesh)
+        self._state.load_values({part: v for part, v in saved.values.items() if part in parts})
+        generators = saved.rng.get(str(self._mesh.rank))
+        if "rng" in parts and generators is not None:
+            rng.restore(dict(generators))
+
+    def _agree(self, error: Exception | None) -> None:
+        """Raise where a rank has met an error: damage as damage, all else as a misfit."""
+        kinds = {"damage": DamagedCheckpoint, "misfit": CheckpointError}
+        told = ""
+        if error is not None:
+            is_misfit = isinstance(error, CheckpointError) and not isinstance(
+                error, DamagedCheckpoint
+            )
+            told = f"{'misfit' if is_misfit else 'damage'} {error}"
+        for text in gather_texts(told.encode()):
+            if text:
+                kind, _, message = text.decode().partition(" ")
+                raise kinds[kind](message)
+
+
+def _in(name: str, parts: set[str]) -> bool:
+    return name.split(".", 1)[0] in parts
