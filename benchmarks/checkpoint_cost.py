@@ -98,7 +98,7 @@ class _Measured:
     def figures(self) -> list[_Figure]:
         """What is compared."""
         size, ranks = float(self.bytes), len(self._ranks)
-        memcpy = self._slowest("memcpy", "blocked_s") - self._slowest("none", "blocked_s")
+        memcpy = self._blocked("memcpy") / STEPS
         snapshots, thread = "ours, snapshots only", self._difference("DCP thread")
         best = min(_DCP, key=self._difference)
         beyond = self._slowest("ours", "anonymous_bytes") - self._slowest("none", "anonymous_bytes")
@@ -106,8 +106,7 @@ class _Measured:
             _Figure(
                 "blocked by a snapshot, memcpy",
                 "s",
-                (self._slowest(snapshots, "blocked_s") - self._slowest("none", "blocked_s"))
-                / STEPS,
+                self._blocked(snapshots) / STEPS,
                 memcpy,
                 1.2,
                 True,
@@ -178,6 +177,17 @@ class _Measured:
     def _slowest(self, side: str, key: str) -> float:
         """The median of the slowest rank."""
         return max(median(turn[key] for turn in rank["turns"][side]) for rank in self._ranks)
+
+    def _blocked(self, side: str) -> float:
+        """Seconds of a cycle in which the slowest rank cannot compute, beyond those of one of the
+        same round that saves nothing."""
+        return max(
+            median(
+                one["blocked_s"] - none["blocked_s"]
+                for one, none in zip(rank["turns"][side], rank["turns"]["none"], strict=True)
+            )
+            for rank in self._ranks
+        )
 
     def _difference(self, side: str) -> float:
         """Wall seconds of a cycle beyond one of the same round that saves nothing."""

@@ -173,14 +173,15 @@ class Floor(Side):
         self._copies = [torch.zeros_like(part) for part in self._parts.values()]
 
     def after_step(self, *, saves: bool) -> None:
-        if not saves:
-            return
-        path = self.folder / f"{self._way}-{self.mesh.rank}"
         if self._way == "memcpy":
+            # In each step, as snapshots are taken.
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 self._copies, list(self._parts.values())
             )
             return
+        if not saves:
+            return
+        path = self.folder / f"{self._way}-{self.mesh.rank}"
         if self._way == "safetensors":
             save_file(self._parts, path)
         else:

@@ -45,7 +45,9 @@ def batches_of(
     batches = []
     for step in range(num_steps):
         cursor = step * global_batch_size
-        share = share_of_step(cursor, global_batch_size, local_batch_size, rank, num_ranks)
+        share = share_of_step(
+            range(cursor, cursor + global_batch_size), local_batch_size, rank, num_ranks
+        )
         (microbatch,) = loader.take(share, step + 1)
         batches.append(
             Batch(**{field.name: getattr(microbatch, field.name) for field in fields(Batch)})

@@ -9,6 +9,7 @@ saving, copier and background.
 """
 
 import json
+import os
 import signal
 import threading
 import time
@@ -34,6 +35,7 @@ from torchtitan_lite.checkpoint.retries import Retries
 from torchtitan_lite.checkpoint.saving import Saved
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
+from torchtitan_lite.mesh import Mesh
 
 _SLOTS = 3
 """The newest complete one, the one that is filled, and the one that is written."""
@@ -236,8 +238,8 @@ def open_saver(saved: Saved, restored_step: int | None) -> AsynchronousSaver | N
     # All are through before a new writer takes a lock that another rank would wait for.
     if not mesh.any(bool(problem)):
         try:
-            # Those of an earlier start with more ranks would pass for ranks of this one.
-            remove_regions(saved.identity.run_id, first=mesh.world_size)
+            # What an earlier start had here and this one has elsewhere is memory wasted.
+            remove_regions(saved.identity.run_id, keep=_ranks_here(mesh))
             saver = _open(saved)
         except (OSError, RuntimeError, CheckpointError) as error:
             problem = str(error)
@@ -252,6 +254,12 @@ def open_saver(saved: Saved, restored_step: int | None) -> AsynchronousSaver | N
     assert saver is not None
     saver.keep(restored_step)
     return saver
+
+
+def _ranks_here(mesh: Mesh) -> range:
+    """The ranks of this machine, which torchrun numbers one after the other."""
+    first = mesh.rank - int(os.environ.get("LOCAL_RANK", mesh.rank))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size)))
 
 
 def _open(saved: Saved) -> AsynchronousSaver:

@@ -1,8 +1,11 @@
 """What a run is called, so that its snapshots are told from those of others. Layer: above mesh."""
 
+import hashlib
 import json
+import os
 import re
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +21,20 @@ class Identity:
     """Of one start of a run."""
 
     run_id: str
-    """32 hexadecimal digits, kept in the run's folder: who deletes that begins another run."""
+    """32 hexadecimal digits, kept in the run's folder: who deletes that begins another run. Each
+    replica has its own, made of that."""
     session: str
     """New with every start, and common to all ranks."""
 
 
-def identify(dump_folder: Path, mesh: Mesh) -> Identity:
+def identify(dump_folder: Path, mesh: Mesh, replica: int = 0) -> Identity:
     """The leader knows the run or gives it a name; the others are told. Every rank must call it."""
     told = b""
     if mesh.is_leader:
-        told = json.dumps([_run_id(dump_folder), secrets.token_hex(6)]).encode()
+        run_id = _run_id(dump_folder)
+        if replica:
+            run_id = hashlib.blake2b(f"{run_id} {replica}".encode(), digest_size=16).hexdigest()
+        told = json.dumps([run_id, secrets.token_hex(6)]).encode()
     run_id, session = json.loads(leader_says(told))
     return Identity(run_id, session)
 
@@ -39,5 +46,13 @@ def _run_id(dump_folder: Path) -> str:
         return known
     dump_folder.mkdir(parents=True, exist_ok=True)
     made = secrets.token_hex(16)
-    path.write_text(made + "\n")
-    return made
+    mine = path.with_name(f"{_FILE}.{made}")
+    mine.write_text(made + "\n")
+    if known:
+        mine.replace(path)
+        return made
+    # Replicas start together: one of them gives the name.
+    with suppress(FileExistsError):
+        os.link(mine, path)
+    mine.unlink()
+    return path.read_text().strip()

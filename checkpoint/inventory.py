@@ -72,6 +72,15 @@ def local_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: _local(tensor).detach().contiguous() for name, tensor in tensors.items()}
 
 
+def put_back(tensors: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> None:
+    """Give `tensors` what was written into their `parts`, where those are not their memory."""
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own = _local(tensor)
+            if own.data_ptr() != parts[name].data_ptr():
+                own.copy_(parts[name])
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

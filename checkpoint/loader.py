@@ -11,9 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.inventory import local_parts
+from torchtitan_lite.checkpoint.inventory import local_parts, put_back
 from torchtitan_lite.checkpoint.snapshots import Snapshot
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
 from torchtitan_lite.mesh import Mesh
@@ -47,12 +46,7 @@ def load(
     with ThreadPoolExecutor(_num_readers(), "checkpoint-reader") as readers:
         _read_own(snapshot, stay, lives, mesh, readers)
         _exchange(snapshot, move, lives, mesh, readers)
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            # Memory that is not contiguous was filled beside it.
-            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if own.data_ptr() != lives[name].data_ptr():
-                own.copy_(lives[name])
+    put_back(tensors, lives)
 
 
 def _num_readers() -> int:

@@ -21,6 +21,7 @@ from torchtitan_lite.checkpoint.state import State
 from torchtitan_lite.checkpoint.storage.names import step_name
 from torchtitan_lite.checkpoint.storage.storage import open_storage
 from torchtitan_lite.checkpoint.synchronous import SynchronousSaver
+from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 
 
@@ -35,7 +36,9 @@ class CheckpointManager:
         state: State,
         mesh: Mesh,
         run_config: Mapping[str, Any],
+        replica: int = 0,
     ) -> None:
+        """`replica` tells this one from others that train the same run."""
         self._config, self._state, self._mesh = config, state, mesh
         folder = config.folder
         self.root = folder if "://" in folder else str(dump_folder / folder)
@@ -44,7 +47,7 @@ class CheckpointManager:
             state=state,
             mesh=mesh,
             storage=open_storage(self.root),
-            identity=identify(dump_folder, mesh),
+            identity=identify(dump_folder, mesh, replica),
             run_config=run_config,
         )
         self._synchronous = SynchronousSaver(self._saved)
@@ -121,6 +124,17 @@ class CheckpointManager:
             # No step was taken since, so nobody took the memory over.
             remove_regions(self._saved.identity.run_id)
         return f"{self.root}/{step_name(self._state.step)}"
+
+    def newest_stored(self) -> int:
+        """The newest step of this run that is stored, as the leader sees it; -1: none, or another
+        rank. Raises nothing: a storage that fails now may be well later."""
+        if not self._mesh.is_leader or not self._config.enable:
+            return -1
+        try:
+            return max(self._saved.storage.steps(), default=-1)
+        except OSError as error:
+            logger.warning("%s cannot be looked at: %s", self.root, error)
+            return -1
 
     def close(self) -> None:
         """Let go of a run that did not come to its final save: its newest snapshot is written."""

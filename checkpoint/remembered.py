@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +25,67 @@ def newest_remembered(run_id: str, rank: int) -> RememberedSnapshot | None:
     machines of this run; None where there is none. Every rank must call it."""
     regions = _regions(run_id)
     told = [json.loads(text) for text in gather_texts(json.dumps(_told(regions)).encode())]
-    machines = [one["machine"] for one in told]
-    # Ranks of one machine see the same; what each saving rank has is taken from who sees it first.
-    seen: dict[int, dict[str, Any]] = {}
-    reach: dict[Holder, Sequence[int]] = {}
-    for number, one in enumerate(told):
-        for saver, steps in one["regions"].items():
-            if int(saver) not in seen:
-                seen[int(saver)] = steps
-                able = [r for r, machine in enumerate(machines) if machine == machines[number]]
-                reach[region_name(int(saver))] = able
-    step = _common_step(seen)
-    if step is None:
+    found = newest_of(told)
+    if found is None:
         return None
+    mine = told[rank]["regions"]
     try:
         return RememberedSnapshot(
-            step,
-            {r: (region, slots[step]) for r, (region, slots) in regions.items() if step in slots},
-            [seen[saver]["steps"][str(step)] for saver in sorted(seen)],
-            reach,
+            found.step,
+            {
+                saver: (region, slots[found.step])
+                for saver, (region, slots) in regions.items()
+                if mine[str(saver)]["start"] == found.start and found.step in slots
+            },
+            found.told,
+            found.reach,
         )
     except (CheckpointError, LayoutError, LookupError, TypeError, ValueError) as error:
         logger.warning("The snapshots in shared memory cannot be used: %s", error)
         return None
+
+
+@dataclass(frozen=True)
+class Known:
+    """The newest step that all ranks of a start have."""
+
+    start: str
+    step: int
+    told: Sequence[Mapping[str, Any]]
+    """What `tell` says of each saving rank, in their order."""
+    reach: Mapping[Holder, Sequence[int]]
+
+
+def newest_of(told: Sequence[Mapping[str, Any]]) -> Known | None:
+    """The newest step of what the ranks have `told` of the regions that they see. A machine that
+    was given other ranks since still has those of an earlier start."""
+    starts = sorted({one["start"] for by_rank in told for one in by_rank["regions"].values()})
+    known = [found for start in starts if (found := _of_start(start, told)) is not None]
+    return max(known, key=lambda one: one.step, default=None)
+
+
+def _of_start(start: str, told: Sequence[Mapping[str, Any]]) -> Known | None:
+    """None where a rank of the start is missing, or where its ranks speak of different numbers of
+    ranks, or have no step in common."""
+    machines = [one["machine"] for one in told]
+    # Ranks of one machine see the same; what each saving rank has is taken from who sees it first.
+    seen: dict[int, Mapping[str, Any]] = {}
+    reach: dict[Holder, Sequence[int]] = {}
+    for number, one in enumerate(told):
+        for saver, region in one["regions"].items():
+            if region["start"] == start and int(saver) not in seen:
+                seen[int(saver)] = region
+                able = [r for r, machine in enumerate(machines) if machine == machines[number]]
+                reach[region_name(int(saver))] = able
+    if {region["world_size"] for region in seen.values()} != {len(seen)}:
+        return None
+    step = max(
+        map(int, set.intersection(*(set(region["steps"]) for region in seen.values()))),
+        default=None,
+    )
+    if step is None:
+        return None
+    return Known(start, step, [seen[saver]["steps"][str(step)] for saver in sorted(seen)], reach)
 
 
 def _regions(run_id: str) -> dict[int, tuple[Region, dict[int, int]]]:
@@ -80,7 +119,11 @@ def _told(regions: Mapping[int, tuple[Region, Mapping[int, int]]]) -> dict[str, 
                 steps[str(step)] = tell(region, slot)
             except DamagedSnapshot as error:
                 logger.warning("%s", error)
-        told[str(rank)] = {"world_size": region.description["world_size"], "steps": steps}
+        told[str(rank)] = {
+            "start": str(region.description.get("session", "")),
+            "world_size": region.description["world_size"],
+            "steps": steps,
+        }
     return {"machine": _machine(), "regions": told}
 
 
@@ -89,12 +132,3 @@ def _machine() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     device = os.stat(SHARED_MEMORY).st_dev if SHARED_MEMORY.is_dir() else 0
     return f"{platform.node()}-{boot.read_text().strip() if boot.is_file() else ''}-{device}"
-
-
-def _common_step(seen: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """The newest step that every saving rank has; None where one is missing, or where ranks speak
-    of different numbers of ranks."""
-    if not seen or {one["world_size"] for one in seen.values()} != {len(seen)}:
-        return None
-    common = set.intersection(*(set(one["steps"]) for one in seen.values()))
-    return max(map(int, common), default=None)

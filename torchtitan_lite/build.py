@@ -4,7 +4,7 @@ trainer."""
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -89,15 +89,20 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             ),
             loader=data.loader,
         )
+        replica = config.fault_tolerance.replica_id if config.fault_tolerance.enable else 0
         checkpoints = CheckpointManager(
             config.checkpoint,
             dump_folder=dump_folder,
             state=state,
             mesh=mesh,
             run_config=config.model_dump(),
+            replica=replica,
         )
         opened.callback(checkpoints.close)
         resumed_from = checkpoints.restore()
+        if config.fault_tolerance.enable:
+            # What it saves belongs to all replicas, what it says of itself does not.
+            dump_folder = dump_folder / f"replica_{replica:03d}"
         metrics = opened.enter_context(
             open_metrics(
                 config.metrics,
@@ -169,6 +174,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 state=state,
                 mesh=mesh,
                 tokens_per_step=global_batch_size * config.training.seq_len,
+                dump_folder=dump_folder,
             ),
             stop=stop,
             steps=config.training.steps,
@@ -191,6 +197,15 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             metrics.event(Event(name="resume", step=state.step, values=values))
         if mesh.is_leader:
             _write_config(config, dump_folder)
+        if config.fault_tolerance.enable and state.step < job.steps:
+            # Importing torchft takes a second.
+            from torchtitan_lite.replica.joining import join
+            from torchtitan_lite.replica.quiet import without_chatter
+
+            opened.enter_context(without_chatter())
+            # The last thing of all: from here on the other replicas wait for this one.
+            joined_replicas = join(config.fault_tolerance, state, mesh, checkpoints.newest_stored)
+            job = replace(job, replicas=opened.enter_context(joined_replicas))
         yield Built(job=job, spec=spec, data=data, resumed_from=resumed_from)
 
 
@@ -253,9 +268,9 @@ def _hooks(
     state: TrainState,
     mesh: Mesh,
     tokens_per_step: int,
+    dump_folder: Path,
 ) -> list[Hook]:
     """What runs after each step, in this order."""
-    dump_folder = Path(config.job.dump_folder)
     cost = spec.cost(config.training.seq_len)
     hooks = [
         record_metrics(

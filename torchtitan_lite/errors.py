@@ -44,3 +44,7 @@ class TrainingDiverged(UserError):
 
 class RedistributionError(UserError):
     """State could not be moved, or would have been moved though nobody asked for it."""
+
+
+class ReplicaError(UserError):
+    """This replica can take no part in training with the others, as it is."""

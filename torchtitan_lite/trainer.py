@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.outcome import NUM_SIGNALS
-from torchtitan_lite.data import share_of_step
+from torchtitan_lite.data import FILLER, share_of_step
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
@@ -23,7 +22,7 @@ from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.optim import local_gradients, scale_, square_norm
 from torchtitan_lite.parallel.router_balance import RouterBalance
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import Replicas
+from torchtitan_lite.replica import Replicas, Share
 from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
 from torchtitan_lite.train_state import TrainState
 
@@ -35,6 +34,8 @@ class StepReport:
     number: int
     """The step that was tried, from 1."""
     committed: bool
+    failed: bool
+    """A replica was lost in it: it comes again, with the same samples."""
     leave: bool
     """Some rank was asked to leave."""
     loss: float
@@ -98,7 +99,8 @@ def train(job: Job) -> bool:
         with job.step_context(state.step + 1):
             report = train_step(job)
         leave = report.leave
-        refused_in_a_row = 0 if report.committed else refused_in_a_row + 1
+        if not report.failed:
+            refused_in_a_row = 0 if report.committed else refused_in_a_row + 1
         stall_s = job.checkpoints.after_step() if report.committed else 0.0
         gc_s = job.garbage.step(report.number)
         report = replace(
@@ -110,7 +112,7 @@ def train(job: Job) -> bool:
         )
         for hook in job.hooks:
             hook(state, report)
-        if refused_in_a_row == job.max_skipped_steps:
+        if refused_in_a_row == job.max_skipped_steps and not report.failed:
             folder = job.checkpoints.final_save(finished=False)
             raise TrainingDiverged(
                 f"{refused_in_a_row} steps in a row had a loss or gradient that is not finite "
@@ -131,29 +133,35 @@ def train(job: Job) -> bool:
 def train_step(job: Job) -> StepReport:
     """Try one step: forward and backward over this rank's microbatches, agree, update."""
     state = job.state
-    share = job.replicas.agree(state.step)
-    microbatches, data_time_s = _take(job)
-    loss_sum = job.schedule.run(microbatches, backward=True)
-    gradients = local_gradients(state.model.parameters())
+    share = job.replicas.agree()
+    microbatches, data_time_s = _take(job, share)
+    device = job.mesh.device.torch_device
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    if microbatches:
+        loss_sum += job.schedule.run(microbatches, backward=True)
     num_targets = sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches)
-    known = torch.tensor([num_targets, float(job.stop.requested)], dtype=torch.float64)
-    device = loss_sum.device
-    counts = torch.cat(
+    of_step = torch.cat(
         [
-            loss_sum.reshape(1),
-            known.to(device, non_blocking=True),
-            # From here on the state may change: the snapshot of the step before is complete.
-            job.checkpoints.counted(device),
+            torch.stack([loss_sum, _number(num_targets, device)]),
             job.router_balance.counted(device),
         ]
     )
-    job.replicas.sum_([*(gradient for gradient, _ in gradients), counts])
-    squares = square_norm(gradients).reshape(1).to(counts.device)
-    totals = torch.cat([squares, counts])
+    parameters = list(state.model.parameters())
+    job.replicas.sum_(parameters, of_step)
+    gradients = local_gradients(parameters)
+    of_replica = torch.cat(
+        [
+            square_norm(gradients).reshape(1).to(device),
+            _number(job.stop.requested, device).reshape(1),
+            # From here on the state may change: the snapshot of the step before is complete.
+            job.checkpoints.counted(device),
+        ]
+    )
     # The one exchange of numbers of a step, and the one place where the host waits for the device.
-    totals = job.mesh.sum(totals)
-    numbers, signals, router_counts = totals.split([4, NUM_SIGNALS, len(totals) - 4 - NUM_SIGNALS])
-    squares, loss, targets, leave = numbers.tolist()
+    totals = job.mesh.sum(torch.cat([of_replica, of_step]))
+    of_replica, of_step = totals.split([len(of_replica), len(of_step)])
+    (squares, leave), signals = of_replica[:2].tolist(), of_replica[2:]
+    (loss, targets), router_counts = of_step[:2].tolist(), of_step[2:]
     job.checkpoints.settle(signals)
     targets /= job.mesh.degrees.token_copies
 
@@ -161,21 +169,26 @@ def train_step(job: Job) -> StepReport:
     grad_norm = math.sqrt(squares) / targets if targets and squares >= 0 else math.nan
     loss = loss / targets if targets else math.nan
     lr = state.schedule.lr(state.step)
-    committed = job.replicas.vote(math.isfinite(loss) and math.isfinite(grad_norm))
-    number = state.step + 1
+    settled = job.replicas.settle()
+    committed = settled and math.isfinite(loss) and math.isfinite(grad_norm)
+    number, step_size = state.step + 1, share.step_size(job.global_batch_size)
     if committed:
         scale_(gradients, min(1.0, job.max_norm / (grad_norm + 1e-6)) / targets)
         state.optimizer.step(lr)
         state.step += 1
-        state.tokens += job.global_batch_size * job.seq_len
-    else:
+        state.tokens += step_size * job.seq_len
+    elif settled:
         logger.warning("Step %d refused: loss %s, gradient norm %s.", number, loss, grad_norm)
     router_loads = job.router_balance.settle(router_counts, committed=committed)
     state.optimizer.zero_grad()
-    state.cursor += job.global_batch_size
+    if settled:
+        state.cursor += step_size
+    if not leave and state.step < job.steps:
+        job.replicas.begin()
     return StepReport(
         number=number,
         committed=committed,
+        failed=not settled,
         leave=leave > 0,
         loss=loss,
         grad_norm=grad_norm,
@@ -188,22 +201,28 @@ def train_step(job: Job) -> StepReport:
     )
 
 
-def _take(job: Job) -> tuple[list[Microbatch], float]:
+def _number(value: float, device: torch.device) -> torch.Tensor:
+    return torch.tensor(float(value), dtype=torch.float64).to(device, non_blocking=True)
+
+
+def _take(job: Job, share: Share) -> tuple[list[Microbatch], float]:
     """This rank's microbatches, and the seconds waited for them; the next step's are read while
     this one computes."""
     started = time.perf_counter()
-    state, mesh = job.state, job.mesh
+    state, degrees, local = job.state, job.mesh.degrees, job.local_batch_size
 
-    def share(cursor: int) -> list[range]:
-        return share_of_step(
-            cursor,
-            job.global_batch_size,
-            job.local_batch_size,
-            mesh.batch_rank,
-            mesh.degrees.batch,
-        )
+    def indices(cursor: int) -> list[Sequence[int]]:
+        samples = share.samples(cursor, job.global_batch_size, local * degrees.batch)
+        own: list[Sequence[int]] = [
+            *share_of_step(samples, local, job.mesh.batch_rank, degrees.batch)
+        ]
+        if share.count > 1:
+            # What is left for a replica may be fewer than its pipeline can take.
+            own += [[FILLER] * local] * (-len(own) % job.schedule.min_microbatches)
+        return own
 
-    microbatches = state.loader.take(share(state.cursor), state.step + 1)
+    microbatches = state.loader.take(indices(state.cursor), state.step + 1)
     if state.step + 1 < job.steps:
-        state.loader.prefetch(share(state.cursor + job.global_batch_size), state.step + 2)
+        following = state.cursor + share.step_size(job.global_batch_size)
+        state.loader.prefetch(indices(following), state.step + 2)
     return microbatches, time.perf_counter() - started

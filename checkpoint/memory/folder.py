@@ -8,7 +8,7 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,11 +63,11 @@ def regions_in(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def remove_regions(run_id: str, *, first: int = 0, base: Path = SHARED_MEMORY) -> None:
-    """Remove the snapshot files of the ranks from `first` on, which nobody needs any more. Several
+def remove_regions(run_id: str, *, keep: Container[int] = (), base: Path = SHARED_MEMORY) -> None:
+    """Remove the snapshot files of all ranks but `keep`, which nobody needs any more. Several
     processes may do it at once. Raises CheckpointError as `run_folder` does."""
     for rank, path in regions_in(run_folder(run_id, base=base)).items():
-        if rank >= first:
+        if rank not in keep:
             path.unlink(missing_ok=True)
 
 

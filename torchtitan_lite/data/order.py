@@ -26,24 +26,23 @@ _WEIGHT_UNITS = 2**20
 
 
 def share_of_step(
-    cursor: int,
-    global_batch_size: int,
+    samples: range,
     local_batch_size: int,
     batch_rank: int,
     num_batch_ranks: int,
 ) -> list[range]:
-    """The sample indices of one rank's microbatches in the step that begins at `cursor`.
+    """The sample indices of one rank's microbatches, of the `samples` of a step.
 
-    Microbatch m of rank r holds cursor + m*local*ranks + r*local + [0, local). `global_batch_size`
-    is a multiple of local*ranks, which the config has checked.
+    Microbatch m of rank r holds the first + m*local*ranks + r*local + [0, local). The samples are
+    a multiple of local*ranks, which the config has checked.
     """
     round_size = local_batch_size * num_batch_ranks
-    if global_batch_size % round_size:
-        raise ValueError(f"{global_batch_size} samples in rounds of {round_size}")
-    first = cursor + batch_rank * local_batch_size
+    if len(samples) % round_size:
+        raise ValueError(f"{len(samples)} samples in rounds of {round_size}")
+    first = batch_rank * local_batch_size
     return [
-        range(start, start + local_batch_size)
-        for start in range(first, first + global_batch_size, round_size)
+        range(start + first, start + first + local_batch_size)
+        for start in range(samples.start, samples.stop, round_size)
     ]
 
 

@@ -1,7 +1,7 @@
 """Replicas: whole copies of the job that may come and go. Layer: below config and trainer.
 
-The loop asks a `Replicas` who takes part in a step, adds gradients over those, and lets them
-vote. A job without fault tolerance is one replica that always agrees with itself.
+The loop asks a `Replicas` who takes part in a step, adds gradients over those, and lets them say
+whether the sums hold. A job without fault tolerance is one replica that always agrees with itself.
 """
 
 from torchtitan_lite.replica.config import FaultToleranceConfig

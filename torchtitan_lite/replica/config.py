@@ -1,25 +1,41 @@
 """The [fault_tolerance] section. Layer: imports section only."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from torchtitan_lite.section import Section, at_least, only
+from torchtitan_lite.section import Section, above, at_least, only
 
 
 class FaultToleranceConfig(Section):
     """Replicas of the whole job that come and go."""
 
-    enable: Annotated[bool, only(False, "training over fault-tolerant replicas")] = False
-    """Train with other replicas, which may die and return."""
-    process_group: str = "gloo"
-    """Backend between replicas; without effect while switched off."""
-    process_group_timeout_ms: Annotated[int, at_least(1)] = 10000
-    """Time limit of a collective between replicas (milliseconds); without effect while switched
-    off."""
+    enable: bool = False
+    """Train with other replicas, which may die and return. The environment variable
+    TORCHFT_LIGHTHOUSE names the lighthouse by which they find each other, and
+    TORCHTITAN_LITE_TOKEN is a secret that all of them share; `scripts.launch` sets both."""
+    process_group: Literal["gloo", "nccl"] = "gloo"
+    """Backend between replicas."""
+    process_group_timeout_ms: Annotated[int, at_least(1)] = 60000
+    """Time limit of a collective between replicas (milliseconds). A replica whose process dies is
+    noticed much sooner."""
     replica_id: Annotated[int, at_least(0)] = 0
-    """Number of this replica; without effect while switched off."""
+    """Number of this replica, from 0."""
     group_size: Annotated[int, at_least(0)] = 0
-    """Replicas that the run is planned for; without effect while switched off."""
+    """Replicas that the run is planned for; 0: not known. It changes nothing in training."""
     min_replica_size: Annotated[int, at_least(1)] = 1
-    """Replicas without which no step is taken; without effect while switched off."""
+    """Replicas without which no step is taken."""
+    world_size_mode: Literal["constant_batch", "dynamic", "fixed_with_spares"] = "constant_batch"
+    """What a step uses. "constant_batch": `training.global_batch_size` samples, divided over the
+    replicas that take part, so that who does changes nothing. "dynamic": so many for each replica
+    that takes part. "fixed_with_spares": so many, divided over `min_replica_size` replicas, while
+    the others add nothing and stand by."""
+    quorum_timeout_s: Annotated[float, above(0)] = 600
+    """How long a replica waits for others to take a step with (seconds)."""
+    heal_interface: str = ""
+    """Network interface, or address of one, on which state is served to a replica that returns;
+    empty: the one by which the lighthouse is reached."""
+    heal_connections: Annotated[int, at_least(1)] = 4
+    """Connections in parallel by which a rank that returns receives its state."""
+    bucket_mib: Annotated[int, at_least(1)] = 32
+    """Gradients are added up over replicas in buckets of this size (MiB)."""
     semi_sync_method: Annotated[str | None, only(None, "semi-synchronous training")] = None
     """Method that averages replicas less often than each step."""

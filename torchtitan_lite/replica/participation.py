@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,34 +13,69 @@ class Share:
     """This replica's place among those that take part in a step."""
 
     index: int
+    """-1: it stands by, and adds nothing."""
     count: int
+    each_takes_a_batch: bool = False
+    """A step has a batch for each that takes part, instead of one that they share."""
+
+    def step_size(self, batch_size: int) -> int:
+        """Samples of the step, of all replicas."""
+        return batch_size * self.count if self.each_takes_a_batch else batch_size
+
+    def samples(self, cursor: int, batch_size: int, round_size: int) -> range:
+        """Those of the step that begins at `cursor` which this replica takes: rounds of
+        `round_size`, a divisor of `batch_size`, one more or less than any other."""
+        if self.index < 0:
+            return range(cursor, cursor)
+        rounds, each = batch_size // round_size, self.each_takes_a_batch
+        count, offset = (1, self.index * batch_size) if each else (self.count, 0)
+        index = 0 if each else self.index
+        first, last = rounds * index // count, rounds * (index + 1) // count
+        start = cursor + offset
+        return range(start + first * round_size, start + last * round_size)
 
 
 class Replicas(Protocol):
-    """The replicas of the job, as one of them sees them."""
+    """The replicas of the job, as one of them sees them. All ranks of a replica call every method,
+    in the order of this class, once a step."""
 
-    def agree(self, committed_steps: int) -> Share:
-        """Settle who takes part in the step after `committed_steps`."""
+    def agree(self) -> Share:
+        """Settle who takes part in the next step. A replica that is behind comes back with the
+        state of another. Raises ReplicaError where it can take no part."""
         ...
 
-    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Add the local shards of gradients, and counts, over the replicas in place. A rank's
-        peers in other replicas hold the same shards."""
+    def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
+        """Add the gradients of this rank's parameters, and `counts`, over the replicas in place. A
+        rank's peers in other replicas hold the same shards."""
         ...
 
-    def vote(self, in_favour: bool) -> bool:
-        """Whether all that take part commit the step."""
+    def settle(self) -> bool:
+        """Whether the sums hold. If not, the step is to be repeated with the same samples."""
+        ...
+
+    def begin(self) -> None:
+        """The state will not change any more before the next step: look for who takes part."""
+        ...
+
+    def close(self) -> None:
+        """Leave the others."""
         ...
 
 
 class SingleReplica:
     """Fault tolerance switched off: one replica, which agrees with itself."""
 
-    def agree(self, committed_steps: int) -> Share:
+    def agree(self) -> Share:
         return Share(index=0, count=1)
 
-    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+    def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         return None
 
-    def vote(self, in_favour: bool) -> bool:
-        return in_favour
+    def settle(self) -> bool:
+        return True
+
+    def begin(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None

@@ -90,9 +90,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_is_used(
 
 
 @pytest.mark.parametrize("damage", _DAMAGES)
-def test_a_damaged_one_that_was_asked_for_stops_the_start(
-    manage: Manage, damage: str
-) -> None:
+def test_a_damaged_one_that_was_asked_for_stops_the_start(manage: Manage, damage: str) -> None:
     state = SmallState()
     manager = manage(state)
     run_steps(manager, state, 3)

@@ -72,7 +72,11 @@ def test_the_samples_of_a_step_do_not_depend_on_the_ranks(opened: Opener, stream
         for step in range(5):
             used: dict[int, tuple] = {}
             for rank, loader in enumerate(loaders):
-                used |= rows(loader.take(share_of_step(step * 8, 8, 2, rank, num_ranks), step))
+                used |= rows(
+                    loader.take(
+                        share_of_step(range(step * 8, step * 8 + 8), 2, rank, num_ranks), step
+                    )
+                )
             run.append(used)
         steps.append(run)
     assert [sorted(used) for used in steps[0]] == [list(range(8 * s, 8 * s + 8)) for s in range(5)]
@@ -83,13 +87,13 @@ def test_the_samples_of_a_step_do_not_depend_on_the_ranks(opened: Opener, stream
 def test_prefetch_changes_nothing(opened: Opener, streaming: bool) -> None:
     plain, ahead = opened(streaming=streaming).loader, opened(streaming=streaming).loader
     for step in range(6):
-        request = share_of_step(8 * step, 8, 2, 1, 2)
+        request = share_of_step(range(8 * step, 8 * step + 8), 2, 1, 2)
         expected = plain.take(request, step)
         assert same(ahead.take(request, step), expected)
-        ahead.prefetch(share_of_step(8 * (step + 1), 8, 2, 1, 2), step + 1)
+        ahead.prefetch(share_of_step(range(8 * step + 8, 8 * step + 16), 2, 1, 2), step + 1)
         if step == 3:  # the step is repeated, and another rank's samples are taken over
             assert same(ahead.take(request, step), expected)
-            other = share_of_step(8 * step, 8, 2, 0, 2)
+            other = share_of_step(range(8 * step, 8 * step + 8), 2, 0, 2)
             assert same(ahead.take(other, step), plain.take(other, step))
 
 
@@ -121,7 +125,7 @@ def test_the_state_is_the_same_on_every_rank(opened: Opener, tmp_path: Path) -> 
     loaders = [opened(**settings).loader for _ in range(2)]
     for step in range(20):
         for rank, loader in enumerate(loaders):
-            loader.take(share_of_step(step * 4, 4, 2, rank, 2), step)
+            loader.take(share_of_step(range(step * 4, step * 4 + 4), 2, rank, 2), step)
         assert loaders[0].state(step * 4 + 4) == loaders[1].state(step * 4 + 4)
 
 

@@ -62,7 +62,10 @@ def test_ranks_share_a_step_whatever_their_number(local: int, steps_of: int) -> 
     for num_ranks in (1, 2, 4):
         if steps_of % (local * num_ranks):
             continue
-        shares = [share_of_step(40, steps_of, local, rank, num_ranks) for rank in range(num_ranks)]
+        shares = [
+            share_of_step(range(40, 40 + steps_of), local, rank, num_ranks)
+            for rank in range(num_ranks)
+        ]
         rounds = [samples for parts in zip(*shares, strict=True) for samples in parts]
         assert [i for samples in rounds for i in samples] == list(range(40, 40 + steps_of))
         assert all(len(samples) == local for samples in rounds)
@@ -70,4 +73,4 @@ def test_ranks_share_a_step_whatever_their_number(local: int, steps_of: int) -> 
 
 def test_share_of_step_refuses_a_batch_that_does_not_divide() -> None:
     with pytest.raises(ValueError, match="10 samples in rounds of 4"):
-        share_of_step(0, 10, 2, 0, 2)
+        share_of_step(range(10), 2, 0, 2)

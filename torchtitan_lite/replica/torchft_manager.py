@@ -1,0 +1,142 @@
+"""torchft's manager, made as this project needs it. The one file that touches its private parts
+(torchft 0.2.0). Layer: above guard.
+
+What a replica that is behind receives is only noted here, and fetched by the main thread once
+nothing reads the state: torchft would load it in whatever thread has asked for the quorum.
+"""
+
+import logging
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchft.checkpointing import CheckpointTransport
+from torchft.manager import Manager, WorldSizeMode
+from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+
+from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.replica.config import FaultToleranceConfig
+from torchtitan_lite.replica.guard import Floor
+
+_QUORUM_RETRIES = 1000
+"""A lighthouse that is started again must not end the replicas."""
+_RETRY_S = 0.5
+_GROUPS = {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}
+
+
+class QuorumManager(Manager):
+    """A manager whose quorums pass the floor before they are used, and which says what they were.
+
+    Its `step` is the run's progress, which `set_progress` tells it before each quorum.
+    """
+
+    def __init__(
+        self,
+        config: FaultToleranceConfig,
+        transport: CheckpointTransport[Any],
+        floor: Floor,
+        *,
+        lighthouse: str,
+        store: tuple[str, int],
+        rank: int,
+        world_size: int,
+        hostname: str,
+    ) -> None:
+        """`store` is where a TCPStore of this replica listens. Raises ReplicaError when nobody
+        answers at `lighthouse` in `quorum_timeout_s`."""
+        _quiet()
+        timeout = timedelta(milliseconds=config.process_group_timeout_ms)
+        group: ProcessGroup = _GROUPS[config.process_group](timeout=timeout)
+        deadline = time.monotonic() + config.quorum_timeout_s
+        while True:
+            try:
+                super().__init__(
+                    pg=group,
+                    load_state_dict=None,
+                    state_dict=None,
+                    min_replica_size=config.min_replica_size,
+                    use_async_quorum=False,
+                    timeout=timeout,
+                    quorum_timeout=timedelta(seconds=config.quorum_timeout_s),
+                    connect_timeout=timeout,
+                    rank=rank,
+                    world_size=world_size,
+                    world_size_mode=(
+                        WorldSizeMode.FIXED_WITH_SPARES
+                        if config.world_size_mode == "fixed_with_spares"
+                        else WorldSizeMode.DYNAMIC
+                    ),
+                    store_addr=store[0],
+                    store_port=store[1],
+                    lighthouse_addr=lighthouse,
+                    # Its place among the participants follows the order of these texts.
+                    replica_id=f"replica_{config.replica_id:05d}",
+                    hostname=hostname,
+                    checkpoint_transport=transport,
+                    init_sync=False,
+                    quorum_retries=_QUORUM_RETRIES,
+                )
+                break
+            except Exception as error:
+                # The lighthouse may come up after its replicas.
+                if time.monotonic() >= deadline:
+                    raise ReplicaError(
+                        f"Nobody answers at TORCHFT_LIGHTHOUSE = {lighthouse}: {error} Start the "
+                        "lighthouse (scripts.launch does), or mend the address."
+                    ) from None
+                time.sleep(_RETRY_S)
+        self.register_state_dict_fn("state", lambda given: None, lambda: None)
+        self.group = group
+        self._client = _GuardedClient(self._client, floor)
+
+    @property
+    def quorum(self) -> Any:
+        """The last QuorumResult."""
+        return self._client.last
+
+    def set_progress(self, progress: int) -> None:
+        """Where this replica's state is; 0 when it has none to speak of."""
+        self.load_state_dict({"step": progress, "batches_committed": 0})
+
+    def forget_failed_quorum(self) -> None:
+        """Let the next quorum be asked for: the exception of one that failed would be raised
+        again."""
+        self._quorum_future = None
+
+    def sum_(self, flat: torch.Tensor) -> dist.Work:
+        """Begin to add `flat` over all that take part, in place."""
+        return self.allreduce(flat, reduce_op=dist.ReduceOp.SUM)  # pyright: ignore[reportArgumentType]
+
+    def fail(self, reason: str) -> None:
+        """Give this step up, here and at once in all other replicas."""
+        if self.errored() is None:
+            self.report_error(RuntimeError(reason))
+        self.group.abort()
+
+
+class _GuardedClient:
+    """The manager's client, with an eye on its quorums."""
+
+    def __init__(self, client: Any, floor: Floor) -> None:
+        self._client, self._floor = client, floor
+        self.last: Any = None
+
+    def _quorum(self, **asked: Any) -> Any:
+        found = self._client._quorum(**asked)
+        self._floor.admit(found.max_step)
+        self.last = found
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+def _quiet() -> None:
+    """Its eight lines a step say nothing that the metrics do not."""
+    for name in ("torchft", "torchft.manager", "torchft_quorums", "torchft_commits"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for name in ("torchft.manager", "torchft_errors"):
+        # What fails is told by who handles it.
+        logging.getLogger(name).setLevel(logging.CRITICAL)
