@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.background.settings import WriterSettings
 from torchtitan_lite.checkpoint.copier import Copier
@@ -32,7 +33,7 @@ from torchtitan_lite.checkpoint.memory.lock import RankLock
 from torchtitan_lite.checkpoint.memory.region import Region, State
 from torchtitan_lite.checkpoint.outcome import Signals
 from torchtitan_lite.checkpoint.retries import Retries
-from torchtitan_lite.checkpoint.saving import Saved
+from torchtitan_lite.checkpoint.saving import Attempts, Saved
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
@@ -49,12 +50,14 @@ class _Save:
 
     step: int
     slot: int
-    attempt: int
+    token: str
     values: dict[str, Any]
     """The state's, as they were then."""
     hurries: bool
     """Training waits for it."""
     ordered: bool = False
+    committed: bool = False
+    failed: bool = False
 
 
 class AsynchronousSaver:
@@ -73,7 +76,8 @@ class AsynchronousSaver:
         """The step that the next exchange of numbers confirms."""
         self._last_step = 0
         self._save: _Save | None = None
-        self._attempts = 0
+        self._coworkers = ALONE
+        self._attempts = Attempts(saved.identity.session)
         self._is_late = False
         self._retries = Retries()
         self.saved_step: int | None = None
@@ -95,17 +99,40 @@ class AsynchronousSaver:
         self._region.confirm(-1 if step is None or self._kept is None else step)
         self._last_step = self._saved.state.step - 1 if self._kept is None else step or 0
 
+    def join(self, coworkers: Coworkers) -> None:
+        """Who writes with this replica from here on. A save under way that others were to write
+        with it is given up, and begins again with those who are left."""
+        if coworkers == self._coworkers:
+            return
+        save = self._save
+        if save is not None and not (self._coworkers.count == coworkers.count == 1):
+            logger.info("Step %d is saved anew: other replicas take part.", save.step)
+            self._writer.abandon(save.step)
+            self._save, self._is_late = None, True
+        self._coworkers = coworkers
+
+    def hold_still(self) -> None:
+        """Come back when the snapshot under way is complete, so that the state may change."""
+        self._copier.wait()
+
     def signals(self, step_s: float) -> Signals:
         """What the others must know. Comes back when the snapshot under way is complete."""
-        self._copier.wait()
+        self.hold_still()
         self._order()
-        signals = Signals(copy_s=self._copier.seconds, step_s=step_s)
         for response in self._writer.responses():
-            self._hear(response, signals)
-        if self._save is not None and self._save.ordered and not self._writer.alive:
+            self._hear(response)
+        save = self._save
+        if save is not None and save.ordered and not save.failed and not self._writer.alive:
             logger.error("The checkpoint writer of rank %d has died.", self._saved.mesh.rank)
-            signals.failed = 1.0
-        return signals
+            save.failed = True
+        may_try = self._retries.may_try(self._saved.state.step + 1)
+        return Signals(
+            failed=float(save is not None and save.failed),
+            committed=float(save is not None and save.committed),
+            wants=float(self._is_late and may_try),
+            copy_s=self._copier.seconds,
+            step_s=step_s,
+        )
 
     def settle(self, all_ranks: Signals) -> None:
         """Act on what all ranks have said."""
@@ -133,12 +160,11 @@ class AsynchronousSaver:
 
     def after_step(self, *, save_due: bool) -> None:
         """Take a snapshot if one is due after the step just committed, and order it to be written
-        if `save_due`."""
+        if `save_due`, which all ranks and coworkers say alike."""
         step = self._saved.state.step
         # A save that is under way is not cut off by the next.
         self._is_late = self._is_late or save_due
-        may_try = save_due or self._retries.may_try(step)
-        saves = self._is_late and self._save is None and may_try
+        saves = save_due and self._save is None
         # On another mesh than that before, nothing is left in shared memory.
         is_first = self._kept is None and self._newest is None and self._interval.is_given
         if saves or is_first or self._interval.due(step - self._last_step):
@@ -184,8 +210,8 @@ class AsynchronousSaver:
         )
         self._newest, self._confirms, self._last_step = slot, step, step
         if saves:
-            self._attempts += 1
-            self._save = _Save(step, slot, self._attempts, values["values"], hurries)
+            token = self._attempts.next(self._coworkers)
+            self._save = _Save(step, slot, token, values["values"], hurries)
             self._is_late = False
 
     def _order(self) -> None:
@@ -199,18 +225,24 @@ class AsynchronousSaver:
             except OSError as error:
                 logger.error("No checkpoint writer can be started: %s", error)
                 return
-            self._writer.save(save.slot, save.step, save.attempt, hurries=save.hurries)
+            self._writer.save(
+                save.slot,
+                save.step,
+                save.token,
+                hurries=save.hurries,
+                coworkers=self._coworkers,
+            )
 
-    def _hear(self, response: dict[str, Any], signals: Signals) -> None:
+    def _hear(self, response: dict[str, Any]) -> None:
         save = self._save
         if response.get("failed") == -1:
             logger.error("The checkpoint writer: %s", response["error"])
-        if save is None or response.get("attempt") != save.attempt:
+        if save is None or response.get("token") != save.token:
             return
         if "committed" in response:
-            signals.committed = 1.0
+            save.committed = True
         elif "failed" in response:
-            signals.failed = 1.0
+            save.failed = True
             logger.error("Saving step %d: %s", save.step, response["error"])
 
     def wait(self) -> None:
@@ -271,6 +303,7 @@ def _open(saved: Saved) -> AsynchronousSaver:
         preemption_grace_s=config.preemption_grace_s,
         keep_latest_k=config.keep_latest_k,
         keep_every=config.keep_every,
+        recovers=not saved.is_shared,
     )
     region = _region(saved, inventory.slot_bytes, saved.describe(inventory).to_dict())
     try:

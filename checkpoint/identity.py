@@ -31,12 +31,17 @@ def identify(dump_folder: Path, mesh: Mesh, replica: int = 0) -> Identity:
     """The leader knows the run or gives it a name; the others are told. Every rank must call it."""
     told = b""
     if mesh.is_leader:
-        run_id = _run_id(dump_folder)
-        if replica:
-            run_id = hashlib.blake2b(f"{run_id} {replica}".encode(), digest_size=16).hexdigest()
+        run_id = run_id_of(_run_id(dump_folder), replica)
         told = json.dumps([run_id, secrets.token_hex(6)]).encode()
     run_id, session = json.loads(leader_says(told))
     return Identity(run_id, session)
+
+
+def run_id_of(run_id: str, replica: int) -> str:
+    """What a replica of a run calls its own snapshots."""
+    if replica == 0:
+        return run_id
+    return hashlib.blake2b(f"{run_id} {replica}".encode(), digest_size=16).hexdigest()
 
 
 def _run_id(dump_folder: Path) -> str:

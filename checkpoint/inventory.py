@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.dtypes import NAME_OF
+from torchtitan_lite.checkpoint.file_names import file_name
 from torchtitan_lite.checkpoint.memory.description import FileBox, HeldTensor
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.mesh import Mesh
@@ -59,11 +60,6 @@ class Inventory:
             )
             for name, placed in self.placed.items()
         )
-
-
-def file_name(rank: int) -> str:
-    """The file that a rank writes."""
-    return f"rank-{rank:05d}.safetensors"
 
 
 def local_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchtitan_lite.checkpoint.asynchronous import AsynchronousSaver, open_saver
+from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
 from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.identity import identify
 from torchtitan_lite.checkpoint.memory.folder import remove_regions
@@ -24,6 +25,8 @@ from torchtitan_lite.checkpoint.synchronous import SynchronousSaver
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 
+_POLL_S = 0.1
+
 
 class CheckpointManager:
     """Saves and restores one run's `State`. Every rank calls every method."""
@@ -36,9 +39,9 @@ class CheckpointManager:
         state: State,
         mesh: Mesh,
         run_config: Mapping[str, Any],
-        replica: int = 0,
+        replica: int | None = None,
     ) -> None:
-        """`replica` tells this one from others that train the same run."""
+        """`replica` tells this one from others that train the same run, where there are such."""
         self._config, self._state, self._mesh = config, state, mesh
         folder = config.folder
         self.root = folder if "://" in folder else str(dump_folder / folder)
@@ -47,9 +50,12 @@ class CheckpointManager:
             state=state,
             mesh=mesh,
             storage=open_storage(self.root),
-            identity=identify(dump_folder, mesh, replica),
+            identity=identify(dump_folder, mesh, replica or 0),
             run_config=run_config,
+            is_shared=replica is not None,
         )
+        self._coworkers = ALONE
+        self._is_wanted = False
         self._synchronous = SynchronousSaver(self._saved)
         self._asynchronous: AsynchronousSaver | None = None
         self._may_be_asynchronous = self._saves and config.async_mode != "disabled"
@@ -68,6 +74,15 @@ class CheckpointManager:
             self._synchronous.knows(self._state.step, self._state.values())
         return restored.where
 
+    def join(self, coworkers: Coworkers) -> None:
+        """Which replicas take part from here on: they write checkpoints together."""
+        self._coworkers = coworkers
+        self._saver.join(coworkers)
+
+    def hold_still(self) -> None:
+        """Come back when the state may change."""
+        self._saver.hold_still()
+
     def counted(self, device: torch.device) -> torch.Tensor:
         """What this rank adds to the step's exchange of numbers: float64, `NUM_SIGNALS` of them.
         Comes back when the state may change."""
@@ -77,7 +92,10 @@ class CheckpointManager:
 
     def settle(self, sums: torch.Tensor) -> None:
         """Act on `counted`, summed over all ranks."""
-        self._saver.settle(Signals(*sums.tolist()))
+        signals = Signals(*sums.tolist())
+        # Also of replicas that know of a save that is late, when this one has just come.
+        self._is_wanted = signals.wants > 0
+        self._saver.settle(signals)
 
     def after_step(self) -> float:
         """Save what is due after the step just committed. Returns the seconds that it took.
@@ -90,8 +108,9 @@ class CheckpointManager:
         if self._may_be_asynchronous and self._asynchronous is None:
             self._asynchronous = open_saver(self._saved, self._restored_step)
             self._may_be_asynchronous = self._asynchronous is not None
+            self._saver.join(self._coworkers)
         if self._saves:
-            self._saver.after_step(save_due=due)
+            self._saver.after_step(save_due=due or self._is_wanted)
         self._step_ended = time.perf_counter()
         return self._step_ended - started
 
@@ -111,7 +130,11 @@ class CheckpointManager:
         if not self._saves:
             return None
         saver = self._saver
-        if finished and self._config.last_save_model_only:
+        others_save = finished and self._coworkers.index > 0 and self._is_stored_by_others()
+        self.join(ALONE)
+        if others_save:
+            self._synchronous.knows(self._state.step, self._state.values())
+        elif finished and self._config.last_save_model_only:
             saver.wait()
             self._synchronous.save(model_only=True)
         elif not self._is_saved():
@@ -124,6 +147,17 @@ class CheckpointManager:
             # No step was taken since, so nobody took the memory over.
             remove_regions(self._saved.identity.run_id)
         return f"{self.root}/{step_name(self._state.step)}"
+
+    def _is_stored_by_others(self) -> bool:
+        """Whether the replica that has to save the last step does. It is waited for as long as a
+        grace: should it have died, this one saves instead."""
+        deadline = time.monotonic() + self._config.preemption_grace_s
+        while True:
+            stored = self._mesh.leader_says(int(self.newest_stored() >= self._state.step))
+            is_late = self._mesh.any(time.monotonic() >= deadline)
+            if stored or is_late:
+                return bool(stored)
+            time.sleep(_POLL_S)
 
     def newest_stored(self) -> int:
         """The newest step of this run that is stored, as the leader sees it; -1: none, or another

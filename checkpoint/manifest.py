@@ -8,11 +8,11 @@ and redistribute.
 
 import json
 import math
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from torchtitan_lite.checkpoint.file_names import FILE_NAME
 from torchtitan_lite.checkpoint.memory.description import BYTES_PER_ELEMENT
 from torchtitan_lite.checkpoint.storage.manifest_json import FORMAT, MANIFEST, VERSION, checksum
 from torchtitan_lite.checkpoint.storage.names import step_of
@@ -22,10 +22,9 @@ from torchtitan_lite.redistribute import Layout, layout_from_json
 
 _MAX_AXES = 64
 """Of a mesh, and dims of a tensor: more than there are anywhere."""
-_FILE_NAME = re.compile(r"rank-[0-9]{5}\.safetensors", re.ASCII)
 _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Sizes = Annotated[list[_Size], Field(max_length=_MAX_AXES)]
-_FileName = Annotated[str, Field(pattern=rf"^{_FILE_NAME.pattern}$")]
+_FileName = Annotated[str, Field(pattern=rf"^{FILE_NAME.pattern}$")]
 
 
 def _printable(name: str) -> str:
@@ -153,7 +152,7 @@ def _layout(number: int, given: dict[str, Any]) -> Layout:
         raise LayoutError(f"layout {number}: {error!s:.500}") from None
     for holder in layout.mesh.holders:
         # A tensor without elements lies in no file, and its layout may have the ranks' numbers.
-        if isinstance(holder, str) and not _FILE_NAME.fullmatch(holder):
+        if isinstance(holder, str) and not FILE_NAME.fullmatch(holder):
             raise LayoutError(f"layout {number} names {holder!r:.100}, which is no file's name.")
     if any(cut.split > 1 for cuts in layout.cuts.values() for cut in cuts):
         raise LayoutError(f"layout {number} has strided shards, and a file holds one box.")

@@ -1,5 +1,6 @@
-"""What ranks tell each other about saving, in the one exchange of numbers of a step. Layer: imports
-nothing of the project.
+"""What ranks tell each other about saving, in the one exchange of numbers of a step.
+
+Layer: imports nothing of the project.
 """
 
 from dataclasses import astuple, dataclass
@@ -13,6 +14,8 @@ class Signals:
     """Its part of the save under way cannot be written."""
     committed: float = 0.0
     """The save under way is committed; said by the leader."""
+    wants: float = 0.0
+    """A save is late, and may begin after this step."""
     copy_s: float = 0.0
     """That its last snapshot took."""
     step_s: float = 0.0

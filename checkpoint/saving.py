@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torchtitan_lite import __version__, rng
+from torchtitan_lite.checkpoint.background.coworkers import Coworkers
 from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.identity import Identity
 from torchtitan_lite.checkpoint.inventory import Inventory, layouts_json
@@ -26,6 +27,8 @@ class Saved:
     storage: Storage
     identity: Identity
     run_config: Mapping[str, Any]
+    is_shared: bool = False
+    """Other replicas save in the same place."""
 
     def describe(self, inventory: Inventory) -> Description:
         """What this rank holds, and what it writes."""
@@ -49,6 +52,20 @@ class Saved:
     def values(self) -> dict[str, Any]:
         """All of the state that is not tensors, of this moment."""
         return {"values": self.state.values(), "rng": rng.capture()}
+
+
+class Attempts:
+    """Names for attempts at saving: new ones each time, and the same on all that write together."""
+
+    def __init__(self, session: str) -> None:
+        self._session = session
+        self._counts: dict[str, int] = {}
+
+    def next(self, coworkers: Coworkers) -> str:
+        """The token of the next attempt. Coworkers begin theirs in the same order."""
+        name = coworkers.token or self._session
+        self._counts[name] = self._counts.get(name, 0) + 1
+        return f"{name}-{self._counts[name]}"
 
 
 def attempt(action: Callable[[], Any]) -> str | None:

@@ -2,25 +2,31 @@
 alone. Layer: above saving and background.
 """
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers, share_of
 from torchtitan_lite.checkpoint.background.save import (
-    attempt_token,
     commit_parts,
     delete_old,
     part_of,
     write_boxes,
 )
 from torchtitan_lite.checkpoint.inventory import local_parts, take_inventory
+from torchtitan_lite.checkpoint.memory.description import Description
 from torchtitan_lite.checkpoint.outcome import Signals
 from torchtitan_lite.checkpoint.retries import Retries
-from torchtitan_lite.checkpoint.saving import Saved, attempt
+from torchtitan_lite.checkpoint.saving import Attempts, Saved, attempt
+from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
+
+_PATIENCE_S = 1800.0
+_POLL_S = 0.02
 
 
 class SynchronousSaver:
@@ -29,7 +35,11 @@ class SynchronousSaver:
 
     def __init__(self, saved: Saved) -> None:
         self._saved = saved
-        self._attempts = 0
+        self._coworkers = ALONE
+        # Told from the attempts of the writer.
+        self._attempts = Attempts(f"{saved.identity.session}s")
+        self._outcome = ""
+        self._is_first = True
         self._retries = Retries()
         self._deletions = ThreadPoolExecutor(1, "checkpoint-deletion")
         self.saved_step: int | None = None
@@ -44,24 +54,35 @@ class SynchronousSaver:
         """Saves that could not be written, one after the other."""
         return self._retries.failures_in_a_row
 
+    def join(self, coworkers: Coworkers) -> None:
+        """Who writes with this replica from here on."""
+        self._coworkers = coworkers
+
+    def hold_still(self) -> None:
+        """No snapshot is under way."""
+
     def signals(self, step_s: float) -> Signals:
-        """Nothing: what ranks must agree on, they tell each other in `save`."""
-        del step_s
-        return Signals()
+        """The outcome of a save, for coworkers that write beside training."""
+        step = self._saved.state.step
+        wants = self.failures_in_a_row > 0 and self._retries.may_try(step + 1)
+        committed, failed = float(self._outcome == "committed"), float(self._outcome == "failed")
+        return Signals(failed=failed, committed=committed, wants=float(wants), step_s=step_s)
 
     def settle(self, all_ranks: Signals) -> None:
-        """Nothing is under way."""
+        """All know the outcome."""
+        del all_ranks
+        self._outcome = ""
 
     def after_step(self, *, save_due: bool) -> None:
-        """Save if it is due, or if one that failed may be tried again."""
-        step = self._saved.state.step
-        if save_due or (self.failures_in_a_row and self._retries.may_try(step)):
-            try:
-                self.save()
-                self._retries.succeeded()
-            except CheckpointError as error:
-                self._retries.failed(step)
-                logger.error("%s Training goes on.", error)
+        """Save, if all ranks and coworkers say that it is due."""
+        if not save_due:
+            return
+        try:
+            self.save()
+            self._retries.succeeded()
+        except CheckpointError as error:
+            self._retries.failed(self._saved.state.step)
+            logger.error("%s Training goes on.", error)
 
     def wait(self) -> None:
         """Come back when what was to be deleted is deleted: nothing else is under way."""
@@ -79,10 +100,10 @@ class SynchronousSaver:
         """
         saved, state = self._saved, self._saved.state
         mesh, storage, step = saved.mesh, saved.storage, state.step
-        self._attempts += 1
-        if self._attempts == 1 and mesh.is_leader:
+        if self._is_first and mesh.is_leader and not saved.is_shared:
             # Nobody writes beside this process: what is left of others can go.
             attempt(lambda: storage.recover(saved.identity.session))
+        self._is_first = False
         tensors, values = state.tensors(), saved.values()
         step_values = values["values"]
         if model_only:
@@ -93,10 +114,10 @@ class SynchronousSaver:
                 if name.startswith("model.")
             }
             values = {"values": {}, "rng": {}, "model_only": True}
+        coworkers = ALONE if model_only else self._coworkers
         inventory = take_inventory(tensors, mesh)
-        about = saved.describe(inventory)
-        # Told from the attempts of the writer, which count from 1.
-        token = attempt_token(about, -self._attempts)
+        about = share_of(saved.describe(inventory), coworkers)
+        token = self._attempts.next(coworkers)
 
         def write() -> None:
             parts = local_parts(tensors)
@@ -106,19 +127,26 @@ class SynchronousSaver:
                 for box in about.boxes
             ]
             written = write_boxes(storage, about, step, token, views)
-            storage.put_part(step, token, mesh.rank, part_of(about, step, values, written))
+            told = values if coworkers.index == 0 else {}
+            storage.put_part(step, token, about.rank, part_of(about, step, told, written))
+
+        def commit() -> None:
+            _wait_for_parts(storage, about, step, token)
+            commit_parts(storage, about, step, token)
 
         problem = attempt(write)
-        if not mesh.any(problem is not None) and mesh.is_leader:
-            problem = attempt(lambda: commit_parts(storage, about, step, token))
-        if mesh.any(problem is not None):
-            if mesh.is_leader:
+        if not mesh.any(problem is not None) and about.is_leader:
+            problem = attempt(commit)
+        failed = mesh.any(problem is not None)
+        self._outcome = "failed" if failed else "committed" if coworkers.index == 0 else ""
+        if failed:
+            if about.is_leader:
                 attempt(lambda: storage.abandon(step, token))
             cause = problem or "another rank could not write"
             raise CheckpointError(f"Step {step} was not saved in {storage.root}: {cause}")
         self.knows(step, step_values)
         logger.info("Saved step %d in %s", step, storage.root)
-        if mesh.is_leader:
+        if about.is_leader:
             config = saved.config
             self._deletions.submit(
                 delete_old,
@@ -131,3 +159,17 @@ class SynchronousSaver:
     def close(self) -> None:
         """Come back when what was to be deleted is deleted."""
         self._deletions.shutdown()
+
+
+def _wait_for_parts(storage: Storage, about: Description, step: int, token: str) -> None:
+    """Coworkers write theirs at the same time. Raises CheckpointError when one cannot, or does not
+    in half an hour."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while len(present := storage.parts_present(step, token)) < about.world_size:
+        if failures := storage.failures(step, token):
+            writer, error = min(failures.items())
+            raise CheckpointError(f"writer {writer}: {error}")
+        if time.monotonic() >= deadline:
+            missing = sorted(set(range(about.world_size)) - present)
+            raise CheckpointError(f"writers {missing} did not write their parts")
+        time.sleep(_POLL_S)

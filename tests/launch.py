@@ -44,9 +44,11 @@ def command(num_processes: int, arguments: Sequence[str]) -> list[str]:
             "train.py", *arguments]  # fmt: skip
 
 
-def start(num_processes: int, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a run whose output goes to `log`."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def start(
+    num_processes: int, arguments: Sequence[str], log: Path, **variables: str
+) -> subprocess.Popen[bytes]:
+    """Start a run whose output goes to `log`, with more `variables` in its environment."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
     with log.open("ab") as file:

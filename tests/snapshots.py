@@ -28,9 +28,10 @@ def description(
     run_id: str,
     session: str = "5e55",
     large_elements: int = LARGE,
+    layout: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A rank that holds its rows of a large tensor, and the leader a small and an empty one."""
-    layout = {"cut": world_size}
+    layout = layout or {"cut": world_size}
     held: list[tuple[str, str, list[int], list[int], list[int]]] = [
         ("model.large", "F32", [world_size, large_elements], [rank, 0], [1, large_elements])
     ]
@@ -140,9 +141,9 @@ class Trainers:
         for region in self.regions:
             snapshot(region, slot, step)
 
-    def save(self, slot: int, step: int, attempt: int = 0) -> None:
+    def save(self, slot: int, step: int, token: str | None = None) -> None:
         for writer in self.writers:
-            writer.save(slot, step, attempt)
+            writer.save(slot, step, token)
 
     def die(self) -> None:
         """What writers see when the trainers are killed."""

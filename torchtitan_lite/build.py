@@ -89,7 +89,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             ),
             loader=data.loader,
         )
-        replica = config.fault_tolerance.replica_id if config.fault_tolerance.enable else 0
+        replica = config.fault_tolerance.replica_id if config.fault_tolerance.enable else None
         checkpoints = CheckpointManager(
             config.checkpoint,
             dump_folder=dump_folder,
@@ -100,7 +100,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         )
         opened.callback(checkpoints.close)
         resumed_from = checkpoints.restore()
-        if config.fault_tolerance.enable:
+        if replica is not None:
             # What it saves belongs to all replicas, what it says of itself does not.
             dump_folder = dump_folder / f"replica_{replica:03d}"
         metrics = opened.enter_context(
@@ -197,14 +197,20 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             metrics.event(Event(name="resume", step=state.step, values=values))
         if mesh.is_leader:
             _write_config(config, dump_folder)
-        if config.fault_tolerance.enable and state.step < job.steps:
+        if replica is not None and state.step < job.steps:
             # Importing torchft takes a second.
             from torchtitan_lite.replica.joining import join
             from torchtitan_lite.replica.quiet import without_chatter
 
             opened.enter_context(without_chatter())
             # The last thing of all: from here on the other replicas wait for this one.
-            joined_replicas = join(config.fault_tolerance, state, mesh, checkpoints.newest_stored)
+            joined_replicas = join(
+                config.fault_tolerance,
+                state,
+                mesh,
+                newest_stored=checkpoints.newest_stored,
+                before_change=checkpoints.hold_still,
+            )
             job = replace(job, replicas=opened.enter_context(joined_replicas))
         yield Built(job=job, spec=spec, data=data, resumed_from=resumed_from)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.outcome import NUM_SIGNALS
 from torchtitan_lite.data import FILLER, share_of_step
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.log import logger
@@ -134,6 +135,7 @@ def train_step(job: Job) -> StepReport:
     """Try one step: forward and backward over this rank's microbatches, agree, update."""
     state = job.state
     share = job.replicas.agree()
+    job.checkpoints.join(job.replicas.coworkers)
     microbatches, data_time_s = _take(job, share)
     device = job.mesh.device.torch_device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -143,33 +145,30 @@ def train_step(job: Job) -> StepReport:
     of_step = torch.cat(
         [
             torch.stack([loss_sum, _number(num_targets, device)]),
+            # From here on the state may change: the snapshot of the step before is complete.
+            job.checkpoints.counted(device),
             job.router_balance.counted(device),
         ]
     )
     parameters = list(state.model.parameters())
     job.replicas.sum_(parameters, of_step)
     gradients = local_gradients(parameters)
-    of_replica = torch.cat(
-        [
-            square_norm(gradients).reshape(1).to(device),
-            _number(job.stop.requested, device).reshape(1),
-            # From here on the state may change: the snapshot of the step before is complete.
-            job.checkpoints.counted(device),
-        ]
+    of_replica = torch.stack(
+        [square_norm(gradients).to(device), _number(job.stop.requested, device)]
     )
     # The one exchange of numbers of a step, and the one place where the host waits for the device.
     totals = job.mesh.sum(torch.cat([of_replica, of_step]))
-    of_replica, of_step = totals.split([len(of_replica), len(of_step)])
-    (squares, leave), signals = of_replica[:2].tolist(), of_replica[2:]
-    (loss, targets), router_counts = of_step[:2].tolist(), of_step[2:]
-    job.checkpoints.settle(signals)
+    numbers, signals, router_counts = totals.split([4, NUM_SIGNALS, len(totals) - 4 - NUM_SIGNALS])
+    squares, leave, loss, targets = numbers.tolist()
+    settled = job.replicas.settle()
+    if settled:
+        job.checkpoints.settle(signals)
     targets /= job.mesh.degrees.token_copies
 
     # The loss is a sum over target tokens: this is where it is divided, once, by their number.
     grad_norm = math.sqrt(squares) / targets if targets and squares >= 0 else math.nan
     loss = loss / targets if targets else math.nan
     lr = state.schedule.lr(state.step)
-    settled = job.replicas.settle()
     committed = settled and math.isfinite(loss) and math.isfinite(grad_norm)
     number, step_size = state.step + 1, share.step_size(job.global_batch_size)
     if committed:
@@ -196,7 +195,7 @@ def train_step(job: Job) -> StepReport:
         num_target_tokens=round(targets),
         num_replicas=share.count,
         router_loads=router_loads,
-        samples=tuple(sample for mb in microbatches for sample in mb.samples),
+        samples=tuple(s for mb in microbatches for s in mb.samples if s != FILLER),
         data_time_s=data_time_s,
     )
 

@@ -97,15 +97,15 @@ class Ranks:
                 save.region.close()
 
 
-def published(ranks: Ranks) -> tuple[int, int] | None:
-    """(step, attempt) that an orphaned writer decided on, if one has."""
+def published(ranks: Ranks) -> tuple[int, str] | None:
+    """(step, token) that an orphaned writer decided on, if one has."""
     try:
         if not any(name.startswith(_PREFIX) for name in os.listdir(ranks.folder)):
             return None
         if not ranks.look():
             return None
         given = json.loads(ranks.decision_path().read_bytes())
-        return int(given["step"]), int(given["attempt"])
+        return int(given["step"]), str(given["token"])
     except FileNotFoundError:
         return None
 
@@ -113,14 +113,14 @@ def published(ranks: Ranks) -> tuple[int, int] | None:
 def flush(
     own: RankSave,
     *,
-    pending: dict[int, int],
+    pending: dict[int, str],
     direct: bool,
     grace_s: float,
     others_s: float,
 ) -> list[int]:
     """Write what the death of this rank's trainer would lose, and return the steps committed here.
 
-    `pending`: step -> attempt of the saves whose own part is written and that the leader has still
+    `pending`: step -> token of the saves whose own part is written and that the leader has still
     to commit. Ends after `grace_s` at the latest, but for a write that is under way.
     """
     started = time.monotonic()
@@ -132,18 +132,23 @@ def flush(
             decided = _decide(ranks, pending, started + others_s)
             wanted = {} if decided is None else {decided[0]: decided[1]}
         else:
-            wanted = {step: pending.get(step, 0) for step in own.complete_slots()}
-        wanted = {step: attempt for step, attempt in wanted.items() if step > stored}
+            wanted = {step: _token(own, step, pending) for step in own.complete_slots()}
+        wanted = {step: token for step, token in wanted.items() if step > stored}
         work = _Flush(ranks, direct=direct)
-        for step, attempt in wanted.items():
-            while not work.write(own, step, attempt) and time.monotonic() < deadline:
+        for step, token in wanted.items():
+            while not work.write(own, step, token) and time.monotonic() < deadline:
                 time.sleep(_RETRY_S)
         newest = max(wanted, default=None)
         # What was under way is older or the same, and still better than nothing.
-        attempts = {**{s: a for s, a in pending.items() if s > stored}, **wanted}
-        return work.commit_until(deadline, attempts, newest)
+        tokens = {**{s: token for s, token in pending.items() if s > stored}, **wanted}
+        return work.commit_until(deadline, tokens, newest)
     finally:
         ranks.close()
+
+
+def _token(own: RankSave, step: int, pending: dict[int, str]) -> str:
+    """Of the attempt at a step that is under way, or of one without an order."""
+    return pending.get(step) or attempt_token(own.about, 0)
 
 
 def _newest_stored(own: RankSave) -> int:
@@ -158,8 +163,8 @@ def _newest_stored(own: RankSave) -> int:
         return -1
 
 
-def _decide(ranks: Ranks, pending: dict[int, int], deadline: float) -> tuple[int, int] | None:
-    """(step, attempt) that all writers of this machine flush; None when no step is complete."""
+def _decide(ranks: Ranks, pending: dict[int, str], deadline: float) -> tuple[int, str] | None:
+    """(step, token) that all writers of this machine flush; None when no step is complete."""
     bound = max(ranks.own.complete_slots(), default=None)
     while True:
         decided = published(ranks)
@@ -168,17 +173,17 @@ def _decide(ranks: Ranks, pending: dict[int, int], deadline: float) -> tuple[int
         step = ranks.common_step()
         is_late = time.monotonic() >= deadline
         if step is not None and (step == bound or is_late):
-            _publish(ranks.decision_path(), step, pending.get(step, 0))
+            _publish(ranks.decision_path(), step, _token(ranks.own, step, pending))
         elif is_late:
             return None
         else:
             time.sleep(_POLL_S)
 
 
-def _publish(path: Path, step: int, attempt: int) -> None:
+def _publish(path: Path, step: int, token: str) -> None:
     """Publish a decision unless there is one: the link fails then."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"step": step, "attempt": attempt}))
+    temporary.write_text(json.dumps({"step": step, "token": token}))
     with suppress(FileExistsError):
         os.link(temporary, path)
     temporary.unlink()
@@ -191,9 +196,8 @@ class _Flush:
         self._ranks, self._direct = ranks, direct
         self._locks: dict[int, RankLock] = {}
 
-    def write(self, save: RankSave, step: int, attempt: int) -> bool:
+    def write(self, save: RankSave, step: int, token: str) -> bool:
         """Write a rank's part, unless it is there. False, with a report, when that failed."""
-        token = attempt_token(save.about, attempt)
         slot = save.complete_slots().get(step)
         try:
             if slot is None or save.about.rank in save.storage.parts_present(step, token):
@@ -206,15 +210,15 @@ class _Flush:
         return True
 
     def commit_until(
-        self, deadline: float, attempts: dict[int, int], newest: int | None
+        self, deadline: float, tokens: dict[int, str], newest: int | None
     ) -> list[int]:
         """Commit what becomes whole. A writer that leads no rank ends once nobody needs it."""
         committed: list[int] = []
-        left = dict(sorted(attempts.items(), reverse=True))
+        left = dict(sorted(tokens.items(), reverse=True))
         try:
             while left:
                 if newest is not None:
-                    self._stand_in(newest, attempts[newest])
+                    self._stand_in(newest, tokens[newest])
                 leader = self._leader()
                 if leader is None:
                     break
@@ -233,13 +237,13 @@ class _Flush:
                 lock.release()
         return committed
 
-    def _stand_in(self, step: int, attempt: int) -> None:
+    def _stand_in(self, step: int, token: str) -> None:
         """Write the parts of ranks whose writers are gone."""
         own = self._ranks.own
         if len(self._ranks.saves) < own.about.world_size:
             return
         try:
-            present = own.storage.parts_present(step, attempt_token(own.about, attempt))
+            present = own.storage.parts_present(step, token)
         except OSError:
             return
         for rank, save in self._ranks.saves.items():
@@ -249,7 +253,7 @@ class _Flush:
             lock = RankLock(self._ranks.folder, rank)
             if lock.try_acquire():
                 self._locks[rank] = lock
-                self.write(save, step, attempt)
+                self.write(save, step, token)
 
     def _leader(self) -> RankSave | None:
         """The leader's region, if this process may act for it."""
@@ -257,8 +261,7 @@ class _Flush:
         saves = [self._ranks.saves[rank] for rank in held]
         return next((save for save in saves if save.about.is_leader), None)
 
-    def _commit(self, leader: RankSave, step: int, attempt: int) -> bool:
-        token = attempt_token(leader.about, attempt)
+    def _commit(self, leader: RankSave, step: int, token: str) -> bool:
         try:
             if not leader.is_whole(step, token):
                 return False

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
 from torchtitan_lite.checkpoint.background.settings import WriterSettings
 
 _MODULE = "torchtitan_lite.checkpoint.background"
@@ -69,11 +70,21 @@ class WriterProcess:
         """Of the process that was started last."""
         return None if self._process is None else self._process.pid
 
-    def save(self, slot: int, step: int, attempt: int = 0, *, hurries: bool = False) -> bool:
-        """Order `slot`, complete with `step`, to be saved. `attempt` tells a new try of the same
-        step from one that failed, and is the same on all ranks. `hurries`: nothing is spared any
-        more, since training waits. False when the writer is dead."""
-        order = {"slot": slot, "step": step, "attempt": attempt, "hurries": hurries}
+    def save(
+        self,
+        slot: int,
+        step: int,
+        token: str | None = None,
+        *,
+        hurries: bool = False,
+        coworkers: Coworkers = ALONE,
+    ) -> bool:
+        """Order `slot`, complete with `step`, to be saved. `token` tells a new try of the same
+        step from one that failed, and is the same on all ranks that write with each other; None:
+        the first try of one that writes alone. `hurries`: nothing is spared any more, since
+        training waits. False when the writer is dead."""
+        order: dict[str, Any] = {"slot": slot, "step": step, "hurries": hurries}
+        order |= {"token": token, "coworkers": coworkers.to_json()}
         return self._send({"save": order})
 
     def abandon(self, step: int) -> bool:
@@ -81,8 +92,8 @@ class WriterProcess:
         return self._send({"abandon": step})
 
     def responses(self) -> list[dict[str, Any]]:
-        """What the writer has said since, without waiting: {"ready": pid}, or, with the number of
-        the attempt in "attempt", {"written": step}, {"committed": step}, {"abandoned": step} or
+        """What the writer has said since, without waiting: {"ready": pid}, or, with the token
+        of the attempt in "token", {"written": step}, {"committed": step}, {"abandoned": step} or
         {"failed": step, "error": text} each."""
         if self._process is None or self._process.stdout is None:
             return []

@@ -6,8 +6,10 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
+from torchtitan_lite.checkpoint.background.coworkers import Coworkers, share_of
 from torchtitan_lite.checkpoint.memory.description import Description
 from torchtitan_lite.checkpoint.memory.region import Region, State
 from torchtitan_lite.checkpoint.storage.manifest_json import (
@@ -41,6 +43,14 @@ class RankSave:
         """Raises DamagedSnapshot when the region's description is wrong."""
         self.region, self.storage = region, storage
         self.about = Description.from_dict(region.description, slot_bytes=region.slot_bytes)
+        self._tells_values = True
+
+    def among(self, coworkers: Coworkers) -> "RankSave":
+        """What is to be written of the same region when this replica has coworkers."""
+        found = copy(self)
+        found.about = share_of(self.about, coworkers)
+        found._tells_values = coworkers.index == 0
+        return found
 
     def complete_slots(self) -> dict[int, int]:
         """Step -> slot, for the steps that this rank holds whole, newest first."""
@@ -62,7 +72,8 @@ class RankSave:
         OSError when it cannot be written; then the file is removed.
         """
         self._require(slot, step)
-        about, values, pool = self.about, self.region.values(slot), self.region.data(slot)
+        about, pool = self.about, self.region.data(slot)
+        values = self.region.values(slot) if self._tells_values else {}
         written = write_boxes(
             self.storage, about, step, token, pool, direct=direct, rate=rate, tick=tick
         )

@@ -30,6 +30,9 @@ class WriterSettings:
     keep_every: int = 0
     """Checkpoints of steps that this divides stay, too; 0: none."""
 
+    recovers: bool = True
+    """Remove what others have left there: nobody else saves there at the same time."""
+
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
         return asdict(self)

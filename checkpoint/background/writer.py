@@ -6,9 +6,11 @@ Layer: above flush.
 
 import os
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_lite.checkpoint.background.channel import Channel
+from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
 from torchtitan_lite.checkpoint.background.flush import Ranks, flush, published
 from torchtitan_lite.checkpoint.background.priority import hurry
 from torchtitan_lite.checkpoint.background.save import (
@@ -30,6 +32,19 @@ _PATIENCE = 3
 """A trainer that was asked to leave gets this part of the grace to save its last step itself."""
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    """At a step, by this rank and all that write with it."""
+
+    save: RankSave
+    step: int
+    token: str
+    deadline: float
+    """When the wait for the others ends."""
+    is_joint: bool
+    """With other replicas."""
+
+
 class Writer:
     """Carries out the orders of one rank's trainer, and flushes when that dies."""
 
@@ -38,8 +53,8 @@ class Writer:
         self._storage: Storage = save.storage
         self._rate = TokenBucket(settings.bytes_per_s)
         self._ranks = Ranks(save)
-        self._pending: dict[int, tuple[int, float]] = {}
-        """Step -> (attempt, when the wait for other ranks ends); the leader has still to commit."""
+        self._pending: dict[int, _Attempt] = {}
+        """By step, those that the leader has still to commit."""
         self._writing: int | None = None
         self._followed = False
         self._asked_at: float | None = None
@@ -47,7 +62,7 @@ class Writer:
 
     def run(self) -> None:
         """Work until the trainer says stop or is gone, and finish what is under way then."""
-        if self._save.about.is_leader:
+        if self._save.about.is_leader and self._settings.recovers:
             try:
                 self._storage.recover(session_token(self._save.about))
             except OSError as error:
@@ -76,23 +91,25 @@ class Writer:
                 self._spare_nothing()
             # The trainer does not hang.
             self._channel.was_asked_to_leave, self._asked_at = False, None
-            self._write(int(save["slot"]), int(save["step"]), int(save.get("attempt", 0)))
+            coworkers = Coworkers.from_json(save["coworkers"]) if "coworkers" in save else ALONE
+            token = save.get("token") or attempt_token(self._save.about, 0)
+            self._write(int(save["slot"]), int(save["step"]), str(token), coworkers)
         elif "abandon" in order:
-            step = int(order["abandon"])
-            attempt, _ = self._pending.pop(step, (None, 0.0))
+            attempt = self._pending.pop(int(order["abandon"]), None)
             if attempt is not None:
-                self._remove(step, attempt)
-            self._channel.say(abandoned=step, attempt=attempt)
+                self._remove(attempt)
+            self._channel.say(abandoned=int(order["abandon"]), token=attempt and attempt.token)
         else:
             self._channel.say(failed=-1, error=f"Unknown order: {order}")
 
-    def _write(self, slot: int, step: int, attempt: int) -> None:
+    def _write(self, slot: int, step: int, token: str, coworkers: Coworkers = ALONE) -> None:
         """Write this rank's part, and remember what the leader has to commit."""
-        about = self._save.about
-        token = attempt_token(about, attempt)
+        save = self._save.among(coworkers)
+        deadline = time.monotonic() + self._settings.commit_timeout_s
+        attempt = _Attempt(save, step, token, deadline, is_joint=coworkers.count > 1)
         self._writing = step
         try:
-            self._save.write(
+            save.write(
                 slot,
                 step,
                 token,
@@ -101,58 +118,55 @@ class Writer:
                 tick=self._tick,
             )
         except Abandoned:
-            self._remove(step, attempt)
-            self._channel.say(abandoned=step, attempt=attempt)
+            self._remove(attempt)
+            self._channel.say(abandoned=step, token=token)
             return
         except Exception as error:
             # Whatever it was, training goes on and the next save may succeed.
-            self._fail(step, attempt, f"{type(error).__name__}: {error}")
+            self._fail(attempt, f"{type(error).__name__}: {error}")
             return
         finally:
             self._writing = None
-        self._channel.say(written=step, attempt=attempt)
-        if about.is_leader:
-            deadline = time.monotonic() + self._settings.commit_timeout_s
-            self._pending[step] = (attempt, deadline)
+        self._channel.say(written=step, token=token)
+        if save.about.is_leader:
+            self._pending[step] = attempt
             self._commit_whole()
 
-    def _fail(self, step: int, attempt: int, error: str) -> None:
+    def _fail(self, attempt: _Attempt, error: str) -> None:
         """Tell the trainer and the other ranks; the leader removes what was written."""
-        about = self._save.about
-        token = attempt_token(about, attempt)
+        about, step = attempt.save.about, attempt.step
         if about.is_leader:
             self._pending.pop(step, None)
-            self._remove(step, attempt)
+            self._remove(attempt)
         else:
             try:
-                self._storage.put_failure(step, token, about.rank, error)
+                self._storage.put_failure(step, attempt.token, about.rank, error)
             except OSError as second:
                 report(f"Rank {about.rank} could not leave word of its failure: {second}")
-        self._channel.say(failed=step, attempt=attempt, error=error)
+        self._channel.say(failed=step, token=attempt.token, error=error)
 
-    def _remove(self, step: int, attempt: int) -> None:
+    def _remove(self, attempt: _Attempt) -> None:
         """Remove an attempt. For the leader, since others may still write theirs."""
-        if not self._save.about.is_leader:
+        if not attempt.save.about.is_leader:
             return
         try:
-            self._storage.abandon(step, attempt_token(self._save.about, attempt))
+            self._storage.abandon(attempt.step, attempt.token)
         except OSError as error:
-            report(f"Leavings of step {step} in {self._storage.root} stay: {error}")
+            report(f"Leavings of step {attempt.step} in {self._storage.root} stay: {error}")
 
     def _commit_whole(self) -> None:
         """The leader commits each step whose parts are all there."""
-        for step, (attempt, deadline) in list(self._pending.items()):
-            token = attempt_token(self._save.about, attempt)
+        for step, attempt in list(self._pending.items()):
+            save, token = attempt.save, attempt.token
             try:
-                if self._save.is_whole(step, token):
-                    self._save.commit(step, token)
+                if save.is_whole(step, token):
+                    save.commit(step, token)
                 elif failures := self._storage.failures(step, token):
                     rank, error = min(failures.items())
                     raise CheckpointError(f"rank {rank}: {error}")
-                elif time.monotonic() >= deadline:
-                    world_size = self._save.about.world_size
+                elif time.monotonic() >= attempt.deadline:
                     present = self._storage.parts_present(step, token)
-                    missing = sorted(set(range(world_size)) - present)
+                    missing = sorted(set(range(save.about.world_size)) - present)
                     raise CheckpointError(
                         f"ranks {missing} did not write their parts in "
                         f"{self._settings.commit_timeout_s:.0f} s"
@@ -160,14 +174,13 @@ class Writer:
                 else:
                     continue
             except Exception as error:
-                self._fail(step, attempt, f"{type(error).__name__}: {error}")
+                self._fail(attempt, f"{type(error).__name__}: {error}")
                 continue
             del self._pending[step]
-            self._channel.say(committed=step, attempt=attempt)
-            for older, (number, _) in list(self._pending.items()):
-                if older < step:
-                    # Every rank writes its steps in order: one of them left this one out.
-                    self._fail(older, number, f"step {step} became whole before it")
+            self._channel.say(committed=step, token=token)
+            for older in [other for other in self._pending.values() if other.step < step]:
+                # Every rank writes its steps in order: one of them left this one out.
+                self._fail(older, f"step {step} became whole before it")
             delete_old(
                 self._storage,
                 step,
@@ -200,7 +213,7 @@ class Writer:
             slots = self._save.complete_slots()
             if step in slots and step not in self._pending and step not in self._storage.steps():
                 self._spare_nothing()
-                self._write(slots[step], step, 0)
+                self._write(slots[step], step, attempt_token(self._save.about, 0))
 
     def _follow(self) -> None:
         """Write the step that an orphaned writer of this machine decided to flush."""
@@ -210,16 +223,16 @@ class Writer:
         if decided is None:
             return
         self._followed = True
-        step, attempt = decided
+        step, token = decided
         slot = self._save.complete_slots().get(step)
-        token = attempt_token(self._save.about, attempt)
         if slot is None or step in self._storage.steps():
             return
         if self._save.about.rank not in self._storage.parts_present(step, token):
             self._spare_nothing()
-            self._write(slot, step, attempt)
+            self._write(slot, step, token)
         elif self._save.about.is_leader and step not in self._pending:
-            self._pending[step] = (attempt, time.monotonic() + self._settings.commit_timeout_s)
+            deadline = time.monotonic() + self._settings.commit_timeout_s
+            self._pending[step] = _Attempt(self._save, step, token, deadline, is_joint=False)
 
     def _finish(self, *, free: bool) -> None:
         """What is under way ends; nothing new begins."""
@@ -237,7 +250,8 @@ class Writer:
         settings = self._settings
         flush(
             self._save,
-            pending={step: attempt for step, (attempt, _) in self._pending.items()},
+            # The other replicas try again without this one.
+            pending={a.step: a.token for a in self._pending.values() if not a.is_joint},
             direct=settings.direct_io,
             grace_s=settings.preemption_grace_s,
             others_s=settings.others_s,

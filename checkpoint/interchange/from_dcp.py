@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.dtypes import NAME_OF
+from torchtitan_lite.checkpoint.file_names import file_name
 from torchtitan_lite.checkpoint.interchange.dcp_folder import DcpFolder
 from torchtitan_lite.checkpoint.interchange.keys import (
     KeyMap,
@@ -23,7 +24,6 @@ from torchtitan_lite.checkpoint.interchange.keys import (
     misfits,
     tied_weights,
 )
-from torchtitan_lite.checkpoint.inventory import file_name
 from torchtitan_lite.checkpoint.storage.manifest_json import (
     box_entry,
     build_manifest,

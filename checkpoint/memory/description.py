@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_lite.checkpoint.file_names import FILE_NAME
 from torchtitan_lite.errors import DamagedSnapshot
 
 BYTES_PER_ELEMENT: dict[str, int] = {
@@ -17,7 +18,6 @@ BYTES_PER_ELEMENT: dict[str, int] = {
 }  # fmt: skip
 """By the names that safetensors gives to data types."""
 
-_FILE_NAME = re.compile(r"rank-[0-9]{5}\.safetensors", re.ASCII)
 _TOKEN = re.compile(r"[0-9a-zA-Z]{1,64}", re.ASCII)
 
 
@@ -124,7 +124,7 @@ class Description:
     def _check(self, slot_bytes: int) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"rank {self.rank} of {self.world_size}")
-        if not _FILE_NAME.fullmatch(self.file_name):
+        if not FILE_NAME.fullmatch(self.file_name):
             raise ValueError(f"file name {self.file_name!r}")
         for box in self.boxes:
             wanted = math.prod(box.size) * BYTES_PER_ELEMENT[box.dtype]

@@ -148,7 +148,7 @@ class LocalFolder:
     def tidy(self, before: int) -> None:
         for name in self._names(self._folder):
             if name.startswith(_WRITING):
-                step = step_of(name.removeprefix(_WRITING).rsplit("-", 2)[0])
+                step = step_of("-".join(name.removeprefix(_WRITING).split("-")[:2]))
                 if step is not None and step < before:
                     self._files.rmtree(self._folder / name)
 

@@ -11,12 +11,14 @@ replicas have come through.
 Layer: above torchft_manager, gradient_sums, healing and guard.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import nn
 
+from torchtitan_lite.checkpoint.background.coworkers import Coworkers
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
@@ -47,12 +49,15 @@ class FaultTolerantReplicas:
         floor: Floor,
         link: Callable[[str], Link],
         newest_stored: Callable[[], int],
+        before_change: Callable[[], None],
     ) -> None:
         """`link` tells how a peer's URL is reached, `newest_stored` the newest step of the run that
-        is stored, as the leader sees it. Use `join`."""
+        is stored, as the leader sees it, and `before_change` comes back when the state may change.
+        Use `join`."""
         self._config, self._run, self._mesh = config, run, mesh
         self._manager, self._transport, self._floor = manager, transport, floor
         self._link, self._newest_stored = link, newest_stored
+        self._before_change = before_change
         self._sums = GradientSums(manager, config.bucket_mib << 20)
         self._starter = ThreadPoolExecutor(1, "quorum")
         self._started: Future[None] | None = None
@@ -97,6 +102,7 @@ class FaultTolerantReplicas:
         error = None if problem is None else str(problem.original_exception)
         if error is None and source is not None:
             logger.info("Receiving the state of another replica, at sample %d.", source.progress)
+            self._before_change()
             try:
                 receive(self._link(source.url), source.progress, self._run)
                 self._is_whole = True
@@ -128,6 +134,13 @@ class FaultTolerantReplicas:
             count=count,
             each_takes_a_batch=self._config.world_size_mode == "dynamic",
         )
+
+    @property
+    def coworkers(self) -> Coworkers:
+        quorum = self._manager.quorum
+        named = " ".join([*sorted(quorum.replica_ids), str(quorum.quorum_id)])
+        token = hashlib.blake2b(named.encode(), digest_size=6).hexdigest()
+        return Coworkers(quorum.replica_rank, quorum.replica_world_size, token)
 
     def _check_stored(self) -> None:
         """Raise ReplicaError when the run is further on in storage than here."""

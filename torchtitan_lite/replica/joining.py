@@ -29,10 +29,16 @@ _FEWEST_TOKEN_CHARS = 16
 
 @contextmanager
 def join(
-    config: FaultToleranceConfig, run: Run, mesh: Mesh, newest_stored: Callable[[], int]
+    config: FaultToleranceConfig,
+    run: Run,
+    mesh: Mesh,
+    *,
+    newest_stored: Callable[[], int],
+    before_change: Callable[[], None],
 ) -> Iterator[Replicas]:
     """The replicas of a run whose state is ready, until the end of the block. Every rank must call
-    it, as the last before the first step: who has joined is waited for.
+    it, as the last before the first step: who has joined is waited for. `newest_stored` and
+    `before_change` as in `FaultTolerantReplicas`.
 
     Raises ReplicaError when the environment does not say where the others are, or nobody is there.
     """
@@ -71,6 +77,7 @@ def join(
             url, token, config.process_group_timeout_ms / 1000, config.heal_connections
         ),
         newest_stored=newest_stored,
+        before_change=before_change,
     )
     try:
         yield replicas

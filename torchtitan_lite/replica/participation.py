@@ -1,4 +1,4 @@
-"""Who takes part in a step, and what those who do agree on. Layer: imports torch only."""
+"""Who takes part in a step, and what those who do agree on. Layer: above checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 from torch import nn
+
+from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,11 @@ class Replicas(Protocol):
         state of another. Raises ReplicaError where it can take no part."""
         ...
 
+    @property
+    def coworkers(self) -> Coworkers:
+        """Who has agreed, as those who write checkpoints together."""
+        ...
+
     def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         """Add the gradients of this rank's parameters, and `counts`, over the replicas in place. A
         rank's peers in other replicas hold the same shards."""
@@ -67,6 +74,10 @@ class SingleReplica:
 
     def agree(self) -> Share:
         return Share(index=0, count=1)
+
+    @property
+    def coworkers(self) -> Coworkers:
+        return ALONE
 
     def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         return None

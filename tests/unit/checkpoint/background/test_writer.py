@@ -217,7 +217,7 @@ def test_a_folder_that_cannot_be_made_and_then_can(tmp_path: Path) -> None:
         (said,) = run.writers[0].wait_for("failed", 10)
         assert said["failed"] == 1 and "place" in said["error"]
         (tmp_path / "place").unlink()
-        run.save(0, 1, attempt=1)
+        run.save(0, 1, token="again-1")
         assert 1 in _told(run.writers[0].wait_for("committed", 10), "committed")
     verify(root / "step-1")
 

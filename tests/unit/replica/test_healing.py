@@ -1,0 +1,213 @@
+"""State from one replica to another: real servers, real sockets."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.checkpoint.conftest import SmallState
+from torchtitan_lite import rng
+from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.replica.healing import client
+from torchtitan_lite.replica.healing.client import Link, TornState, receive
+from torchtitan_lite.replica.healing.live_state import LiveState
+from torchtitan_lite.replica.healing.server import StateServer
+from torchtitan_lite.replica.healing.transport import HealingTransport
+
+_TOKEN = "a secret of all replicas"
+
+
+class Run(SmallState):
+    """A state with a large tensor, in pieces of many chunks."""
+
+    def __init__(self, seed: int = 0, *, elements: int = 5_000_000) -> None:
+        super().__init__(seed)
+        draws = torch.Generator().manual_seed(seed)
+        self.model["model.large"] = torch.randn(elements, generator=draws)
+        self.model["model.turned"] = torch.randn(40, 30, generator=draws).t()
+        self.model["model.none"] = torch.empty(0, 4)
+
+
+@pytest.fixture
+def donor() -> Run:
+    run = Run(seed=1)
+    run.take_step()
+    return run
+
+
+@pytest.fixture
+def server() -> Iterator[StateServer]:
+    made = StateServer("127.0.0.1", _TOKEN)
+    yield made
+    made.close()
+
+
+def link(server: StateServer, **changes: Any) -> Link:
+    settings = {"url": server.url, "token": _TOKEN, "timeout_s": 5.0, "connections": 3}
+    return Link(**(settings | changes))
+
+
+def same(one: Run, other: Run) -> bool:
+    ours, theirs = one.tensors(), other.tensors()
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(tensor, theirs[name]) for name, tensor in ours.items()
+    )
+
+
+@pytest.mark.parametrize("connections", [1, 4])
+def test_a_state_arrives_whole_and_in_place(
+    donor: Run, server: StateServer, connections: int
+) -> None:
+    torch.manual_seed(5)
+    expected = rng.capture()
+    server.offer(8, LiveState.of(donor))
+    fresh = Run()
+    places = {name: tensor.data_ptr() for name, tensor in fresh.tensors().items()}
+    torch.manual_seed(6)
+    receive(link(server, connections=connections), 8, fresh)
+    assert same(fresh, donor) and fresh.values() == donor.values()
+    assert rng.capture() == expected
+    assert places.items() <= {n: t.data_ptr() for n, t in fresh.tensors().items()}.items()
+
+
+def test_who_asks_before_the_donor_has_heard_of_it_waits(donor: Run, server: StateServer) -> None:
+    later = threading.Timer(0.3, lambda: server.offer(8, LiveState.of(donor)))
+    later.start()
+    fresh = Run()
+    receive(link(server), 8, fresh)
+    assert same(fresh, donor)
+
+
+def test_only_who_knows_the_token_is_given_anything(donor: Run, server: StateServer) -> None:
+    server.offer(8, LiveState.of(donor))
+    fresh, untouched = Run(), Run()
+    with pytest.raises(ReplicaError, match="TORCHTITAN_LITE_TOKEN"):
+        receive(link(server, token="another one, as long"), 8, fresh)
+    assert same(fresh, untouched)
+
+
+def test_a_state_of_another_time_is_not_given(donor: Run, server: StateServer) -> None:
+    server.offer(16, LiveState.of(donor))
+    with pytest.raises(ReplicaError, match="does not give this state"):
+        receive(link(server), 8, Run())
+    with pytest.raises(ReplicaError, match="does not give this state"):
+        receive(link(server, timeout_s=0.2), 24, Run())
+
+
+def test_a_state_that_does_not_fit_changes_nothing(server: StateServer) -> None:
+    server.offer(8, LiveState.of(Run(seed=1, elements=5_000_008)))
+    fresh, untouched = Run(), Run()
+    with pytest.raises(ReplicaError, match=r"model\.large.*same config") as caught:
+        receive(link(server), 8, fresh)
+    assert not isinstance(caught.value, TornState)
+    assert same(fresh, untouched)
+
+
+def test_a_state_that_lacks_a_tensor_is_refused(server: StateServer) -> None:
+    donor = Run(seed=1)
+    del donor.model["model.wide"]
+    server.offer(8, LiveState.of(donor))
+    with pytest.raises(ReplicaError, match="model.wide is not there"):
+        receive(link(server), 8, Run())
+
+
+def _die_in_the_middle(donor: Run, server: StateServer) -> None:
+    state = LiveState.of(donor)
+    read = state.read
+
+    def dying(start: int, stop: int) -> Iterator[memoryview]:
+        if start > 1 << 20:
+            raise ConnectionResetError
+        yield from read(start, stop)
+
+    object.__setattr__(state, "read", dying)
+    server.offer(8, state)
+
+
+def test_a_donor_that_dies_in_the_middle_leaves_a_torn_state(
+    donor: Run, server: StateServer
+) -> None:
+    _die_in_the_middle(donor, server)
+    with pytest.raises(TornState, match="cannot be read|broke off"):
+        receive(link(server), 8, Run())
+
+
+def test_bytes_that_change_on_the_way_are_found(
+    donor: Run, server: StateServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.offer(8, LiveState.of(donor))
+    received = client.http.client.HTTPResponse.readinto
+
+    def flipping(self: Any, buffer: memoryview) -> int:
+        count = received(self, buffer)
+        if count == 1 << 20:
+            buffer[12345] ^= 4
+        return count
+
+    monkeypatch.setattr(client.http.client.HTTPResponse, "readinto", flipping)
+    with pytest.raises(TornState, match="not what was sent"):
+        receive(link(server), 8, Run())
+
+
+@contextmanager
+def _answering(content: bytes) -> Iterator[str]:
+    """The URL of a server that says `content` to the first who asks."""
+
+    def answer() -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(content)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"nothing of HTTP\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n12345678",
+        b"HTTP/1.1 206 Partial Content\r\nContent-Length: 8\r\n\r\n" + b"\x7f" * 8,
+        b"HTTP/1.1 206 Partial Content\r\nContent-Length: 800000000\r\n\r\n12345678",
+    ],
+)
+def test_nonsense_is_an_error_and_changes_nothing(content: bytes) -> None:
+    fresh, untouched = Run(), Run()
+    with _answering(content) as url, pytest.raises(ReplicaError) as caught:
+        receive(Link(url, _TOKEN, 1.0, 2), 8, fresh)
+    assert not isinstance(caught.value, TornState)
+    assert same(fresh, untouched)
+
+
+def test_nobody_there_is_an_error() -> None:
+    with pytest.raises(ReplicaError, match="cannot be read"):
+        receive(Link("http://127.0.0.1:1", _TOKEN, 1.0, 2), 8, Run())
+
+
+def test_the_transport_offers_and_notes(donor: Run) -> None:
+    giving, taking = (HealingTransport(run, "127.0.0.1", _TOKEN) for run in (donor, Run()))
+    try:
+        second = timedelta(seconds=1)
+        giving.send_checkpoint([1], 8, {}, second)
+        told = taking.recv_checkpoint(0, giving.metadata(), 8, second)
+        assert told["torchft"]["step"] == 8
+        assert taking.source is not None and taking.source.progress == 8
+        fresh = Run()
+        receive(Link(taking.source.url, _TOKEN, 5.0, 2), 8, fresh)
+        assert same(fresh, donor)
+        giving.disallow_checkpoint()
+        with pytest.raises(ReplicaError):
+            receive(Link(taking.source.url, _TOKEN, 0.2, 2), 8, fresh)
+    finally:
+        giving.shutdown()
+        taking.shutdown()
