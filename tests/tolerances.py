@@ -68,3 +68,8 @@ and a sum of a hundred of random sign by a tenth of that."""
 PARITY_FLOAT8_LOSS = 2e-3
 """Relative, of losses after the first step. Weights that differ in float32's last bit may round to
 neighbouring float8 numbers, 6 % apart, in one product of hundreds."""
+
+FAULTS_FLOAT64 = 1e-8
+"""Relative, float64, of the loss of a step of a run with faults. Replicas that come and go add the
+same terms in another order, as another mesh does, and AdamW carries the difference through some
+1e2 steps."""

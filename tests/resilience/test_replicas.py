@@ -1,0 +1,119 @@
+"""Replicas that die and return leave no trace in the loss: real processes, real kills."""
+
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import launch
+from tests.replicas import Replicas, replicas
+from tests.tolerances import FAULTS_FLOAT64
+
+_ARGUMENTS: tuple[str, ...] = (
+    *launch.SMALL,
+    "--training.dtype=float64",
+    "--training.seq_len=128",
+    "--training.local_batch_size=2",
+    # Three rounds, which two replicas cannot share evenly.
+    "--training.global_batch_size=6",
+    "--metrics.log_freq=1",
+    "--debug.sample_ledger=true",
+    "--training.steps=100000",
+    "--checkpoint.interval=10",
+    "--fault_tolerance.process_group_timeout_ms=20000",
+)
+_MESHES: dict[str, tuple[int, list[str]]] = {
+    "FSDP": (2, ["--training.global_batch_size=12"]),
+    "TP": (2, ["--parallelism.tensor_parallel_degree=2"]),
+    "PP": (2, ["--parallelism.pipeline_parallel_degree=2"]),
+    "CP": (2, ["--parallelism.context_parallel_degree=2"]),
+    "EP": (
+        2,
+        [
+            "--config=configs/qwen3_debug.toml",
+            "--training.global_batch_size=12",
+            "--parallelism.expert_parallel_degree=2",
+        ],
+    ),
+}
+
+
+def _until_stopped(run: Replicas) -> None:
+    """Ask all to leave, and let them."""
+    for number in run.running:
+        for rank in launch.ranks_of(run.running[number]) or []:
+            rank.send_signal(signal.SIGTERM)
+        if not launch.ranks_of(run.running[number]):
+            run.running[number].send_signal(signal.SIGTERM)
+    for number in run.running:
+        run.wait(number)
+
+
+def _losses(steps: Sequence[dict[str, Any]]) -> dict[int, float]:
+    return {step["step"]: step["loss"] for step in steps}
+
+
+def _samples(run: Replicas) -> dict[int, list[int]]:
+    """Step -> the samples of all ranks that share no sample, as they used them."""
+    found: dict[int, set[int]] = {}
+    for path in run.folder.glob("replica_*/samples_rank_*.jsonl"):
+        for line in path.read_text().splitlines():
+            told = json.loads(line)
+            found.setdefault(told["step"], set()).update(told["samples"])
+    return {step: sorted(samples) for step, samples in found.items()}
+
+
+def _check_against_a_straight_run(
+    run: Replicas, num_ranks: int, arguments: Sequence[str], tmp_path: Path
+) -> None:
+    """The losses of all replicas are those of a run that nothing has disturbed."""
+    told = [_losses(run.steps(number)) for number in run.running]
+    last = max(max(losses) for losses in told)
+    straight = tmp_path / "straight"
+    own = [f"--job.dump_folder={straight}", f"--training.steps={last}"]
+    own += ["--checkpoint.enable=false"]
+    launch.run(num_ranks, [*arguments, *own], tmp_path / "straight.log")
+    expected = _losses(launch.steps_of(straight))
+    for losses in told:
+        for step, loss in losses.items():
+            assert loss == pytest.approx(expected[step], rel=FAULTS_FLOAT64), step
+    batch = len(_samples(run)[1])
+    for step, samples in _samples(run).items():
+        assert samples == list(range((step - 1) * batch, step * batch)), step
+
+
+def _check_kill_and_return(
+    num_ranks: int, arguments: Sequence[str], tmp_path: Path, *, kill: str = "replica"
+) -> None:
+    with replicas(tmp_path / "run", num_ranks, arguments) as run:
+        run.start(0)
+        run.start(1)
+        run.wait_for_step(0, 4)
+        run.wait_for_step(1, 4)
+        run.kill(1)
+        run.wait_for_step(0, run.steps(0)[-1]["step"] + 3)
+        assert run.steps(0)[-1]["num_replicas"] == 1
+        run.start(1)
+        returned = run.steps(0)[-1]["step"]
+        while run.steps(0)[-1]["num_replicas"] == 1:
+            run.wait_for_step(0, run.steps(0)[-1]["step"] + 1)
+        run.wait_for_step(1, max(returned, run.steps(0)[-1]["step"]) + 3)
+        _until_stopped(run)
+        assert [run.wait(number) for number in run.running] == [0, 0]
+        _check_against_a_straight_run(run, num_ranks, arguments, tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_a_replica_that_is_killed_and_returns_leaves_no_trace(tmp_path: Path) -> None:
+    _check_kill_and_return(1, _ARGUMENTS, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("mesh", _MESHES)
+def test_with_parallelism_inside_the_replicas(mesh: str, tmp_path: Path) -> None:
+    num_ranks, changes = _MESHES[mesh]
+    _check_kill_and_return(num_ranks, [*_ARGUMENTS, *changes], tmp_path)
