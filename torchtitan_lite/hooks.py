@@ -29,6 +29,11 @@ def record_metrics(
 
     def hook(state: TrainState, report: StepReport) -> None:
         nonlocal failed_before
+        for news in report.news:
+            metrics.event(Event(name=news.name, step=state.step, values=news.values))
+        if report.failed:
+            # It comes again, and has no numbers.
+            return
         tokens_per_second = tokens_per_step / report.step_time_s
         metrics.step(
             StepRecord(

@@ -23,7 +23,7 @@ from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.optim import local_gradients, scale_, square_norm
 from torchtitan_lite.parallel.router_balance import RouterBalance
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import Replicas, Share
+from torchtitan_lite.replica import News, Replicas, Share
 from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
 from torchtitan_lite.train_state import TrainState
 
@@ -50,6 +50,8 @@ class StepReport:
     samples: tuple[int, ...]
     """Indices in the global order of the samples that this rank used."""
     data_time_s: float
+    news: tuple[News, ...] = ()
+    """Of the replicas."""
     step_time_s: float = 0.0
     checkpoint_stall_s: float = 0.0
     failed_saves: int = 0
@@ -197,6 +199,7 @@ def train_step(job: Job) -> StepReport:
         router_loads=router_loads,
         samples=tuple(s for mb in microbatches for s in mb.samples if s != FILLER),
         data_time_s=data_time_s,
+        news=tuple(job.replicas.news()),
     )
 
 

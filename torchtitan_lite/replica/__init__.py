@@ -5,6 +5,6 @@ whether the sums hold. A job without fault tolerance is one replica that always 
 """
 
 from torchtitan_lite.replica.config import FaultToleranceConfig
-from torchtitan_lite.replica.participation import Replicas, Share, SingleReplica
+from torchtitan_lite.replica.participation import News, Replicas, Share, SingleReplica
 
-__all__ = ["FaultToleranceConfig", "Replicas", "Share", "SingleReplica"]
+__all__ = ["FaultToleranceConfig", "News", "Replicas", "Share", "SingleReplica"]

@@ -12,6 +12,7 @@ Layer: above torchft_manager, gradient_sums, healing and guard.
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -28,7 +29,7 @@ from torchtitan_lite.replica.guard import Floor
 from torchtitan_lite.replica.healing import HealingTransport
 from torchtitan_lite.replica.healing.client import Link, TornState, receive
 from torchtitan_lite.replica.healing.live_state import Run
-from torchtitan_lite.replica.participation import Share
+from torchtitan_lite.replica.participation import News, Share
 from torchtitan_lite.replica.torchft_manager import QuorumManager
 
 _MOST_FAILURES = 20
@@ -66,6 +67,7 @@ class FaultTolerantReplicas:
         self._quorum_id: int | None = None
         self._failures = 0
         self._sums_agree = True
+        self._news: list[News] = []
 
     def begin(self) -> None:
         self._manager.set_progress(self._progress)
@@ -103,9 +105,12 @@ class FaultTolerantReplicas:
         if error is None and source is not None:
             logger.info("Receiving the state of another replica, at sample %d.", source.progress)
             self._before_change()
+            started = time.perf_counter()
             try:
                 receive(self._link(source.url), source.progress, self._run)
                 self._is_whole = True
+                taken = {"sample": source.progress, "seconds": time.perf_counter() - started}
+                self._news.append(News("healed", taken))
             except TornState as torn:
                 error, self._is_whole = str(torn), False
             except ReplicaError as refused:
@@ -115,11 +120,9 @@ class FaultTolerantReplicas:
             self._is_whole = not self._mesh.any(not self._is_whole)
         if not self._mesh.any(error is not None):
             self._check_stored()
-            logger.info(
-                "Training goes on at sample %d with %d of the replicas.",
-                self._run.cursor,
-                manager.num_participants(),
-            )
+            count = manager.num_participants()
+            logger.info("Replicas that take part from sample %d on: %d.", self._run.cursor, count)
+            self._news.append(News("quorum", {"sample": self._run.cursor, "replicas": count}))
             return True
         manager.fail(error or "another rank of this replica could not join")
         manager.should_commit()
@@ -177,6 +180,10 @@ class FaultTolerantReplicas:
         )
         return False
 
+    def news(self) -> list[News]:
+        found, self._news = self._news, []
+        return found
+
     def close(self) -> None:
         self._starter.shutdown(wait=False, cancel_futures=True)
         self._manager.shutdown(wait=False)
@@ -191,7 +198,9 @@ class FaultTolerantReplicas:
 
     def _count_failure(self, reason: str) -> None:
         self._failures += 1
+        reason = reason.partition("This is typically")[0].strip()
         logger.warning("A step could not be taken with the other replicas: %s", reason)
+        self._news.append(News("step_failed", {"reason": reason, "in_a_row": self._failures}))
         if self._failures == _MOST_FAILURES:
             raise ReplicaError(
                 f"{_MOST_FAILURES} attempts in a row at a step with the other replicas failed, at "

@@ -1,8 +1,8 @@
 """Who takes part in a step, and what those who do agree on. Layer: above checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -37,6 +37,15 @@ class Share:
         return range(start + first * round_size, start + last * round_size)
 
 
+@dataclass(frozen=True)
+class News:
+    """Something that has happened to this replica or the others."""
+
+    name: str
+    """"quorum", "healed" or "step_failed"."""
+    values: Mapping[str, Any]
+
+
 class Replicas(Protocol):
     """The replicas of the job, as one of them sees them. All ranks of a replica call every method,
     in the order of this class, once a step."""
@@ -64,6 +73,10 @@ class Replicas(Protocol):
         """The state will not change any more before the next step: look for who takes part."""
         ...
 
+    def news(self) -> list[News]:
+        """What has happened since this was asked last."""
+        ...
+
     def close(self) -> None:
         """Leave the others."""
         ...
@@ -87,6 +100,9 @@ class SingleReplica:
 
     def begin(self) -> None:
         return None
+
+    def news(self) -> list[News]:
+        return []
 
     def close(self) -> None:
         return None
