@@ -80,9 +80,16 @@ def _check_against_a_straight_run(
     for losses in told:
         for step, loss in losses.items():
             assert loss == pytest.approx(expected[step], rel=FAULTS_FLOAT64), step
-    batch = len(_samples(run)[1])
-    for step, samples in _samples(run).items():
-        assert samples == list(range((step - 1) * batch, step * batch)), step
+    used = _samples(run)
+    batch = len(used[1])
+    incomplete = []
+    for step, samples in used.items():
+        expected_samples = list(range((step - 1) * batch, step * batch))
+        assert set(samples) <= set(expected_samples), step
+        if samples != expected_samples:
+            incomplete.append(step)
+    # Who is killed may have committed a step and not written down what it used.
+    assert len(incomplete) <= 1
 
 
 def _check_kill_and_return(
