@@ -131,10 +131,8 @@ class Rules:
     def left(self, replica_id: str) -> list[str]:
         """A replica has left: its whole id, or its name, which is what stands before the last
         colon. Returns the ids that were known and now count no more."""
-        known = {*self.heartbeats, *self.asking, *(self.quorum.ids if self.quorum else ())}
-        found = sorted(
-            one for one in known - self._gone if replica_id in (one, one.rpartition(":")[0])
-        )
+        known = self.heartbeats.keys() | self.asking.keys()
+        found = sorted(one for one in known if replica_id in (one, one.rpartition(":")[0]))
         for one in found:
             self.heartbeats.pop(one, None)
             self.asking.pop(one, None)

@@ -60,7 +60,11 @@ class LighthouseService:
             target=lambda: asyncio.run(self._serve(listening)), name="lighthouse", daemon=True
         )
         self._thread.start()
-        self._port = listening.result()
+        try:
+            self._port = listening.result()
+        except LighthouseError:
+            self._thread = None
+            raise
         return self
 
     def stop(self) -> None:
