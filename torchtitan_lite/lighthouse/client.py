@@ -8,7 +8,11 @@ import grpc
 from torchtitan_lite.errors import LighthouseError
 from torchtitan_lite.lighthouse import messages
 
-_OPTIONS = (("grpc.enable_http_proxy", 0),)
+_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    # Else an earlier failure is remembered, and a lighthouse that came up since is not tried.
+    ("grpc.use_local_subchannel_pool", 1),
+)
 
 
 def tell_left(address: str, replica_id: str, token: str, timeout_s: float) -> list[str]:

@@ -35,6 +35,7 @@ class Crew:
         self._url = url
         self._clients: dict[str, LighthouseClient] = {}
         self._living: set[str] = set()
+        self._beat_lock = threading.Lock()
         self._ended = threading.Event()
         self._threads = ThreadPoolExecutor(8)
         self._beating = threading.Thread(target=self._beat, daemon=True)
@@ -44,11 +45,13 @@ class Crew:
         """They send a heartbeat now, and go on to."""
         for replica_id in ids:
             self._client(replica_id).heartbeat(replica_id)
-        self._living |= set(ids)
+        with self._beat_lock:
+            self._living |= set(ids)
 
     def die(self, *ids: str) -> None:
-        """They send no more heartbeats."""
-        self._living -= set(ids)
+        """They send no more heartbeats from now on."""
+        with self._beat_lock:
+            self._living -= set(ids)
 
     def ask(self, replica_id: str, timeout_s: float = 5.0, **asked: Any) -> "Future[Told | None]":
         """One asks for a quorum; None when it gives up."""
@@ -81,8 +84,9 @@ class Crew:
 
     def _beat(self) -> None:
         while not self._ended.wait(_HEARTBEAT_S):
-            for replica_id in sorted(self._living):
-                self._clients[replica_id].heartbeat(replica_id)
+            with self._beat_lock:
+                for replica_id in sorted(self._living):
+                    self._clients[replica_id].heartbeat(replica_id)
 
 
 @contextmanager
