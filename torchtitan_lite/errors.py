@@ -48,3 +48,7 @@ class RedistributionError(UserError):
 
 class ReplicaError(UserError):
     """This replica can take no part in training with the others, as it is."""
+
+
+class LighthouseError(UserError):
+    """A lighthouse cannot be started or reached, or refuses what it is told."""

@@ -1,0 +1,265 @@
+"""The rules by themselves, at times that the tests choose."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan_lite.errors import LighthouseError
+from torchtitan_lite.lighthouse.rules import Asking, Quorum, QuorumSettings, Rules
+
+NOW_S = 1000.0
+SETTINGS = QuorumSettings(min_replicas=2, join_timeout_ms=3000, heartbeat_timeout_ms=5000)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A member as the rules see it."""
+
+    replica_id: str
+    shrink_only: bool = False
+    commit_failures: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A moment, and who is in a quorum then; None for no quorum."""
+
+    name: str
+    expected: tuple[str, ...] | None
+    asking: dict[str, float]
+    """Id -> since when (seconds before now); a "!" at the end of the id asks for no newcomers."""
+    silent: dict[str, float] = field(default_factory=dict)
+    """Heartbeats of those who do not ask, or whose last one was not when they asked."""
+    previous: tuple[str, ...] | None = None
+    reason: str = ""
+    changes_in_s: float | None = None
+
+
+CASES = [
+    Case("nobody asks", None, {}, {"a": 0}, reason="nobody asks"),
+    Case("all live replicas ask", ("a", "b"), {"b": 1, "a": 0}, reason="all live"),
+    Case("too few", None, {"a": 1}, reason="2 are needed", changes_in_s=4),
+    Case("too few of the last quorum", None, {"a": 0}, previous=("a", "b"), reason="2 are needed"),
+    Case(
+        "one who may join", None, {"a": 1, "b": 2}, {"c": 0}, reason="c may still", changes_in_s=1
+    ),
+    Case(
+        "its heartbeat ends before the wait",
+        None,
+        {"a": 1, "b": 2},
+        {"c": 4.5},
+        reason="c may still",
+        changes_in_s=0.5,
+    ),
+    Case("waited long enough", ("a", "b"), {"a": 1, "b": 3}, {"c": 0}, reason="nobody else"),
+    Case("the last heartbeat counts no more", ("a", "b"), {"a": 0, "b": 0}, {"c": 5}),
+    Case("it still counts", None, {"a": 0, "b": 0}, {"c": 4.99}, reason="c may still"),
+    Case("who asks and is silent is out", ("b", "c"), {"a": 6, "b": 0, "c": 0}, {"a": 6}),
+    Case("half is not enough", None, {"a": 9, "b": 9}, dict.fromkeys("abcd", 0), reason="half"),
+    Case("more than half is", ("a", "b", "c"), dict.fromkeys("abc", 4), {"d": 0, "e": 0}),
+    Case("the last quorum is back", ("a", "b"), dict.fromkeys("ab", 0), {"c": 0}, ("a", "b")),
+    Case("back, and others too", ("a", "b", "c"), dict.fromkeys("abc", 0), {"d": 0}, ("a", "b")),
+    Case("back, with fewer than needed", ("a",), {"a": 0}, dict.fromkeys("bcd", 0), ("a",)),
+    Case("back but silent", None, {"a": 6, "b": 0}, {"a": 6}, ("a", "b"), "2 are needed"),
+    Case("one of them is not back", None, {"a": 0, "c": 0}, {"b": 0}, ("a", "b"), "b may still"),
+    Case("one of them died", ("a", "c"), {"a": 0, "c": 0}, {"b": 5}, ("a", "b")),
+    Case("a replica with a new uuid", ("a:1", "b:2"), {"a:1": 0, "b:2": 0}, {}, ("a:1", "b:1")),
+    Case("no newcomers", ("a", "b"), {"a!": 0, "b": 0, "c": 0}, {}, ("a", "b")),
+    Case("newcomers want none", ("a", "b"), {"a": 0, "b": 0, "c!": 0}, {}, ("a", "b")),
+    Case("no newcomers, one died", ("a",), {"a!": 0, "c": 0}, {}, ("a", "b")),
+    Case("no newcomers to the first quorum", ("a", "b"), {"a!": 0, "b!": 0}),
+    Case("nobody is admitted", None, {"c!": 0, "d": 0}, {}, ("a", "b"), "nobody is admitted"),
+    Case("ids sort as texts", ("a10", "a9", "b"), {"b": 0, "a9": 0, "a10": 0}),
+]
+
+
+def _rules(case: Case) -> Rules:
+    rules = Rules(SETTINGS)
+    for text, age_s in case.asking.items():
+        replica = Replica(text.rstrip("!"), shrink_only=text.endswith("!"))
+        rules.asking[replica.replica_id] = Asking(replica, NOW_S - age_s)
+        rules.heartbeats[replica.replica_id] = NOW_S - min(age_s, 1)
+    rules.heartbeats |= {one: NOW_S - age_s for one, age_s in case.silent.items()}
+    if case.previous is not None:
+        rules.quorum = Quorum(7, tuple(Replica(one) for one in case.previous))
+    return rules
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_who_is_in_a_quorum(case: Case) -> None:
+    rules = _rules(case)
+    verdict = rules.verdict(NOW_S)
+    ids = None if verdict.members is None else tuple(one.replica_id for one in verdict.members)
+    assert ids == case.expected
+    assert case.reason in verdict.reason
+    if case.changes_in_s is not None:
+        assert verdict.until_s == NOW_S + case.changes_in_s
+
+
+def _ask(rules: Rules, now_s: float, *replicas: str | Replica) -> Quorum | None:
+    """All ask at once; the quorum that is made then."""
+    for replica in replicas:
+        rules.ask(Replica(replica) if isinstance(replica, str) else replica, now_s)
+    return rules.decide(now_s)
+
+
+def test_the_id_grows_when_the_members_change() -> None:
+    rules = Rules(SETTINGS)
+    told = []
+    for second, asking in enumerate(["ab", "ab", "abc", "cba", "abcd"]):
+        quorum = _ask(rules, second, *asking)
+        assert quorum is not None
+        assert quorum.ids == tuple(sorted(asking))
+        told.append(quorum.quorum_id)
+    assert told == [1, 1, 2, 2, 3]
+
+
+def test_the_id_grows_with_each_step_that_a_member_could_not_commit() -> None:
+    rules = Rules(SETTINGS)
+    told = []
+    for second, failures in enumerate([0, 0, 1, 2, 0]):
+        quorum = _ask(rules, second, "a", Replica("b", commit_failures=failures))
+        assert quorum is not None
+        told.append(quorum.quorum_id)
+    assert told == [1, 1, 2, 3, 3]
+
+
+def test_failures_of_those_who_are_left_out_do_not_count() -> None:
+    rules = Rules(SETTINGS)
+    assert _ask(rules, 0, "a", "b")
+    quorum = _ask(rules, 1, Replica("c", commit_failures=1), Replica("a", shrink_only=True), "b")
+    assert quorum is not None
+    assert (quorum.quorum_id, quorum.ids) == (1, ("a", "b"))
+
+
+def test_members_ask_no_more_and_others_wait_anew() -> None:
+    rules = Rules(SETTINGS)
+    assert _ask(rules, 0, "a", "b")
+    assert _ask(rules, 1, "c") is None
+    assert _ask(rules, 2, Replica("a", shrink_only=True), "b")
+    assert {one: asking.since_s for one, asking in rules.asking.items()} == {"c": 2}
+    quorum = _ask(rules, 3, "a", "b")
+    assert quorum is not None
+    assert (quorum.quorum_id, quorum.ids) == (2, ("a", "b", "c"))
+
+
+def test_who_asks_again_is_waited_for_from_then() -> None:
+    rules = Rules(SETTINGS)
+    rules.beat("c", 0)
+    assert _ask(rules, 0, "a", "b") is None
+    rules.beat("c", 2)
+    assert _ask(rules, 2, "a", "b") is None
+    assert rules.decide(4.9) is None
+    assert rules.decide(5)
+
+
+def test_who_withdraws_is_in_no_quorum() -> None:
+    rules = Rules(SETTINGS)
+    assert _ask(rules, 0, "a") is None
+    rules.withdraw("a")
+    assert _ask(rules, 1, "b") is None
+    assert rules.is_healthy("a", 1)
+
+
+@pytest.mark.parametrize("told", ["c:1", "c"])
+def test_a_replica_that_has_left_is_not_waited_for(told: str) -> None:
+    rules = Rules(SETTINGS)
+    assert _ask(rules, 0, "a:1", "b:1", "c:1")
+    assert _ask(rules, 1, "a:1", "b:1") is None
+    assert rules.left(told) == ["c:1"]
+    quorum = rules.decide(1)
+    assert quorum is not None
+    assert (quorum.quorum_id, quorum.ids) == (2, ("a:1", "b:1"))
+
+
+def test_a_replica_that_has_left_is_no_participant() -> None:
+    rules = Rules(SETTINGS)
+    assert _ask(rules, 0, "a:1") is None
+    assert rules.left("a") == ["a:1"]
+    assert _ask(rules, 0, "b:1") is None
+    assert rules.asking.keys() == {"b:1"}
+
+
+def test_what_still_arrives_from_it_does_not_count() -> None:
+    rules = Rules(SETTINGS)
+    assert _ask(rules, 0, "a:1", "b:1", "c:1")
+    rules.left("c")
+    assert not rules.beat("c:1", 1)
+    assert not rules.ask(Replica("c:1"), 1)
+    quorum = _ask(rules, 1, "a:1", "b:1")
+    assert quorum is not None
+    assert quorum.ids == ("a:1", "b:1")
+
+
+def test_it_returns_with_another_uuid() -> None:
+    rules = Rules(SETTINGS)
+    assert _ask(rules, 0, "a:1", "b:1")
+    assert rules.left("b") == ["b:1"]
+    quorum = _ask(rules, 1, "a:1", "b:2")
+    assert quorum is not None
+    assert quorum.ids == ("a:1", "b:2")
+    assert rules.left("b") == ["b:2"]
+
+
+def test_an_id_without_a_uuid_may_return() -> None:
+    rules = Rules(SETTINGS)
+    assert _ask(rules, 0, "a", "b")
+    assert rules.left("b") == ["b"]
+    assert rules.left("b") == []
+    assert _ask(rules, 1, "a", "b")
+
+
+def test_other_names_do_not_leave() -> None:
+    rules = Rules(SETTINGS)
+    assert _ask(rules, 0, "replica_1:x", "replica_10:x", "replica_1:x:y")
+    assert rules.left("replica_1") == ["replica_1:x"]
+    assert rules.left("x") == []
+
+
+def test_the_last_quorum_of_one_that_has_left_can_be_had_again_by_nobody() -> None:
+    rules = Rules(QuorumSettings(1, 3000, 5000))
+    assert _ask(rules, 0, "a:1")
+    assert rules.left("a") == ["a:1"]
+    assert rules.decide(0) is None
+    quorum = _ask(rules, 0, "b:1")
+    assert quorum is not None
+    assert (quorum.quorum_id, quorum.ids) == (2, ("b:1",))
+
+
+def test_replicas_long_silent_are_forgotten() -> None:
+    rules = Rules(SETTINGS)
+    rules.beat("old", 0)
+    assert _ask(rules, 100, "a", "b")
+    assert "old" in rules.heartbeats
+    assert _ask(rules, 1000, "a", "b")
+    assert rules.heartbeats.keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize("wrong", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
+def test_impossible_settings(wrong: tuple[int, int, int]) -> None:
+    with pytest.raises(LighthouseError, match="too little"):
+        QuorumSettings(*wrong)
+
+
+_AGES_S = st.floats(0, 8)
+
+
+@settings(deadline=None)
+@given(
+    asking=st.dictionaries(st.sampled_from(["a", "b!", "c", "d", "e!"]), _AGES_S),
+    silent=st.dictionaries(st.sampled_from("abcdefgh"), _AGES_S),
+    previous=st.none() | st.sets(st.sampled_from("abcd"), min_size=1).map(tuple),
+    part=st.floats(0, 1, exclude_max=True),
+)
+def test_nothing_changes_before_the_time_that_is_told(
+    asking: dict[str, float], silent: dict[str, float], previous: tuple[str, ...], part: float
+) -> None:
+    rules = _rules(Case("", None, asking, silent, previous))
+    verdict = rules.verdict(NOW_S)
+    until_s = NOW_S + 1000 if verdict.until_s is None else verdict.until_s
+    assert until_s > NOW_S
+    between_s = NOW_S + part * (until_s - NOW_S)
+    if between_s < until_s:
+        assert rules.verdict(between_s) == verdict

@@ -1,0 +1,82 @@
+"""`python -m torchtitan_lite.lighthouse`: a lighthouse as a process of its own.
+
+It says on standard output where it listens, and ends with status 0 on SIGTERM and SIGINT. The
+environment variable TORCHTITAN_LITE_TOKEN is the secret of those who may say that a replica has
+left. Layer: above the rest of lighthouse/.
+"""
+
+import argparse
+import os
+import signal
+import sys
+
+from torchtitan_lite.errors import LighthouseError
+from torchtitan_lite.lighthouse.rules import QuorumSettings
+from torchtitan_lite.log import configure_logging
+
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a lighthouse until a signal and return the exit status."""
+    given = _parser().parse_args(arguments)
+    # Taken from where they wait, so that none is missed, whatever the threads are doing.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    configure_logging()
+    # gRPC would write its own lines beside ours; it reads this when it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from torchtitan_lite.lighthouse.server import LighthouseService
+
+    try:
+        settings = QuorumSettings(
+            given.min_replicas, given.join_timeout_ms, given.heartbeat_timeout_ms
+        )
+        token = os.environ.get("TORCHTITAN_LITE_TOKEN", "")
+        with LighthouseService(given.bind, settings, token) as service:
+            print(f"listening on {service.address}", flush=True)
+            signal.sigwait(_ENDING)
+    except LighthouseError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    default = QuorumSettings()
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_lite.lighthouse",
+        description="Where replicas find each other. TORCHTITAN_LITE_TOKEN is the secret of those "
+        "who may tell it that a replica has left.",
+    )
+    parser.add_argument(
+        "--bind",
+        default="127.0.0.1:29510",
+        metavar="HOST:PORT",
+        help="where to listen; port 0: a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--min-replicas",
+        type=int,
+        default=default.min_replicas,
+        metavar="N",
+        help="replicas without which there is no new quorum (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--join-timeout-ms",
+        type=int,
+        default=default.join_timeout_ms,
+        metavar="MS",
+        help="how long to wait for live replicas that do not ask (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--heartbeat-timeout-ms",
+        type=int,
+        default=default.heartbeat_timeout_ms,
+        metavar="MS",
+        help="how long after its last heartbeat a replica is dead (default: %(default)s)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""What a lighthouse shows of itself, as plain data. Layer: above rules."""
+
+from typing import Any
+
+from torchtitan_lite.lighthouse.rules import Rules
+
+
+def describe(rules: Rules, now_s: float, quorum_made_s: float | None) -> dict[str, Any]:
+    """The last quorum, who waits, who lives, and why there is no next quorum yet. It goes through
+    JSON unchanged. Ages and waits are in seconds before `now_s`."""
+    quorum = rules.quorum
+    return {
+        "quorum_id": quorum.quorum_id if quorum else 0,
+        "quorum_age_s": None if quorum_made_s is None else now_s - quorum_made_s,
+        "members": [_member(member) for member in quorum.members] if quorum else [],
+        "waiting": [
+            {**_member(asking.member), "waited_s": now_s - asking.since_s}
+            for _, asking in sorted(rules.asking.items())
+        ],
+        "replicas": [
+            {
+                "replica_id": replica_id,
+                "heartbeat_age_s": now_s - last_s,
+                "is_healthy": rules.is_healthy(replica_id, now_s),
+            }
+            for replica_id, last_s in sorted(rules.heartbeats.items())
+        ],
+        "verdict": rules.verdict(now_s).reason,
+        "min_replicas": rules.settings.min_replicas,
+        "join_timeout_ms": rules.settings.join_timeout_ms,
+        "heartbeat_timeout_ms": rules.settings.heartbeat_timeout_ms,
+    }
+
+
+def _member(member: Any) -> dict[str, Any]:
+    return {
+        "replica_id": member.replica_id,
+        "address": member.address,
+        "step": member.step,
+        "world_size": member.world_size,
+        "commit_failures": member.commit_failures,
+    }
