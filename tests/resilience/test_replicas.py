@@ -33,7 +33,9 @@ _MESHES: dict[str, tuple[int, list[str]]] = {
     "EP": (
         2,
         [
-            "--config=configs/qwen3_debug.toml",
+            "--model.name=qwen3",
+            "--model.flavor=debugmodel_moe",
+            "--model.router_bias_update_rate=1e-3",
             "--training.global_batch_size=12",
             "--parallelism.expert_parallel_degree=2",
         ],

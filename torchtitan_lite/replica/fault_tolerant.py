@@ -74,6 +74,7 @@ class FaultTolerantReplicas:
         self._started = self._starter.submit(self._manager.start_quorum)
 
     def agree(self) -> Share:
+        deadline = time.monotonic() + self._config.quorum_timeout_s
         while True:
             if self._started is None:
                 self.begin()
@@ -84,9 +85,15 @@ class FaultTolerantReplicas:
             except ReplicaError:
                 raise
             except Exception as error:
-                # As when the lighthouse was gone for longer than torchft itself tries.
+                # Too few are there, or the lighthouse is gone: both may change.
                 self._manager.forget_failed_quorum()
-                self._count_failure(f"no quorum was found: {error}")
+                if time.monotonic() >= deadline:
+                    raise ReplicaError(
+                        f"No quorum of {self._config.min_replica_size} replicas or more was found "
+                        f"in fault_tolerance.quorum_timeout_s = {self._config.quorum_timeout_s:g} "
+                        f"seconds: {error}"
+                    ) from None
+                logger.warning("No quorum yet, asking again: %s", error)
                 continue
             if self._joined():
                 return self._share()

@@ -20,8 +20,9 @@ from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.guard import Floor
 
-_QUORUM_RETRIES = 1000
-"""A lighthouse that is started again must not end the replicas."""
+_CALL_S = 10.0
+"""Of one call for a quorum, after which it is asked for again. torchft itself, where its lighthouse
+fails, sleeps as long as a call may take before it tries again."""
 _RETRY_S = 0.5
 _GROUPS = {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}
 
@@ -59,7 +60,7 @@ class QuorumManager(Manager):
                     min_replica_size=config.min_replica_size,
                     use_async_quorum=False,
                     timeout=timeout,
-                    quorum_timeout=timedelta(seconds=config.quorum_timeout_s),
+                    quorum_timeout=timedelta(seconds=min(_CALL_S, config.quorum_timeout_s)),
                     connect_timeout=timeout,
                     rank=rank,
                     world_size=world_size,
@@ -76,7 +77,6 @@ class QuorumManager(Manager):
                     hostname=hostname,
                     checkpoint_transport=transport,
                     init_sync=False,
-                    quorum_retries=_QUORUM_RETRIES,
                 )
                 break
             except Exception as error:
