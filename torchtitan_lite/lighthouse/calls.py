@@ -19,8 +19,12 @@ from torchtitan_lite.lighthouse.status import describe
 from torchtitan_lite.log import logger
 
 
-class _Left(Exception):
-    """The replica of a waiting call has left."""
+class _Refused(Exception):
+    """A waiting call gets no quorum: its status and why."""
+
+    def __init__(self, code: grpc.StatusCode, told: str) -> None:
+        super().__init__(told)
+        self.code, self.told = code, told
 
 
 class Calls:
@@ -60,7 +64,7 @@ class Calls:
         for call, asked_by in list(self._waiting.items()):
             if asked_by in gone:
                 del self._waiting[call]
-                call.set_exception(_Left())
+                call.set_exception(_has_left(asked_by))
         if gone:
             logger.info("Left: %s", ", ".join(gone))
         self._settle()
@@ -70,19 +74,28 @@ class Calls:
         """See `describe`."""
         return describe(self._rules, self._loop.time(), self._quorum_made_s)
 
+    def close(self) -> None:
+        """Calls that wait fail."""
+        self._drop_ended()
+        while self._waiting:
+            call, _ = self._waiting.popitem()
+            call.set_exception(_Refused(grpc.StatusCode.UNAVAILABLE, "The lighthouse ends."))
+        if self._timer is not None:
+            self._timer.cancel()
+
     async def _quorum(self, request: Any, context: Any) -> Any:
         if not request.HasField("requester"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "The requester is missing.")
         replica_id = request.requester.replica_id
-        if not self._rules.ask(request.requester, self._loop.time()):
-            await _refuse_gone(context, replica_id)
         call = self._loop.create_future()
-        self._waiting[call] = replica_id
-        self._settle()
         try:
+            if not self._rules.ask(request.requester, self._loop.time()):
+                raise _has_left(replica_id)
+            self._waiting[call] = replica_id
+            self._settle()
             return await call
-        except _Left:
-            await _refuse_gone(context, replica_id)
+        except _Refused as refused:
+            await context.abort(refused.code, refused.told)
         finally:
             if call in self._waiting:
                 self._settle()
@@ -165,6 +178,6 @@ def _response(quorum: Quorum) -> Any:
     return response
 
 
-async def _refuse_gone(context: Any, replica_id: str) -> None:
+def _has_left(replica_id: str) -> _Refused:
     told = f"The lighthouse was told that {replica_id} has left: start it again under a new id."
-    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, told)
+    return _Refused(grpc.StatusCode.FAILED_PRECONDITION, told)

@@ -22,6 +22,8 @@ from torchtitan_lite.lighthouse.rules import QuorumSettings
 
 _T = TypeVar("_T")
 _ANSWER_S = 10.0
+_GRACE_S = 1.0
+"""For answers that are under way when it stops."""
 _LAST_PORT = 65535
 _OPTIONS = (
     # Without this, a second lighthouse on the same port would get part of the calls.
@@ -119,7 +121,8 @@ class LighthouseService:
             return
         listening.set_result(port)
         await self._stopping.wait()
-        await server.stop(grace=None)
+        self._calls.close()
+        await server.stop(_GRACE_S)
 
 
 def _check(bind: str) -> None:

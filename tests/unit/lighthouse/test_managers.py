@@ -64,6 +64,9 @@ def service() -> Iterator[LighthouseService]:
 def replicas(service: LighthouseService) -> Iterator[list[Replica]]:
     with ThreadPoolExecutor(4) as threads:
         replicas = [Replica(f"replica_{n}:x", service.address, threads) for n in range(3)]
+        # A replica whose first heartbeat is still under way is not waited for.
+        while len(service.status()["replicas"]) < len(replicas):
+            time.sleep(0.01)
         yield replicas
         for replica in replicas:
             replica.server.shutdown()
