@@ -20,8 +20,9 @@ from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.guard import Floor
 
-_CALL_S = 10.0
-"""Of one call for a quorum, after which it is asked for again. torchft itself, where its lighthouse
+_CALL_S = 15.0
+"""Of one call for a quorum, after which it is asked for again; a lighthouse has to wait for those who
+may join for less. torchft itself, where its lighthouse
 fails, sleeps as long as a call may take before it tries again."""
 _RETRY_S = 0.5
 _GROUPS = {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}
