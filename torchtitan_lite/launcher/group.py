@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.launcher.log_lines import last_lines, without_numbers
-from torchtitan_lite.launcher.policy import Failure
+from torchtitan_lite.launcher.failure import Failure, failure_of
+from torchtitan_lite.launcher.log_lines import last_lines
 from torchtitan_lite.launcher.processes import (
     ExitStatus,
     children_of,
@@ -56,7 +56,7 @@ class Group:
             )
         self._descriptor = os.pidfd_open(self._torchrun.pid)
         self._ranks: dict[int, _Rank] = {}
-        self._first_bad: tuple[int, ExitStatus] | None = None
+        self._first_bad: tuple[str, ExitStatus, Path] | None = None
         self._num_clean = 0
 
     @property
@@ -83,9 +83,7 @@ class Group:
     @property
     def has_failed(self) -> bool:
         """Whether a rank has, or torchrun."""
-        if self._first_bad is not None:
-            return True
-        return self._torchrun.returncode is not None and not self.has_finished
+        return self._first_bad is not None
 
     @property
     def leader_log(self) -> Path:
@@ -96,35 +94,33 @@ class Group:
         """Take note of ranks that came up, and of processes that have ended."""
         if len(self._ranks) < self._num_ranks and self._torchrun.returncode is None:
             self._find_ranks()
+        self._look_at_torchrun()
         ended = [rank for rank in self._ranks.values() if _is_over(rank.descriptor)]
-        seen = [(rank.number, ended_with(rank.pid)) for rank in ended]
+        seen = [(rank, ended_with(rank.pid)) for rank in ended]
+        for rank in ended:
+            os.close(rank.descriptor)
+            rank.descriptor = -1
         # One that torchrun was faster to wait for is torchrun's to act on.
-        statuses = [(number, status) for number, status in seen if status is not None]
+        statuses = [(rank.number, status) for rank, status in seen if status is not None]
         self._num_clean += sum(status.is_clean for _, status in statuses)
         bad = [(number, status) for number, status in statuses if not status.is_clean]
         if bad and self._first_bad is None:
             # One that says why comes before one that was cut off.
-            self._first_bad = min(bad, key=lambda one: (one[1].is_signal, one[0]))
-        for rank in ended:
-            os.close(rank.descriptor)
-            rank.descriptor = -1
+            number, status = min(bad, key=lambda one: (one[1].is_signal, one[0]))
+            self._first_bad = (f"rank {number}", status, rank_log(self._folder, number))
+        if self._descriptor < 0 and not self.has_finished and self._first_bad is None:
+            status = ExitStatus(self._torchrun.returncode or 0)
+            self._first_bad = ("torchrun", status, self._own_log)
         if self._num_clean == self._num_ranks and self._torchrun.returncode is None:
             # It would find out by itself, later.
             kill_session(self._torchrun.pid)
-        if self._descriptor >= 0 and _is_over(self._descriptor):
-            self._torchrun.wait()
-            os.close(self._descriptor)
-            self._descriptor = -1
 
     def failure(self) -> Failure:
-        """What became of a group that has failed."""
-        if self._first_bad is None:
-            status = ExitStatus(self._torchrun.returncode or 0)
-            return _failure("torchrun", status, self._own_log)
-        number, status = self._first_bad
-        log = rank_log(self._folder, number)
+        """What became of a group that has failed. All is told once its processes are gone."""
+        assert self._first_bad is not None
+        who, status, log = self._first_bad
         # A rank that could not even begin has told torchrun's output of it.
-        return _failure(f"rank {number}", status, log if last_lines(log, 1) else self._own_log)
+        return failure_of(who, status, log if last_lines(log, 1) else self._own_log)
 
     def terminate(self) -> None:
         """Ask all ranks to save and leave. torchrun passes it on."""
@@ -146,6 +142,16 @@ class Group:
     def _own_log(self) -> Path:
         return self._folder / "torchrun.log"
 
+    def _look_at_torchrun(self) -> None:
+        if not _is_over(self._descriptor):
+            return
+        code = self._torchrun.wait()
+        os.close(self._descriptor)
+        self._descriptor = -1
+        if code < 0 and not self.has_finished and self._first_bad is None:
+            # Its ranks die with it.
+            self._first_bad = ("torchrun", ExitStatus(code), self._own_log)
+
     def _find_ranks(self) -> None:
         for pid in children_of(self._torchrun.pid):
             if pid in self._ranks:
@@ -161,12 +167,6 @@ class Group:
         except ProcessLookupError:
             return
         self._ranks[pid] = _Rank(number, pid, descriptor)
-
-
-def _failure(who: str, status: ExitStatus, log: Path) -> Failure:
-    last = last_lines(log, 1)
-    cause = "" if status.is_signal else f"{status}: {without_numbers(''.join(last))}"
-    return Failure(f"{who}: {status}", cause, log)
 
 
 def _is_over(descriptor: int) -> bool:

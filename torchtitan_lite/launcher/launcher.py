@@ -18,7 +18,7 @@ from torchtitan_lite.launcher.log_lines import last_lines
 from torchtitan_lite.launcher.orphans import Orphans
 from torchtitan_lite.launcher.parent_death import adopt_orphans
 from torchtitan_lite.launcher.plan import Plan
-from torchtitan_lite.launcher.policy import Failure, GiveUp
+from torchtitan_lite.launcher.policy import GiveUp
 from torchtitan_lite.launcher.replica import Replica
 from torchtitan_lite.launcher.view import View
 
@@ -89,7 +89,7 @@ class Launcher:
             say=self._view.say,
         )
 
-    def _on_failure(self, replica: Replica, failure: Failure) -> None:
+    def _on_failure(self, replica: Replica) -> None:
         try:
             self._plan.on_left(replica.name)
         except Exception as error:

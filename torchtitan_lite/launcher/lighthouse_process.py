@@ -9,8 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtitan_lite.launcher.log_lines import LineFilter, last_lines, without_numbers
-from torchtitan_lite.launcher.policy import Failure, GiveUp, RestartPolicy
+from torchtitan_lite.launcher.failure import failure_of
+from torchtitan_lite.launcher.log_lines import LineFilter
+from torchtitan_lite.launcher.policy import GiveUp, RestartPolicy
 from torchtitan_lite.launcher.processes import ExitStatus, kill_session, spawn
 
 LISTENING = b"listening on "
@@ -106,10 +107,7 @@ class LighthouseProcess:
         assert self._process is not None
         status = ExitStatus(self._process.returncode)
         self._close()
-        last = last_lines(self._log, 1)
-        cause = "" if status.is_signal else f"{status}: {without_numbers(''.join(last))}"
-        failure = Failure(f"lighthouse: {status}", cause, self._log)
-        decision = self._policy.failed(failure, now_s)
+        decision = self._policy.failed(failure_of("lighthouse", status, self._log), now_s)
         if isinstance(decision, GiveUp):
             self.given_up = decision
             self._say(f"lighthouse: given up, {status}: {decision.reason}")

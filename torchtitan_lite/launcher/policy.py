@@ -1,28 +1,16 @@
 """When something that failed is started again, and when it is given up. Pure: it is told the time
-and what happened. Layer: imports nothing of the project.
+and what happened. Layer: above failure.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
+
+from torchtitan_lite.launcher.failure import Failure
 
 _LONGEST_DELAY_S = 30.0
 _HEALTHY_S = 60.0
 """Of work, after which earlier failures count no more."""
 _HOPELESS = 2
 """Equal failures in a row before any work, after which a wrong setting is the likeliest cause."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How an attempt ended."""
-
-    what: str
-    """For people: which process ended, and how."""
-    cause: str
-    """Equal for failures that look alike; empty for one that tells nothing of the attempt itself,
-    such as a kill from outside."""
-    log: Path
-    """Where the process that failed first has told of it."""
 
 
 @dataclass(frozen=True)

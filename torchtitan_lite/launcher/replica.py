@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from torchtitan_lite.launcher.group import Group
-from torchtitan_lite.launcher.policy import Failure, GiveUp, Restart, RestartPolicy
+from torchtitan_lite.launcher.policy import GiveUp, Restart, RestartPolicy
 from torchtitan_lite.launcher.progress import Progress
 
 _READING_S = 0.25
@@ -46,7 +46,7 @@ class Replica:
         folder: Path,
         metrics: Path,
         max_restarts: int,
-        on_failure: Callable[["Replica", Failure], None],
+        on_failure: Callable[["Replica"], None],
         say: Callable[[str], None],
     ) -> None:
         """`start` starts an attempt that logs into the folder it is given, a new one in `folder`;
@@ -64,7 +64,7 @@ class Replica:
         self._policy = RestartPolicy(max_restarts)
         self._on_failure, self._tell = on_failure, say
         self._group: Group | None = None
-        self._failure: Failure | None = None
+        self._is_stopping = False
         self._restart_at_s = self._read_at_s = 0.0
 
     @property
@@ -112,7 +112,7 @@ class Replica:
         if self.state in _RUNNING:
             if group.has_failed:
                 self._end_failed(group)
-            else:
+            elif now_s >= self._read_at_s:
                 self._read(now_s)
         if group.has_ended:
             self._group = None
@@ -120,6 +120,7 @@ class Replica:
 
     def stop(self) -> None:
         """Ask it to save and leave."""
+        self._is_stopping = True
         if self._group is None:
             if not self.is_over:
                 self.state = State.STOPPED
@@ -130,21 +131,19 @@ class Replica:
     def kill(self) -> None:
         """End it at once."""
         if self._group is not None:
-            if self.state is State.LEAVING:
+            if self.state is State.LEAVING and not self.was_killed:
                 self.was_killed = True
-                self._say("did not leave in time: killed")
+                self._say("killed before it had left")
             self._group.kill()
 
     def _end_failed(self, group: Group) -> None:
         # Neighbours of a dead rank hang, and hold up all other replicas.
         group.kill()
-        self._failure, self.state = group.failure(), State.ENDING
-        self._say(f"failed, {self._failure.what}")
-        self._on_failure(self, self._failure)
+        self.state = State.ENDING
+        self._on_failure(self)
+        self._say(f"failed, {group.failure().what}")
 
     def _read(self, now_s: float) -> None:
-        if now_s < self._read_at_s:
-            return
         self._read_at_s = now_s + _READING_S
         assert self.progress is not None
         self.progress.look()
@@ -164,19 +163,19 @@ class Replica:
 
     def _settle(self, group: Group, now_s: float) -> None:
         """All of an attempt's processes are gone."""
-        if self.state is State.LEAVING:
+        if self._is_stopping:
             self.state = State.STOPPED
             self._say("left")
         elif self.state is State.ENDING:
-            assert self._failure is not None
-            decision = self._policy.failed(self._failure, now_s)
+            decision = self._policy.failed(group.failure(), now_s)
             if isinstance(decision, Restart):
                 self.state, self._restart_at_s = State.RESTARTING, now_s + decision.delay_s
                 self._say(f"restarts in {decision.delay_s:g} s")
             else:
                 self.state, self.given_up = State.GIVEN_UP, decision
                 self._say(f"given up: {decision.reason}")
-        elif group.has_finished:
+        else:
+            self._read(now_s)
             self.state = State.FINISHED
             self._say("finished")
 
@@ -187,5 +186,6 @@ class Replica:
 
 def _next_folder(folder: Path) -> Path:
     """Where the next attempt logs: an earlier run may have left some, which stay as they are."""
-    numbers = [int(path.name.rpartition("_")[2]) for path in folder.glob("attempt_[0-9]*")]
-    return folder / f"attempt_{max(numbers, default=-1) + 1:02d}"
+    endings = (path.name.rpartition("_")[2] for path in folder.glob("attempt_*"))
+    taken = (int(ending) for ending in endings if ending.isdigit())
+    return folder / f"attempt_{max(taken, default=-1) + 1:02d}"
