@@ -3,9 +3,9 @@ wait for it meanwhile. Layer: above processes and policy.
 """
 
 import os
+import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,8 +14,10 @@ from torchtitan_lite.launcher.log_lines import LineFilter
 from torchtitan_lite.launcher.policy import GiveUp, RestartPolicy
 from torchtitan_lite.launcher.processes import ExitStatus, kill_session, spawn
 
-LISTENING = b"listening on "
-"""Begins the line by which a lighthouse says where it is, HOST:PORT."""
+_LISTENING = re.compile(rb"listening on .+:(\d+)")
+"""The line by which a lighthouse says where it is."""
+_REACHED_AT = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+"""Where replicas of this machine find one that listens everywhere."""
 _READ_BYTES = 1 << 16
 _FIRST_DELAY_S = 0.1
 
@@ -39,9 +41,10 @@ class LighthouseProcess:
         self._policy = RestartPolicy(max_restarts, first_delay_s=_FIRST_DELAY_S)
         self._say = say
         self._process: subprocess.Popen[bytes] | None = None
-        self._output = -1
+        self._streams: dict[int, LineFilter] = {}
+        """By descriptor: what it prints, and its errors. Two pipes, so that no line comes into the
+        middle of another."""
         self._file: BinaryIO | None = None
-        self._filter = LineFilter()
         self._restart_at_s: float | None = None
         self._port = 0
         self.is_listening = False
@@ -51,7 +54,8 @@ class LighthouseProcess:
     @property
     def address(self) -> str | None:
         """HOST:PORT; None while it has never been up."""
-        return f"{self._host}:{self._port}" if self._port else None
+        host = _REACHED_AT.get(self._host, self._host)
+        return f"{host}:{self._port}" if self._port else None
 
     @property
     def pid(self) -> int | None:
@@ -61,21 +65,25 @@ class LighthouseProcess:
     @property
     def descriptors(self) -> list[int]:
         """Readable when there is something to look at."""
-        return [self._output] if self._output >= 0 else []
+        return list(self._streams)
 
     def start(self) -> None:
         """Start it. Raises OSError."""
         self._policy.started()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._log.open("ab", buffering=0)
-        self._output, end = os.pipe()
-        os.set_blocking(self._output, False)
-        self._filter = LineFilter()
+        ends = []
+        for _ in range(2):
+            descriptor, end = os.pipe()
+            os.set_blocking(descriptor, False)
+            self._streams[descriptor] = LineFilter()
+            ends.append(end)
         try:
             command = self._command(f"{self._host}:{self._port}")
-            self._process = spawn(command, self._environment, output=end)
+            self._process = spawn(command, self._environment, output=ends[0], errors=ends[1])
         finally:
-            os.close(end)
+            for end in ends:
+                os.close(end)
 
     def look(self, now_s: float) -> None:
         """Take note of what it says, and start it again when it is time."""
@@ -87,8 +95,9 @@ class LighthouseProcess:
             return
         has_ended = self._process.poll() is not None
         for line in self._read():
-            if line.startswith(LISTENING) and not self.is_listening:
-                self._port = int(line.rpartition(b":")[2])
+            found = _LISTENING.fullmatch(line)
+            if found is not None and not self.is_listening:
+                self._port = int(found[1])
                 self.is_listening = True
                 self._policy.worked(now_s)
                 self._say(f"lighthouse: listening on {self.address}")
@@ -117,20 +126,25 @@ class LighthouseProcess:
 
     def _read(self) -> list[bytes]:
         """The lines that it has said since, which are logged."""
-        content = b""
-        with suppress(BlockingIOError):
-            while more := os.read(self._output, _READ_BYTES):
-                content += more
-        lines = self._filter.feed(content)
+        lines = []
+        for descriptor, filter_ in list(self._streams.items()):
+            try:
+                while content := os.read(descriptor, _READ_BYTES):
+                    lines += filter_.feed(content)
+                # Else its end would be told again and again.
+                os.close(descriptor)
+                del self._streams[descriptor]
+            except BlockingIOError:
+                continue
         if lines and self._file is not None:
             self._file.write(b"\n".join(lines) + b"\n")
         return lines
 
     def _close(self) -> None:
         self._process, self.is_listening = None, False
-        os.close(self._output)
-        self._output = -1
+        for descriptor in self._streams:
+            os.close(descriptor)
+        self._streams = {}
         if self._file is not None:
-            self._file.write(self._filter.rest())
             self._file.close()
             self._file = None

@@ -25,11 +25,6 @@ class LineFilter:
         *lines, self._partial = (self._partial + content).split(b"\n")
         return [line for line in lines if not is_chatter(line)]
 
-    def rest(self) -> bytes:
-        """The last line, when the stream ended within it."""
-        rest, self._partial = self._partial, b""
-        return rest
-
 
 def last_lines(path: Path, count: int) -> list[str]:
     """At most `count` lines from the end of a log, without blank ones and chatter."""

@@ -51,7 +51,9 @@ def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, gr
 def lighthouse(folder: Path, address: str) -> int:
     _note(folder, "lighthouse", "0")
     port = int(address.rpartition(":")[2]) or 4321
-    print(f"noise [INFO] [torchft::lighthouse]\nlistening on 127.0.0.1:{port}", flush=True)
+    print("noise [INFO] [torchft::lighthouse]", end="", file=sys.stderr, flush=True)
+    print(f"listening on 127.0.0.1:{port}", flush=True)
+    print(" goes on", file=sys.stderr, flush=True)
     time.sleep(600)
     return 0
 
