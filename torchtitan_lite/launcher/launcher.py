@@ -15,6 +15,7 @@ from types import FrameType
 from torchtitan_lite.launcher.group import Group
 from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
 from torchtitan_lite.launcher.log_lines import last_lines
+from torchtitan_lite.launcher.messenger import Messenger
 from torchtitan_lite.launcher.orphans import Orphans
 from torchtitan_lite.launcher.parent_death import adopt_orphans
 from torchtitan_lite.launcher.plan import Plan
@@ -41,6 +42,11 @@ class Launcher:
             max_restarts=plan.max_restarts,
             say=view.say,
         )
+        self._messenger: Messenger | None = None
+        if plan.messenger_command is not None:
+            self._messenger = Messenger(
+                plan.messenger_command, self._environment, plan.log_dir / "messenger.log"
+            )
         self._replicas = [self._replica(number) for number in range(plan.num_replicas)]
         self._orphans = Orphans()
         self._signals: list[int] = []
@@ -58,7 +64,7 @@ class Launcher:
                 while not all(one.is_over for one in self._replicas):
                     self._wait()
                     self._look()
-                self._lighthouse.kill()
+                self._kill()
                 self._let_orphans_end()
             finally:
                 self._kill()
@@ -90,9 +96,12 @@ class Launcher:
         )
 
     def _on_failure(self, replica: Replica) -> None:
+        address = self._lighthouse.address
+        if self._messenger is None or address is None:
+            return
         try:
-            self._plan.on_left(replica.name)
-        except Exception as error:
+            self._messenger.tell(address, replica.name)
+        except OSError as error:
             # The lighthouse finds out by itself, only later.
             self._view.say(f"replica {replica.number}: the lighthouse was not told: {error}")
 
@@ -111,6 +120,8 @@ class Launcher:
         self._lighthouse.look(now_s)
         if self._lighthouse.is_listening and not self._begun and self._deadline_s is None:
             self._begun = True
+            if self._messenger is not None and self._lighthouse.address is not None:
+                self._messenger.start(self._lighthouse.address)
             for replica in self._replicas:
                 replica.begin()
         self._look_at_orphans(now_s)
@@ -139,7 +150,9 @@ class Launcher:
             replica.stop()
 
     def _look_at_orphans(self, now_s: float) -> None:
-        started = {one.pid for one in (self._lighthouse, *self._replicas)}
+        started = [one.pid for one in (self._lighthouse, *self._replicas)]
+        if self._messenger is not None:
+            started.append(self._messenger.pid)
         self._orphans.look({pid for pid in started if pid is not None}, now_s)
 
     def _let_orphans_end(self) -> None:
@@ -164,6 +177,8 @@ class Launcher:
         for replica in self._replicas:
             replica.kill()
         self._lighthouse.kill()
+        if self._messenger is not None:
+            self._messenger.kill()
 
     def _status(self) -> int:
         well = all(one.given_up is None and not one.was_killed for one in self._replicas)

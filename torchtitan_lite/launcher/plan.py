@@ -29,10 +29,6 @@ _TORCHRUN_MARGIN_S = 10
 """torchrun kills ranks that take longer to leave: later than the launcher, which says so."""
 
 
-def _nobody(replica: str) -> None:
-    """Nobody is told."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Everything that `Launcher` needs to know."""
@@ -52,8 +48,9 @@ class Plan:
     grace_s: float = 30.0
     """For ranks that were asked to leave, and for writers that are still busy at the end."""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    on_left: Callable[[str], None] = _nobody
-    """Called at once when a replica failed, with its name, such as "replica_00001"."""
+    messenger_command: Callable[[str], Sequence[str]] | None = None
+    """The command line of what tells the lighthouse at HOST:PORT of replicas that have failed, at
+    once: it reads their names, such as "replica_00001", a line each. None: nobody tells."""
 
     def metrics(self, replica: int) -> Path:
         """What a replica writes of its steps."""
@@ -101,6 +98,9 @@ def training_plan(
         options = ["--bind", address, "--min-replicas", str(min_replicas)]
         return [sys.executable, "-m", _LIGHTHOUSES[lighthouse], *options]
 
+    def messenger(address: str) -> list[str]:
+        return [sys.executable, "-m", "torchtitan_lite.launcher.tell_left", address]
+
     return Plan(
         num_replicas=num_replicas,
         num_ranks=num_ranks,
@@ -111,4 +111,6 @@ def training_plan(
         host=host,
         max_restarts=max_restarts,
         grace_s=grace_s,
+        # torchft's own lighthouse cannot be told.
+        messenger_command=messenger if lighthouse == "builtin" else None,
     )

@@ -25,10 +25,11 @@ def spawn(
     *,
     output: int,
     errors: int | None = None,
+    source: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own that dies with this one. Main thread only, and no
-    other thread may run. `output` and `errors` are descriptors; without `errors` both go to
-    `output`. Raises OSError."""
+    other thread may run. `source`, `output` and `errors` are its standard streams; without
+    `errors` both go to `output`. Raises OSError."""
     parent = os.getpid()
 
     def between_fork_and_exec() -> None:
@@ -39,7 +40,7 @@ def spawn(
     return subprocess.Popen(
         command,
         env=environment,
-        stdin=subprocess.DEVNULL,
+        stdin=source,
         stdout=output,
         stderr=output if errors is None else errors,
         start_new_session=True,

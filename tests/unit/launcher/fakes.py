@@ -28,9 +28,6 @@ def fake(kind: str, *arguments: object) -> list[str]:
 
 
 def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, grace: float) -> int:
-    def on_left(name: str) -> None:
-        (folder / "left").open("a").write(f"{name}\n")
-
     plan = Plan(
         num_replicas=replicas,
         num_ranks=ranks,
@@ -40,7 +37,7 @@ def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, gr
         log_dir=folder / "logs",
         max_restarts=restarts,
         grace_s=grace,
-        on_left=on_left,
+        messenger_command=lambda address: fake("messenger", folder, address),
     )
     launcher = Launcher(plan, PlainLines())
     status = launcher.run()
@@ -55,6 +52,14 @@ def lighthouse(folder: Path, address: str) -> int:
     print(f"listening on 127.0.0.1:{port}", flush=True)
     print(" goes on", file=sys.stderr, flush=True)
     time.sleep(600)
+    return 0
+
+
+def messenger(folder: Path, address: str) -> int:
+    _note(folder, "messenger", "0")
+    for line in sys.stdin:
+        with (folder / "left").open("a") as file:
+            file.write(f"{address} {line}")
     return 0
 
 
@@ -144,6 +149,8 @@ def main(kind: str, folder: str, *rest: str) -> int:
             return launch(Path(folder), mode, int(replicas), int(ranks), int(restarts), grace)
         case "torchrun":
             return torchrun(Path(folder), rest[0], int(rest[1]), int(rest[2]))
+        case "messenger":
+            return messenger(Path(folder), rest[0])
         case "rank":
             return rank(Path(folder), rest[0], int(rest[1]))
     return lighthouse(Path(folder), rest[0])

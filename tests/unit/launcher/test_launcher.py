@@ -77,9 +77,9 @@ def test_a_dead_rank_takes_its_group_and_that_comes_back(tmp_path: Path) -> None
         others = [*pids(tmp_path, "rank", name="0.*"), *pids(tmp_path, "torchrun", name="0")]
         dying = [*pids(tmp_path, "rank", name="1.*"), *pids(tmp_path, "torchrun", name="1")]
         os.kill(pids(tmp_path, "rank", name="1.1")[0], signal.SIGKILL)
-        assert until(lambda: (tmp_path / "left").exists()) < 0.5
         assert until(lambda: not any(map(is_alive, dying))) < 0.5
-        assert (tmp_path / "left").read_text() == "replica_00001\n"
+        assert until(lambda: (tmp_path / "left").exists()) < 0.5
+        assert (tmp_path / "left").read_text() == "127.0.0.1:4321 replica_00001\n"
         until(lambda: len(pids(tmp_path, "rank", name="1.*")) == 2)
         assert all(map(is_alive, others))
         process.send_signal(signal.SIGTERM)
@@ -108,7 +108,7 @@ def test_a_dead_torchrun_takes_its_ranks(tmp_path: Path) -> None:
 def test_a_dead_launcher_takes_all(tmp_path: Path) -> None:
     with launched(tmp_path, "run") as process:
         until_training(tmp_path)
-        assert len(pids(tmp_path)) == 7
+        assert len(pids(tmp_path)) == 8
         process.kill()
         assert until(lambda: not pids(tmp_path)) < 1
 
