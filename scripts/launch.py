@@ -61,7 +61,9 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise ConfigError for numbers that make no sense."""
+    """Raise ConfigError where this cannot work, or for numbers that make no sense."""
+    if sys.platform != "linux":
+        raise ConfigError(f"The launcher needs Linux, and this is {sys.platform}.")
     lowest = {"replicas": 1, "nproc_per_replica": 1, "min_replicas": 1, "max_restarts": 0}
     for name, least in {**lowest, "grace_s": 0}.items():
         given = getattr(options, name)

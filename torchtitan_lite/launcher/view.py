@@ -64,9 +64,11 @@ class PlainLines:
         now_s = time.monotonic()
         if now_s < self._due_s:
             return
-        parts = [f"replica {one.number}: {in_words(one)}" for one in replicas if _record(one)]
-        line = "; ".join(parts)
-        if line and line != self._shown:
+        # Else nothing has changed that was not said as an event.
+        if not any(one.state is State.TRAINING for one in replicas):
+            return
+        line = "; ".join(f"replica {one.number}: {in_words(one)}" for one in replicas)
+        if line != self._shown:
             self._shown, self._due_s = line, now_s + _PLAIN_S
             self.say(line)
 

@@ -3,15 +3,19 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 from tests.launch import REPOSITORY
 from tests.unit.launcher.fakes import fake
 
 TIMEOUT_S = 15
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.launch import main
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.arguments import dump_folder
 from torchtitan_lite.launcher.log_lines import LineFilter, last_lines, without_numbers
@@ -112,6 +113,19 @@ def test_last_lines(tmp_path: Path) -> None:
 def test_what_lines_have_in_common() -> None:
     first, second = "12:00:01 port 4000 at 0xab12", "12:00:02 port 4711 at 0xfe"
     assert without_numbers(first) == without_numbers(second) == "#:#:# port # at #"
+
+
+def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {
+        "--replicas": [],
+        "--replicas is 0": ["--replicas=0"],
+        "lower it, or start more": ["--replicas=2", "--min-replicas=3"],
+        "end the command with -- --config": ["--replicas=2"],
+    }
+    for told, arguments in wrong.items():
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        assert told in said and len(said.splitlines()) == 1
 
 
 def step(number: int) -> str:
