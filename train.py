@@ -3,6 +3,12 @@
 `python train.py --config FILE` runs one process; `--help` lists every key.
 """
 
+from torchtitan_lite.launcher.supervised import obey_launcher
+
+if __name__ == "__main__":
+    # First of all: the imports take a second, in which the launcher may die.
+    obey_launcher()
+
 import logging
 import os
 import sys

@@ -21,9 +21,8 @@ from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.guard import Floor
 
 _CALL_S = 15.0
-"""Of one call for a quorum, after which it is asked for again; a lighthouse has to wait for those who
-may join for less. torchft itself, where its lighthouse
-fails, sleeps as long as a call may take before it tries again."""
+"""Of one call for a quorum, after which it is asked for again. Longer than a lighthouse waits for
+others to join, and no longer: where it was started again, the call under way is lost."""
 _RETRY_S = 0.5
 _GROUPS = {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}
 

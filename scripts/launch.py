@@ -1,0 +1,126 @@
+"""Train with several replicas on this machine, which come and go without ending the run.
+
+python -m scripts.launch --replicas 2 --nproc-per-replica 2 -- --config configs/llama3_debug_ft.toml
+
+What follows `--` is for train.py. Each replica is a torchrun of its own; one whose ranks die is
+started again while the others train on. SIGTERM or Ctrl-C: all save and leave; a second Ctrl-C ends
+them at once. The exit status is 0 when all replicas finished or left, 1 when one was given up or
+had to be killed, and 2 where the command line is wrong.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite.launcher.launcher import Launcher
+from torchtitan_lite.launcher.plan import training_plan
+from torchtitan_lite.launcher.view import open_view
+
+_TRAIN = Path(__file__).absolute().parent.parent / "train.py"
+
+
+def main(argv: list[str]) -> int:
+    """Entry of the command. Returns the exit status."""
+    own, arguments = _split(argv)
+    try:
+        options = _parser().parse_args(own)
+        _check(options)
+        plan = training_plan(
+            arguments,
+            train=_TRAIN,
+            num_replicas=options.replicas,
+            num_ranks=options.nproc_per_replica,
+            lighthouse=options.lighthouse,
+            min_replicas=options.min_replicas,
+            max_restarts=options.max_restarts,
+            grace_s=options.grace_s,
+            host=options.bind,
+            log_dir=options.log_dir,
+        )
+    except UserError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        return 2
+    launcher = Launcher(plan, open_view())
+    try:
+        status = launcher.run()
+    except OSError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        return 1
+    for failure in launcher.failures():
+        print(failure, file=sys.stderr)
+    return status
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    if "--" not in argv:
+        return argv, []
+    place = argv.index("--")
+    return argv[:place], argv[place + 1 :]
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ConfigError where this cannot work, or for numbers that make no sense."""
+    if sys.platform != "linux":
+        raise ConfigError(f"The launcher needs Linux, and this is {sys.platform}.")
+    lowest = {"replicas": 1, "nproc_per_replica": 1, "min_replicas": 1, "max_restarts": 0}
+    for name, least in {**lowest, "grace_s": 0}.items():
+        given = getattr(options, name)
+        if given < least:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} is {given}, and has to be at least {least}.")
+    if options.min_replicas > options.replicas:
+        raise ConfigError(
+            f"--min-replicas is {options.min_replicas} of {options.replicas} replicas, so that no "
+            "step could ever be taken: lower it, or start more."
+        )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, like any other error."""
+        raise UserError(f"{message}. --help shows how to call it.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m scripts.launch",
+        description="Train with several replicas on this machine, which come and go without ending "
+        "the run.",
+        epilog="What follows -- is for train.py.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--replicas", type=int, required=True, help="how many")
+    parser.add_argument(
+        "--nproc-per-replica", type=int, default=1, help="processes of each replica (default 1)"
+    )
+    parser.add_argument(
+        "--lighthouse",
+        choices=("builtin", "torchft"),
+        default="builtin",
+        help="by which the replicas find each other (default builtin, which is told of a death "
+        "at once)",
+    )
+    parser.add_argument(
+        "--min-replicas", type=int, default=1, help="no quorum without so many (default 1)"
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, default=10, help="of a replica, in a row (default 10)"
+    )
+    parser.add_argument(
+        "--log-dir", type=Path, help="default: launch_logs in job.dump_folder of the run"
+    )
+    parser.add_argument(
+        "--bind",
+        default="127.0.0.1",
+        help="address of this machine at which the lighthouse listens (default 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--grace-s", type=float, default=30.0, help="time to save and leave (default 30)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

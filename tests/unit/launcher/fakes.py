@@ -1,0 +1,160 @@
+"""Stand-ins for what the launcher starts, so that its handling of processes is tested in seconds.
+
+python -m tests.unit.launcher.fakes launch FOLDER MODE [REPLICAS RANKS MAX_RESTARTS GRACE_S]
+
+launches real processes that do as MODE says. Each leaves a file FOLDER/pids/KIND-NAME-PID.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from torchtitan_lite.launcher.launcher import Launcher
+from torchtitan_lite.launcher.orphans import WRITER_MODULE
+from torchtitan_lite.launcher.plan import Plan
+from torchtitan_lite.launcher.supervised import obey_launcher
+from torchtitan_lite.launcher.view import PlainLines
+
+_SLEEP = "import time; time.sleep(600)"
+_WRITER = "import pathlib, sys, time; time.sleep(2); pathlib.Path(sys.argv[1]).touch()"
+
+
+def fake(kind: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-m", "tests.unit.launcher.fakes", kind, *map(str, arguments)]
+
+
+def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, grace: float) -> int:
+    plan = Plan(
+        num_replicas=replicas,
+        num_ranks=ranks,
+        group_command=lambda number: fake("torchrun", folder, mode, ranks, number),
+        lighthouse_command=lambda address: fake("lighthouse", folder, address),
+        dump_folder=folder,
+        log_dir=folder / "logs",
+        max_restarts=restarts,
+        grace_s=grace,
+        messenger_command=lambda address: fake("messenger", folder, address),
+    )
+    launcher = Launcher(plan, PlainLines())
+    status = launcher.run()
+    print("\n".join(launcher.failures()), flush=True)
+    return status
+
+
+def lighthouse(folder: Path, address: str) -> int:
+    _note(folder, "lighthouse", "0")
+    port = int(address.rpartition(":")[2]) or 4321
+    print("noise [INFO] [torchft::lighthouse]", end="", file=sys.stderr, flush=True)
+    print(f"listening on 127.0.0.1:{port}", flush=True)
+    print(" goes on", file=sys.stderr, flush=True)
+    time.sleep(600)
+    return 0
+
+
+def messenger(folder: Path, address: str) -> int:
+    _note(folder, "messenger", "0")
+    for line in sys.stdin:
+        with (folder / "left").open("a") as file:
+            file.write(f"{address} {line}")
+    return 0
+
+
+def torchrun(folder: Path, mode: str, ranks: int, replica: int) -> int:
+    """As torchrun: ranks in sessions of their own, to which it passes SIGTERM."""
+    _note(folder, "torchrun", str(replica))
+    started = [
+        subprocess.Popen(
+            fake("rank", folder, mode, replica),
+            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            start_new_session=True,
+        )
+        for rank in range(ranks)
+    ]
+
+    stops: list[bool] = []
+    signal.signal(signal.SIGTERM, lambda *_: stops.append(True))
+    while True:
+        # As it does, it looks at its ranks now and then, and passes a signal on at once.
+        _nap(stops)
+        if stops:
+            for one in started:
+                one.send_signal(signal.SIGTERM)
+            return int(any(one.wait() for one in started)) or 1
+        if all(one.poll() is not None for one in started):
+            return int(any(one.returncode for one in started))
+
+
+def _nap(stops: list[bool]) -> None:
+    deadline = time.monotonic() + 3
+    while not stops and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def rank(folder: Path, mode: str, replica: int) -> int:
+    obey_launcher()
+    number = os.environ["RANK"]
+    print(f"rank {number} with {os.environ['TORCHFT_LIGHTHOUSE']}", flush=True)
+    leaves: list[bool] = []
+    signal.signal(signal.SIGTERM, lambda *_: leaves.append(True))
+    if mode == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if mode == "writer" and number == "0":
+        _orphans_to_be(folder)
+    _note(folder, "rank", f"{replica}.{number}")
+    if mode == "wrong":
+        print(f"at {time.time()}: training.steps is wrong", file=sys.stderr, flush=True)
+        # The others speak later, and less clearly.
+        time.sleep(0 if number == "0" else 5)
+        return 1
+    if mode == "short":
+        return 0
+    metrics = folder / f"replica_{replica:03d}" / "metrics.jsonl"
+    metrics.parent.mkdir(exist_ok=True)
+    for step in range(1, 6000):
+        with metrics.open("a") as file:
+            record = {"step": step, "loss": 1 / step, "tokens_per_second": 10, "num_replicas": 1}
+            file.write(json.dumps(record) + "\n")
+        time.sleep(0.05)
+        if leaves:
+            (folder / f"saved-{replica}.{number}").touch()
+            return 0
+        if mode == "breaks" and number == "1" and step == 10:
+            raise RuntimeError("the device is gone")
+    return 1
+
+
+def _orphans_to_be(folder: Path) -> None:
+    """A writer, which ends by itself, and something else, which does not."""
+    durable = str(folder / "durable")
+    commands = {"writer": [_WRITER, durable, "-m", WRITER_MODULE], "stray": [_SLEEP]}
+    for kind, command in commands.items():
+        child = subprocess.Popen([sys.executable, "-c", *command], start_new_session=True)
+        _note(folder, kind, "0", child.pid)
+
+
+def _note(folder: Path, kind: str, name: str, pid: int | None = None) -> None:
+    (folder / "pids").mkdir(exist_ok=True)
+    (folder / "pids" / f"{kind}-{name}-{pid or os.getpid()}").touch()
+
+
+def main(kind: str, folder: str, *rest: str) -> int:
+    match kind:
+        case "launch":
+            mode, *numbers = rest
+            replicas, ranks, restarts, grace = [*map(float, numbers), *(2, 2, 3, 5)[len(numbers) :]]
+            return launch(Path(folder), mode, int(replicas), int(ranks), int(restarts), grace)
+        case "torchrun":
+            return torchrun(Path(folder), rest[0], int(rest[1]), int(rest[2]))
+        case "messenger":
+            return messenger(Path(folder), rest[0])
+        case "rank":
+            return rank(Path(folder), rest[0], int(rest[1]))
+    return lighthouse(Path(folder), rest[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

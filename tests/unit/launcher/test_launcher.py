@@ -1,0 +1,204 @@
+"""Real processes that are killed, and what is left of them: nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPOSITORY
+from tests.unit.launcher.fakes import fake
+
+TIMEOUT_S = 15
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
+
+
+@contextmanager
+def launched(folder: Path, mode: str, *numbers: float) -> Iterator[subprocess.Popen[str]]:
+    """The launcher with its fakes; all that is left at the end is killed."""
+    process = subprocess.Popen(
+        fake("launch", folder, mode, *numbers),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        for pid in pids(folder):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def pids(folder: Path, kind: str = "*", *, name: str = "*") -> list[int]:
+    """Processes that were started and run, in the order of their starts."""
+    files = sorted(folder.glob(f"pids/{kind}-{name}-*"), key=lambda path: path.stat().st_mtime_ns)
+    found = [int(path.name.rpartition("-")[2]) for path in files]
+    return [pid for pid in found if is_alive(pid)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> float:
+    """Wait for something that must come; how long that took (seconds)."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < timeout_s
+        time.sleep(0.005)
+    return time.monotonic() - started
+
+
+def until_training(folder: Path, num_ranks: int = 4) -> None:
+    until(lambda: len(pids(folder, "rank")) == num_ranks)
+    until(lambda: len(list(folder.glob("replica_*/metrics.jsonl"))) == 2)
+    # The launcher looks at metrics four times a second.
+    time.sleep(0.4)
+
+
+def end_of(process: subprocess.Popen[str], status: int) -> str:
+    """All that it printed."""
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == status, output
+    return output
+
+
+def test_a_dead_rank_takes_its_group_and_that_comes_back(tmp_path: Path) -> None:
+    with launched(tmp_path, "run") as process:
+        until_training(tmp_path)
+        others = [*pids(tmp_path, "rank", name="0.*"), *pids(tmp_path, "torchrun", name="0")]
+        dying = [*pids(tmp_path, "rank", name="1.*"), *pids(tmp_path, "torchrun", name="1")]
+        os.kill(pids(tmp_path, "rank", name="1.1")[0], signal.SIGKILL)
+        assert until(lambda: not any(map(is_alive, dying))) < 0.5
+        assert until(lambda: (tmp_path / "left").exists()) < 0.5
+        assert (tmp_path / "left").read_text() == "127.0.0.1:4321 replica_00001\n"
+        until(lambda: len(pids(tmp_path, "rank", name="1.*")) == 2)
+        assert all(map(is_alive, others))
+        process.send_signal(signal.SIGTERM)
+        output = end_of(process, 0)
+    assert "replica 1: failed, rank 1: killed by SIGKILL" in output
+    assert "replica 1: restarts in 1 s" in output
+    for attempt in ("attempt_00", "attempt_01"):
+        log = tmp_path / "logs" / "replica_001" / attempt / "rank_1.log"
+        assert log.read_text() == "rank 1 with http://127.0.0.1:4321\n"
+    assert not pids(tmp_path)
+
+
+def test_a_dead_torchrun_takes_its_ranks(tmp_path: Path) -> None:
+    with launched(tmp_path, "run") as process:
+        until_training(tmp_path)
+        ranks = pids(tmp_path, "rank", name="0.*")
+        os.kill(pids(tmp_path, "torchrun", name="0")[0], signal.SIGKILL)
+        assert until(lambda: not any(map(is_alive, ranks))) < 0.5
+        until(lambda: len(pids(tmp_path, "rank", name="0.*")) == 2)
+        process.send_signal(signal.SIGINT)
+        output = end_of(process, 0)
+    assert "replica 0: failed, torchrun: killed by SIGKILL" in output
+    assert not pids(tmp_path)
+
+
+def test_a_dead_launcher_takes_all(tmp_path: Path) -> None:
+    with launched(tmp_path, "run") as process:
+        until_training(tmp_path)
+        assert len(pids(tmp_path)) == 8
+        process.kill()
+        assert until(lambda: not pids(tmp_path)) < 1
+
+
+def test_a_dead_lighthouse_comes_back_at_its_port_and_sigterm_lets_ranks_save(
+    tmp_path: Path,
+) -> None:
+    with launched(tmp_path, "run") as process:
+        until_training(tmp_path)
+        ranks = pids(tmp_path, "rank")
+        os.kill(pids(tmp_path, "lighthouse")[0], signal.SIGKILL)
+        log = tmp_path / "logs" / "lighthouse.log"
+        until(lambda: log.read_text() == "listening on 127.0.0.1:4321\n" * 2)
+        assert all(map(is_alive, ranks))
+        process.send_signal(signal.SIGTERM)
+        output = end_of(process, 0)
+    assert output.count("listening on 127.0.0.1:4321") == 2
+    assert len(list(tmp_path.glob("saved-*"))) == 4
+    assert output.count(": left") == 2
+    assert not pids(tmp_path)
+
+
+def test_who_does_not_leave_is_killed(tmp_path: Path) -> None:
+    with launched(tmp_path, "stubborn", 2, 2, 3, 0.5) as process:
+        until_training(tmp_path)
+        process.send_signal(signal.SIGTERM)
+        output = end_of(process, 1)
+    assert output.count("killed before it had left") == 2
+    assert not pids(tmp_path)
+
+
+def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
+    with launched(tmp_path, "stubborn", 2, 2, 3, 60) as process:
+        until_training(tmp_path)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert len(pids(tmp_path, "rank")) == 4
+        process.send_signal(signal.SIGINT)
+        assert until(lambda: not pids(tmp_path)) < 1
+        end_of(process, 1)
+
+
+def test_all_finish(tmp_path: Path) -> None:
+    with launched(tmp_path, "short") as process:
+        output = end_of(process, 0)
+    assert output.count(": finished") == 2
+    assert not pids(tmp_path)
+
+
+def test_a_wrong_setting_is_given_up_early_and_shown(tmp_path: Path) -> None:
+    with launched(tmp_path, "wrong", 1, 2) as process:
+        output = end_of(process, 1)
+    assert "Replica 0 is given up: it failed 2 times in the same way" in output
+    assert "rank 0: exit status 1." in output
+    assert "attempt_00/rank_0.log ends so:\n    rank 0 with http" in output
+    assert output.rstrip().endswith("training.steps is wrong")
+    assert output.count("started") == 2
+    assert not pids(tmp_path)
+
+
+def test_who_fails_again_and_again_is_given_up_and_ends_the_others(tmp_path: Path) -> None:
+    with launched(tmp_path, "breaks", 2, 2, 1) as process:
+        output = end_of(process, 1)
+    assert "is given up: it failed 2 times in a row. rank 1: exit status 1." in output
+    assert "RuntimeError: the device is gone" in output
+    assert not pids(tmp_path)
+
+
+def test_writers_outlive_their_trainer_and_nothing_else_does(tmp_path: Path) -> None:
+    with launched(tmp_path, "writer", 1, 2) as process:
+        until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)
+        (writer,), (stray,) = pids(tmp_path, "writer"), pids(tmp_path, "stray")
+        process.send_signal(signal.SIGTERM)
+        until(lambda: len(list(tmp_path.glob("saved-*"))) == 2)
+        assert is_alive(writer)
+        output = end_of(process, 0)
+    assert "waiting for writers of checkpoints" in output
+    assert (tmp_path / "durable").exists()
+    assert not is_alive(writer) and not is_alive(stray)
+    assert not pids(tmp_path)
+
+
+def test_writers_outlive_the_launcher(tmp_path: Path) -> None:
+    with launched(tmp_path, "writer", 1, 2) as process:
+        until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)
+        process.kill()
+        until(lambda: not pids(tmp_path, "rank"), 1)
+        assert pids(tmp_path, "writer")
+        until((tmp_path / "durable").exists)

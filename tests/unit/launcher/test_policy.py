@@ -1,0 +1,78 @@
+"""When an attempt is made again, and when it is given up."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.launcher.failure import Failure
+from torchtitan_lite.launcher.policy import GiveUp, Restart, RestartPolicy
+
+KILLED = Failure("rank 1: killed by SIGKILL", "", Path("rank_1.log"))
+
+
+def wrong(what: str) -> Failure:
+    return Failure("rank 0: exit status 1", f"exit status 1: {what}", Path("rank_0.log"))
+
+
+def delay_s(decision: Restart | GiveUp) -> float:
+    assert isinstance(decision, Restart)
+    return decision.delay_s
+
+
+def test_delays_double_up_to_half_a_minute_and_end() -> None:
+    policy = RestartPolicy(7)
+    delays = []
+    for second in range(7):
+        policy.started()
+        delays.append(delay_s(policy.failed(KILLED, second)))
+    assert delays == [1, 2, 4, 8, 16, 30, 30]
+    decision = policy.failed(KILLED, 100)
+    assert isinstance(decision, GiveUp) and decision.first is KILLED
+    assert decision.reason == "it failed 8 times in a row"
+
+
+def test_a_minute_of_work_forgives() -> None:
+    policy = RestartPolicy(2)
+    for _ in range(2):
+        policy.started()
+        policy.failed(KILLED, 0)
+    policy.started()
+    policy.worked(100)
+    policy.worked(150)
+    assert delay_s(policy.failed(KILLED, 160)) == 1
+    policy.started()
+    policy.worked(200)
+    assert delay_s(policy.failed(KILLED, 259)) == 2
+
+
+def test_starting_for_a_minute_forgives_nothing() -> None:
+    policy = RestartPolicy(1)
+    policy.failed(KILLED, 0)
+    policy.started()
+    assert isinstance(policy.failed(KILLED, 1000), GiveUp)
+
+
+def test_equal_failures_before_any_work_end_it_early() -> None:
+    policy = RestartPolicy(10)
+    policy.failed(KILLED, 0)
+    first = wrong("unknown key")
+    policy.failed(first, 1)
+    decision = policy.failed(wrong("unknown key"), 2)
+    assert isinstance(decision, GiveUp) and decision.first is first
+    assert "before it did anything" in decision.reason
+
+
+@pytest.mark.parametrize("between", [KILLED, wrong("another")])
+def test_other_failures_between_do_not(between: Failure) -> None:
+    policy = RestartPolicy(10)
+    for failure in (wrong("a"), between, wrong("a"), KILLED, KILLED):
+        policy.started()
+        assert isinstance(policy.failed(failure, 0), Restart)
+
+
+def test_equal_failures_after_work_do_not() -> None:
+    policy = RestartPolicy(10)
+    for second in range(4):
+        policy.started()
+        policy.worked(second)
+        assert isinstance(policy.failed(wrong("a"), second), Restart)

@@ -1,0 +1,164 @@
+"""What the launcher reads: arguments, logs, metrics."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.launch import main
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.launcher.arguments import dump_folder
+from torchtitan_lite.launcher.log_lines import LineFilter, last_lines, without_numbers
+from torchtitan_lite.launcher.plan import Plan, training_plan
+from torchtitan_lite.launcher.progress import Progress
+
+CHATTER = b"2026-01-01T00:00:00.000 [INFO] [torchft::manager] - [Replica 0] start quorum"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "a.toml"
+    path.write_text('[job]\ndump_folder = "from_file"\n')
+    return str(path)
+
+
+def test_dump_folder(config: str, tmp_path: Path) -> None:
+    assert dump_folder(["--config", config]) == Path("from_file")
+    assert dump_folder([f"--config={config}", "--job.dump_folder=x"]) == Path("x")
+    assert dump_folder(["--job.dump-folder", "x y", "--job.config_file", config]) == Path("x y")
+    (tmp_path / "empty.toml").touch()
+    assert dump_folder(["--config", str(tmp_path / "empty.toml")]) == Path("outputs")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "--config FILE"),
+        (["--config"], "cannot be read"),
+        (["--config", "nowhere.toml"], "nowhere.toml cannot be read: [Errno 2]"),
+        (["--config", "x", "--fault_tolerance.replica-id=3"], "the launcher sets it"),
+        (["--fault_tolerance.no_enable"], "the launcher sets it"),
+    ],
+)
+def test_arguments_that_cannot_be_launched(arguments: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        dump_folder(arguments)
+    assert told in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_plan(config: str) -> None:
+    plan = training_plan(
+        ["--config", config, "--training.steps=3"],
+        train=Path("train.py"),
+        num_replicas=2,
+        num_ranks=4,
+        lighthouse="torchft",
+        min_replicas=2,
+        max_restarts=1,
+        grace_s=7.5,
+        host="127.0.0.1",
+        log_dir=None,
+    )
+    command = " ".join(plan.group_command(1))
+    assert "--nproc-per-node=4 --max-restarts=0" in command
+    assert command.endswith(
+        f"train.py --config {config} --training.steps=3 --fault_tolerance.enable true "
+        "--fault_tolerance.replica_id 1 --fault_tolerance.group_size 2"
+    )
+    assert plan.lighthouse_command("a:1")[-4:] == ["--bind", "a:1", "--min-replicas", "2"]
+    assert plan.logs(1) == Path("from_file/launch_logs/replica_001")
+    assert plan.metrics(0) == Path("from_file/replica_000/metrics.jsonl")
+
+
+def plan_with(environment: dict[str, str]) -> Plan:
+    return Plan(
+        num_replicas=1,
+        num_ranks=1,
+        group_command=lambda number: [],
+        lighthouse_command=lambda address: [],
+        dump_folder=Path(),
+        log_dir=Path(),
+        environment=environment,
+    )
+
+
+def test_environment() -> None:
+    given = {"RANK": "3", "PATH": "/bin", "OMP_NUM_THREADS": "8"}
+    plan = plan_with(given)
+    environment = plan.first_environment()
+    assert "RANK" not in environment and environment["PATH"] == "/bin"
+    assert environment["OMP_NUM_THREADS"] == "8"
+    assert len(environment["TORCHTITAN_LITE_TOKEN"]) >= 16
+    assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > plan.grace_s
+    given["TORCHTITAN_LITE_TOKEN"] = "a secret of the user"
+    kept = plan_with(given).first_environment()
+    assert kept["TORCHTITAN_LITE_TOKEN"] == "a secret of the user"
+
+
+def test_filter_takes_whole_lines() -> None:
+    stream = b"one\n" + CHATTER + b"\ntwo\nthr"
+    found, filter_ = [], LineFilter()
+    for place in range(0, len(stream), 7):
+        found += filter_.feed(stream[place : place + 7])
+    assert found == [b"one", b"two"]
+
+
+def test_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"x" * 100_000 + b"\na\n\nb  \n" + CHATTER + b"\n\xff end")
+    assert last_lines(log, 3) == ["a", "b", "\N{REPLACEMENT CHARACTER} end"]
+    assert last_lines(tmp_path / "nowhere", 3) == []
+
+
+def test_what_lines_have_in_common() -> None:
+    first, second = "12:00:01 port 4000 at 0xab12", "12:00:02 port 4711 at 0xfe"
+    assert without_numbers(first) == without_numbers(second) == "#:#:# port # at #"
+
+
+def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {
+        "--replicas": [],
+        "--replicas is 0": ["--replicas=0"],
+        "lower it, or start more": ["--replicas=2", "--min-replicas=3"],
+        "end the command with -- --config": ["--replicas=2"],
+    }
+    for told, arguments in wrong.items():
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        assert told in said and len(said.splitlines()) == 1
+
+
+def step(number: int) -> str:
+    return json.dumps({"step": number, "loss": 1.0}) + "\n"
+
+
+def test_progress_leaves_out_what_an_earlier_attempt_wrote(tmp_path: Path) -> None:
+    metrics, log = tmp_path / "metrics.jsonl", tmp_path / "rank_0.log"
+    metrics.write_text(step(1) + step(2) + step(3))
+    progress = Progress(metrics, log)
+    progress.look()
+    assert progress.record is None
+    # The trainer resumes at step 1.
+    (tmp_path / "new").write_text(step(1))
+    (tmp_path / "new").rename(metrics)
+    progress.look()
+    assert progress.record is None
+    with metrics.open("a") as file:
+        file.write(json.dumps({"event": "resume", "step": 1, "loss": 0}) + "\n" + step(2)[:5])
+    progress.look()
+    assert progress.record is None
+    with metrics.open("a") as file:
+        file.write(step(2)[5:])
+    progress.look()
+    assert progress.record is not None and progress.record["step"] == 2
+
+
+def test_progress_sees_healing(tmp_path: Path) -> None:
+    metrics, log = tmp_path / "metrics.jsonl", tmp_path / "rank_0.log"
+    progress = Progress(metrics, log)
+    log.write_text("12:00:00 Receiving the state of another replica, at sample 4.\n")
+    progress.look()
+    assert progress.is_healing
+    metrics.write_text("no JSON\n" + step(5))
+    progress.look()
+    assert not progress.is_healing and progress.record == {"step": 5, "loss": 1.0}

@@ -1,0 +1,78 @@
+"""What people see."""
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from rich.console import Console
+
+from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
+from torchtitan_lite.launcher.progress import Progress
+from torchtitan_lite.launcher.replica import Replica, State
+from torchtitan_lite.launcher.view import PlainLines, in_words, table
+
+RECORD = {"step": 12, "loss": 3.14159, "tokens_per_second": 12345.6, "num_replicas": 2}
+
+
+def never(*given: Any) -> NoReturn:
+    raise AssertionError("nothing is started here")
+
+
+def replica(number: int, state: State, record: dict[str, Any] | None, folder: Path) -> Replica:
+    made = Replica(
+        number,
+        never,
+        folder=folder,
+        metrics=folder / "metrics.jsonl",
+        max_restarts=1,
+        on_failure=never,
+        say=print,
+    )
+    made.state, made.progress = state, Progress(folder / "metrics.jsonl", folder / "log")
+    made.progress.record = record
+    made.last_event = f"event [{number}]"
+    return made
+
+
+@pytest.fixture
+def lighthouse(tmp_path: Path) -> LighthouseProcess:
+    log = tmp_path / "lighthouse.log"
+    return LighthouseProcess(
+        lambda address: [], {}, host="127.0.0.1", log=log, max_restarts=1, say=print
+    )
+
+
+def test_words(tmp_path: Path) -> None:
+    training = replica(0, State.TRAINING, RECORD, tmp_path)
+    assert in_words(training) == "step 12 loss 3.1416 12,346 tokens/s 2 replicas"
+    # A loss that is not finite stands as null in the metrics.
+    assert "loss  12" in in_words(replica(0, State.TRAINING, {**RECORD, "loss": None}, tmp_path))
+    assert in_words(replica(0, State.HEALING, RECORD, tmp_path)) == "healing"
+    assert in_words(replica(0, State.RESTARTING, None, tmp_path)) == "restarting in 0 s"
+
+
+def test_table_has_a_row_each(tmp_path: Path, lighthouse: LighthouseProcess) -> None:
+    replicas = [
+        replica(0, State.TRAINING, RECORD, tmp_path),
+        replica(1, State.FINISHED, None, tmp_path),
+    ]
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(table(replicas, lighthouse, 0.0))
+    rows = [" ".join(line.split()) for line in captured.get().splitlines() if line.strip()]
+    assert rows[2] == "replica 0 training 12 3.1416 12,346 2 0 event [0]"
+    assert rows[3] == "replica 1 finished 0 event [1]"
+    assert rows[4] == "lighthouse down 0"
+
+
+def test_lines_come_only_while_something_trains(
+    tmp_path: Path, lighthouse: LighthouseProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view = PlainLines()
+    away = replica(1, State.RESTARTING, None, tmp_path)
+    view.show([away], lighthouse)
+    assert not capsys.readouterr().out
+    for _ in range(2):
+        view.show([replica(0, State.TRAINING, RECORD, tmp_path), away], lighthouse)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("2 replicas; replica 1: restarting in 0 s")

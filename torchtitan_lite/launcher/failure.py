@@ -1,0 +1,27 @@
+"""How an attempt ended that should have gone on. Layer: above log_lines and processes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.launcher.log_lines import last_lines, without_numbers
+from torchtitan_lite.launcher.processes import ExitStatus
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How an attempt ended."""
+
+    what: str
+    """For people: which process ended, and how."""
+    cause: str
+    """Equal for failures that look alike; empty for one that tells nothing of the attempt itself,
+    such as a kill from outside."""
+    log: Path
+    """Where the process that failed first has told of it."""
+
+
+def failure_of(who: str, status: ExitStatus, log: Path) -> Failure:
+    """What there is to tell of a process that ended, and told `log` why."""
+    # The same error tells of other times and ports the next time.
+    last = without_numbers("".join(last_lines(log, 1)))
+    return Failure(f"{who}: {status}", "" if status.is_signal else f"{status}: {last}", log)

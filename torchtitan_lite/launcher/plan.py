@@ -1,0 +1,120 @@
+"""What is to be launched. Layer: above group."""
+
+import os
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchtitan_lite.launcher.arguments import dump_folder
+from torchtitan_lite.launcher.group import torchrun_command
+
+_TORCHRUN_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
+"""They would make a rank of what is started below another torchrun."""
+_JOIN_TIMEOUT_MS = 2000
+"""Replicas of one machine come within a second or two of each other."""
+_LIGHTHOUSES = {
+    "builtin": "torchtitan_lite.lighthouse",
+    "torchft": "torchtitan_lite.launcher.torchft_lighthouse",
+}
+_TORCHRUN_MARGIN_S = 10
+"""torchrun kills ranks that take longer to leave: later than the launcher, which says so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that `Launcher` needs to know."""
+
+    num_replicas: int
+    num_ranks: int
+    """Of each replica."""
+    group_command: Callable[[int], Sequence[str]]
+    """The command line of replica k."""
+    lighthouse_command: Callable[[str], Sequence[str]]
+    """The command line of a lighthouse at HOST:PORT."""
+    dump_folder: Path
+    log_dir: Path
+    host: str = "127.0.0.1"
+    max_restarts: int = 10
+    """In a row, of a replica or of the lighthouse."""
+    grace_s: float = 30.0
+    """For ranks that were asked to leave, and for writers that are still busy at the end."""
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    messenger_command: Callable[[str], Sequence[str]] | None = None
+    """The command line of what tells the lighthouse at HOST:PORT of replicas that have failed, at
+    once: it reads their names, such as "replica_00001", a line each. None: nobody tells."""
+
+    def metrics(self, replica: int) -> Path:
+        """What a replica writes of its steps."""
+        return self.dump_folder / f"replica_{replica:03d}" / "metrics.jsonl"
+
+    def logs(self, replica: int) -> Path:
+        """A folder for each attempt of a replica lies in this one."""
+        return self.log_dir / f"replica_{replica:03d}"
+
+    def first_environment(self) -> dict[str, str]:
+        """What all that is started has in common, but for the lighthouse's address."""
+        kept = {k: v for k, v in self.environment.items() if k not in _TORCHRUN_VARIABLES}
+        defaults = {
+            # The processes share the cores.
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TORCHTITAN_LITE_TOKEN": secrets.token_hex(16),
+        }
+        timeout_s = int(self.grace_s) + _TORCHRUN_MARGIN_S
+        return {**defaults, **kept, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(timeout_s)}
+
+
+def training_plan(
+    arguments: Sequence[str],
+    *,
+    train: Path,
+    num_replicas: int,
+    num_ranks: int,
+    lighthouse: str,
+    min_replicas: int,
+    max_restarts: int,
+    grace_s: float,
+    host: str,
+    log_dir: Path | None,
+) -> Plan:
+    """Replicas of the script `train` with `arguments`. Raises ConfigError."""
+    folder = dump_folder(arguments)
+
+    def group(replica: int) -> list[str]:
+        own = {"enable": "true", "replica_id": str(replica), "group_size": str(num_replicas)}
+        added = [text for k, v in own.items() for text in (f"--fault_tolerance.{k}", v)]
+        return torchrun_command(sys.executable, num_ranks, [str(train), *arguments, *added])
+
+    def lighthouse_command(address: str) -> list[str]:
+        options = ["--bind", address, "--min-replicas", str(min_replicas)]
+        if lighthouse == "builtin":
+            options += ["--join-timeout-ms", str(_JOIN_TIMEOUT_MS)]
+        return [sys.executable, "-m", _LIGHTHOUSES[lighthouse], *options]
+
+    def messenger(address: str) -> list[str]:
+        return [sys.executable, "-m", "torchtitan_lite.launcher.tell_left", address]
+
+    return Plan(
+        num_replicas=num_replicas,
+        num_ranks=num_ranks,
+        group_command=group,
+        lighthouse_command=lighthouse_command,
+        dump_folder=folder,
+        log_dir=log_dir or folder / "launch_logs",
+        host=host,
+        max_restarts=max_restarts,
+        grace_s=grace_s,
+        # torchft's own lighthouse cannot be told.
+        messenger_command=messenger if lighthouse == "builtin" else None,
+    )

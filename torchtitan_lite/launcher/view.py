@@ -1,0 +1,161 @@
+"""What people see of the replicas: a live table on a terminal, plain lines elsewhere. Layer: above
+replica and lighthouse_process.
+
+The launcher draws it; no thread does, since forks and threads do not go together.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
+from torchtitan_lite.launcher.replica import Replica, State
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_LIVE_S = 0.25
+_PLAIN_S = 5.0
+_STYLES = {
+    State.TRAINING: "green",
+    State.FINISHED: "green",
+    State.HEALING: "yellow",
+    State.ENDING: "red",
+    State.RESTARTING: "red",
+    State.GIVEN_UP: "bold red",
+}
+
+
+class View(Protocol):
+    """Someone who is told."""
+
+    def say(self, event: str) -> None:
+        """Something has happened."""
+        ...
+
+    def show(self, replicas: Sequence[Replica], lighthouse: LighthouseProcess) -> None:
+        """Show how things stand, when it is time again. Called all the time."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        ...
+
+
+def open_view() -> View:
+    """The table when standard output is a terminal that can move its cursor, else lines."""
+    if sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        return LiveTable()
+    return PlainLines()
+
+
+class PlainLines:
+    """A line for each event, and one for all replicas every few seconds while steps are taken."""
+
+    def __init__(self) -> None:
+        self._shown, self._due_s = "", 0.0
+
+    def say(self, event: str) -> None:
+        print(time.strftime("%H:%M:%S"), event, flush=True)
+
+    def show(self, replicas: Sequence[Replica], lighthouse: LighthouseProcess) -> None:
+        now_s = time.monotonic()
+        if now_s < self._due_s:
+            return
+        # Else nothing has changed that was not said as an event.
+        if not any(one.state is State.TRAINING for one in replicas):
+            return
+        line = "; ".join(f"replica {one.number}: {in_words(one)}" for one in replicas)
+        if line != self._shown:
+            self._shown, self._due_s = line, now_s + _PLAIN_S
+            self.say(line)
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+
+class LiveTable:
+    """A table that is drawn over itself, with the events above it."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        self._live = Live(auto_refresh=False, transient=False)
+        self._live.start()
+        self._due_s = 0.0
+
+    def say(self, event: str) -> None:
+        self._live.console.print(time.strftime("%H:%M:%S"), event, markup=False, highlight=False)
+        self._due_s = 0.0
+
+    def show(self, replicas: Sequence[Replica], lighthouse: LighthouseProcess) -> None:
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + _LIVE_S
+            self._live.update(table(replicas, lighthouse, now_s), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def table(replicas: Sequence[Replica], lighthouse: LighthouseProcess, now_s: float) -> "Table":
+    """A row for each replica and one for the lighthouse."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=box.SIMPLE)
+    made.add_column("")
+    made.add_column("state")
+    for heading in ("step", "loss", "tokens/s", "replicas", "restarts"):
+        made.add_column(heading, justify="right")
+    made.add_column("last event", overflow="fold")
+    for one in replicas:
+        state = Text(_state(one, now_s), style=_STYLES.get(one.state, ""))
+        numbers = _numbers(_record(one))
+        made.add_row(
+            f"replica {one.number}", state, *numbers, str(one.num_restarts), Text(one.last_event)
+        )
+    up = lighthouse.is_listening
+    state = Text("listening" if up else "down", style="green" if up else "red")
+    where = Text(lighthouse.address or "")
+    made.add_row("lighthouse", state, "", "", "", "", str(lighthouse.num_restarts), where)
+    return made
+
+
+def in_words(replica: Replica) -> str:
+    """The state of a replica and its newest step, for a line."""
+    record = _record(replica)
+    if replica.state is not State.TRAINING or record is None:
+        return _state(replica, time.monotonic())
+    step, loss, rate, count = _numbers(record)
+    return f"step {step} loss {loss} {rate} tokens/s {count} replicas"
+
+
+def _state(replica: Replica, now_s: float) -> str:
+    if replica.state is State.RESTARTING:
+        return f"restarting in {replica.restarts_in_s(now_s):.0f} s"
+    return replica.state.value
+
+
+def _record(replica: Replica) -> Any:
+    return None if replica.progress is None else replica.progress.record
+
+
+def _numbers(record: Any) -> tuple[str, str, str, str]:
+    """Step, loss, tokens a second and replicas; empty where there are none."""
+    if record is None:
+        return "", "", "", ""
+
+    def number(key: str, form: str) -> str:
+        value = record.get(key)
+        return "" if value is None else format(value, form)
+
+    return (
+        number("step", "d"),
+        number("loss", ".4f"),
+        number("tokens_per_second", ",.0f"),
+        number("num_replicas", "d"),
+    )
