@@ -37,7 +37,7 @@ from torchtitan_lite.parallel.router_balance import RouterBalance, routers_of
 from torchtitan_lite.parallel.stages import joined, keep_only, plan_stages
 from torchtitan_lite.parallel.tensor import check_plan
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import SingleReplica
+from torchtitan_lite.replica import NoWatchdog, SingleReplica, StackWatchdog
 from torchtitan_lite.samples import Sampler
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import TrainState
@@ -151,6 +151,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         job = Job(
             mesh=mesh,
             replicas=SingleReplica(),
+            watchdog=NoWatchdog(),
             state=state,
             schedule=schedule,
             router_balance=RouterBalance(
@@ -212,6 +213,10 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 before_change=checkpoints.hold_still,
             )
             job = replace(job, replicas=opened.enter_context(joined_replicas))
+            if config.fault_tolerance.hang_timeout_s > 0:
+                watchdog = StackWatchdog(config.fault_tolerance.hang_timeout_s)
+                opened.callback(watchdog.off)
+                job = replace(job, watchdog=watchdog)
         yield Built(job=job, spec=spec, data=data, resumed_from=resumed_from)
 
 

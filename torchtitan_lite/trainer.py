@@ -23,7 +23,7 @@ from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.optim import local_gradients, scale_, square_norm
 from torchtitan_lite.parallel.router_balance import RouterBalance
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import News, Replicas, Share
+from torchtitan_lite.replica import News, Replicas, Share, Watchdog
 from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
 from torchtitan_lite.train_state import TrainState
 
@@ -69,6 +69,7 @@ class Job:
 
     mesh: Mesh
     replicas: Replicas
+    watchdog: Watchdog
     state: TrainState
     schedule: Schedule
     router_balance: RouterBalance
@@ -128,6 +129,8 @@ def train(job: Job) -> bool:
             # The first step compiles and connects, and is given longer.
             job.mesh.set_timeout(job.train_timeout_s)
             first = False
+    # The last save may take long.
+    job.replicas.close()
     finished = state.step >= job.steps
     job.checkpoints.final_save(finished=finished)
     return finished
@@ -137,6 +140,7 @@ def train_step(job: Job) -> StepReport:
     """Try one step: forward and backward over this rank's microbatches, agree, update."""
     state = job.state
     share = job.replicas.agree()
+    job.watchdog.working()
     job.checkpoints.join(job.replicas.coworkers)
     microbatches, data_time_s = _take(job, share)
     device = job.mesh.device.torch_device
@@ -153,6 +157,7 @@ def train_step(job: Job) -> StepReport:
         ]
     )
     parameters = list(state.model.parameters())
+    job.watchdog.waiting()
     job.replicas.sum_(parameters, of_step)
     gradients = local_gradients(parameters)
     of_replica = torch.stack(
@@ -186,6 +191,7 @@ def train_step(job: Job) -> StepReport:
         state.cursor += step_size
     if not leave and state.step < job.steps:
         job.replicas.begin()
+    job.watchdog.off()
     return StepReport(
         number=number,
         committed=committed,

@@ -30,6 +30,10 @@ class FaultToleranceConfig(Section):
     the others add nothing and stand by."""
     quorum_timeout_s: Annotated[float, above(0)] = 600
     """How long a replica waits for others to take a step with (seconds)."""
+    hang_timeout_s: Annotated[float, at_least(0)] = 600
+    """Seconds without progress after which a process of a replica writes the stacks of all its
+    threads and ends, to be started again; waiting for other replicas it has three times as long.
+    Longer than the longest step. 0: it may hang."""
     heal_interface: str = ""
     """Network interface, or address of one, on which state is served to a replica that returns;
     empty: the one by which the lighthouse is reached."""

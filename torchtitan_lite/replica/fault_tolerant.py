@@ -51,14 +51,16 @@ class FaultTolerantReplicas:
         link: Callable[[str], Link],
         newest_stored: Callable[[], int],
         before_change: Callable[[], None],
+        say_goodbye: Callable[[str], None],
     ) -> None:
         """`link` tells how a peer's URL is reached, `newest_stored` the newest step of the run that
         is stored, as the leader sees it, and `before_change` comes back when the state may change.
-        Use `join`."""
+        `say_goodbye` tells the lighthouse that the replica of this id leaves. Use `join`."""
         self._config, self._run, self._mesh = config, run, mesh
         self._manager, self._transport, self._floor = manager, transport, floor
         self._link, self._newest_stored = link, newest_stored
-        self._before_change = before_change
+        self._before_change, self._say_goodbye = before_change, say_goodbye
+        self._has_left = False
         self._sums = GradientSums(manager, config.bucket_mib << 20)
         self._starter = ThreadPoolExecutor(1, "quorum")
         self._started: Future[None] | None = None
@@ -169,8 +171,9 @@ class FaultTolerantReplicas:
         self._sums.sum_(parameters, numbers)
         counts.copy_(numbers[:-2])
         present, places = numbers[-2:].tolist()
-        in_quorum = manager.quorum.replica_world_size
-        self._sums_agree = present == in_quorum and places == in_quorum * progress
+        # One that stands by adds nothing.
+        count = manager.num_participants()
+        self._sums_agree = present == count and places == count * progress
 
     def settle(self) -> bool:
         manager = self._manager
@@ -192,8 +195,13 @@ class FaultTolerantReplicas:
         return found
 
     def close(self) -> None:
+        if self._has_left:
+            return
+        self._has_left = True
         self._starter.shutdown(wait=False, cancel_futures=True)
         self._manager.shutdown(wait=False)
+        if self._mesh.is_leader:
+            self._say_goodbye(self._manager.full_id)
 
     @property
     def _progress(self) -> int:

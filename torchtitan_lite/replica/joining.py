@@ -4,13 +4,14 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
 import psutil
 import torch.distributed as dist
 
-from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.errors import LighthouseError, ReplicaError
+from torchtitan_lite.lighthouse.client import tell_left
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import leader_says
 from torchtitan_lite.replica.config import FaultToleranceConfig
@@ -25,6 +26,7 @@ from torchtitan_lite.replica.torchft_manager import QuorumManager
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 TOKEN = "TORCHTITAN_LITE_TOKEN"
 _FEWEST_TOKEN_CHARS = 16
+_GOODBYE_S = 1.0
 
 
 @contextmanager
@@ -42,8 +44,8 @@ def join(
 
     Raises ReplicaError when the environment does not say where the others are, or nobody is there.
     """
-    lighthouse, token = _environment()
-    address = _address(config.heal_interface, lighthouse)
+    lighthouse, token = environment()
+    address = address_for(config.heal_interface, lighthouse)
     # torchrun's own store would remember the manager of an earlier start.
     store = _store(address) if mesh.is_leader else None
     told = f"{address} {store.port}" if store is not None else ""
@@ -78,6 +80,7 @@ def join(
         ),
         newest_stored=newest_stored,
         before_change=before_change,
+        say_goodbye=lambda replica_id: _say_goodbye(lighthouse, replica_id, token),
     )
     try:
         yield replicas
@@ -92,7 +95,14 @@ def _store(address: str) -> dist.TCPStore:  # pyright: ignore[reportPrivateImpor
     )
 
 
-def _environment() -> tuple[str, str]:
+def _say_goodbye(lighthouse: str, replica_id: str, token: str) -> None:
+    """So that nobody waits for this replica. torchft's lighthouse cannot be told, and finds out."""
+    with suppress(LighthouseError):
+        tell_left(lighthouse, replica_id, token, _GOODBYE_S)
+
+
+def environment() -> tuple[str, str]:
+    """The lighthouse's URL and the secret of all replicas. Raises ReplicaError."""
     lighthouse, token = os.environ.get(LIGHTHOUSE, ""), os.environ.get(TOKEN, "")
     if not lighthouse:
         raise ReplicaError(
@@ -108,7 +118,7 @@ def _environment() -> tuple[str, str]:
     return lighthouse, token
 
 
-def _address(interface: str, lighthouse: str) -> str:
+def address_for(interface: str, lighthouse: str) -> str:
     """An address of this machine: of the interface asked for, else of the one by which packets
     reach the lighthouse. Raises ReplicaError."""
     found = psutil.net_if_addrs()

@@ -78,7 +78,7 @@ class Replicas(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the others, who do not wait for this replica any more. Also when it has left."""
         ...
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchft.checkpointing import CheckpointTransport
-from torchft.manager import Manager, WorldSizeMode
+from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
 from torchtitan_lite.errors import ReplicaError
@@ -90,6 +90,11 @@ class QuorumManager(Manager):
         self.register_state_dict_fn("state", lambda given: None, lambda: None)
         self.group = group
         self._client = _GuardedClient(self._client, floor)
+
+    @property
+    def full_id(self) -> str:
+        """By which the lighthouse knows this process of the replica: its name and a uuid."""
+        return self._store.get(REPLICA_ID_KEY).decode()
 
     @property
     def quorum(self) -> Any:

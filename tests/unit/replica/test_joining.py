@@ -1,0 +1,50 @@
+"""What a replica needs to find the others: one clear error each where it is missing."""
+
+import pytest
+
+from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.replica.joining import LIGHTHOUSE, TOKEN, address_for, environment
+
+
+def test_the_environment_names_the_lighthouse_and_the_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(LIGHTHOUSE, "http://10.0.0.1:29510")
+    monkeypatch.setenv(TOKEN, "0123456789abcdef")
+    assert environment() == ("http://10.0.0.1:29510", "0123456789abcdef")
+
+
+def test_a_lighthouse_that_is_not_named_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LIGHTHOUSE, raising=False)
+    with pytest.raises(ReplicaError, match=r"TORCHFT_LIGHTHOUSE is not set.*scripts\.launch"):
+        environment()
+
+
+@pytest.mark.parametrize("token", ["", "short"])
+def test_a_secret_that_can_be_guessed_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    monkeypatch.setenv(LIGHTHOUSE, "http://10.0.0.1:29510")
+    monkeypatch.setenv(TOKEN, token)
+    with pytest.raises(ReplicaError, match=rf"has {len(token)} characters.*openssl rand") as caught:
+        environment()
+    assert not token or token not in str(caught.value)
+
+
+def test_an_interface_or_the_route_gives_the_address() -> None:
+    assert address_for("lo", "http://10.0.0.1:29510") == "127.0.0.1"
+    assert address_for("127.0.0.1", "http://10.0.0.1:29510") == "127.0.0.1"
+    assert address_for("", "http://127.0.0.1:29510") == "127.0.0.1"
+    assert address_for("", "localhost:29510") in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize(
+    ("interface", "lighthouse", "message"),
+    [
+        ("eth77", "http://127.0.0.1:1", r"'eth77' is no address, and no interface .*lo"),
+        ("", "http://nowhere.invalid:29510", "cannot be reached"),
+    ],
+)
+def test_an_address_that_is_none_is_an_error(interface: str, lighthouse: str, message: str) -> None:
+    with pytest.raises(ReplicaError, match=message):
+        address_for(interface, lighthouse)

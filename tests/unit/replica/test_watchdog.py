@@ -1,0 +1,41 @@
+"""A process that hangs ends, and says where it hung."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+_BEGINNING = """
+import ctypes, time
+from torchtitan_lite.replica.watchdog import StackWatchdog
+dog = StackWatchdog(0.5)
+"""
+_HANGS = {
+    "in Python": "def hung_here():\n    time.sleep(60)\ndog.working()\nhung_here()",
+    "in compiled code that keeps the interpreter": (
+        "def hung_here():\n    ctypes.PyDLL(None).sleep(60)\ndog.working()\nhung_here()"
+    ),
+    "waiting for others": "def hung_here():\n    time.sleep(60)\ndog.waiting()\nhung_here()",
+}
+
+
+def _run(program: str) -> tuple[int, str, float]:
+    started = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", _BEGINNING + program], capture_output=True, text=True, timeout=50
+    )
+    return ended.returncode, ended.stderr, time.monotonic() - started
+
+
+@pytest.mark.parametrize("hang", _HANGS)
+def test_a_process_that_hangs_ends_with_its_stack(hang: str) -> None:
+    status, said, _ = _run(_HANGS[hang])
+    assert status == 1
+    assert "Timeout" in said and "hung_here" in said
+
+
+def test_progress_puts_it_off() -> None:
+    program = "for _ in range(8):\n    dog.working()\n    time.sleep(0.2)\ndog.off()\ntime.sleep(1)"
+    status, said, _ = _run(program)
+    assert (status, said) == (0, "")
