@@ -210,7 +210,7 @@ class AsynchronousSaver:
         )
         self._newest, self._confirms, self._last_step = slot, step, step
         if saves:
-            token = self._attempts.next(self._coworkers)
+            token = self._attempts.next(self._coworkers, step)
             self._save = _Save(step, slot, token, values["values"], hurries)
             self._is_late = False
 

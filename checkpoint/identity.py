@@ -2,17 +2,19 @@
 
 import hashlib
 import json
-import os
 import re
 import secrets
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import leader_says
 
 _FILE = "run_id"
+_TRIES, _POLL_S = 50, 0.1
 _RUN_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
@@ -50,14 +52,14 @@ def _run_id(dump_folder: Path) -> str:
     if _RUN_ID.fullmatch(known):
         return known
     dump_folder.mkdir(parents=True, exist_ok=True)
-    made = secrets.token_hex(16)
-    mine = path.with_name(f"{_FILE}.{made}")
-    mine.write_text(made + "\n")
     if known:
-        mine.replace(path)
-        return made
-    # Replicas start together: one of them gives the name.
-    with suppress(FileExistsError):
-        os.link(mine, path)
-    mine.unlink()
-    return path.read_text().strip()
+        path.unlink(missing_ok=True)
+    # Replicas start together: one of them gives the name, in one write.
+    with suppress(FileExistsError), path.open("x") as file:
+        file.write(secrets.token_hex(16) + "\n")
+    for _ in range(_TRIES):
+        known = path.read_text().strip()
+        if _RUN_ID.fullmatch(known):
+            return known
+        time.sleep(_POLL_S)
+    raise CheckpointError(f"{path} is no name of a run: delete it, which begins another run.")

@@ -26,6 +26,8 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 
 _POLL_S = 0.1
+_GRACES = 10
+"""For which a replica waits for another to save the last step, before it saves that itself."""
 
 
 class CheckpointManager:
@@ -56,6 +58,8 @@ class CheckpointManager:
         )
         self._coworkers = ALONE
         self._is_wanted = False
+        self.stored_before = -1
+        """The newest step that was stored when `restore` looked for what to start from."""
         self._synchronous = SynchronousSaver(self._saved)
         self._asynchronous: AsynchronousSaver | None = None
         self._may_be_asynchronous = self._saves and config.async_mode != "disabled"
@@ -67,6 +71,7 @@ class CheckpointManager:
         `Restorer.restore` does."""
         restorer = Restorer(self._saved, mends=self._saves, remembers=self._may_be_asynchronous)
         restored = restorer.restore()
+        self.stored_before = restorer.newest_seen
         if restored is None:
             return None
         self._restored_step = restored.remembered_step
@@ -149,11 +154,11 @@ class CheckpointManager:
         return f"{self.root}/{step_name(self._state.step)}"
 
     def _is_stored_by_others(self) -> bool:
-        """Whether the replica that has to save the last step does. It is waited for as long as a
-        grace: should it have died, this one saves instead."""
-        deadline = time.monotonic() + self._config.preemption_grace_s
+        """Whether the replica that has to save the last step does. It is waited for; should it
+        have died, this one saves instead."""
+        deadline = time.monotonic() + _GRACES * self._config.preemption_grace_s
         while True:
-            stored = self._mesh.leader_says(int(self.newest_stored() >= self._state.step))
+            stored = self._mesh.leader_says(int(self._state.step in self._stored_steps()))
             is_late = self._mesh.any(time.monotonic() >= deadline)
             if stored or is_late:
                 return bool(stored)
@@ -162,13 +167,16 @@ class CheckpointManager:
     def newest_stored(self) -> int:
         """The newest step of this run that is stored, as the leader sees it; -1: none, or another
         rank. Raises nothing: a storage that fails now may be well later."""
+        return max(self._stored_steps(), default=-1)
+
+    def _stored_steps(self) -> list[int]:
         if not self._mesh.is_leader or not self._config.enable:
-            return -1
+            return []
         try:
-            return max(self._saved.storage.steps(), default=-1)
+            return self._saved.storage.steps()
         except OSError as error:
             logger.warning("%s cannot be looked at: %s", self.root, error)
-            return -1
+            return []
 
     def close(self) -> None:
         """Let go of a run that did not come to its final save: its newest snapshot is written."""

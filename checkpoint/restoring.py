@@ -42,8 +42,21 @@ class Restorer:
         it has snapshots in shared memory."""
         self._saved, self._mends, self._remembers = saved, mends, remembers
         self._config, self._state, self._mesh = saved.config, saved.state, saved.mesh
+        self.newest_seen = -1
+        """The newest step that was stored when this looked, before anything was loaded."""
 
     def restore(self) -> Restored | None:
+        """Load what this run starts from; None to start afresh. See `_restore`."""
+        while True:
+            try:
+                return self._restore()
+            except DamagedCheckpoint:
+                # Other replicas go on, and delete what was there when this one looked.
+                before = self.newest_seen
+                if not self._saved.is_shared or max(self._stored_steps(), default=-1) == before:
+                    raise
+
+    def _restore(self) -> Restored | None:
         """Load what this run starts from; None to start afresh.
 
         In this order: the checkpoint of `load_step`; the newest intact state of this run, in shared
@@ -53,6 +66,7 @@ class Restorer:
         config, storage = self._config, self._saved.storage
         parts = set(PARTS) - set(config.exclude_from_loading)
         steps = self._stored_steps()
+        self.newest_seen = max(steps, default=-1)
         remembered = None
         if config.load_step >= 0:
             if config.load_step not in steps:

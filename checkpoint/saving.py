@@ -61,11 +61,11 @@ class Attempts:
         self._session = session
         self._counts: dict[str, int] = {}
 
-    def next(self, coworkers: Coworkers) -> str:
-        """The token of the next attempt. Coworkers begin theirs in the same order."""
-        name = coworkers.token or self._session
-        self._counts[name] = self._counts.get(name, 0) + 1
-        return f"{name}-{self._counts[name]}"
+    def next(self, coworkers: Coworkers, step: int) -> str:
+        """The token of the next attempt at a step. Coworkers begin theirs at the same steps."""
+        name = f"{coworkers.token or self._session}-{step}"
+        self._counts = {name: self._counts.get(name, 0) + 1}
+        return f"{name}x{self._counts[name]}"
 
 
 def attempt(action: Callable[[], Any]) -> str | None:

@@ -25,7 +25,8 @@ from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 
-_PATIENCE_S = 1800.0
+_PATIENCE_S = 60.0
+"""Of the leader, for parts of other replicas: while it waits, the others wait for it."""
 _POLL_S = 0.02
 
 
@@ -117,7 +118,7 @@ class SynchronousSaver:
         coworkers = ALONE if model_only else self._coworkers
         inventory = take_inventory(tensors, mesh)
         about = share_of(saved.describe(inventory), coworkers)
-        token = self._attempts.next(coworkers)
+        token = self._attempts.next(coworkers, step)
 
         def write() -> None:
             parts = local_parts(tensors)
@@ -163,7 +164,7 @@ class SynchronousSaver:
 
 def _wait_for_parts(storage: Storage, about: Description, step: int, token: str) -> None:
     """Coworkers write theirs at the same time. Raises CheckpointError when one cannot, or does not
-    in half an hour."""
+    in a minute."""
     deadline = time.monotonic() + _PATIENCE_S
     while len(present := storage.parts_present(step, token)) < about.world_size:
         if failures := storage.failures(step, token):

@@ -174,7 +174,6 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 spec=spec,
                 state=state,
                 mesh=mesh,
-                tokens_per_step=global_batch_size * config.training.seq_len,
                 dump_folder=dump_folder,
             ),
             stop=stop,
@@ -211,6 +210,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 mesh,
                 newest_stored=checkpoints.newest_stored,
                 before_change=checkpoints.hold_still,
+                leaves=lambda: stop.requested,
+                stored_before=checkpoints.stored_before,
             )
             job = replace(job, replicas=opened.enter_context(joined_replicas))
             if config.fault_tolerance.hang_timeout_s > 0:
@@ -278,16 +279,11 @@ def _hooks(
     spec: ModelSpec,
     state: TrainState,
     mesh: Mesh,
-    tokens_per_step: int,
     dump_folder: Path,
 ) -> list[Hook]:
     """What runs after each step, in this order."""
     cost = spec.cost(config.training.seq_len)
-    hooks = [
-        record_metrics(
-            metrics, mesh, tokens_per_step=tokens_per_step, flops_per_token=cost.flops_per_token
-        )
-    ]
+    hooks = [record_metrics(metrics, mesh, flops_per_token=cost.flops_per_token)]
     if data.validation is not None:
         hooks.append(
             validate_every(

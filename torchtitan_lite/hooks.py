@@ -20,9 +20,7 @@ from torchtitan_lite.trainer import Hook, StepReport
 from torchtitan_lite.validation import validate
 
 
-def record_metrics(
-    metrics: Metrics, mesh: Mesh, *, tokens_per_step: int, flops_per_token: int
-) -> Hook:
+def record_metrics(metrics: Metrics, mesh: Mesh, *, flops_per_token: int) -> Hook:
     """Hand each step to the metrics."""
 
     failed_before = 0
@@ -34,7 +32,8 @@ def record_metrics(
         if report.failed:
             # It comes again, and has no numbers.
             return
-        tokens_per_second = tokens_per_step / report.step_time_s
+        tokens_per_second = report.num_tokens / report.step_time_s
+        num_devices = mesh.world_size * report.num_replicas
         metrics.step(
             StepRecord(
                 step=report.number,
@@ -44,9 +43,7 @@ def record_metrics(
                 tokens=state.tokens,
                 num_target_tokens=report.num_target_tokens,
                 tokens_per_second=tokens_per_second,
-                mfu=mfu(
-                    flops_per_token, tokens_per_second, mesh.device.peak_flops, mesh.world_size
-                ),
+                mfu=mfu(flops_per_token, tokens_per_second, mesh.device.peak_flops, num_devices),
                 memory_gib=mesh.device.peak_memory_gib(),
                 step_time_s=report.step_time_s,
                 data_time_s=report.data_time_s,

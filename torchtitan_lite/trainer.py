@@ -15,7 +15,7 @@ import torch
 
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.outcome import NUM_SIGNALS
-from torchtitan_lite.data import FILLER, share_of_step
+from torchtitan_lite.data import share_of_step
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
@@ -23,7 +23,7 @@ from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.optim import local_gradients, scale_, square_norm
 from torchtitan_lite.parallel.router_balance import RouterBalance
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import News, Replicas, Share, Watchdog
+from torchtitan_lite.replica import LeaveRequested, News, Replicas, Share, Watchdog
 from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
 from torchtitan_lite.train_state import TrainState
 
@@ -44,6 +44,8 @@ class StepReport:
     grad_norm: float
     lr: float
     num_target_tokens: int
+    num_tokens: int
+    """Of the step, of all replicas."""
     num_replicas: int
     router_loads: Mapping[str, torch.Tensor]
     """Tokens that chose each expert, float64 [experts], by the name of the router."""
@@ -100,8 +102,11 @@ def train(job: Job) -> bool:
     first = True
     while state.step < job.steps and not leave:
         started = time.perf_counter()
-        with job.step_context(state.step + 1):
-            report = train_step(job)
+        try:
+            with job.step_context(state.step + 1):
+                report = train_step(job)
+        except LeaveRequested:
+            break
         leave = report.leave
         if not report.failed:
             refused_in_a_row = 0 if report.committed else refused_in_a_row + 1
@@ -117,6 +122,7 @@ def train(job: Job) -> bool:
         for hook in job.hooks:
             hook(state, report)
         if refused_in_a_row == job.max_skipped_steps and not report.failed:
+            job.replicas.close()
             folder = job.checkpoints.final_save(finished=False)
             raise TrainingDiverged(
                 f"{refused_in_a_row} steps in a row had a loss or gradient that is not finite "
@@ -151,6 +157,7 @@ def train_step(job: Job) -> StepReport:
     of_step = torch.cat(
         [
             torch.stack([loss_sum, _number(num_targets, device)]),
+            torch.stack([_number(1, device), _number(state.cursor, device)]),
             # From here on the state may change: the snapshot of the step before is complete.
             job.checkpoints.counted(device),
             job.router_balance.counted(device),
@@ -165,9 +172,9 @@ def train_step(job: Job) -> StepReport:
     )
     # The one exchange of numbers of a step, and the one place where the host waits for the device.
     totals = job.mesh.sum(torch.cat([of_replica, of_step]))
-    numbers, signals, router_counts = totals.split([4, NUM_SIGNALS, len(totals) - 4 - NUM_SIGNALS])
-    squares, leave, loss, targets = numbers.tolist()
-    settled = job.replicas.settle()
+    numbers, signals, router_counts = totals.split([6, NUM_SIGNALS, len(totals) - 6 - NUM_SIGNALS])
+    squares, leave, loss, targets, num_ranks, places = numbers.tolist()
+    settled = job.replicas.settle(num_ranks, places)
     if settled:
         job.checkpoints.settle(signals)
     targets /= job.mesh.degrees.token_copies
@@ -201,9 +208,10 @@ def train_step(job: Job) -> StepReport:
         grad_norm=grad_norm,
         lr=lr,
         num_target_tokens=round(targets),
+        num_tokens=step_size * job.seq_len,
         num_replicas=share.count,
         router_loads=router_loads,
-        samples=tuple(s for mb in microbatches for s in mb.samples if s != FILLER),
+        samples=tuple(sample for mb in microbatches for sample in mb.samples),
         data_time_s=data_time_s,
         news=tuple(job.replicas.news()),
     )
@@ -219,15 +227,11 @@ def _take(job: Job, share: Share) -> tuple[list[Microbatch], float]:
     started = time.perf_counter()
     state, degrees, local = job.state, job.mesh.degrees, job.local_batch_size
 
-    def indices(cursor: int) -> list[Sequence[int]]:
-        samples = share.samples(cursor, job.global_batch_size, local * degrees.batch)
-        own: list[Sequence[int]] = [
-            *share_of_step(samples, local, job.mesh.batch_rank, degrees.batch)
-        ]
-        if share.count > 1:
-            # What is left for a replica may be fewer than its pipeline can take.
-            own += [[FILLER] * local] * (-len(own) % job.schedule.min_microbatches)
-        return own
+    def indices(cursor: int) -> list[range]:
+        # What is left for a replica may not be fewer than its pipeline can take.
+        fewest = job.schedule.min_microbatches
+        samples = share.samples(cursor, job.global_batch_size, local * degrees.batch, fewest)
+        return share_of_step(samples, local, job.mesh.batch_rank, degrees.batch)
 
     microbatches = state.loader.take(indices(state.cursor), state.step + 1)
     if state.step + 1 < job.steps:

@@ -147,7 +147,9 @@ class LocalFolder:
 
     def tidy(self, before: int) -> None:
         for name in self._names(self._folder):
-            if name.startswith(_WRITING):
+            if name.startswith(_DELETING):
+                self._files.rmtree(self._folder / name)
+            elif name.startswith(_WRITING):
                 step = step_of("-".join(name.removeprefix(_WRITING).split("-")[:2]))
                 if step is not None and step < before:
                     self._files.rmtree(self._folder / name)

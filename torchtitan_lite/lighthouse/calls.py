@@ -32,7 +32,7 @@ class Calls:
 
     def __init__(self, settings: QuorumSettings, token: str) -> None:
         self._loop = asyncio.get_running_loop()
-        self._rules = Rules(settings)
+        self._rules = Rules(settings, first_id=int(time.time()))
         self._token = token.encode()
         self._waiting: dict[asyncio.Future[Any], str] = {}
         self._timer: asyncio.TimerHandle | None = None

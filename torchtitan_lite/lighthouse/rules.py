@@ -1,11 +1,13 @@
 """When replicas that ask for a quorum get one, and who is in it.
 
-The rules are those of torchft's lighthouse (0.2.0), with three differences:
+The rules are those of torchft's lighthouse (0.2.0), with four differences:
 
 - A replica may be told to have left: it counts no more, at once. An id with a uuid, "NAME:UUID",
   is a process that is gone for good; what still arrives under it is not counted.
 - A replica that asks no more (its call has ended) is in no quorum until it asks again. torchft's
   keeps such a one as long as its last heartbeat counts, and gives others a quorum with it.
+- Who asks again, since its call took too long, does not make the others wait anew. By torchft's, a
+  call that is shorter than the join timeout never gets a quorum beside one that hangs alive.
 - A quorum of nobody is none. torchft's takes it as the last quorum, whose members are all back from
   then on, so that the next replica passes without any check.
 
@@ -100,8 +102,12 @@ class Asking:
 class Rules:
     """Who sends heartbeats, who asks, and the last quorum."""
 
-    def __init__(self, settings: QuorumSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: QuorumSettings, first_id: int = 0) -> None:
+        """Quorum ids are greater than `first_id`: those of a lighthouse before this one must not
+        come again."""
+        self.settings, self._first_id = settings, first_id
+        self._since_s: dict[str, float] = {}
+        """Since when who asks, or has asked and was cut off, has been in no quorum."""
         self.quorum: Quorum | None = None
         """The last one."""
         self.asking: dict[str, Asking] = {}
@@ -114,7 +120,8 @@ class Rules:
         it has left for good."""
         if not self.beat(member.replica_id, now_s):
             return False
-        self.asking[member.replica_id] = Asking(member, now_s)
+        since_s = self._since_s.setdefault(member.replica_id, now_s)
+        self.asking[member.replica_id] = Asking(member, since_s)
         return True
 
     def beat(self, replica_id: str, now_s: float) -> bool:
@@ -136,6 +143,7 @@ class Rules:
         for one in found:
             self.heartbeats.pop(one, None)
             self.asking.pop(one, None)
+            self._since_s.pop(one, None)
         # A heartbeat may still be under way. An id without a uuid may come back.
         self._gone.update(one for one in (*found, replica_id) if ":" in one)
         return found
@@ -152,7 +160,7 @@ class Rules:
         if members is None:
             return None
         last = self.quorum
-        quorum_id = last.quorum_id if last else 0
+        quorum_id = last.quorum_id if last else self._first_id
         quorum = Quorum(quorum_id, members)
         could_not_commit = any(member.commit_failures > 0 for member in members)
         if last is None or quorum.ids != last.ids or could_not_commit:
@@ -163,6 +171,7 @@ class Rules:
             for replica_id, asking in self.asking.items()
             if replica_id not in quorum.ids
         }
+        self._since_s = dict.fromkeys(self.asking, now_s)
         self.heartbeats = {
             replica_id: last_s
             for replica_id, last_s in self.heartbeats.items()

@@ -5,11 +5,18 @@ whether the sums hold. A job without fault tolerance is one replica that always 
 """
 
 from torchtitan_lite.replica.config import FaultToleranceConfig
-from torchtitan_lite.replica.participation import News, Replicas, Share, SingleReplica
+from torchtitan_lite.replica.participation import (
+    LeaveRequested,
+    News,
+    Replicas,
+    Share,
+    SingleReplica,
+)
 from torchtitan_lite.replica.watchdog import NoWatchdog, StackWatchdog, Watchdog
 
 __all__ = [
     "FaultToleranceConfig",
+    "LeaveRequested",
     "News",
     "NoWatchdog",
     "Replicas",

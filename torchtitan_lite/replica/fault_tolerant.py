@@ -26,14 +26,19 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.gradient_sums import GradientSums
 from torchtitan_lite.replica.guard import Floor
-from torchtitan_lite.replica.healing import HealingTransport
-from torchtitan_lite.replica.healing.client import Link, TornState, receive
+from torchtitan_lite.replica.healing import HealingTransport, Source
+from torchtitan_lite.replica.healing.client import Link, Misfit, receive
 from torchtitan_lite.replica.healing.live_state import Run
-from torchtitan_lite.replica.participation import News, Share
-from torchtitan_lite.replica.torchft_manager import QuorumManager
+from torchtitan_lite.replica.participation import LeaveRequested, News, Share
+from torchtitan_lite.replica.torchft_manager import QuorumManager, same_device_in_thread
 
 _MOST_FAILURES = 20
-"""In a row, of steps or of attempts at healing."""
+"""Of steps in a row, those aside in which others came or went."""
+_MOST_HEALS = 5
+"""Attempts in a row at receiving the state."""
+_LOOK_S = 0.5
+_PATIENCE_S = 5.0
+"""After which who waits for others heeds a wish that it leave."""
 
 
 class FaultTolerantReplicas:
@@ -52,23 +57,29 @@ class FaultTolerantReplicas:
         newest_stored: Callable[[], int],
         before_change: Callable[[], None],
         say_goodbye: Callable[[str], None],
+        leaves: Callable[[], bool],
+        stored_before: int,
     ) -> None:
         """`link` tells how a peer's URL is reached, `newest_stored` the newest step of the run that
         is stored, as the leader sees it, and `before_change` comes back when the state may change.
-        `say_goodbye` tells the lighthouse that the replica of this id leaves. Use `join`."""
+        `say_goodbye` tells the lighthouse that the replica of this id leaves; `leaves` is whether
+        this process was asked to. `stored_before` is the newest step that was stored when this
+        replica looked for what to start from. Use `join`."""
         self._config, self._run, self._mesh = config, run, mesh
         self._manager, self._transport, self._floor = manager, transport, floor
         self._link, self._newest_stored = link, newest_stored
         self._before_change, self._say_goodbye = before_change, say_goodbye
         self._has_left = False
+        self._leaves, self._stored_before = leaves, stored_before
         self._sums = GradientSums(manager, config.bucket_mib << 20)
-        self._starter = ThreadPoolExecutor(1, "quorum")
+        self._starter = ThreadPoolExecutor(1, "quorum", initializer=same_device_in_thread())
         self._started: Future[None] | None = None
-        self._stored_before = mesh.leader_says(newest_stored())
         self._is_whole = True
         self._quorum_id: int | None = None
         self._failures = 0
-        self._sums_agree = True
+        self._heals = 0
+        self._is_first_step = False
+        """Of this quorum."""
         self._news: list[News] = []
 
     def begin(self) -> None:
@@ -76,67 +87,107 @@ class FaultTolerantReplicas:
         self._started = self._starter.submit(self._manager.start_quorum)
 
     def agree(self) -> Share:
-        deadline = time.monotonic() + self._config.quorum_timeout_s
+        started_s = time.monotonic()
         while True:
             if self._started is None:
                 self.begin()
             assert self._started is not None
-            started, self._started = self._started, None
-            try:
-                started.result()
-            except ReplicaError:
-                raise
-            except Exception as error:
-                # Too few are there, or the lighthouse is gone: both may change.
-                self._manager.forget_failed_quorum()
-                if time.monotonic() >= deadline:
-                    raise ReplicaError(
-                        f"No quorum of {self._config.min_replica_size} replicas or more was found "
-                        f"in fault_tolerance.quorum_timeout_s = {self._config.quorum_timeout_s:g} "
-                        f"seconds: {error}"
-                    ) from None
-                logger.warning("No quorum yet, asking again: %s", error)
+            asked, self._started = self._started, None
+            if not self._found(asked, started_s):
+                continue
+            if self._manager.num_participants() < self._config.min_replica_size:
+                self._check_patience(started_s, "too few replicas are there")
+                time.sleep(_LOOK_S)
                 continue
             if self._joined():
                 return self._share()
+
+    def _found(self, asked: Future[None], since_s: float) -> bool:
+        """Whether there is a quorum. Only the leader of the ranks ever asks again, and they all get
+        what it gets."""
+        while True:
+            try:
+                asked.result(timeout=_LOOK_S)
+                return True
+            except ReplicaError:
+                raise
+            except TimeoutError as caught:
+                if not asked.done():
+                    self._check_patience(since_s, "nobody answers")
+                    continue
+                error = str(caught)
+            except Exception as caught:
+                # Too few are there, or the lighthouse is gone: both may change.
+                error = str(caught)
+            self._manager.forget_failed_quorum()
+            self._check_patience(since_s, error)
+            if self._mesh.is_leader:
+                self._refuse_what_is_behind(self._newest_stored())
+            logger.warning("No quorum yet, asking again: %s", error)
+            return False
+
+    def _check_patience(self, since_s: float, reason: str) -> None:
+        """Raises LeaveRequested or ReplicaError when it is not waited on."""
+        waited_s = time.monotonic() - since_s
+        if waited_s >= _PATIENCE_S and self._leaves():
+            raise LeaveRequested
+        if waited_s >= self._config.quorum_timeout_s:
+            raise ReplicaError(
+                f"No quorum of {self._config.min_replica_size} replicas or more was found in "
+                f"fault_tolerance.quorum_timeout_s = {self._config.quorum_timeout_s:g} seconds: "
+                f"{reason}"
+            )
 
     def _joined(self) -> bool:
         """Whether this replica is ready to take the step with those who were found; all its ranks
         say the same."""
         manager, source = self._manager, self._transport.source
         self._transport.source = None
-        changed = manager.quorum.quorum_id != self._quorum_id
-        if not changed and not manager.quorum.heal:
+        self._is_first_step = manager.quorum.quorum_id != self._quorum_id
+        if not self._is_first_step and not manager.quorum.heal:
             return True
         self._quorum_id = manager.quorum.quorum_id
         problem = manager.errored()
-        error = None if problem is None else str(problem.original_exception)
+        error: Exception | None = None if problem is None else problem.original_exception
         if error is None and source is not None:
-            logger.info("Receiving the state of another replica, at sample %d.", source.progress)
-            self._before_change()
-            started = time.perf_counter()
-            try:
-                receive(self._link(source.url), source.progress, self._run)
-                self._is_whole = True
-                taken = {"sample": source.progress, "seconds": time.perf_counter() - started}
-                self._news.append(News("healed", taken))
-            except TornState as torn:
-                error, self._is_whole = str(torn), False
-            except ReplicaError as refused:
-                error = str(refused)
+            error = self._receive(source)
+        failed = self._mesh.any(error is not None)
         if manager.quorum.heal:
-            # A neighbour that was torn makes this rank's state useless too.
-            self._is_whole = not self._mesh.any(not self._is_whole)
-        if not self._mesh.any(error is not None):
-            self._check_stored()
-            count = manager.num_participants()
-            logger.info("Replicas that take part from sample %d on: %d.", self._run.cursor, count)
-            self._news.append(News("quorum", {"sample": self._run.cursor, "replicas": count}))
-            return True
-        manager.fail(error or "another rank of this replica could not join")
-        manager.should_commit()
-        self._count_failure(error or "another rank could not join")
-        return False
+            # What one rank has not, the others must not go on from.
+            self._is_whole = not failed
+        if failed:
+            self._give_up(error)
+            return False
+        self._refuse_what_is_behind(self._mesh.leader_says(self._newest_stored()))
+        self._heals = 0
+        count = manager.num_participants()
+        logger.info("Replicas that take part from sample %d on: %d.", self._run.cursor, count)
+        self._news.append(News("quorum", {"sample": self._run.cursor, "replicas": count}))
+        return True
+
+    def _receive(self, source: Source) -> ReplicaError | None:
+        """Take over the state of another; what went wrong, if anything did."""
+        logger.info("Receiving the state of another replica, at sample %d.", source.progress)
+        self._before_change()
+        started_s = time.perf_counter()
+        try:
+            receive(self._link(source.url), source.progress, self._run)
+        except ReplicaError as error:
+            return error
+        taken = {"sample": source.progress, "seconds": time.perf_counter() - started_s}
+        self._news.append(News("healed", taken))
+        return None
+
+    def _give_up(self, error: Exception | None) -> None:
+        """Take part in no step of this quorum. Raises ReplicaError where another attempt would end
+        in the same way."""
+        reason = "another rank of this replica could not join" if error is None else str(error)
+        self._manager.fail(reason)
+        self._manager.should_commit()
+        self._say_failed(reason)
+        self._heals += 1
+        if self._mesh.any(isinstance(error, Misfit)) or self._heals == _MOST_HEALS:
+            raise ReplicaError(f"This replica cannot take part: {reason}")
 
     def _share(self) -> Share:
         index = self._manager.participating_rank()
@@ -154,9 +205,8 @@ class FaultTolerantReplicas:
         token = hashlib.blake2b(named.encode(), digest_size=6).hexdigest()
         return Coworkers(quorum.replica_rank, quorum.replica_world_size, token)
 
-    def _check_stored(self) -> None:
+    def _refuse_what_is_behind(self, stored: int) -> None:
         """Raise ReplicaError when the run is further on in storage than here."""
-        stored = self._mesh.leader_says(self._newest_stored())
         if stored > max(self._run.step, self._stored_before):
             raise ReplicaError(
                 f"Step {stored} of this run is stored, and the replicas that were found are at "
@@ -165,29 +215,28 @@ class FaultTolerantReplicas:
             )
 
     def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
-        manager, progress = self._manager, float(self._run.cursor)
-        ours = torch.tensor([1.0, progress], dtype=torch.float64, device=counts.device)
-        numbers = torch.cat([counts, ours])
-        self._sums.sum_(parameters, numbers)
-        counts.copy_(numbers[:-2])
-        present, places = numbers[-2:].tolist()
-        # One that stands by adds nothing.
-        count = manager.num_participants()
-        self._sums_agree = present == count and places == count * progress
+        self._sums.sum_(parameters, counts)
 
-    def settle(self) -> bool:
+    def settle(self, num_ranks: float, places: float) -> bool:
         manager = self._manager
+        wanted = manager.quorum.replica_world_size * self._mesh.world_size
         if manager.errored() is not None:
             manager.fail("the sums over replicas failed")
-        elif not self._sums_agree:
-            manager.fail("a replica was at another place in the run")
+        elif (num_ranks, places) != (wanted, wanted * float(self._run.cursor)):
+            manager.fail("a rank was at another place in the run")
         if manager.should_commit():
             self._failures = 0
             return True
         problem = manager.errored()
-        self._count_failure(
-            str(problem.original_exception) if problem else "another rank has given the step up"
-        )
+        reason = str(problem.original_exception) if problem else "another rank has given it up"
+        self._say_failed(reason)
+        # One that comes and cannot take part gives up by itself, and must not end the others.
+        self._failures += not self._is_first_step
+        if self._failures == _MOST_FAILURES:
+            raise ReplicaError(
+                f"{_MOST_FAILURES} steps in a row with the other replicas failed, at last since "
+                f"{reason}"
+            )
         return False
 
     def news(self) -> list[News]:
@@ -211,13 +260,7 @@ class FaultTolerantReplicas:
         self._floor.raise_to(self._run.cursor)
         return self._run.cursor
 
-    def _count_failure(self, reason: str) -> None:
-        self._failures += 1
+    def _say_failed(self, reason: str) -> None:
         reason = reason.partition("This is typically")[0].strip()
         logger.warning("A step could not be taken with the other replicas: %s", reason)
-        self._news.append(News("step_failed", {"reason": reason, "in_a_row": self._failures}))
-        if self._failures == _MOST_FAILURES:
-            raise ReplicaError(
-                f"{_MOST_FAILURES} attempts in a row at a step with the other replicas failed, at "
-                f"last since {reason}"
-            )
+        self._news.append(News("step_failed", {"reason": reason}))

@@ -37,10 +37,12 @@ def join(
     *,
     newest_stored: Callable[[], int],
     before_change: Callable[[], None],
+    leaves: Callable[[], bool],
+    stored_before: int,
 ) -> Iterator[Replicas]:
     """The replicas of a run whose state is ready, until the end of the block. Every rank must call
-    it, as the last before the first step: who has joined is waited for. `newest_stored` and
-    `before_change` as in `FaultTolerantReplicas`.
+    it, as the last before the first step: who has joined is waited for. The rest is as
+    in `FaultTolerantReplicas`.
 
     Raises ReplicaError when the environment does not say where the others are, or nobody is there.
     """
@@ -81,6 +83,8 @@ def join(
         newest_stored=newest_stored,
         before_change=before_change,
         say_goodbye=lambda replica_id: _say_goodbye(lighthouse, replica_id, token),
+        leaves=leaves,
+        stored_before=stored_before,
     )
     try:
         yield replicas

@@ -24,17 +24,27 @@ class Share:
         """Samples of the step, of all replicas."""
         return batch_size * self.count if self.each_takes_a_batch else batch_size
 
-    def samples(self, cursor: int, batch_size: int, round_size: int) -> range:
+    def samples(self, cursor: int, batch_size: int, round_size: int, fewest: int = 1) -> range:
         """Those of the step that begins at `cursor` which this replica takes: rounds of
-        `round_size`, a divisor of `batch_size`, one more or less than any other."""
+        `round_size`, a divisor of `batch_size`, `fewest` of them at least or none; else as many as
+        the others, as near as that can be."""
         if self.index < 0:
             return range(cursor, cursor)
-        rounds, each = batch_size // round_size, self.each_takes_a_batch
-        count, offset = (1, self.index * batch_size) if each else (self.count, 0)
-        index = 0 if each else self.index
-        first, last = rounds * index // count, rounds * (index + 1) // count
-        start = cursor + offset
-        return range(start + first * round_size, start + last * round_size)
+        if self.each_takes_a_batch:
+            start = cursor + self.index * batch_size
+            return range(start, start + batch_size)
+        parts = max(1, batch_size // round_size // fewest)
+
+        def place(index: int) -> int:
+            part = parts * index // self.count
+            # What does not make up a part of its own belongs to the last one.
+            return batch_size if part == parts else part * fewest * round_size
+
+        return range(cursor + place(self.index), cursor + place(self.index + 1))
+
+
+class LeaveRequested(Exception):
+    """This process was asked to leave between two steps."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,8 @@ class Replicas(Protocol):
 
     def agree(self) -> Share:
         """Settle who takes part in the next step. A replica that is behind comes back with the
-        state of another. Raises ReplicaError where it can take no part."""
+        state of another. Raises ReplicaError where it can take no part, and LeaveRequested where
+        it was asked to leave while it waited for others."""
         ...
 
     @property
@@ -65,8 +76,10 @@ class Replicas(Protocol):
         rank's peers in other replicas hold the same shards."""
         ...
 
-    def settle(self) -> bool:
-        """Whether the sums hold. If not, the step is to be repeated with the same samples."""
+    def settle(self, num_ranks: float, places: float) -> bool:
+        """Whether the sums hold. If not, the step is to be repeated with the same samples.
+        `num_ranks` is how many ranks of all replicas have added to them, and `places` the sum of
+        the samples at which these ranks were."""
         ...
 
     def begin(self) -> None:
@@ -95,7 +108,7 @@ class SingleReplica:
     def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         return None
 
-    def settle(self) -> bool:
+    def settle(self, num_ranks: float, places: float) -> bool:
         return True
 
     def begin(self) -> None:

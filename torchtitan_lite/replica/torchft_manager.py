@@ -7,6 +7,7 @@ nothing reads the state: torchft would load it in whatever thread has asked for 
 
 import logging
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -60,7 +61,12 @@ class QuorumManager(Manager):
                     min_replica_size=config.min_replica_size,
                     use_async_quorum=False,
                     timeout=timeout,
-                    quorum_timeout=timedelta(seconds=min(_CALL_S, config.quorum_timeout_s)),
+                    # Only the leader asks again: the others must get what it gets.
+                    quorum_timeout=timedelta(
+                        seconds=min(_CALL_S, config.quorum_timeout_s)
+                        if rank == 0
+                        else config.quorum_timeout_s
+                    ),
                     connect_timeout=timeout,
                     rank=rank,
                     world_size=world_size,
@@ -110,6 +116,11 @@ class QuorumManager(Manager):
         again."""
         self._quorum_future = None
 
+    def is_participating(self) -> bool:
+        """Also one that stands by: it has no samples, and adds zeros by itself, but what it counts
+        and says counts."""
+        return True
+
     def sum_(self, flat: torch.Tensor) -> dist.Work:
         """Begin to add `flat` over all that take part, in place."""
         return self.allreduce(flat, reduce_op=dist.ReduceOp.SUM)  # pyright: ignore[reportArgumentType]
@@ -119,6 +130,14 @@ class QuorumManager(Manager):
         if self.errored() is None:
             self.report_error(RuntimeError(reason))
         self.group.abort()
+
+
+def same_device_in_thread() -> Callable[[], None]:
+    """What a new thread has to do so that its work runs on the device of this one."""
+    if not torch.accelerator.is_available():
+        return lambda: None
+    index = torch.accelerator.current_device_index()
+    return lambda: torch.accelerator.set_device_index(index)
 
 
 class _GuardedClient:

@@ -145,14 +145,22 @@ def test_members_ask_no_more_and_others_wait_anew() -> None:
     assert (quorum.quorum_id, quorum.ids) == (2, ("a", "b", "c"))
 
 
-def test_who_asks_again_is_waited_for_from_then() -> None:
+def test_asking_again_does_not_begin_the_wait_anew() -> None:
     rules = Rules(SETTINGS)
     rules.beat("c", 0)
     assert _ask(rules, 0, "a", "b") is None
+    rules.withdraw("a")
     rules.beat("c", 2)
     assert _ask(rules, 2, "a", "b") is None
-    assert rules.decide(4.9) is None
-    assert rules.decide(5)
+    assert rules.decide(2.9) is None
+    assert rules.decide(3)
+
+
+def test_ids_of_an_earlier_lighthouse_do_not_come_again() -> None:
+    rules = Rules(SETTINGS, first_id=1000)
+    _ask(rules, 0, "a")
+    found = rules.decide(0)
+    assert found is not None and found.quorum_id == 1001
 
 
 def test_who_withdraws_is_in_no_quorum() -> None:

@@ -19,6 +19,14 @@ def test_each_sample_of_a_step_is_taken_once(count: int, rounds: int) -> None:
     assert {share.step_size(batch) for share in shares} == {batch}
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_pipeline_gets_as_many_rounds_as_it_needs_or_none(count: int) -> None:
+    shares = [Share(index=index, count=count) for index in range(count)]
+    taken = [share.samples(10, 22, 2, fewest=3) for share in shares]
+    assert list(chain(*taken)) == list(range(10, 32))
+    assert all(len(samples) == 0 or len(samples) >= 6 for samples in taken)
+
+
 def test_a_replica_that_stands_by_takes_none() -> None:
     assert len(Share(index=-1, count=2).samples(0, 16, 4)) == 0
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -51,11 +52,17 @@ def receive(link: Link, progress: int, run: Run) -> None:
         content = bytearray(size)
         first.fetch(8, [memoryview(content)])
         entries, about = parse_header(bytes(content))
-        run.allocate({name: tuple(shape) for name, shape in about["shapes"].items()})
+        _allocate(run, about["shapes"])
         tensors = run.tensors()
         parts = local_parts(tensors)
         targets = {name: _on_cpu(part) for name, part in parts.items()}
-        wanted = places(entries, targets)
+        try:
+            wanted = places(entries, targets)
+        except ValueError as error:
+            raise Misfit(
+                f"The state of another replica does not fit this one: {error} All replicas need "
+                "the same config and the same number of ranks."
+            ) from None
         chunks = _chunks([(8 + size + start, bytes_of(targets[name])) for name, start, _ in wanted])
         try:
             _fetch_all(link, progress, chunks)
@@ -71,12 +78,32 @@ def receive(link: Link, progress: int, run: Run) -> None:
         first.close()
 
 
+class Misfit(ReplicaError):
+    """What the peer has is not for this replica, now or later."""
+
+
 class _NotYet(ReplicaError):
     """The peer has nothing to give at the moment."""
 
 
 class TornState(ReplicaError):
     """The state was received in part."""
+
+
+_ERRORS: dict[int, type[ReplicaError]] = {
+    HTTPStatus.SERVICE_UNAVAILABLE: _NotYet,
+    HTTPStatus.UNAUTHORIZED: Misfit,
+}
+
+
+def _allocate(run: Run, shapes: dict[str, Any]) -> None:
+    """Make the tensors that come into being with a step. Raises Misfit."""
+    try:
+        run.allocate({name: tuple(map(int, shape)) for name, shape in shapes.items()})
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise Misfit(
+            f"The state of another replica does not fit this one: {error!r:.300}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -156,7 +183,7 @@ class _Connection:
             answer = self._http.getresponse()
             if answer.status != HTTPStatus.PARTIAL_CONTENT or answer.length != length:
                 answer.read()
-                kind = _NotYet if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else ReplicaError
+                kind = _ERRORS.get(answer.status, ReplicaError)
                 raise kind(_refused(answer.status, self._link.url))
             digest = xxhash.xxh3_64()
             for target in targets:

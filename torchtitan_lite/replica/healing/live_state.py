@@ -89,25 +89,21 @@ def parse_header(content: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
 def places(
     entries: Mapping[str, Any], parts: Mapping[str, torch.Tensor]
 ) -> list[tuple[str, int, int]]:
-    """(name, first byte, end) of each tensor in the data, in order. Raises ReplicaError where they
+    """(name, first byte, end) of each tensor in the data, in order. Raises ValueError where they
     are not those of `parts`, byte by byte and without a gap."""
     found = []
     position = 0
-    try:
-        for name, entry in entries.items():
-            first, end = entry["data_offsets"]
-            part = parts[name]
-            given = (entry["dtype"], entry["shape"], first, end)
-            wanted = (NAME_OF[part.dtype], list(part.shape), position, position + part.nbytes)
-            if given != wanted:
-                raise ValueError(f"{name} is {given}, and {wanted} is wanted")
-            found.append((name, first, end))
-            position = end
-        if missing := parts.keys() - entries.keys():
-            raise ValueError(f"{min(missing)} is not there")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ReplicaError(
-            f"The state of another replica does not fit this one: {error!r:.300} All replicas "
-            "need the same config and the same number of ranks."
-        ) from None
+    for name, entry in entries.items():
+        if name not in parts or not isinstance(entry, dict):
+            raise ValueError(f"{name} has no place here.")
+        part = parts[name]
+        given = (entry.get("dtype"), entry.get("shape"), entry.get("data_offsets"))
+        end = position + part.nbytes
+        wanted = (NAME_OF[part.dtype], list(part.shape), [position, end])
+        if given != wanted:
+            raise ValueError(f"{name} is {given}, and {wanted} is wanted.")
+        found.append((name, position, end))
+        position = end
+    if missing := parts.keys() - entries.keys():
+        raise ValueError(f"{min(missing)} is not there.")
     return found

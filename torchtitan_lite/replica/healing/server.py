@@ -91,6 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
         digest = xxhash.xxh3_64()
         for piece in pieces:
             digest.update(piece)
+        if server.offered is not offered:
+            # The state may have changed while it was read.
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return
         self.send_response(HTTPStatus.PARTIAL_CONTENT)
         self.send_header("Content-Length", str(stop - first))
         self.send_header("Content-Range", f"bytes {first}-{stop - 1}/{state.length}")
