@@ -9,6 +9,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 
 from torchtitan_lite.errors import LighthouseError
 from torchtitan_lite.lighthouse.rules import QuorumSettings
@@ -32,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
             given.min_replicas, given.join_timeout_ms, given.heartbeat_timeout_ms
         )
         token = os.environ.get("TORCHTITAN_LITE_TOKEN", "")
-        with LighthouseService(given.bind, settings, token) as service:
+        # Replicas outlive a lighthouse, and groups that they made by its ids.
+        first_id = int(time.time())
+        with LighthouseService(given.bind, settings, token, first_id=first_id) as service:
             print(f"listening on {service.address}", flush=True)
             signal.sigwait(_ENDING)
     except LighthouseError as error:

@@ -30,9 +30,9 @@ class _Refused(Exception):
 class Calls:
     """Answers to all calls. Made, and used, on a running event loop."""
 
-    def __init__(self, settings: QuorumSettings, token: str) -> None:
+    def __init__(self, settings: QuorumSettings, token: str, first_id: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._rules = Rules(settings, first_id=int(time.time()))
+        self._rules = Rules(settings, first_id)
         self._token = token.encode()
         self._waiting: dict[asyncio.Future[Any], str] = {}
         self._timer: asyncio.TimerHandle | None = None

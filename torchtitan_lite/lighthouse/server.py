@@ -40,8 +40,12 @@ class LighthouseService:
     With an empty token it takes no calls but torchft's.
     """
 
-    def __init__(self, bind: str, settings: QuorumSettings, token: str = "") -> None:
+    def __init__(
+        self, bind: str, settings: QuorumSettings, token: str = "", *, first_id: int = 0
+    ) -> None:
+        """Quorum ids are greater than `first_id`."""
         self._bind, self._settings, self._token = bind, settings, token
+        self._first_id = first_id
         self._host = bind.rpartition(":")[0]
         self._port = 0
         self._thread: threading.Thread | None = None
@@ -111,7 +115,7 @@ class LighthouseService:
         try:
             self._loop = asyncio.get_running_loop()
             self._stopping = asyncio.Event()
-            self._calls = Calls(self._settings, self._token)
+            self._calls = Calls(self._settings, self._token, self._first_id)
             server.add_generic_rpc_handlers(self._calls.handlers())
             port = server.add_insecure_port(self._bind)
             await server.start()

@@ -158,8 +158,7 @@ def test_asking_again_does_not_begin_the_wait_anew() -> None:
 
 def test_ids_of_an_earlier_lighthouse_do_not_come_again() -> None:
     rules = Rules(SETTINGS, first_id=1000)
-    _ask(rules, 0, "a")
-    found = rules.decide(0)
+    found = _ask(rules, 0, "a", "b")
     assert found is not None and found.quorum_id == 1001
 
 
