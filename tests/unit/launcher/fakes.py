@@ -145,7 +145,10 @@ def main(kind: str, folder: str, *rest: str) -> int:
     match kind:
         case "launch":
             mode, *numbers = rest
-            replicas, ranks, restarts, grace = [*map(float, numbers), *(2, 2, 3, 5)[len(numbers) :]]
+            replicas, ranks, restarts, grace = [
+                *map(float, numbers),
+                *(2, 2, 3, 20)[len(numbers) :],
+            ]
             return launch(Path(folder), mode, int(replicas), int(ranks), int(restarts), grace)
         case "torchrun":
             return torchrun(Path(folder), rest[0], int(rest[1]), int(rest[2]))
