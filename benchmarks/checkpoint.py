@@ -24,7 +24,7 @@ FULL = [
     CheckpointCase(num_processes=number, layers=12, rounds=5, step_seconds=0.3)
     for number in (1, 2, 4)
 ]
-QUICK = [CheckpointCase(num_processes=2, layers=1, rounds=2, step_seconds=0.02)]
+QUICK = [CheckpointCase(num_processes=2, layers=1, rounds=2, step_seconds=0.02, crashes=1)]
 
 
 def measure(cases: Sequence[CheckpointCase], folder: Path) -> Iterator[tuple[Row, Agreement]]:

@@ -24,6 +24,7 @@ class CheckpointCase:
     layers: int
     rounds: int
     step_seconds: float
+    crashes: int = 5
 
 
 def measure_case(case: CheckpointCase, folder: Path) -> Iterator[tuple[Row, Agreement]]:
@@ -38,7 +39,7 @@ def measure_case(case: CheckpointCase, folder: Path) -> Iterator[tuple[Row, Agre
         [json.loads(path.read_text()) for path in paths],
         [
             measure_crash(case.num_processes, case.layers, folder / f"crash_{turn}")
-            for turn in range(case.rounds)
+            for turn in range(case.crashes)
         ],
     )
     name = f"{case.num_processes} proc, {measured.bytes / 1e6:.0f} MB"
