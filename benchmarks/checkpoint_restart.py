@@ -21,9 +21,7 @@ _IMPORTED_AT = time.perf_counter()
 
 from benchmarks.checkpoint_loads import read_bytes  # noqa: E402
 from benchmarks.checkpoint_sides import Ours  # noqa: E402
-from benchmarks.checkpoint_state import sharded_state  # noqa: E402
-from torchtitan_lite.device import detect_device  # noqa: E402
-from torchtitan_lite.mesh import Degrees, Mesh  # noqa: E402
+from benchmarks.checkpoint_state import sharded_state, sharding_mesh  # noqa: E402
 
 NEVER = 1 << 40
 
@@ -35,12 +33,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--restart", action="store_true")
     given = parser.parse_args()
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29512")
-    dist.init_process_group("gloo")
-    mesh = Mesh(detect_device("cpu"), Degrees(dp_shard=dist.get_world_size()))
+    mesh = sharding_mesh(port=29512)
     ready_at = time.perf_counter()
     state = sharded_state(mesh, given.layers)
     run = Ours(state, mesh, given.folder, mode="async", every_step=True, interval=NEVER)

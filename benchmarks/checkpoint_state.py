@@ -1,13 +1,16 @@
 """The training state that the comparisons of checkpoints save and load."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.state_dicts import llama
-from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.mesh import Degrees, Mesh
 
 _KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 
@@ -29,6 +32,15 @@ class BenchState:
 
     def load_values(self, values: Mapping[str, Any]) -> None:
         self.step = values["train_state"]["step"]
+
+
+def sharding_mesh(*, port: int) -> Mesh:
+    """All processes that torchrun started, or this one alone, which then meets itself at `port`."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    dist.init_process_group("gloo")
+    return Mesh(detect_device("cpu"), Degrees(dp_shard=dist.get_world_size()))
 
 
 def sharded_state(mesh: Mesh, layers: int) -> BenchState:

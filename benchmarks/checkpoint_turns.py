@@ -10,7 +10,6 @@ Started by `benchmarks.checkpoint`, by torchrun.
 
 import argparse
 import json
-import os
 import random
 import time
 from pathlib import Path
@@ -23,9 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.checkpoint_loads import measure_loads
 from benchmarks.checkpoint_sides import SIDES, STEPS, Side
-from benchmarks.checkpoint_state import BenchState, sharded_state
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Degrees, Mesh
+from benchmarks.checkpoint_state import BenchState, sharded_state, sharding_mesh
+from torchtitan_lite.mesh import Mesh
 
 
 def main() -> None:
@@ -36,12 +34,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--step-seconds", type=float, required=True)
     given = parser.parse_args()
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29511")
-    dist.init_process_group("gloo")
-    mesh = Mesh(detect_device("cpu"), Degrees(dp_shard=dist.get_world_size()))
+    mesh = sharding_mesh(port=29511)
     state = sharded_state(mesh, given.layers)
     products = _products(mesh, given.step_seconds)
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}

@@ -45,11 +45,10 @@ _MESHES: dict[str, tuple[int, list[str]]] = {
 
 def _until_stopped(run: Replicas) -> None:
     """Ask all to leave, and let them."""
-    for number in run.running:
-        for rank in launch.ranks_of(run.running[number]) or []:
+    for process in run.running.values():
+        # Without torchrun the process is the rank.
+        for rank in launch.ranks_of(process) or [process]:
             rank.send_signal(signal.SIGTERM)
-        if not launch.ranks_of(run.running[number]):
-            run.running[number].send_signal(signal.SIGTERM)
     for number in run.running:
         run.wait(number)
 

@@ -33,7 +33,7 @@ class GradientSums:
             [float(parameter.grad is not None) for parameter in parameters], dtype=torch.float64
         )
         numbers = torch.cat([counts, present.to(counts.device)])
-        works = [self._manager.sum_(numbers)]
+        counting = self._manager.sum_(numbers)
         gradients = [_gradient(parameter) for parameter in parameters]
         moving: deque[tuple[list[torch.Tensor], torch.Tensor, torch.distributed.Work]] = deque()
         for bucket in self._buckets(gradients):
@@ -42,8 +42,7 @@ class GradientSums:
             flat = self._flat(bucket)
             foreach_copy_(_views(flat, bucket), bucket)
             moving.append((bucket, flat, self._manager.sum_(flat)))
-        for work in works:
-            work.wait()
+        counting.wait()
         while moving:
             self._empty(*moving.popleft())
         counts.copy_(numbers[: len(counts)])
