@@ -36,8 +36,9 @@ from torchtitan_lite.parallel.fsdp import compute_dtype_of
 from torchtitan_lite.parallel.router_balance import RouterBalance, routers_of
 from torchtitan_lite.parallel.stages import joined, keep_only, plan_stages
 from torchtitan_lite.parallel.tensor import check_plan
+from torchtitan_lite.phases import Phase, PhaseListener, Phases
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import NoWatchdog, SingleReplica, StackWatchdog
+from torchtitan_lite.replica import SingleReplica, StackWatchdog
 from torchtitan_lite.samples import Sampler
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import TrainState
@@ -69,6 +70,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     rng.seed_everything(seed)
     dump_folder = Path(config.job.dump_folder)
     with ExitStack() as opened:
+        phases = Phases(_phase_listeners(config, opened))
+        phases.enter(Phase.START, 0)
         data = open_data(
             config.training,
             config.validation,
@@ -151,7 +154,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         job = Job(
             mesh=mesh,
             replicas=SingleReplica(),
-            watchdog=NoWatchdog(),
+            phases=phases,
             state=state,
             schedule=schedule,
             router_balance=RouterBalance(
@@ -212,12 +215,9 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 before_change=checkpoints.hold_still,
                 leaves=lambda: stop.requested,
                 stored_before=checkpoints.stored_before,
+                phases=phases,
             )
             job = replace(job, replicas=opened.enter_context(joined_replicas))
-            if config.fault_tolerance.hang_timeout_s > 0:
-                watchdog = StackWatchdog(config.fault_tolerance.hang_timeout_s)
-                opened.callback(watchdog.off)
-                job = replace(job, watchdog=watchdog)
         yield Built(job=job, spec=spec, data=data, resumed_from=resumed_from)
 
 
@@ -267,6 +267,16 @@ def _prepared(model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh) -> 
     give_memory(model, torch.device("cpu") if offloaded else device, buffer_device=device)
     initialize(model, spec.init, config.debug.seed or 0)
     return model.train()
+
+
+def _phase_listeners(config: Config, opened: ExitStack) -> list[PhaseListener]:
+    """Who is told what this rank is doing."""
+    listeners = []
+    if config.fault_tolerance.enable and config.fault_tolerance.hang_timeout_s > 0:
+        watchdog = StackWatchdog(config.fault_tolerance.hang_timeout_s)
+        opened.callback(watchdog.off)
+        listeners.append(watchdog)
+    return listeners
 
 
 def _hooks(

@@ -22,8 +22,9 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.optim import local_gradients, scale_, square_norm
 from torchtitan_lite.parallel.router_balance import RouterBalance
+from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import LeaveRequested, News, Replicas, Share, Watchdog
+from torchtitan_lite.replica import LeaveRequested, News, Replicas, Share
 from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
 from torchtitan_lite.train_state import TrainState
 
@@ -71,7 +72,7 @@ class Job:
 
     mesh: Mesh
     replicas: Replicas
-    watchdog: Watchdog
+    phases: Phases
     state: TrainState
     schedule: Schedule
     router_balance: RouterBalance
@@ -110,7 +111,9 @@ def train(job: Job) -> bool:
         leave = report.leave
         if not report.failed:
             refused_in_a_row = 0 if report.committed else refused_in_a_row + 1
+        job.phases.enter(Phase.CHECKPOINT, state.step)
         stall_s = job.checkpoints.after_step() if report.committed else 0.0
+        job.phases.enter(Phase.BETWEEN, state.step)
         gc_s = job.garbage.step(report.number)
         report = replace(
             report,
@@ -135,8 +138,8 @@ def train(job: Job) -> bool:
             # The first step compiles and connects, and is given longer.
             job.mesh.set_timeout(job.train_timeout_s)
             first = False
-    # The last save may take long.
     job.replicas.close()
+    job.phases.enter(Phase.CHECKPOINT, state.step)
     finished = state.step >= job.steps
     job.checkpoints.final_save(finished=finished)
     return finished
@@ -145,10 +148,12 @@ def train(job: Job) -> bool:
 def train_step(job: Job) -> StepReport:
     """Try one step: forward and backward over this rank's microbatches, agree, update."""
     state = job.state
+    job.phases.enter(Phase.QUORUM, state.step)
     share = job.replicas.agree()
-    job.watchdog.working()
+    job.phases.enter(Phase.DATA, state.step)
     job.checkpoints.join(job.replicas.coworkers)
     microbatches, data_time_s = _take(job, share)
+    job.phases.enter(Phase.COMPUTE, state.step)
     device = job.mesh.device.torch_device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     if microbatches:
@@ -164,7 +169,7 @@ def train_step(job: Job) -> StepReport:
         ]
     )
     parameters = list(state.model.parameters())
-    job.watchdog.waiting()
+    job.phases.enter(Phase.COMMUNICATION, state.step)
     job.replicas.sum_(parameters, of_step)
     gradients = local_gradients(parameters)
     of_replica = torch.stack(
@@ -175,6 +180,7 @@ def train_step(job: Job) -> StepReport:
     numbers, signals, router_counts = totals.split([6, NUM_SIGNALS, len(totals) - 6 - NUM_SIGNALS])
     squares, leave, loss, targets, num_ranks, places = numbers.tolist()
     settled = job.replicas.settle(num_ranks, places)
+    job.phases.enter(Phase.COMPUTE, state.step)
     if settled:
         job.checkpoints.settle(signals)
     targets /= job.mesh.degrees.token_copies
@@ -198,7 +204,6 @@ def train_step(job: Job) -> StepReport:
         state.cursor += step_size
     if not leave and state.step < job.steps:
         job.replicas.begin()
-    job.watchdog.off()
     return StepReport(
         number=number,
         committed=committed,

@@ -12,16 +12,14 @@ from torchtitan_lite.replica.participation import (
     Share,
     SingleReplica,
 )
-from torchtitan_lite.replica.watchdog import NoWatchdog, StackWatchdog, Watchdog
+from torchtitan_lite.replica.watchdog import StackWatchdog
 
 __all__ = [
     "FaultToleranceConfig",
     "LeaveRequested",
     "News",
-    "NoWatchdog",
     "Replicas",
     "Share",
     "SingleReplica",
     "StackWatchdog",
-    "Watchdog",
 ]

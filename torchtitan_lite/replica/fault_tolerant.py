@@ -23,6 +23,7 @@ from torchtitan_lite.checkpoint.background.coworkers import Coworkers
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.gradient_sums import GradientSums
 from torchtitan_lite.replica.guard import Floor
@@ -59,6 +60,7 @@ class FaultTolerantReplicas:
         say_goodbye: Callable[[str], None],
         leaves: Callable[[], bool],
         stored_before: int,
+        phases: Phases,
     ) -> None:
         """`link` tells how a peer's URL is reached, `newest_stored` the newest step of the run that
         is stored, as the leader sees it, and `before_change` comes back when the state may change.
@@ -71,6 +73,7 @@ class FaultTolerantReplicas:
         self._before_change, self._say_goodbye = before_change, say_goodbye
         self._has_left = False
         self._leaves, self._stored_before = leaves, stored_before
+        self._phases = phases
         self._sums = GradientSums(manager, config.bucket_mib << 20)
         self._starter = ThreadPoolExecutor(1, "quorum", initializer=same_device_in_thread())
         self._started: Future[None] | None = None
@@ -168,12 +171,15 @@ class FaultTolerantReplicas:
     def _receive(self, source: Source) -> ReplicaError | None:
         """Take over the state of another; what went wrong, if anything did."""
         logger.info("Receiving the state of another replica, at sample %d.", source.progress)
+        self._phases.enter(Phase.HEALING, self._run.step)
         self._before_change()
         started_s = time.perf_counter()
         try:
             receive(self._link(source.url), source.progress, self._run)
         except ReplicaError as error:
             return error
+        finally:
+            self._phases.enter(Phase.QUORUM, self._run.step)
         taken = {"sample": source.progress, "seconds": time.perf_counter() - started_s}
         self._news.append(News("healed", taken))
         return None

@@ -14,6 +14,7 @@ from torchtitan_lite.errors import LighthouseError, ReplicaError
 from torchtitan_lite.lighthouse.client import tell_left
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import leader_says
+from torchtitan_lite.phases import Phases
 from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.replica.guard import Floor
@@ -39,6 +40,7 @@ def join(
     before_change: Callable[[], None],
     leaves: Callable[[], bool],
     stored_before: int,
+    phases: Phases,
 ) -> Iterator[Replicas]:
     """The replicas of a run whose state is ready, until the end of the block. Every rank must call
     it, as the last before the first step: who has joined is waited for. The rest is as
@@ -85,6 +87,7 @@ def join(
         say_goodbye=lambda replica_id: _say_goodbye(lighthouse, replica_id, token),
         leaves=leaves,
         stored_before=stored_before,
+        phases=phases,
     )
     try:
         yield replicas

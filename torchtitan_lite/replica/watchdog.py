@@ -1,4 +1,4 @@
-"""Ends a process that makes no progress, with its stacks. Layer: imports nothing of the project.
+"""Ends a process that makes no progress, with its stacks. Layer: above phases.
 
 The timer is the interpreter's own, in a thread that needs no lock of it: it also fires where Python
 cannot run, as in a call that hangs in compiled code. A process that is stopped altogether has to be
@@ -6,39 +6,16 @@ found out from outside.
 """
 
 import faulthandler
-from typing import Protocol
 
-_WAITING = 3
-"""Who waits for other replicas is given so many times as long: the one that hangs ends first."""
+from torchtitan_lite.phases import Phase
 
-
-class Watchdog(Protocol):
-    """Looks after one process."""
-
-    def working(self) -> None:
-        """Progress was made, and this process works on by itself."""
-        ...
-
-    def waiting(self) -> None:
-        """Progress was made, and other replicas are waited for."""
-        ...
-
-    def off(self) -> None:
-        """What comes now may take as long as it will."""
-        ...
-
-
-class NoWatchdog:
-    """Lets it hang."""
-
-    def working(self) -> None:
-        return None
-
-    def waiting(self) -> None:
-        return None
-
-    def off(self) -> None:
-        return None
+_PATIENCE = {
+    Phase.DATA: 1,
+    Phase.COMPUTE: 1,
+    # Who waits for other replicas is given longer: the one that hangs ends first.
+    Phase.COMMUNICATION: 3,
+}
+"""Times `hang_timeout_s`; a phase that is not here may take as long as it will."""
 
 
 class StackWatchdog:
@@ -48,14 +25,14 @@ class StackWatchdog:
     def __init__(self, hang_timeout_s: float) -> None:
         self._hang_timeout_s = hang_timeout_s
 
-    def working(self) -> None:
-        self._arm(self._hang_timeout_s)
-
-    def waiting(self) -> None:
-        self._arm(_WAITING * self._hang_timeout_s)
+    def entered(self, phase: Phase, step: int) -> None:
+        patience = _PATIENCE.get(phase)
+        if patience is None:
+            self.off()
+        else:
+            seconds = patience * self._hang_timeout_s
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
     def off(self) -> None:
+        """What comes now may take as long as it will."""
         faulthandler.cancel_dump_traceback_later()
-
-    def _arm(self, seconds: float) -> None:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=2)

@@ -8,15 +8,22 @@ import pytest
 
 _BEGINNING = """
 import ctypes, time
+from torchtitan_lite.phases import Phase
 from torchtitan_lite.replica.watchdog import StackWatchdog
 dog = StackWatchdog(0.5)
+
+def enter(phase):
+    dog.entered(phase, 0)
+
+def hung_here():
+    time.sleep(60)
 """
 _HANGS = {
-    "in Python": "def hung_here():\n    time.sleep(60)\ndog.working()\nhung_here()",
+    "in Python": "enter(Phase.COMPUTE)\nhung_here()",
     "in compiled code that keeps the interpreter": (
-        "def hung_here():\n    ctypes.PyDLL(None).sleep(60)\ndog.working()\nhung_here()"
+        "def hung_here():\n    ctypes.PyDLL(None).sleep(60)\nenter(Phase.COMPUTE)\nhung_here()"
     ),
-    "waiting for others": "def hung_here():\n    time.sleep(60)\ndog.waiting()\nhung_here()",
+    "waiting for others": "enter(Phase.COMMUNICATION)\nhung_here()",
 }
 
 
@@ -36,6 +43,9 @@ def test_a_process_that_hangs_ends_with_its_stack(hang: str) -> None:
 
 
 def test_progress_puts_it_off() -> None:
-    program = "for _ in range(8):\n    dog.working()\n    time.sleep(0.2)\ndog.off()\ntime.sleep(1)"
+    program = (
+        "for _ in range(8):\n    enter(Phase.COMPUTE)\n    time.sleep(0.2)\n"
+        "enter(Phase.BETWEEN)\ntime.sleep(1)"
+    )
     status, said, _ = _run(program)
     assert (status, said) == (0, "")
