@@ -10,11 +10,11 @@ ARGS ?=
 # One thread a process: the processes of a run share the cores.
 export OMP_NUM_THREADS ?= 1
 # Tests and checks ask no hub.
-test test-all bench: export HF_HUB_OFFLINE = 1
-test test-all bench: export HF_DATASETS_OFFLINE = 1
+test test-all chaos bench: export HF_HUB_OFFLINE = 1
+test test-all chaos bench: export HF_DATASETS_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all check fmt bench docs clean
+.PHONY: help setup train test test-all chaos check fmt bench docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test: setup ## Run the tests that every change must pass (ARGS="-k name" to choo
 
 test-all: setup ## Run all tests, the long matrices included.
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+chaos: setup ## Disturb a run with 200 seeded faults, and compare it with an undisturbed one.
+	$(BIN)/python -m scripts.chaos --faults 200 $(ARGS)
 
 check: setup ## Lint, format, types, layers, generated docs.
 	$(BIN)/ruff check .

@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
             lighthouse=options.lighthouse,
             min_replicas=options.min_replicas,
             max_restarts=options.max_restarts,
+            max_restart_delay_s=options.max_restart_delay_s,
             grace_s=options.grace_s,
             host=options.bind,
             log_dir=options.log_dir,
@@ -65,7 +66,7 @@ def _check(options: argparse.Namespace) -> None:
     if sys.platform != "linux":
         raise ConfigError(f"The launcher needs Linux, and this is {sys.platform}.")
     lowest = {"replicas": 1, "nproc_per_replica": 1, "min_replicas": 1, "max_restarts": 0}
-    for name, least in {**lowest, "grace_s": 0}.items():
+    for name, least in {**lowest, "grace_s": 0, "max_restart_delay_s": 0}.items():
         given = getattr(options, name)
         if given < least:
             option = "--" + name.replace("_", "-")
@@ -107,6 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-restarts", type=int, default=10, help="of a replica, in a row (default 10)"
+    )
+    parser.add_argument(
+        "--max-restart-delay-s",
+        type=float,
+        default=30.0,
+        help="between two attempts at a replica, which doubles up to it (default 30)",
     )
     parser.add_argument(
         "--log-dir", type=Path, help="default: launch_logs in job.dump_folder of the run"

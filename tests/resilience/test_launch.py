@@ -47,13 +47,17 @@ def of_the_run(folder: Path) -> list[psutil.Process]:
     return found
 
 
+def _replica_of(words: list[str]) -> int:
+    return int(words[words.index("--fault_tolerance.replica_id") + 1])
+
+
 def rank_of(folder: Path, replica: int) -> psutil.Process:
     """The one rank of a replica."""
     (found,) = (
         process
         for process in of_the_run(folder)
         if "torch.distributed.run" not in process.cmdline()
-        and process.cmdline()[-3:-2] == [str(replica)]
+        and _replica_of(process.cmdline()) == replica
     )
     return found
 

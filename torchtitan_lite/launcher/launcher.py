@@ -19,7 +19,7 @@ from torchtitan_lite.launcher.messenger import Messenger
 from torchtitan_lite.launcher.orphans import Orphans
 from torchtitan_lite.launcher.parent_death import adopt_orphans
 from torchtitan_lite.launcher.plan import Plan
-from torchtitan_lite.launcher.policy import GiveUp
+from torchtitan_lite.launcher.policy import GiveUp, RestartPolicy
 from torchtitan_lite.launcher.replica import Replica
 from torchtitan_lite.launcher.view import View
 
@@ -90,7 +90,7 @@ class Launcher:
             start,
             folder=plan.logs(number),
             metrics=plan.metrics(number),
-            max_restarts=plan.max_restarts,
+            policy=RestartPolicy(plan.max_restarts, max_delay_s=plan.max_restart_delay_s),
             on_failure=self._on_failure,
             say=self._view.say,
         )

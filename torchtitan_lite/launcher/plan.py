@@ -47,6 +47,8 @@ class Plan:
     host: str = "127.0.0.1"
     max_restarts: int = 10
     """In a row, of a replica or of the lighthouse."""
+    max_restart_delay_s: float = 30.0
+    """Between two attempts at a replica."""
     grace_s: float = 30.0
     """For ranks that were asked to leave, and for writers that are still busy at the end."""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -84,6 +86,7 @@ def training_plan(
     lighthouse: str,
     min_replicas: int,
     max_restarts: int,
+    max_restart_delay_s: float,
     grace_s: float,
     host: str,
     log_dir: Path | None,
@@ -92,14 +95,18 @@ def training_plan(
     folder = dump_folder(arguments)
 
     def group(replica: int) -> list[str]:
-        own = {"enable": "true", "replica_id": str(replica), "group_size": str(num_replicas)}
+        own = {
+            "enable": "true",
+            "replica_id": str(replica),
+            "group_size": str(num_replicas),
+            "lighthouse_join_timeout_ms": str(_JOIN_TIMEOUT_MS),
+        }
         added = [text for k, v in own.items() for text in (f"--fault_tolerance.{k}", v)]
         return torchrun_command(sys.executable, num_ranks, [str(train), *arguments, *added])
 
     def lighthouse_command(address: str) -> list[str]:
         options = ["--bind", address, "--min-replicas", str(min_replicas)]
-        if lighthouse == "builtin":
-            options += ["--join-timeout-ms", str(_JOIN_TIMEOUT_MS)]
+        options += ["--join-timeout-ms", str(_JOIN_TIMEOUT_MS)]
         return [sys.executable, "-m", _LIGHTHOUSES[lighthouse], *options]
 
     def messenger(address: str) -> list[str]:
@@ -114,6 +121,7 @@ def training_plan(
         log_dir=log_dir or folder / "launch_logs",
         host=host,
         max_restarts=max_restarts,
+        max_restart_delay_s=max_restart_delay_s,
         grace_s=grace_s,
         # torchft's own lighthouse cannot be told.
         messenger_command=messenger if lighthouse == "builtin" else None,

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torchtitan_lite.launcher.failure import Failure
 
-_LONGEST_DELAY_S = 30.0
-_HEALTHY_S = 60.0
+_HEALTHY_S = 20.0
 """Of work, after which earlier failures count no more."""
 _HOPELESS = 2
 """Equal failures in a row before any work, after which a wrong setting is the likeliest cause."""
@@ -32,10 +31,13 @@ class GiveUp:
 class RestartPolicy:
     """The attempts at one thing that should keep running."""
 
-    def __init__(self, max_restarts: int, *, first_delay_s: float = 1.0) -> None:
+    def __init__(
+        self, max_restarts: int, *, first_delay_s: float = 1.0, max_delay_s: float = 30.0
+    ) -> None:
         """`max_restarts` is how many in a row are made, the first after `first_delay_s`, each
-        further one after twice the delay, up to half a minute."""
+        further one after twice the delay, up to `max_delay_s`."""
         self._max_restarts, self._first_delay_s = max_restarts, first_delay_s
+        self._max_delay_s = max_delay_s
         self._row: list[Failure] = []
         self._working_since_s: float | None = None
         self._hopeless = 0
@@ -73,4 +75,4 @@ class RestartPolicy:
             reason = f"it failed {len(self._row)} times in a row"
             return GiveUp(reason, self._row[0])
         doublings = len(self._row) - 1
-        return Restart(min(self._first_delay_s * 2**doublings, _LONGEST_DELAY_S))
+        return Restart(min(self._first_delay_s * 2**doublings, self._max_delay_s))

@@ -1,4 +1,4 @@
-"""How far a replica is, read from the files that it writes. Layer: imports nothing of the project.
+"""How far a replica is, read from the files that it writes. Layer: above tail.
 
 Invariant: what an earlier attempt has written is not taken for progress of this one. The trainer
 may replace `metrics.jsonl` at its start, by a copy without the steps that it will take again.
@@ -10,42 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.launcher.tail import Tail
+
 _HEALING = b"Receiving the state of another replica"
 _HEALED = b"Training goes on at sample"
-
-
-class _Tail:
-    """What is appended to a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file, self._place = self._now()
-        self._partial = b""
-
-    def lines(self) -> list[bytes]:
-        """Those that have become whole since."""
-        file, size = self._now()
-        if file != self._file and self._file is not None:
-            # The file was replaced: what it holds already is old.
-            self._place, self._partial = size, b""
-        self._file = file
-        if size <= self._place:
-            return []
-        with suppress(OSError), self._path.open("rb") as opened:
-            opened.seek(self._place)
-            content = opened.read()
-            self._place += len(content)
-            *lines, self._partial = (self._partial + content).split(b"\n")
-            return lines
-        return []
-
-    def _now(self) -> tuple[int | None, int]:
-        """Which file lies there, and its size in bytes."""
-        try:
-            stat = self._path.stat()
-        except OSError:
-            return None, 0
-        return stat.st_ino, stat.st_size
 
 
 class Progress:
@@ -54,7 +22,7 @@ class Progress:
     def __init__(self, metrics: Path, leader_log: Path) -> None:
         """Begin with what is written from now on: `metrics` is the metrics.jsonl of the replica,
         `leader_log` what its rank 0 prints."""
-        self._metrics, self._log = _Tail(metrics), _Tail(leader_log)
+        self._metrics, self._log = Tail(metrics), Tail(leader_log)
         self.is_healing = False
         """Whether the state of another replica is being received."""
         self.record: Mapping[str, Any] | None = None

@@ -45,7 +45,7 @@ class Replica:
         *,
         folder: Path,
         metrics: Path,
-        max_restarts: int,
+        policy: RestartPolicy,
         on_failure: Callable[["Replica"], None],
         say: Callable[[str], None],
     ) -> None:
@@ -61,7 +61,7 @@ class Replica:
         self.was_killed = False
         """Whether it was asked to leave and did not in time."""
         self._start, self._folder, self._metrics = start, folder, metrics
-        self._policy = RestartPolicy(max_restarts)
+        self._policy = policy
         self._on_failure, self._tell = on_failure, say
         self._group: Group | None = None
         self._is_stopping = False

@@ -12,7 +12,6 @@ import sys
 from importlib.machinery import PathFinder
 from types import ModuleType
 
-_JOIN_TIMEOUT_MS = 2000
 _QUORUM_TICK_MS = 50
 _HEARTBEAT_TIMEOUT_MS = 1000
 
@@ -22,13 +21,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m torchtitan_lite.launcher.torchft_lighthouse")
     parser.add_argument("--bind", required=True, metavar="HOST:PORT")
     parser.add_argument("--min-replicas", type=int, default=1)
+    parser.add_argument("--join-timeout-ms", type=int, required=True)
     options = parser.parse_args(argv)
     host = options.bind.rpartition(":")[0]
     try:
         server = _compiled_half().LighthouseServer(
             options.bind,
             options.min_replicas,
-            join_timeout_ms=_JOIN_TIMEOUT_MS,
+            join_timeout_ms=options.join_timeout_ms,
             quorum_tick_ms=_QUORUM_TICK_MS,
             heartbeat_timeout_ms=_HEARTBEAT_TIMEOUT_MS,
         )

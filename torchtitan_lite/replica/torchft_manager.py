@@ -21,9 +21,10 @@ from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.guard import Floor
 
-_CALL_S = 15.0
-"""Of one call for a quorum, after which it is asked for again. Longer than a lighthouse waits for
-others to join, and no longer: where it was started again, the call under way is lost."""
+_CALL_JOIN_TIMEOUTS = 1.5
+"""Of the lighthouse, that one call for a quorum may take before it is asked for again, and a second
+more. Longer than it waits for others to join, and not by much: where it was started again, the call
+under way is lost."""
 _RETRY_S = 0.5
 _GROUPS = {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}
 
@@ -52,6 +53,7 @@ class QuorumManager(Manager):
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         group: ProcessGroup = _GROUPS[config.process_group](timeout=timeout)
         deadline = time.monotonic() + config.quorum_timeout_s
+        call_s = 1 + _CALL_JOIN_TIMEOUTS * config.lighthouse_join_timeout_ms / 1000
         while True:
             try:
                 super().__init__(
@@ -63,7 +65,7 @@ class QuorumManager(Manager):
                     timeout=timeout,
                     # Only the leader asks again: the others must get what it gets.
                     quorum_timeout=timedelta(
-                        seconds=min(_CALL_S, config.quorum_timeout_s)
+                        seconds=min(call_s, config.quorum_timeout_s)
                         if rank == 0
                         else config.quorum_timeout_s
                     ),

@@ -31,18 +31,18 @@ def test_delays_double_up_to_half_a_minute_and_end() -> None:
     assert decision.reason == "it failed 8 times in a row"
 
 
-def test_a_minute_of_work_forgives() -> None:
+def test_twenty_seconds_of_work_forgives() -> None:
     policy = RestartPolicy(2)
     for _ in range(2):
         policy.started()
         policy.failed(KILLED, 0)
     policy.started()
     policy.worked(100)
-    policy.worked(150)
-    assert delay_s(policy.failed(KILLED, 160)) == 1
+    policy.worked(110)
+    assert delay_s(policy.failed(KILLED, 120)) == 1
     policy.started()
     policy.worked(200)
-    assert delay_s(policy.failed(KILLED, 259)) == 2
+    assert delay_s(policy.failed(KILLED, 219)) == 2
 
 
 def test_starting_for_a_minute_forgives_nothing() -> None:

@@ -55,6 +55,7 @@ def test_plan(config: str) -> None:
         lighthouse="torchft",
         min_replicas=2,
         max_restarts=1,
+        max_restart_delay_s=30,
         grace_s=7.5,
         host="127.0.0.1",
         log_dir=None,
@@ -63,7 +64,8 @@ def test_plan(config: str) -> None:
     assert "--nproc-per-node=4 --max-restarts=0" in command
     assert command.endswith(
         f"train.py --config {config} --training.steps=3 --fault_tolerance.enable true "
-        "--fault_tolerance.replica_id 1 --fault_tolerance.group_size 2"
+        "--fault_tolerance.replica_id 1 --fault_tolerance.group_size 2 "
+        "--fault_tolerance.lighthouse_join_timeout_ms 2000"
     )
     assert plan.lighthouse_command("a:1")[-4:] == ["--bind", "a:1", "--min-replicas", "2"]
     assert plan.logs(1) == Path("from_file/launch_logs/replica_001")

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
+from torchtitan_lite.launcher.policy import RestartPolicy
 from torchtitan_lite.launcher.progress import Progress
 from torchtitan_lite.launcher.replica import Replica, State
 from torchtitan_lite.launcher.view import PlainLines, in_words, table
@@ -24,7 +25,7 @@ def replica(number: int, state: State, record: dict[str, Any] | None, folder: Pa
         never,
         folder=folder,
         metrics=folder / "metrics.jsonl",
-        max_restarts=1,
+        policy=RestartPolicy(1),
         on_failure=never,
         say=print,
     )

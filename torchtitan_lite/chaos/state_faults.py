@@ -1,0 +1,146 @@
+"""Checkpoints and snapshots that are damaged, lost, or cannot be written. Layer: above
+process_faults.
+
+After most of them all replicas die, so that what is left has to be used.
+"""
+
+import resource
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from torchtitan_lite.chaos.kind import Kind, Target, kinds_of
+from torchtitan_lite.chaos.process_faults import all_replicas_killed, rank_killed
+from torchtitan_lite.chaos.scene import Missed
+
+_FLIPPED = 64
+_FULL_S = 3.0
+_SAVE_S = 60.0
+_WRITERS_S = 30.0
+
+
+def killed_in_the_middle_of_a_save(target: Target) -> None:
+    scene = target.scene
+
+    def under_way() -> bool:
+        known = {path.name for path in scene.stored()}
+        inside = (scene.folder / "checkpoint").iterdir()
+        return any(path.is_dir() and path.name not in known for path in inside)
+
+    scene.wait_until(under_way, "a save", _SAVE_S)
+    rank_killed(target)
+
+
+def newest_checkpoint_damaged(target: Target) -> None:
+    """Bits of its newest file turn over on the disk, and memory is lost."""
+    _without_memory(target)
+    files = sorted(_newest(target).glob("*.safetensors"))
+    _damage(target.draw.choice(files), target)
+
+
+def newest_checkpoint_cut_short(target: Target) -> None:
+    """As on a filesystem that has lost what it had promised to keep."""
+    _without_memory(target)
+    file = target.draw.choice(sorted(_newest(target).glob("*.safetensors")))
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+def newest_checkpoint_lost(target: Target) -> None:
+    _without_memory(target)
+    shutil.rmtree(_newest(target))
+
+
+def manifest_damaged(target: Target) -> None:
+    _without_memory(target)
+    _damage(_newest(target) / "manifest.json", target)
+
+
+def memory_lost(target: Target) -> None:
+    """As when a machine starts anew: only checkpoints are left."""
+    _without_memory(target)
+
+
+def memory_damaged(target: Target) -> None:
+    """Snapshots of a replica turn bad while nobody looks after them."""
+    regions = target.scene.snapshots(target.replica)
+    if not regions:
+        raise Missed("no snapshot is there")
+    _kill_with_writers(target)
+    for region in regions:
+        with suppress(FileNotFoundError):
+            _damage(region, target, times=_FLIPPED)
+
+
+def storage_full(target: Target) -> None:
+    """Nothing can be written for a while."""
+    writers = target.scene.writers(target.replica)
+    if not writers:
+        raise Missed("no writer is there")
+    before = {}
+    try:
+        for writer in writers:
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                before[writer.pid] = resource.prlimit(writer.pid, resource.RLIMIT_FSIZE)
+                hard = before[writer.pid][1]
+                resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (0, hard))
+        time.sleep(_FULL_S)
+    finally:
+        for pid, limits in before.items():
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+
+KINDS: dict[str, Kind] = kinds_of(
+    killed_in_the_middle_of_a_save,
+    newest_checkpoint_damaged,
+    newest_checkpoint_cut_short,
+    newest_checkpoint_lost,
+    manifest_damaged,
+    memory_lost,
+    memory_damaged,
+    storage_full,
+)
+
+
+def _newest(target: Target) -> Path:
+    stored = target.scene.stored()
+    # The only one there is has nothing before it.
+    if len(stored) < 2:
+        raise Missed("fewer than two checkpoints are stored")
+    return stored[-1]
+
+
+def _without_memory(target: Target) -> None:
+    """All replicas die at once, and what they held in shared memory goes."""
+    _newest(target)
+    _kill_with_writers(target)
+    for replica in range(target.scene.num_replicas):
+        for region in target.scene.snapshots(replica):
+            region.unlink(missing_ok=True)
+
+
+def _kill_with_writers(target: Target) -> None:
+    scene = target.scene
+    writers = [one for number in range(scene.num_replicas) for one in scene.writers(number)]
+    all_replicas_killed(target)
+    for writer in writers:
+        with suppress(psutil.NoSuchProcess):
+            writer.kill()
+    _, left = psutil.wait_procs(writers, timeout=_WRITERS_S)
+    if left:
+        raise Missed("a writer would not end")
+
+
+def _damage(path: Path, target: Target, times: int = 1) -> None:
+    size = path.stat().st_size
+    with path.open("r+b") as opened:
+        for _ in range(times):
+            place = target.draw.randrange(size)
+            opened.seek(place)
+            byte = opened.read(1)
+            opened.seek(place)
+            opened.write(bytes([byte[0] ^ 0xFF]))

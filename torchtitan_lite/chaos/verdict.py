@@ -1,0 +1,117 @@
+"""Whether a disturbed run has come out as one that nothing has disturbed. Layer: above follower.
+
+Every loss, the number of targets of every step and the final state are compared. A loss is a sum
+over all samples of a step: one that is left out, used twice or used in another step shows.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torchtitan_lite.chaos.follower import ToldStep
+from torchtitan_lite.checkpoint.interchange.to_dcp import whole
+from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
+from torchtitan_lite.checkpoint.storage.names import step_of
+from torchtitan_lite.checkpoint.storage.storage import open_storage
+from torchtitan_lite.checkpoint.verify import verify
+
+_SHOWN = 5
+_STRAIGHT_S = 3600.0
+
+
+class StraightRunFailed(Exception):
+    """There is nothing to compare with."""
+
+
+def newest_stored(folder: Path) -> int:
+    """The newest step of a run's checkpoints; 0 when there is none."""
+    found = (step_of(path.name) for path in (folder / "checkpoint").glob("step-*"))
+    return max((step for step in found if step is not None), default=0)
+
+
+def straight_run(arguments: Sequence[str], folder: Path, steps: int) -> list[ToldStep]:
+    """The same run in one process up to `steps`, into `folder`. Raises StraightRunFailed."""
+    own = [f"--job.dump_folder={folder}", f"--training.steps={steps}"]
+    # Only its end is wanted.
+    own += [f"--checkpoint.interval={steps}", "--checkpoint.enable_first_step_checkpoint=false"]
+    ended = subprocess.run(
+        [sys.executable, "train.py", *arguments, *own],
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_STRAIGHT_S,
+    )
+    if ended.returncode:
+        raise StraightRunFailed(ended.stdout[-3000:])
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    names = ("step", "loss", "num_target_tokens", "num_replicas")
+    return [
+        ToldStep(replica=0, **{name: line[name] for name in names})
+        for line in lines
+        if "event" not in line and not line["skipped"]
+    ]
+
+
+def differences(
+    told: Sequence[ToldStep], straight: Sequence[ToldStep], tolerance: float
+) -> list[str]:
+    """What the disturbed run told otherwise, for people: steps that are missing, and those whose
+    targets or losses differ, by `tolerance` (relative) or more."""
+    expected = {one.step: one for one in straight}
+    missing = sorted(expected.keys() - {one.step for one in told})
+    # One that dies between a step and its line has told nobody; another has.
+    found = [f"steps that nobody told of: {missing[:_SHOWN]}"] if missing else []
+    wrong = [line for one in told for line in _difference(one, expected, tolerance)]
+    more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+    return [*found, *wrong[:_SHOWN], *more]
+
+
+def _difference(told: ToldStep, expected: dict[int, ToldStep], tolerance: float) -> Iterator[str]:
+    wanted = expected.get(told.step)
+    if wanted is None:
+        yield f"step {told.step} of replica {told.replica} is beyond the last stored"
+        return
+    who = f"step {told.step} of replica {told.replica}"
+    if told.num_target_tokens != wanted.num_target_tokens:
+        yield f"{who}: {told.num_target_tokens} targets, wanted {wanted.num_target_tokens}"
+    off = abs(told.loss - wanted.loss) / abs(wanted.loss)
+    if not off <= tolerance:
+        yield f"{who}: loss {told.loss}, wanted {wanted.loss}: off by {off:.1e}"
+
+
+def furthest(told: Sequence[ToldStep], straight: Sequence[ToldStep]) -> float:
+    """The largest relative difference of a loss."""
+    expected = {one.step: one.loss for one in straight}
+    return max(
+        (abs(one.loss - expected[one.step]) / abs(expected[one.step]) for one in told), default=0.0
+    )
+
+
+def state_differences(
+    disturbed: Path, straight: Path, step: int, tolerance: float
+) -> tuple[list[str], float]:
+    """Where the state of `step` differs, for people, and the largest difference of a tensor,
+    relative to its largest element. `disturbed` and `straight` are the dump folders."""
+    name = f"step-{step}"
+    storages = [open_storage(str(folder / "checkpoint")) for folder in (disturbed, straight)]
+    damage = [str(one) for one in verify(storages[0], name)]
+    if damage:
+        return damage[:_SHOWN], 1.0
+    ours, theirs = (StoredSnapshot(storage, name) for storage in storages)
+    if ours.tensors.keys() != theirs.tensors.keys():
+        return [f"other tensors: {sorted(ours.tensors.keys() ^ theirs.tensors.keys())}"], 1.0
+    found, largest = [], 0.0
+    for tensor in ours.tensors:
+        one, other = whole(ours, tensor), whole(theirs, tensor)
+        scale = other.abs().max().item() or 1.0
+        off = (one - other).abs().max().item() / scale if one.numel() else 0.0
+        largest = max(largest, off)
+        if not off <= tolerance:
+            found.append(f"{tensor}: off by {off:.1e}")
+    if ours.saved.values != theirs.saved.values:
+        found.append(f"values {ours.saved.values}, wanted {theirs.saved.values}")
+    return found[:_SHOWN], largest
