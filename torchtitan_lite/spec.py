@@ -96,10 +96,17 @@ class Schedule(Protocol):
     min_microbatches: int
     """`run` wants at least as many."""
 
-    def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> torch.Tensor:
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        backward: bool,
+        before_last: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
         """This rank's share of the loss of `microbatches`: a detached 0-d tensor, whose sum over
         all ranks is the loss summed over target tokens. With `backward`, the gradients of that
-        sum, reduced over the mesh, are in `.grad`."""
+        sum, reduced over the mesh, are in `.grad`. `before_last` is called before the one backward
+        that makes every gradient final, where there is such a one."""
         ...
 
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -156,8 +157,10 @@ def train_step(job: Job) -> StepReport:
     job.phases.enter(Phase.COMPUTE, state.step)
     device = job.mesh.device.torch_device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    parameters = list(state.model.parameters())
     if microbatches:
-        loss_sum += job.schedule.run(microbatches, backward=True)
+        overlap = partial(job.replicas.sum_during_backward, parameters)
+        loss_sum += job.schedule.run(microbatches, backward=True, before_last=overlap)
     num_targets = sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches)
     of_step = torch.cat(
         [
@@ -168,7 +171,6 @@ def train_step(job: Job) -> StepReport:
             job.router_balance.counted(device),
         ]
     )
-    parameters = list(state.model.parameters())
     job.phases.enter(Phase.COMMUNICATION, state.step)
     job.replicas.sum_(parameters, of_step)
     gradients = local_gradients(parameters)

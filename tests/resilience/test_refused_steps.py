@@ -28,10 +28,12 @@ def run_with_bad_steps(folder: Path, bad_runs: set[int], overrides: dict[str, An
     runs = 0
     healthy = OneStage.run
 
-    def run(self: OneStage, microbatches: Any, *, backward: bool) -> torch.Tensor:
+    def run(
+        self: OneStage, microbatches: Any, *, backward: bool, before_last: Any = None
+    ) -> torch.Tensor:
         nonlocal runs
         runs += 1
-        loss = healthy(self, microbatches, backward=backward)
+        loss = healthy(self, microbatches, backward=backward, before_last=before_last)
         last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
         if runs in bad_runs and last:
             gradient = next(self._model.parameters()).grad

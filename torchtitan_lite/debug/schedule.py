@@ -19,10 +19,16 @@ class ScheduleInside:
         self._context = context
         self.min_microbatches = schedule.min_microbatches
 
-    def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> torch.Tensor:
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        backward: bool,
+        before_last: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
         """See `spec.Schedule`."""
         with self._context():
-            return self._schedule.run(microbatches, backward=backward)
+            return self._schedule.run(microbatches, backward=backward, before_last=before_last)
 
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """See `spec.Schedule`."""

@@ -6,7 +6,7 @@ Masks, positions and targets reach every stage with the microbatch, so only hidd
 between stages. Layer: above mesh and spec; `stages`, `step_order`, `sequence_cut`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,8 +62,14 @@ class Pipeline:
             part = self._stages[self._last]
             part.forward = partial(part.forward, loss=loss)
 
-    def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> torch.Tensor:
-        """See `spec.Schedule`."""
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        backward: bool,
+        before_last: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """See `spec.Schedule`. Stages take turns until the end, so no backward is the last."""
         batches = [self._cut.cut(mb.to(self._device)) for mb in microbatches]
         batch_size, length = batches[0].tokens_BS.shape
         schedule = self._schedule(len(batches), batch_size, length, backward)

@@ -3,7 +3,7 @@
 Layer: above mesh and spec.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -61,7 +61,13 @@ class OneStage:
         # The ranks that share the matrices all compute the same loss.
         self._copies = mesh.degrees.tp
 
-    def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> torch.Tensor:
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        backward: bool,
+        before_last: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
         """See `spec.Schedule`."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for number, microbatch in enumerate(microbatches, start=1):
@@ -80,6 +86,8 @@ class OneStage:
                     loss=self._loss,
                 )
             if backward:
+                if before_last is not None and number == len(microbatches):
+                    before_last()
                 loss.backward()
             total += loss.detach()
         if not backward:

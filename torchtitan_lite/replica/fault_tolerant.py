@@ -220,6 +220,9 @@ class FaultTolerantReplicas:
                 "resume from what is stored."
             )
 
+    def sum_during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._sums.during_backward(parameters)
+
     def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         self._sums.sum_(parameters, counts)
 

@@ -1,18 +1,22 @@
 """Adds gradients up over replicas, in flat buckets. Layer: above torchft_manager and optim.
 
 A rank's peers in other replicas hold the same shards of the same parameters, so that flat buckets
-of local shards serve every parallelism inside a replica.
+of local shards serve every parallelism inside a replica. A bucket may travel as soon as all its
+gradients are there, while backward makes the next ones.
+
+Invariant: buckets travel in one order, which follows from the parameters alone, and what is counted
+travels last: a replica without samples makes the same calls as the others.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.redistribute import align_gradient
-from torchtitan_lite.replica.torchft_manager import QuorumManager
+from torchtitan_lite.replica.torchft_manager import QuorumManager, Sum
 from torchtitan_lite.torch_compat import foreach_copy_
 
 _IN_FLIGHT = 3
@@ -24,44 +28,90 @@ class GradientSums:
 
     def __init__(self, manager: QuorumManager, bucket_bytes: int) -> None:
         self._manager, self._bucket_bytes = manager, bucket_bytes
+        self._parameters: list[nn.Parameter] = []
+        self._buckets: list[list[nn.Parameter]] = []
+        self._bucket_of: dict[nn.Parameter, int] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._missing: list[int] | None = None
+        """Gradients that each bucket waits for; None when no backward is listened to."""
+        self._num_sent = 0
+        self._moving: deque[tuple[list[torch.Tensor], torch.Tensor, Sum]] = deque()
         self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+
+    def during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The next backward makes the gradients of `parameters` final: send each bucket when it is
+        full. `sum_` must follow."""
+        self._plan(parameters)
+        self._missing = [len(bucket) for bucket in self._buckets]
 
     def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         """Add `.grad` and `counts` (float64) over all that take part. A gradient that a replica
         has not, as for want of samples, counts as zero; one that nobody has stays None."""
-        present = torch.tensor(
-            [float(parameter.grad is not None) for parameter in parameters], dtype=torch.float64
-        )
-        numbers = torch.cat([counts, present.to(counts.device)])
+        self._missing = None
+        present = [float(parameter.grad is not None) for parameter in parameters]
+        self._plan(parameters)
+        while self._num_sent < len(self._buckets):
+            if len(self._moving) == _IN_FLIGHT:
+                self._empty(*self._moving.popleft())
+            self._send()
+        numbers = torch.cat([counts, torch.tensor(present, dtype=torch.float64).to(counts.device)])
         counting = self._manager.sum_(numbers)
-        gradients = [_gradient(parameter) for parameter in parameters]
-        moving: deque[tuple[list[torch.Tensor], torch.Tensor, torch.distributed.Work]] = deque()
-        for bucket in self._buckets(gradients):
-            if len(moving) == _IN_FLIGHT:
-                self._empty(*moving.popleft())
-            flat = self._flat(bucket)
-            foreach_copy_(_views(flat, bucket), bucket)
-            moving.append((bucket, flat, self._manager.sum_(flat)))
+        while self._moving:
+            self._empty(*self._moving.popleft())
         counting.wait()
-        while moving:
-            self._empty(*moving.popleft())
+        self._num_sent = 0
         counts.copy_(numbers[: len(counts)])
         for parameter, holders in zip(parameters, numbers[len(counts) :].tolist(), strict=True):
             if not holders:
                 parameter.grad = None
 
-    def _buckets(self, gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Of one dtype and device each, in the order of the parameters."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-        for gradient in gradients:
-            kind = (gradient.dtype, gradient.device)
-            if sizes.get(kind, 0) + gradient.nbytes > self._bucket_bytes and kinds.get(kind):
-                yield kinds.pop(kind)
-                sizes[kind] = 0
-            kinds.setdefault(kind, []).append(gradient)
-            sizes[kind] = sizes.get(kind, 0) + gradient.nbytes
-        yield from kinds.values()
+    def _plan(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Buckets of one dtype and device each, from the last parameter to the first, since
+        backward ends with the first."""
+        if _are_the_same(parameters, self._parameters):
+            return
+        assert not self._num_sent, "the parameters changed while their gradients were summed"
+        for hook in self._hooks:
+            hook.remove()
+        self._parameters = list(parameters)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            for parameter in parameters
+        ]
+        buckets: list[list[nn.Parameter]] = []
+        kind, size = None, 0
+        for parameter in reversed(self._parameters):
+            local = _local(parameter)
+            if kind != (local.dtype, local.device) or size + local.nbytes > self._bucket_bytes:
+                buckets.append([])
+                kind, size = (local.dtype, local.device), 0
+            buckets[-1].append(parameter)
+            size += local.nbytes
+        self._buckets = buckets
+        self._bucket_of = {one: place for place, bucket in enumerate(buckets) for one in bucket}
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if self._missing is None:
+            return
+        place = self._bucket_of[parameter]
+        if place < self._num_sent:
+            raise AssertionError("a gradient was made again after it had been sent")
+        self._missing[place] -= 1
+        # Never waits: it is the others whom this rank would wait for in the middle of its work.
+        while self._num_sent < len(self._buckets) and not self._missing[self._num_sent]:
+            if len(self._moving) == _IN_FLIGHT:
+                if not self._moving[0][2].is_done():
+                    return
+                self._empty(*self._moving.popleft())
+            self._send()
+
+    def _send(self) -> None:
+        """Let the next bucket travel."""
+        bucket = [_gradient(parameter) for parameter in self._buckets[self._num_sent]]
+        self._num_sent += 1
+        flat = self._flat(bucket)
+        foreach_copy_(_views(flat, bucket), bucket)
+        self._moving.append((bucket, flat, self._manager.sum_(flat)))
 
     def _flat(self, bucket: Sequence[torch.Tensor]) -> torch.Tensor:
         """Memory for a bucket, kept from one step to the next."""
@@ -73,13 +123,17 @@ class GradientSums:
         elements = max(length, self._bucket_bytes // first.dtype.itemsize)
         return torch.empty(elements, dtype=first.dtype, device=first.device)[:length]
 
-    def _empty(
-        self, bucket: list[torch.Tensor], flat: torch.Tensor, work: torch.distributed.Work
-    ) -> None:
+    def _empty(self, bucket: list[torch.Tensor], flat: torch.Tensor, work: Sum) -> None:
         work.wait()
         foreach_copy_(bucket, _views(flat, bucket))
         whole = flat.as_strided((flat.untyped_storage().nbytes() // flat.itemsize,), (1,))
         self._free[flat.dtype, flat.device].append(whole)
+
+
+def _are_the_same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
+    return len(some) == len(others) and all(
+        one is other for one, other in zip(some, others, strict=True)
+    )
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -88,7 +142,11 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
         parameter.grad = torch.zeros_like(parameter)
     gradient = align_gradient(parameter)
     assert gradient is not None
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return _local(gradient)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _views(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> list[torch.Tensor]:

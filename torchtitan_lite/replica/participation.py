@@ -71,6 +71,10 @@ class Replicas(Protocol):
         """Who has agreed, as those who write checkpoints together."""
         ...
 
+    def sum_during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The next backward is the last of this step: gradients may be added up as they come."""
+        ...
+
     def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         """Add the gradients of this rank's parameters, and `counts`, over the replicas in place. A
         rank's peers in other replicas hold the same shards."""
@@ -104,6 +108,9 @@ class SingleReplica:
     @property
     def coworkers(self) -> Coworkers:
         return ALONE
+
+    def sum_during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
+        return None
 
     def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         return None

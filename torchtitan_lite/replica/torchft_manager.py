@@ -123,15 +123,32 @@ class QuorumManager(Manager):
         and says counts."""
         return True
 
-    def sum_(self, flat: torch.Tensor) -> dist.Work:
+    def sum_(self, flat: torch.Tensor) -> "Sum":
         """Begin to add `flat` over all that take part, in place."""
-        return self.allreduce(flat, reduce_op=dist.ReduceOp.SUM)  # pyright: ignore[reportArgumentType]
+        return Sum(self.allreduce(flat, reduce_op=dist.ReduceOp.SUM))  # pyright: ignore[reportArgumentType]
 
     def fail(self, reason: str) -> None:
         """Give this step up, here and at once in all other replicas."""
         if self.errored() is None:
             self.report_error(RuntimeError(reason))
         self.group.abort()
+
+
+class Sum:
+    """One that is under way. Its failure is the manager's to tell."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        # What torchft hands out does not know it, but holds who does; a sum that it has given up
+        # holds nobody.
+        inner = getattr(self._work, "_work", None)
+        return inner is None or inner.is_completed()
+
+    def wait(self) -> None:
+        self._work.wait()
 
 
 def same_device_in_thread() -> Callable[[], None]:

@@ -67,7 +67,8 @@ def test_plan(config: str) -> None:
         "--fault_tolerance.replica_id 1 --fault_tolerance.group_size 2 "
         "--fault_tolerance.lighthouse_join_timeout_ms 2000"
     )
-    assert plan.lighthouse_command("a:1")[-4:] == ["--bind", "a:1", "--min-replicas", "2"]
+    options = "--bind a:1 --min-replicas 2 --join-timeout-ms 2000"
+    assert " ".join(plan.lighthouse_command("a:1")).endswith(options)
     assert plan.logs(1) == Path("from_file/launch_logs/replica_001")
     assert plan.metrics(0) == Path("from_file/replica_000/metrics.jsonl")
 
