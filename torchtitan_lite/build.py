@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite import rng
+from torchtitan_lite.anomalies import Judge
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.config import Config, to_toml
 from torchtitan_lite.data import OpenedData, open_data
@@ -190,7 +191,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             ),
             seq_len=config.training.seq_len,
             max_norm=config.training.max_norm,
-            max_skipped_steps=config.debug.max_skipped_steps,
+            judge=Judge(config.anomalies, config.debug.max_skipped_steps),
             train_timeout_s=config.comm.train_timeout_seconds,
             step_context=step_context,
         )

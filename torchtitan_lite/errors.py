@@ -39,7 +39,7 @@ class LayoutError(UserError):
 
 
 class TrainingDiverged(UserError):
-    """Too many steps in a row had a non-finite loss or gradient."""
+    """A step, or too many in a row, had a loss or gradient that is not finite or that spikes."""
 
 
 class RedistributionError(UserError):

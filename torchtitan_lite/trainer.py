@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torchtitan_lite.anomalies import REPEAT, Action, Judge, Verdict
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.outcome import NUM_SIGNALS
 from torchtitan_lite.data import share_of_step
@@ -25,6 +26,7 @@ from torchtitan_lite.parallel.router_balance import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import LeaveRequested, News, Replicas, Share
+from torchtitan_lite.roll_back import roll_back
 from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
 from torchtitan_lite.train_state import TrainState
 
@@ -54,7 +56,9 @@ class StepReport:
     """Indices in the global order of the samples that this rank used."""
     data_time_s: float
     news: tuple[News, ...] = ()
-    """Of the replicas."""
+    """Of the replicas, and of a step that was not committed for its numbers."""
+    diverged: str = ""
+    """Why the run ends here; empty: it goes on."""
     step_time_s: float = 0.0
     checkpoint_stall_s: float = 0.0
     failed_saves: int = 0
@@ -85,7 +89,7 @@ class Job:
     local_batch_size: int
     seq_len: int
     max_norm: float
-    max_skipped_steps: int
+    judge: Judge
     train_timeout_s: float
     step_context: Callable[[int], AbstractContextManager[object]] = nullcontext
     """The number of a step -> what it runs in."""
@@ -94,11 +98,10 @@ class Job:
 def train(job: Job) -> bool:
     """Take steps until the last one, or until some rank is asked to leave; then save.
 
-    Returns whether the last step was reached. Raises TrainingDiverged after too many refused
-    steps in a row, with the last good state saved.
+    Returns whether the last step was reached. Raises TrainingDiverged where a step is so bad, or so
+    many were, that the run shall end, with the last good state saved.
     """
     state = job.state
-    refused_in_a_row = 0
     leave = False
     first = True
     while state.step < job.steps and not leave:
@@ -109,8 +112,6 @@ def train(job: Job) -> bool:
         except LeaveRequested:
             break
         leave = report.leave
-        if not report.failed:
-            refused_in_a_row = 0 if report.committed else refused_in_a_row + 1
         job.phases.enter(Phase.CHECKPOINT, state.step)
         stall_s = job.checkpoints.after_step() if report.committed else 0.0
         job.phases.enter(Phase.BETWEEN, state.step)
@@ -124,15 +125,15 @@ def train(job: Job) -> bool:
         )
         for hook in job.hooks:
             hook(state, report)
-        if refused_in_a_row == job.max_skipped_steps and not report.failed:
+        if report.diverged:
             job.replicas.close()
+            state.history.forget_rows()
             folder = job.checkpoints.final_save(finished=False)
             raise TrainingDiverged(
-                f"{refused_in_a_row} steps in a row had a loss or gradient that is not finite "
-                f"(debug.max_skipped_steps). The weights are those of step {state.step}"
+                f"{report.diverged} The weights are those of step {state.step}"
                 + (f", saved in {folder}." if folder else ", and checkpoint.enable is false.")
-                + " Lower optimizer.lr, or look at the samples of the last steps with "
-                "debug.sample_ledger = true."
+                + " Lower optimizer.lr, or look at these samples (debug.sample_ledger = true tells "
+                "which rank used them)."
             )
         if first:
             # The first step compiles and connects, and is given longer.
@@ -189,20 +190,24 @@ def train_step(job: Job) -> StepReport:
     grad_norm = math.sqrt(squares) / targets if targets and squares >= 0 else math.nan
     loss = loss / targets if targets else math.nan
     lr = state.schedule.lr(state.step)
-    committed = settled and math.isfinite(loss) and math.isfinite(grad_norm)
     number, step_size = state.step + 1, share.step_size(job.global_batch_size)
+    verdict = job.judge.judge(loss, grad_norm, state.history) if settled else REPEAT
+    committed = verdict.action is Action.COMMIT
     if committed:
         scale_(gradients, min(1.0, job.max_norm / (grad_norm + 1e-6)) / targets)
         state.optimizer.step(lr)
         state.step += 1
         state.tokens += step_size * job.seq_len
-    elif settled:
-        logger.warning("Step %d refused: loss %s, gradient norm %s.", number, loss, grad_norm)
+        state.history.committed(state.step, loss, grad_norm, window=job.judge.window)
     router_loads = job.router_balance.settle(router_counts, committed=committed)
     state.optimizer.zero_grad()
     if settled:
         state.cursor += step_size
-    if not leave and state.step < job.steps:
+    news, diverged = [], ""
+    if settled and not committed:
+        samples = range(state.cursor - step_size, state.cursor)
+        news, diverged = _refuse(job, share, verdict, loss, grad_norm, samples)
+    if not leave and not diverged and state.step < job.steps:
         job.replicas.begin()
     return StepReport(
         number=number,
@@ -218,8 +223,30 @@ def train_step(job: Job) -> StepReport:
         router_loads=router_loads,
         samples=tuple(sample for mb in microbatches for sample in mb.samples),
         data_time_s=data_time_s,
-        news=tuple(job.replicas.news()),
+        news=(*job.replicas.news(), *news),
+        diverged=diverged,
     )
+
+
+def _refuse(
+    job: Job, share: Share, verdict: Verdict, loss: float, grad_norm: float, samples: range
+) -> tuple[list[News], str]:
+    """Do with a step that was not committed what was judged. Returns what to tell of it, and why
+    the run ends, if it does."""
+    state = job.state
+    state.history.refused()
+    told = (
+        f"Step {state.step + 1} {verdict.reason}: loss {loss:g}, gradient norm {grad_norm:g}, "
+        f"samples {samples.start} to {samples.stop - 1}."
+    )
+    logger.warning("%s It is refused: %s.", told, verdict.action.value)
+    values = {"action": verdict.action.value, "reason": verdict.reason, "loss": loss}
+    values |= {"grad_norm": grad_norm, "samples": [samples.start, samples.stop]}
+    news = [News("refused", values)]
+    if verdict.action is Action.ROLL_BACK:
+        steps = job.judge.roll_back_steps
+        news += [roll_back(state, job.checkpoints, job.replicas, share, least_steps=steps)]
+    return news, told if verdict.action is Action.STOP else ""
 
 
 def _number(value: float, device: torch.device) -> torch.Tensor:

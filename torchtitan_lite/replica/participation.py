@@ -82,6 +82,11 @@ class Replicas(Protocol):
         the samples at which these ranks were."""
         ...
 
+    def taken_back(self, *, has_state: bool) -> None:
+        """The run goes on from an earlier step. Who has its state gives it to all others before the
+        next step."""
+        ...
+
     def begin(self) -> None:
         """The state will not change any more before the next step: look for who takes part."""
         ...
@@ -110,6 +115,9 @@ class SingleReplica:
 
     def settle(self, num_ranks: float, places: float) -> bool:
         return True
+
+    def taken_back(self, *, has_state: bool) -> None:
+        return None
 
     def begin(self) -> None:
         return None
