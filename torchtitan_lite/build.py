@@ -44,6 +44,7 @@ from torchtitan_lite.samples import Sampler
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, Job
+from torchtitan_lite.work_times import WorkTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +192,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             ),
             seq_len=config.training.seq_len,
             max_norm=config.training.max_norm,
+            work_times=WorkTimes(mesh, replica or 0),
             judge=Judge(config.anomalies, config.debug.max_skipped_steps),
             train_timeout_s=config.comm.train_timeout_seconds,
             step_context=step_context,

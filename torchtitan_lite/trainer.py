@@ -29,6 +29,7 @@ from torchtitan_lite.replica import LeaveRequested, News, Replicas, Share
 from torchtitan_lite.roll_back import roll_back
 from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
 from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.work_times import WorkTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class StepReport:
     """Indices in the global order of the samples that this rank used."""
     data_time_s: float
     news: tuple[News, ...] = ()
-    """Of the replicas, and of a step that was not committed for its numbers."""
+    """Of the replicas, of slow ranks, and of a step that was not committed for its numbers."""
     diverged: str = ""
     """Why the run ends here; empty: it goes on."""
     step_time_s: float = 0.0
@@ -90,6 +91,7 @@ class Job:
     seq_len: int
     max_norm: float
     judge: Judge
+    work_times: WorkTimes
     train_timeout_s: float
     step_context: Callable[[int], AbstractContextManager[object]] = nullcontext
     """The number of a step -> what it runs in."""
@@ -153,12 +155,14 @@ def train_step(job: Job) -> StepReport:
     share = job.replicas.agree()
     job.phases.enter(Phase.DATA, state.step)
     job.checkpoints.join(job.replicas.coworkers)
+    job.work_times.begin()
     microbatches, data_time_s = _take(job, share)
     job.phases.enter(Phase.COMPUTE, state.step)
     device = job.mesh.device.torch_device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     if microbatches:
         loss_sum += job.schedule.run(microbatches, backward=True)
+    job.work_times.end(len(microbatches))
     num_targets = sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches)
     of_step = torch.cat(
         [
@@ -166,6 +170,7 @@ def train_step(job: Job) -> StepReport:
             torch.stack([_number(1, device), _number(state.cursor, device)]),
             # From here on the state may change: the snapshot of the step before is complete.
             job.checkpoints.counted(device),
+            job.work_times.counted(share, device),
             job.router_balance.counted(device),
         ]
     )
@@ -178,12 +183,14 @@ def train_step(job: Job) -> StepReport:
     )
     # The one exchange of numbers of a step, and the one place where the host waits for the device.
     totals = job.mesh.sum(torch.cat([of_replica, of_step]))
-    numbers, signals, router_counts = totals.split([6, NUM_SIGNALS, len(totals) - 6 - NUM_SIGNALS])
+    lengths = [6, NUM_SIGNALS, job.work_times.length(share)]
+    numbers, signals, times, router_counts = totals.split([*lengths, len(totals) - sum(lengths)])
     squares, leave, loss, targets, num_ranks, places = numbers.tolist()
     settled = job.replicas.settle(num_ranks, places)
     job.phases.enter(Phase.COMPUTE, state.step)
     if settled:
         job.checkpoints.settle(signals)
+    slow = job.work_times.settle(times, settled=settled)
     targets /= job.mesh.degrees.token_copies
 
     # The loss is a sum over target tokens: this is where it is divided, once, by their number.
@@ -223,7 +230,7 @@ def train_step(job: Job) -> StepReport:
         router_loads=router_loads,
         samples=tuple(sample for mb in microbatches for sample in mb.samples),
         data_time_s=data_time_s,
-        news=(*job.replicas.news(), *news),
+        news=(*job.replicas.news(), *slow, *news),
         diverged=diverged,
     )
 

@@ -1,6 +1,6 @@
 """Steps that look wrong, and ranks that are slow: what is told of them, and what is done.
 
-Pure: it is given the numbers that all ranks see and that all decide on alike. Layer: above errors.
+Pure: it is given the numbers that all ranks see and that all decide on alike. Layer: above section.
 """
 
 from torchtitan_lite.anomalies.config import AnomaliesConfig
