@@ -42,6 +42,10 @@ class TrainingDiverged(UserError):
     """A step, or too many in a row, had a loss or gradient that is not finite or that spikes."""
 
 
+class MachineFault(UserError):
+    """A rank came to other numbers when it computed the same again."""
+
+
 class RedistributionError(UserError):
     """State could not be moved, or would have been moved though nobody asked for it."""
 

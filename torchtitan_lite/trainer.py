@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 
@@ -17,7 +18,7 @@ from torchtitan_lite.anomalies import REPEAT, Action, Judge, Verdict
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.outcome import NUM_SIGNALS
 from torchtitan_lite.data import share_of_step
-from torchtitan_lite.errors import TrainingDiverged
+from torchtitan_lite.errors import MachineFault, TrainingDiverged
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
@@ -25,6 +26,7 @@ from torchtitan_lite.optim import local_gradients, scale_, square_norm
 from torchtitan_lite.parallel.router_balance import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.replay import Replay
 from torchtitan_lite.replica import LeaveRequested, News, Replicas, Share
 from torchtitan_lite.roll_back import roll_back
 from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
@@ -58,8 +60,8 @@ class StepReport:
     data_time_s: float
     news: tuple[News, ...] = ()
     """Of the replicas, of slow ranks, and of a step that was not committed for its numbers."""
-    diverged: str = ""
-    """Why the run ends here; empty: it goes on."""
+    end: TrainingDiverged | MachineFault | None = None
+    """Why the run, or this replica, ends here."""
     step_time_s: float = 0.0
     checkpoint_stall_s: float = 0.0
     failed_saves: int = 0
@@ -90,6 +92,7 @@ class Job:
     local_batch_size: int
     seq_len: int
     max_norm: float
+    replay: Replay
     judge: Judge
     work_times: WorkTimes
     train_timeout_s: float
@@ -127,16 +130,8 @@ def train(job: Job) -> bool:
         )
         for hook in job.hooks:
             hook(state, report)
-        if report.diverged:
-            job.replicas.close()
-            state.history.forget_rows()
-            folder = job.checkpoints.final_save(finished=False)
-            raise TrainingDiverged(
-                f"{report.diverged} The weights are those of step {state.step}"
-                + (f", saved in {folder}." if folder else ", and checkpoint.enable is false.")
-                + " Lower optimizer.lr, or look at these samples (debug.sample_ledger = true tells "
-                "which rank used them)."
-            )
+        if report.end is not None:
+            _end(job, report, report.end)
         if first:
             # The first step compiles and connects, and is given longer.
             job.mesh.set_timeout(job.train_timeout_s)
@@ -146,6 +141,18 @@ def train(job: Job) -> bool:
     finished = state.step >= job.steps
     job.checkpoints.final_save(finished=finished)
     return finished
+
+
+def _end(job: Job, report: StepReport, why: TrainingDiverged | MachineFault) -> NoReturn:
+    """Save the last good state, and raise `why` with where that is."""
+    job.replicas.close()
+    if isinstance(why, MachineFault) and report.num_replicas > 1:
+        # The others have it, from machines that can be trusted.
+        raise why
+    job.state.history.forget_rows()
+    folder = job.checkpoints.final_save(finished=False)
+    saved = f", saved in {folder}." if folder else ", and checkpoint.enable is false."
+    raise type(why)(f"{why} The weights are those of step {job.state.step}{saved}")
 
 
 def train_step(job: Job) -> StepReport:
@@ -160,8 +167,10 @@ def train_step(job: Job) -> StepReport:
     job.phases.enter(Phase.COMPUTE, state.step)
     device = job.mesh.device.torch_device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    job.replay.begin()
     if microbatches:
         loss_sum += job.schedule.run(microbatches, backward=True)
+    job.replay.end(loss_sum)
     job.work_times.end(len(microbatches))
     num_targets = sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches)
     of_step = torch.cat(
@@ -199,6 +208,10 @@ def train_step(job: Job) -> StepReport:
     lr = state.schedule.lr(state.step)
     number, step_size = state.step + 1, share.step_size(job.global_batch_size)
     verdict = job.judge.judge(loss, grad_norm, state.history) if settled else REPEAT
+    differing = []
+    if verdict.is_suspicious:
+        differing = job.replay.differing(microbatches, share, job.replicas)
+        settled = differing == []
     committed = verdict.action is Action.COMMIT
     if committed:
         scale_(gradients, min(1.0, job.max_norm / (grad_norm + 1e-6)) / targets)
@@ -210,11 +223,13 @@ def train_step(job: Job) -> StepReport:
     state.optimizer.zero_grad()
     if settled:
         state.cursor += step_size
-    news, diverged = [], ""
-    if settled and not committed:
+    news, end = [], None
+    if differing:
+        news, end = _blame(job, share, number, differing)
+    elif settled and not committed:
         samples = range(state.cursor - step_size, state.cursor)
-        news, diverged = _refuse(job, share, verdict, loss, grad_norm, samples)
-    if not leave and not diverged and state.step < job.steps:
+        news, end = _refuse(job, share, verdict, loss, grad_norm, samples)
+    if not leave and end is None and state.step < job.steps:
         job.replicas.begin()
     return StepReport(
         number=number,
@@ -231,13 +246,13 @@ def train_step(job: Job) -> StepReport:
         samples=tuple(sample for mb in microbatches for sample in mb.samples),
         data_time_s=data_time_s,
         news=(*job.replicas.news(), *slow, *news),
-        diverged=diverged,
+        end=end,
     )
 
 
 def _refuse(
     job: Job, share: Share, verdict: Verdict, loss: float, grad_norm: float, samples: range
-) -> tuple[list[News], str]:
+) -> tuple[list[News], TrainingDiverged | None]:
     """Do with a step that was not committed what was judged. Returns what to tell of it, and why
     the run ends, if it does."""
     state = job.state
@@ -253,7 +268,28 @@ def _refuse(
     if verdict.action is Action.ROLL_BACK:
         steps = job.judge.roll_back_steps
         news += [roll_back(state, job.checkpoints, job.replicas, share, least_steps=steps)]
-    return news, told if verdict.action is Action.STOP else ""
+    if verdict.action is not Action.STOP:
+        return news, None
+    advice = "Lower optimizer.lr, or look at these samples (debug.sample_ledger = true tells which "
+    return news, TrainingDiverged(f"{told} {advice}rank used them).")
+
+
+def _blame(
+    job: Job, share: Share, number: int, differing: Sequence[int]
+) -> tuple[list[News], MachineFault | None]:
+    """Tell of ranks that came to other numbers the second time; who has one ends, and the others
+    take the step again with the same samples."""
+    places = [divmod(place, job.mesh.world_size) for place in differing]
+    told = ", ".join(f"rank {rank} of participant {index}" for index, rank in places)
+    logger.error("Step %d computed again came out otherwise on %s.", number, told)
+    ranks = [rank for _, rank in places]
+    news = [News("replay_differs", {"participants": [i for i, _ in places], "ranks": ranks})]
+    if share.index not in {index for index, _ in places}:
+        return news, None
+    return news, MachineFault(
+        f"Step {number} was suspicious, and computed again it came out otherwise on {told}: memory "
+        "or processor there are at fault. Start again without that machine."
+    )
 
 
 def _number(value: float, device: torch.device) -> torch.Tensor:

@@ -27,6 +27,8 @@ _ARGUMENTS: tuple[str, ...] = (
     "--anomalies.max_roll_backs=50",
     "--debug.max_skipped_steps=50",
     "--fault_tolerance.process_group_timeout_ms=20000",
+    # Each such step is computed again before, by all, and comes out the same.
+    "--fault_tolerance.replay_check=true",
 )
 
 
@@ -34,6 +36,7 @@ def _told(folder: Path) -> tuple[list[tuple[int, float, bool]], list[int]]:
     """Step, loss and whether it was skipped, of each step that was tried; and the roll backs."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [(one["step"], one["loss"], one["skipped"]) for one in lines if "event" not in one]
+    assert not [one for one in lines if one.get("event") == "replay_differs"]
     return steps, [one["step"] for one in lines if one.get("event") == "rolled_back"]
 
 

@@ -33,6 +33,11 @@ class Verdict:
     reason: str = ""
     """What is wrong with it."""
 
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether its numbers are not to be trusted."""
+        return self.action not in (Action.COMMIT, Action.REPEAT)
+
 
 REPEAT = Verdict(Action.REPEAT)
 

@@ -186,6 +186,11 @@ def _anomalies(config: Config) -> Iterator[str]:
             f"{' and '.join(asked)} needs states to return to, and this run saves none. Set "
             'checkpoint.enable = true and load_only = false, or choose "skip" or "stop".'
         )
+    if config.fault_tolerance.replay_check and config.compile.enable:
+        yield (
+            "fault_tolerance.replay_check = true cannot see the gradients of compiled blocks. Set "
+            "compile.enable = false, or switch it off."
+        )
     if anomalies.spike_min_steps > anomalies.spike_window:
         yield (
             f"anomalies.spike_min_steps ({anomalies.spike_min_steps}) is above spike_window "
