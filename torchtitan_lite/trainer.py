@@ -14,21 +14,20 @@ from typing import NoReturn
 
 import torch
 
-from torchtitan_lite.anomalies import REPEAT, Action, Judge, Verdict
+from torchtitan_lite.anomalies import REPEAT, Action, Judge
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.outcome import NUM_SIGNALS
 from torchtitan_lite.data import share_of_step
 from torchtitan_lite.errors import MachineFault, TrainingDiverged
-from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.optim import local_gradients, scale_, square_norm
 from torchtitan_lite.parallel.router_balance import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.refusal import blame, refuse
 from torchtitan_lite.replay import Replay
 from torchtitan_lite.replica import LeaveRequested, News, Replicas, Share
-from torchtitan_lite.roll_back import roll_back
 from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.work_times import WorkTimes
@@ -225,10 +224,19 @@ def train_step(job: Job) -> StepReport:
         state.cursor += step_size
     news, end = [], None
     if differing:
-        news, end = _blame(job, share, number, differing)
+        news, end = blame(differing, number, share, job.mesh.world_size)
     elif settled and not committed:
-        samples = range(state.cursor - step_size, state.cursor)
-        news, end = _refuse(job, share, verdict, loss, grad_norm, samples)
+        news, end = refuse(
+            verdict,
+            state,
+            job.checkpoints,
+            job.replicas,
+            share,
+            loss=loss,
+            grad_norm=grad_norm,
+            samples=range(state.cursor - step_size, state.cursor),
+            roll_back_steps=job.judge.roll_back_steps,
+        )
     if not leave and end is None and state.step < job.steps:
         job.replicas.begin()
     return StepReport(
@@ -247,48 +255,6 @@ def train_step(job: Job) -> StepReport:
         data_time_s=data_time_s,
         news=(*job.replicas.news(), *slow, *news),
         end=end,
-    )
-
-
-def _refuse(
-    job: Job, share: Share, verdict: Verdict, loss: float, grad_norm: float, samples: range
-) -> tuple[list[News], TrainingDiverged | None]:
-    """Do with a step that was not committed what was judged. Returns what to tell of it, and why
-    the run ends, if it does."""
-    state = job.state
-    state.history.refused()
-    told = (
-        f"Step {state.step + 1} {verdict.reason}: loss {loss:g}, gradient norm {grad_norm:g}, "
-        f"samples {samples.start} to {samples.stop - 1}."
-    )
-    logger.warning("%s It is refused: %s.", told, verdict.action.value)
-    values = {"action": verdict.action.value, "reason": verdict.reason, "loss": loss}
-    values |= {"grad_norm": grad_norm, "samples": [samples.start, samples.stop]}
-    news = [News("refused", values)]
-    if verdict.action is Action.ROLL_BACK:
-        steps = job.judge.roll_back_steps
-        news += [roll_back(state, job.checkpoints, job.replicas, share, least_steps=steps)]
-    if verdict.action is not Action.STOP:
-        return news, None
-    advice = "Lower optimizer.lr, or look at these samples (debug.sample_ledger = true tells which "
-    return news, TrainingDiverged(f"{told} {advice}rank used them).")
-
-
-def _blame(
-    job: Job, share: Share, number: int, differing: Sequence[int]
-) -> tuple[list[News], MachineFault | None]:
-    """Tell of ranks that came to other numbers the second time; who has one ends, and the others
-    take the step again with the same samples."""
-    places = [divmod(place, job.mesh.world_size) for place in differing]
-    told = ", ".join(f"rank {rank} of participant {index}" for index, rank in places)
-    logger.error("Step %d computed again came out otherwise on %s.", number, told)
-    ranks = [rank for _, rank in places]
-    news = [News("replay_differs", {"participants": [i for i, _ in places], "ranks": ranks})]
-    if share.index not in {index for index, _ in places}:
-        return news, None
-    return news, MachineFault(
-        f"Step {number} was suspicious, and computed again it came out otherwise on {told}: memory "
-        "or processor there are at fault. Start again without that machine."
     )
 
 
