@@ -99,6 +99,18 @@ class AsynchronousSaver:
         self._region.confirm(-1 if step is None or self._kept is None else step)
         self._last_step = self._saved.state.step - 1 if self._kept is None else step or 0
 
+    def take_back(self, step: int | None) -> None:
+        """The run goes on from an earlier step, which lies in memory if it is given: later
+        snapshots count no more, and none of them is written."""
+        if self._save is not None:
+            self._writer.abandon(self._save.step)
+            self._save, self._is_late = None, True
+        self._newest = self._kept = self._confirms = None
+        self.keep(step)
+        if self._kept is None:
+            # Where the run goes on may not be known here yet: the next step is due.
+            self._last_step = 0
+
     def join(self, coworkers: Coworkers) -> None:
         """Who writes with this replica from here on. A save under way that others were to write
         with it is given up, and begins again with those who are left."""

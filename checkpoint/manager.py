@@ -4,7 +4,7 @@ Invariant: the newest complete checkpoint is never deleted. Layer: above the res
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torchtitan_lite.checkpoint.memory.folder import remove_regions
 from torchtitan_lite.checkpoint.outcome import Signals
 from torchtitan_lite.checkpoint.restoring import Restorer
 from torchtitan_lite.checkpoint.saving import Saved
+from torchtitan_lite.checkpoint.snapshots import SavedValues
 from torchtitan_lite.checkpoint.state import State
 from torchtitan_lite.checkpoint.storage.names import step_name
 from torchtitan_lite.checkpoint.storage.storage import open_storage
@@ -118,6 +119,23 @@ class CheckpointManager:
             self._saver.after_step(save_due=due or self._is_wanted)
         self._step_ended = time.perf_counter()
         return self._step_ended - started
+
+    def go_back(self, newest: int, accepts: Callable[[SavedValues], bool]) -> str | None:
+        """Give the state what it was at an earlier step of this run, `newest` at most, and return
+        where it lay; None, with nothing changed, where there is none. Its place in the data stays.
+        Later snapshots count no more. Raises as `Restorer.go_back` does."""
+        self.hold_still()
+        remembers = self._asynchronous is not None
+        found = Restorer(self._saved, mends=False, remembers=remembers).go_back(newest, accepts)
+        if found is None:
+            return None
+        self._saver.take_back(found.remembered_step)
+        return found.where
+
+    def take_back(self) -> None:
+        """The run goes on from an earlier step that this replica has to receive: its own snapshots
+        count no more."""
+        self._saver.take_back(None)
 
     def wait_for_saves(self) -> None:
         """Come back when no save is under way. Every rank must call it."""

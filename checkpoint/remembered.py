@@ -20,12 +20,15 @@ from torchtitan_lite.messages import gather_texts
 from torchtitan_lite.redistribute.holder_mesh import Holder
 
 
-def newest_remembered(run_id: str, rank: int) -> RememberedSnapshot | None:
-    """The newest step of a run that all the ranks that were saving have complete, on whatever
-    machines of this run; None where there is none. Every rank must call it."""
+def newest_remembered(
+    run_id: str, rank: int, at_most: int | None = None
+) -> RememberedSnapshot | None:
+    """The newest step of a run, not above `at_most`, that all the ranks that were saving have
+    complete, on whatever machines of this run; None where there is none. Every rank must call
+    it."""
     regions = _regions(run_id)
     told = [json.loads(text) for text in gather_texts(json.dumps(_told(regions)).encode())]
-    found = newest_of(told)
+    found = newest_of(told, at_most)
     if found is None:
         return None
     mine = told[rank]["regions"]
@@ -56,15 +59,15 @@ class Known:
     reach: Mapping[Holder, Sequence[int]]
 
 
-def newest_of(told: Sequence[Mapping[str, Any]]) -> Known | None:
-    """The newest step of what the ranks have `told` of the regions that they see. A machine that
-    was given other ranks since still has those of an earlier start."""
+def newest_of(told: Sequence[Mapping[str, Any]], at_most: int | None = None) -> Known | None:
+    """The newest step, not above `at_most`, of what the ranks have `told` of the regions that they
+    see. A machine that was given other ranks since still has those of an earlier start."""
     starts = sorted({one["start"] for by_rank in told for one in by_rank["regions"].values()})
-    known = [found for start in starts if (found := _of_start(start, told)) is not None]
+    known = [found for start in starts if (found := _of_start(start, told, at_most))]
     return max(known, key=lambda one: one.step, default=None)
 
 
-def _of_start(start: str, told: Sequence[Mapping[str, Any]]) -> Known | None:
+def _of_start(start: str, told: Sequence[Mapping[str, Any]], at_most: int | None) -> Known | None:
     """None where a rank of the start is missing, or where its ranks speak of different numbers of
     ranks, or have no step in common."""
     machines = [one["machine"] for one in told]
@@ -79,10 +82,8 @@ def _of_start(start: str, told: Sequence[Mapping[str, Any]]) -> Known | None:
                 reach[region_name(int(saver))] = able
     if {region["world_size"] for region in seen.values()} != {len(seen)}:
         return None
-    step = max(
-        map(int, set.intersection(*(set(region["steps"]) for region in seen.values()))),
-        default=None,
-    )
+    common = map(int, set.intersection(*(set(region["steps"]) for region in seen.values())))
+    step = max((step for step in common if at_most is None or step <= at_most), default=None)
     if step is None:
         return None
     return Known(start, step, [seen[saver]["steps"][str(step)] for saver in sorted(seen)], reach)

@@ -4,7 +4,7 @@ Invariant: a damaged checkpoint is never loaded, and all ranks load the same one
 loader, remembered and saving.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchtitan_lite import rng
@@ -12,7 +12,12 @@ from torchtitan_lite.checkpoint.foreign import refuse_foreign
 from torchtitan_lite.checkpoint.loader import load
 from torchtitan_lite.checkpoint.remembered import newest_remembered
 from torchtitan_lite.checkpoint.saving import Saved
-from torchtitan_lite.checkpoint.snapshots import RememberedSnapshot, Snapshot, StoredSnapshot
+from torchtitan_lite.checkpoint.snapshots import (
+    RememberedSnapshot,
+    SavedValues,
+    Snapshot,
+    StoredSnapshot,
+)
 from torchtitan_lite.checkpoint.state import PARTS
 from torchtitan_lite.checkpoint.storage.names import step_name
 from torchtitan_lite.checkpoint.storage.storage import Storage, split_storage
@@ -109,6 +114,32 @@ class Restorer:
             return Restored(found.where, found.saved.step, is_saved=False)
         return Restored(found.where, None, is_saved=bool(steps))
 
+    def go_back(self, newest: int, accepts: Callable[[SavedValues], bool]) -> Restored | None:
+        """Load the newest intact state of this run, up to step `newest`, that is accepted: all of
+        it but the place in the data. None, with nothing changed, where there is none. Raises
+        CheckpointError, with the state torn, when none of those that are there is intact."""
+        remembered = None
+        if self._remembers:
+            run_id = self._saved.identity.run_id
+            remembered = newest_remembered(run_id, self._mesh.rank, newest)
+        storage = self._saved.storage
+        steps = [step for step in self._stored_steps() if step <= newest]
+        candidates: list[_Candidate] = [(storage, step_name(step)) for step in steps]
+        if remembered is not None:
+            newer = sum(step > remembered.saved.step for step in steps)
+            candidates.insert(newer, remembered)
+        try:
+            parts = set(PARTS) - {"dataloader"}
+            found = self._load_first_intact(candidates, parts, accepts)
+        finally:
+            storage.close()
+            if remembered is not None:
+                remembered.close()
+        if found is None:
+            return None
+        step = found.saved.step if isinstance(found, RememberedSnapshot) else None
+        return Restored(found.where, step, is_saved=False)
+
     def _stored_steps(self) -> list[int]:
         """The steps of this run's checkpoints, newest first, as the leader sees them: another node
         may see an older state of a shared folder. What a killed process left is mended before."""
@@ -130,12 +161,18 @@ class Restorer:
         return list(map(int, told.split()))
 
     def _load_first_intact(
-        self, candidates: Sequence[_Candidate], parts: set[str]
+        self,
+        candidates: Sequence[_Candidate],
+        parts: set[str],
+        accepts: Callable[[SavedValues], bool] = lambda saved: True,
     ) -> Snapshot | None:
-        """Load the first candidate that no rank finds damaged. All ranks have the same list."""
+        """Load the first candidate that is accepted and that no rank finds damaged. All ranks have
+        the same list."""
         damage: list[str] = []
         for candidate in candidates:
             if isinstance(candidate, RememberedSnapshot):
+                if not accepts(candidate.saved):
+                    continue
                 try:
                     self._load(candidate, parts)
                 except UserError as error:
@@ -148,6 +185,8 @@ class Restorer:
                 return candidate
             try:
                 found = self._open(*candidate)
+                if not accepts(found.saved):
+                    continue
                 self._load(found, parts)
             except DamagedCheckpoint as error:
                 damage.append(str(error))

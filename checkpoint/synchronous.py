@@ -62,6 +62,9 @@ class SynchronousSaver:
     def hold_still(self) -> None:
         """No snapshot is under way."""
 
+    def take_back(self, step: int | None) -> None:
+        """Nothing lies in memory, and no save is under way."""
+
     def signals(self, step_s: float) -> Signals:
         """The outcome of a save, for coworkers that write beside training."""
         step = self._saved.state.step

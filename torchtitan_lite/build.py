@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite import rng
+from torchtitan_lite.anomalies import Judge
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.config import Config, to_toml
 from torchtitan_lite.data import OpenedData, open_data
@@ -38,11 +39,13 @@ from torchtitan_lite.parallel.stages import joined, keep_only, plan_stages
 from torchtitan_lite.parallel.tensor import check_plan
 from torchtitan_lite.phases import Phase, PhaseListener, Phases
 from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.replay import TOLERANCE, NoReplay, Replay, StepReplay
 from torchtitan_lite.replica import SingleReplica, StackWatchdog
 from torchtitan_lite.samples import Sampler
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.spec import ModelSpec, Schedule
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, Job
+from torchtitan_lite.work_times import WorkTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +193,9 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             ),
             seq_len=config.training.seq_len,
             max_norm=config.training.max_norm,
-            max_skipped_steps=config.debug.max_skipped_steps,
+            work_times=WorkTimes(mesh, replica or 0),
+            replay=_replay(config, state, schedule, mesh),
+            judge=Judge(config.anomalies, config.debug.max_skipped_steps),
             train_timeout_s=config.comm.train_timeout_seconds,
             step_context=step_context,
         )
@@ -267,6 +272,14 @@ def _prepared(model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh) -> 
     give_memory(model, torch.device("cpu") if offloaded else device, buffer_device=device)
     initialize(model, spec.init, config.debug.seed or 0)
     return model.train()
+
+
+def _replay(config: Config, state: TrainState, schedule: Schedule, mesh: Mesh) -> Replay:
+    if not config.fault_tolerance.replay_check:
+        return NoReplay()
+    exact = mesh.device.kind == "cpu" or config.debug.deterministic
+    tolerance = 0.0 if exact else TOLERANCE
+    return StepReplay(state.model, schedule, state.optimizer, mesh, tolerance=tolerance)
 
 
 def _phase_listeners(config: Config, opened: ExitStack) -> list[PhaseListener]:

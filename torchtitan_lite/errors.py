@@ -39,7 +39,11 @@ class LayoutError(UserError):
 
 
 class TrainingDiverged(UserError):
-    """Too many steps in a row had a non-finite loss or gradient."""
+    """A step, or too many in a row, had a loss or gradient that is not finite or that spikes."""
+
+
+class MachineFault(UserError):
+    """A rank came to other numbers when it computed the same again."""
 
 
 class RedistributionError(UserError):

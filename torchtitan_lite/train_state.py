@@ -1,15 +1,16 @@
 """TrainState: the definition of what a restart needs. What is not in it is lost.
 
-Layer: above data, optim and checkpoint (whose `State` it is).
+Layer: above anomalies, data, optim and checkpoint (whose `State` it is).
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchtitan_lite.anomalies import History
 from torchtitan_lite.data import DataLoader
 from torchtitan_lite.optim import ShardedOptimizer, WarmupStableDecay
 
@@ -30,6 +31,8 @@ class TrainState:
     cursor: int = 0
     """Place in the global order of samples at which the next step begins; a refused step moves it
     on too."""
+    history: History = field(default_factory=History)
+    """What the judgement of the next step depends on."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """`model.NAME`, and `optimizer.NAME.SLOT` once the optimizer has its state."""
@@ -42,7 +45,11 @@ class TrainState:
     def values(self) -> dict[str, Any]:
         """Everything that is not a tensor, by the parts that `exclude_from_loading` names."""
         return {
-            "train_state": {"step": self.step, "tokens": self.tokens},
+            "train_state": {
+                "step": self.step,
+                "tokens": self.tokens,
+                "history": self.history.values(),
+            },
             "lr_scheduler": asdict(self.schedule),
             "dataloader": {"cursor": self.cursor, "sources": self.loader.state(self.cursor)},
         }
@@ -62,6 +69,7 @@ class TrainState:
         if "train_state" in values:
             self.step = values["train_state"]["step"]
             self.tokens = values["train_state"]["tokens"]
+            self.history = History.of(values["train_state"].get("history", {}))
         if "dataloader" in values:
             self.cursor = values["dataloader"]["cursor"]
             self.loader.load_state(values["dataloader"]["sources"])

@@ -11,23 +11,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NoReturn
 
 import torch
 
+from torchtitan_lite.anomalies import REPEAT, Action, Judge
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.outcome import NUM_SIGNALS
 from torchtitan_lite.data import share_of_step
-from torchtitan_lite.errors import TrainingDiverged
-from torchtitan_lite.log import logger
+from torchtitan_lite.errors import MachineFault, TrainingDiverged
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.optim import local_gradients, scale_, square_norm
 from torchtitan_lite.parallel.router_balance import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.refusal import blame, refuse
+from torchtitan_lite.replay import Replay
 from torchtitan_lite.replica import LeaveRequested, News, Replicas, Share
 from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
 from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.work_times import WorkTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,9 @@ class StepReport:
     """Indices in the global order of the samples that this rank used."""
     data_time_s: float
     news: tuple[News, ...] = ()
-    """Of the replicas."""
+    """Of the replicas, of slow ranks, and of a step that was not committed for its numbers."""
+    end: TrainingDiverged | MachineFault | None = None
+    """Why the run, or this replica, ends here."""
     step_time_s: float = 0.0
     checkpoint_stall_s: float = 0.0
     failed_saves: int = 0
@@ -86,7 +92,9 @@ class Job:
     local_batch_size: int
     seq_len: int
     max_norm: float
-    max_skipped_steps: int
+    replay: Replay
+    judge: Judge
+    work_times: WorkTimes
     train_timeout_s: float
     step_context: Callable[[int], AbstractContextManager[object]] = nullcontext
     """The number of a step -> what it runs in."""
@@ -95,11 +103,10 @@ class Job:
 def train(job: Job) -> bool:
     """Take steps until the last one, or until some rank is asked to leave; then save.
 
-    Returns whether the last step was reached. Raises TrainingDiverged after too many refused
-    steps in a row, with the last good state saved.
+    Returns whether the last step was reached. Raises TrainingDiverged where a step is so bad, or so
+    many were, that the run shall end, with the last good state saved.
     """
     state = job.state
-    refused_in_a_row = 0
     leave = False
     first = True
     while state.step < job.steps and not leave:
@@ -110,8 +117,6 @@ def train(job: Job) -> bool:
         except LeaveRequested:
             break
         leave = report.leave
-        if not report.failed:
-            refused_in_a_row = 0 if report.committed else refused_in_a_row + 1
         job.phases.enter(Phase.CHECKPOINT, state.step)
         stall_s = job.checkpoints.after_step() if report.committed else 0.0
         job.phases.enter(Phase.BETWEEN, state.step)
@@ -125,16 +130,8 @@ def train(job: Job) -> bool:
         )
         for hook in job.hooks:
             hook(state, report)
-        if refused_in_a_row == job.max_skipped_steps and not report.failed:
-            job.replicas.close()
-            folder = job.checkpoints.final_save(finished=False)
-            raise TrainingDiverged(
-                f"{refused_in_a_row} steps in a row had a loss or gradient that is not finite "
-                f"(debug.max_skipped_steps). The weights are those of step {state.step}"
-                + (f", saved in {folder}." if folder else ", and checkpoint.enable is false.")
-                + " Lower optimizer.lr, or look at the samples of the last steps with "
-                "debug.sample_ledger = true."
-            )
+        if report.end is not None:
+            _end(job, report, report.end)
         if first:
             # The first step compiles and connects, and is given longer.
             job.mesh.set_timeout(job.train_timeout_s)
@@ -146,6 +143,18 @@ def train(job: Job) -> bool:
     return finished
 
 
+def _end(job: Job, report: StepReport, why: TrainingDiverged | MachineFault) -> NoReturn:
+    """Save the last good state, and raise `why` with where that is."""
+    job.replicas.close()
+    if isinstance(why, MachineFault) and report.num_replicas > 1:
+        # The others have it, from machines that can be trusted.
+        raise why
+    job.state.history.forget_rows()
+    folder = job.checkpoints.final_save(finished=False)
+    saved = f", saved in {folder}." if folder else ", and checkpoint.enable is false."
+    raise type(why)(f"{why} The weights are those of step {job.state.step}{saved}")
+
+
 def train_step(job: Job) -> StepReport:
     """Try one step: forward and backward over this rank's microbatches, agree, update."""
     state = job.state
@@ -153,14 +162,18 @@ def train_step(job: Job) -> StepReport:
     share = job.replicas.agree()
     job.phases.enter(Phase.DATA, state.step)
     job.checkpoints.join(job.replicas.coworkers)
+    job.work_times.begin()
     microbatches, data_time_s = _take(job, share)
     job.phases.enter(Phase.COMPUTE, state.step)
     device = job.mesh.device.torch_device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     parameters = list(state.model.parameters())
+    job.replay.begin()
     if microbatches:
         overlap = partial(job.replicas.sum_during_backward, parameters)
         loss_sum += job.schedule.run(microbatches, backward=True, before_last=overlap)
+    job.replay.end(loss_sum)
+    job.work_times.end(len(microbatches))
     num_targets = sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches)
     of_step = torch.cat(
         [
@@ -168,6 +181,7 @@ def train_step(job: Job) -> StepReport:
             torch.stack([_number(1, device), _number(state.cursor, device)]),
             # From here on the state may change: the snapshot of the step before is complete.
             job.checkpoints.counted(device),
+            job.work_times.counted(share, device),
             job.router_balance.counted(device),
         ]
     )
@@ -179,32 +193,53 @@ def train_step(job: Job) -> StepReport:
     )
     # The one exchange of numbers of a step, and the one place where the host waits for the device.
     totals = job.mesh.sum(torch.cat([of_replica, of_step]))
-    numbers, signals, router_counts = totals.split([6, NUM_SIGNALS, len(totals) - 6 - NUM_SIGNALS])
+    lengths = [6, NUM_SIGNALS, job.work_times.length(share)]
+    numbers, signals, times, router_counts = totals.split([*lengths, len(totals) - sum(lengths)])
     squares, leave, loss, targets, num_ranks, places = numbers.tolist()
     settled = job.replicas.settle(num_ranks, places)
     job.phases.enter(Phase.COMPUTE, state.step)
     if settled:
         job.checkpoints.settle(signals)
+    slow = job.work_times.settle(times, settled=settled)
     targets /= job.mesh.degrees.token_copies
 
     # The loss is a sum over target tokens: this is where it is divided, once, by their number.
     grad_norm = math.sqrt(squares) / targets if targets and squares >= 0 else math.nan
     loss = loss / targets if targets else math.nan
     lr = state.schedule.lr(state.step)
-    committed = settled and math.isfinite(loss) and math.isfinite(grad_norm)
     number, step_size = state.step + 1, share.step_size(job.global_batch_size)
+    verdict = job.judge.judge(loss, grad_norm, state.history) if settled else REPEAT
+    differing = []
+    if verdict.is_suspicious:
+        differing = job.replay.differing(microbatches, share, job.replicas)
+        settled = differing == []
+    committed = verdict.action is Action.COMMIT
     if committed:
         scale_(gradients, min(1.0, job.max_norm / (grad_norm + 1e-6)) / targets)
         state.optimizer.step(lr)
         state.step += 1
         state.tokens += step_size * job.seq_len
-    elif settled:
-        logger.warning("Step %d refused: loss %s, gradient norm %s.", number, loss, grad_norm)
+        state.history.committed(state.step, loss, grad_norm, window=job.judge.window)
     router_loads = job.router_balance.settle(router_counts, committed=committed)
     state.optimizer.zero_grad()
     if settled:
         state.cursor += step_size
-    if not leave and state.step < job.steps:
+    news, end = [], None
+    if differing:
+        news, end = blame(differing, number, share, job.mesh.world_size)
+    elif settled and not committed:
+        news, end = refuse(
+            verdict,
+            state,
+            job.checkpoints,
+            job.replicas,
+            share,
+            loss=loss,
+            grad_norm=grad_norm,
+            samples=range(state.cursor - step_size, state.cursor),
+            roll_back_steps=job.judge.roll_back_steps,
+        )
+    if not leave and end is None and state.step < job.steps:
         job.replicas.begin()
     return StepReport(
         number=number,
@@ -220,7 +255,8 @@ def train_step(job: Job) -> StepReport:
         router_loads=router_loads,
         samples=tuple(sample for mb in microbatches for sample in mb.samples),
         data_time_s=data_time_s,
-        news=tuple(job.replicas.news()),
+        news=(*job.replicas.news(), *slow, *news),
+        end=end,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
+from torchtitan_lite.anomalies import History
 from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.data import DataConfig, OpenedData, ValidationConfig, open_data
@@ -92,12 +93,18 @@ def test_tied_weights_are_saved_once_and_derived_buffers_never(make_state: MakeS
 def test_values_are_plain_json_and_come_back(make_state: MakeState) -> None:
     state = make_state()
     state.step, state.tokens, state.cursor = 7, 1234, 56
+    state.history.committed(7, 0.1, 1 / 3, window=4)
+    state.history.refused()
     values = json.loads(json.dumps(state.values()))
     assert set(values) == {"train_state", "lr_scheduler", "dataloader"}
     other = make_state()
     other.load_values(values)
     assert (other.step, other.tokens, other.cursor) == (7, 1234, 56)
     assert other.values() == state.values()
+    # As an earlier release has saved it.
+    del values["train_state"]["history"]
+    other.load_values(values)
+    assert other.step == 7 and other.history == History()
 
 
 def test_parts_that_are_not_given_stay(make_state: MakeState) -> None:

@@ -43,6 +43,7 @@ def check_against(config: Config, world_size: int) -> None:
     problems += _validation(config)
     problems += _samples(config)
     problems += _checkpoint(config)
+    problems += _anomalies(config)
     problems += _files(config)
     if problems:
         raise config_error(problems)
@@ -170,6 +171,31 @@ def _checkpoint(config: Config) -> Iterator[str]:
             f"{' and '.join(asked)} {'have' if len(asked) > 1 else 'has'} no effect while "
             "checkpoint.enable is false. Set checkpoint.enable = true, or checkpoint.load_only = "
             "true to save nothing."
+        )
+
+
+def _anomalies(config: Config) -> Iterator[str]:
+    anomalies = config.anomalies
+    asked = [
+        f'anomalies.{key} = "roll_back"'
+        for key in ("on_non_finite", "on_spike")
+        if getattr(anomalies, key) == "roll_back"
+    ]
+    if asked and (not config.checkpoint.enable or config.checkpoint.load_only):
+        yield (
+            f"{' and '.join(asked)} needs states to return to, and this run saves none. Set "
+            'checkpoint.enable = true and load_only = false, or choose "skip" or "stop".'
+        )
+    if config.fault_tolerance.replay_check and config.compile.enable:
+        yield (
+            "fault_tolerance.replay_check = true cannot see the gradients of compiled blocks. Set "
+            "compile.enable = false, or switch it off."
+        )
+    if anomalies.spike_min_steps > anomalies.spike_window:
+        yield (
+            f"anomalies.spike_min_steps ({anomalies.spike_min_steps}) is above spike_window "
+            f"({anomalies.spike_window}), so that nothing would ever be a spike. Set it to at most "
+            f"{anomalies.spike_window}."
         )
 
 

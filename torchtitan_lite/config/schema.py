@@ -5,6 +5,7 @@ Names and meanings are those of torchtitan 0.2.2. Layer: above every owner of a 
 
 from typing import Annotated, Literal
 
+from torchtitan_lite.anomalies import AnomaliesConfig
 from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.data.config import DataConfig, ValidationConfig
 from torchtitan_lite.mesh import CommConfig, ParallelismConfig
@@ -77,8 +78,8 @@ class DebugConfig(Section):
     """Number of the step to trace. Unset: the second that this run takes, since the first allocates
     and connects, or the only one."""
     max_skipped_steps: Annotated[int, at_least(1)] = 10
-    """Stop after this many steps in a row with a loss or gradient that is not finite. Each such
-    step is skipped."""
+    """Stop when this many steps in a row were refused for their numbers, whatever `[anomalies]`
+    says of a single one."""
 
 
 class MemoryEstimationConfig(Section):
@@ -113,6 +114,7 @@ class Config(Section):
     compile: CompileConfig = CompileConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
+    anomalies: AnomaliesConfig = AnomaliesConfig()
     comm: CommConfig = CommConfig()
     metrics: MetricsConfig = MetricsConfig()
     profiling: ProfilingConfig = ProfilingConfig()

@@ -51,7 +51,7 @@ class StepRecord:
     idle_experts: int | None = None
     """Experts that no token of the step chose, over all routers."""
     skipped: bool = False
-    """True when the loss or a gradient was not finite, so that no weight changed."""
+    """True when the step was refused for its loss or gradient, so that no weight changed."""
 
     def values(self) -> dict[str, Any]:
         """The fields in their order, by name."""

@@ -38,6 +38,11 @@ class FaultToleranceConfig(Section):
     """Seconds without progress after which a process of a replica writes the stacks of all its
     threads and ends, to be started again; waiting for other replicas it has three times as long.
     Longer than the longest step. 0: it may hang."""
+    replay_check: bool = False
+    """Compute a step that is not finite or spikes again before `[anomalies]` applies. Where a rank
+    comes to something else its machine is at fault: it is named, and its replica ends (without
+    others: the run, with the last good state saved). Also without `enable`. Costs a norm of each
+    gradient in each microbatch. Not with `compile.enable`."""
     heal_interface: str = ""
     """Network interface, or address of one, on which state is served to a replica that returns;
     empty: the one by which the lighthouse is reached."""

@@ -248,6 +248,16 @@ class FaultTolerantReplicas:
             )
         return False
 
+    def exchange(self, counts: torch.Tensor) -> bool:
+        self._sums.sum_((), counts)
+        return not self._mesh.any(self._manager.errored() is not None)
+
+    def taken_back(self, *, has_state: bool) -> None:
+        self._is_whole = has_state
+        # What is stored is of the way that was left: nobody is behind it.
+        stored = self._mesh.leader_says(self._newest_stored())
+        self._stored_before = max(self._stored_before, stored)
+
     def news(self) -> list[News]:
         found, self._news = self._news, []
         return found

@@ -86,6 +86,16 @@ class Replicas(Protocol):
         the samples at which these ranks were."""
         ...
 
+    def exchange(self, counts: torch.Tensor) -> bool:
+        """Add `counts` over the replicas in place, after a step was settled; whether the sums hold.
+        Called where the numbers of the step make all call it."""
+        ...
+
+    def taken_back(self, *, has_state: bool) -> None:
+        """The run goes on from an earlier step. Who has its state gives it to all others before the
+        next step."""
+        ...
+
     def begin(self) -> None:
         """The state will not change any more before the next step: look for who takes part."""
         ...
@@ -117,6 +127,12 @@ class SingleReplica:
 
     def settle(self, num_ranks: float, places: float) -> bool:
         return True
+
+    def exchange(self, counts: torch.Tensor) -> bool:
+        return True
+
+    def taken_back(self, *, has_state: bool) -> None:
+        return None
 
     def begin(self) -> None:
         return None

@@ -1,0 +1,92 @@
+"""A step that looks wrong is computed again: a bad machine is named, and bad data are not."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.job import run_job
+from tests.pool import WorkerPool
+from torchtitan_lite.errors import MachineFault
+from torchtitan_lite.nn.feed_forward import FeedForward
+
+_SETTINGS: dict[str, Any] = {
+    "training.steps": 4,
+    "checkpoint.enable": True,
+    "checkpoint.interval": 100,
+    "fault_tolerance.replay_check": True,
+}
+_CALLS_OF_A_STEP = 4 * 3
+"""Microbatches of a rank times layers."""
+
+
+def train_with_flips(folder: Path, flips: int, overrides: dict[str, Any]) -> str:
+    """Train while a value of a gradient within rank 1's backward is wrong, in `flips` calls in a
+    row from the third step on; the error with which that ends, if it does."""
+    calls = 0
+
+    def flip(gradient: torch.Tensor) -> torch.Tensor:
+        wrong = gradient.clone()
+        wrong.view(-1)[0] = math.inf
+        return wrong
+
+    def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        nonlocal calls
+        if isinstance(module, FeedForward) and dist.get_rank() == 1 and output.requires_grad:
+            first = 2 * _CALLS_OF_A_STEP
+            if first <= calls < first + flips:
+                output.register_hook(flip)
+            calls += 1
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        outcome = run_job(folder, {**_SETTINGS, **overrides})
+        return "".join("+" if committed else "-" for committed in outcome.committed)
+    except MachineFault as error:
+        return str(error)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {},
+        pytest.param(
+            {
+                "parallelism.data_parallel_replicate_degree": 2,
+                "parallelism.data_parallel_shard_degree": 1,
+            },
+            marks=pytest.mark.matrix,
+        ),
+    ],
+    ids=["FSDP", "HSDP"],
+)
+def test_a_rank_that_differs_is_named_and_the_good_state_saved(
+    pools: Callable[[int], WorkerPool], tmp_path: Path, mesh: dict[str, Any]
+) -> None:
+    first, second = pools(2).run(train_with_flips, tmp_path / "run", 1, mesh)
+    assert first == second
+    assert "Step 3 was suspicious" in first and "otherwise on rank 1 of participant 0:" in first
+    assert "rank 0" not in first
+    assert str(tmp_path / "run" / "checkpoint" / "step-2") in first
+    # The samples were good, and are used.
+    resumed = pools(2).run(run_job, tmp_path / "run", _SETTINGS)
+    assert resumed[0].resumed_at == 2
+    assert min(sample for outcome in resumed for sample in outcome.samples[0]) == 16
+
+
+def test_what_comes_out_the_same_is_left_to_the_policy(
+    pools: Callable[[int], WorkerPool], tmp_path: Path
+) -> None:
+    found = pools(2).run(train_with_flips, tmp_path / "run", 2 * _CALLS_OF_A_STEP, {})
+    assert found == ["++-++"] * 2
+    # Watching changes nothing.
+    watched = pools(2).run(run_job, tmp_path / "watched", _SETTINGS)
+    plain = {**_SETTINGS, "fault_tolerance.replay_check": False}
+    assert watched[0].losses == pools(2).run(run_job, tmp_path / "plain", plain)[0].losses

@@ -1,0 +1,61 @@
+"""Replicas that roll back go on from one state, and as one alone would."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.replicas import replicas
+from tests.tolerances import FAULTS_FLOAT64
+
+_ARGUMENTS: tuple[str, ...] = (
+    *launch.SMALL,
+    "--training.dtype=float64",
+    "--metrics.log_freq=1",
+    "--training.steps=16",
+    # Every state is stored, so that it is known to which one returns.
+    "--checkpoint.interval=1",
+    "--checkpoint.keep_latest_k=0",
+    "--checkpoint.async_mode=disabled",
+    # So near the noise that some steps of any run are beyond it.
+    "--anomalies.on_spike=roll_back",
+    "--anomalies.spike_window=8",
+    "--anomalies.spike_min_steps=8",
+    "--anomalies.spike_factor=2",
+    "--anomalies.roll_back_steps=2",
+    "--anomalies.max_roll_backs=50",
+    "--debug.max_skipped_steps=50",
+    "--fault_tolerance.process_group_timeout_ms=20000",
+    # Each such step is computed again before, by all, and comes out the same.
+    "--fault_tolerance.replay_check=true",
+)
+
+
+def _told(folder: Path) -> tuple[list[tuple[int, float, bool]], list[int]]:
+    """Step, loss and whether it was skipped, of each step that was tried; and the roll backs."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [(one["step"], one["loss"], one["skipped"]) for one in lines if "event" not in one]
+    assert not [one for one in lines if one.get("event") == "replay_differs"]
+    return steps, [one["step"] for one in lines if one.get("event") == "rolled_back"]
+
+
+@pytest.mark.timeout(200)
+def test_replicas_roll_back_together_and_go_on_as_one_alone_would(tmp_path: Path) -> None:
+    with replicas(tmp_path / "run", 1, _ARGUMENTS) as run:
+        for number in (0, 1):
+            run.start(number)
+        straight = tmp_path / "straight"
+        own = [*_ARGUMENTS, f"--job.dump_folder={straight}"]
+        launch.run(1, own, tmp_path / "straight.log")
+        assert [run.wait(number) for number in (0, 1)] == [0, 0], run.text(0) + run.text(1)
+        expected, returns = _told(straight)
+        assert returns, "no step of the run spiked: lower spike_factor"
+        for number in (0, 1):
+            steps, own_returns = _told(run.output(number))
+            assert len(own_returns) == len(returns)
+            first = expected.index(next(one for one in expected if one[0] == steps[0][0]))
+            assert len(steps) == len(expected) - first
+            for (step, loss, skipped), other in zip(steps, expected[first:], strict=True):
+                assert (step, skipped) == (other[0], other[2])
+                assert loss == pytest.approx(other[1], rel=FAULTS_FLOAT64)

@@ -1,0 +1,59 @@
+"""A rank that is slow in a real job is named by all."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.job import mesh_for, odd_config
+from tests.pool import WorkerPool
+from torchtitan_lite.build import build
+from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.replica import News
+from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.trainer import StepReport, train
+from torchtitan_lite.work_times import WorkTimes
+
+_STEPS = 82
+"""Of which the first tells of none before it; then 64 are judged together, every 16 steps."""
+
+
+def news_of(folder: Path) -> list[News]:
+    """What a job tells whose rank 1 takes far longer for its work."""
+    settings = {
+        "parallelism.data_parallel_replicate_degree": 2,
+        "parallelism.data_parallel_shard_degree": 1,
+        "training.global_batch_size": 2,
+        "training.steps": _STEPS,
+    }
+    config = odd_config(folder, settings)
+    end = WorkTimes.end
+
+    def late_end(self: WorkTimes, microbatches: int) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(0.1)
+        end(self, microbatches)
+
+    told: list[News] = []
+
+    def watch(state: TrainState, report: StepReport) -> None:
+        told.extend(report.news)
+
+    WorkTimes.end = late_end
+    try:
+        with build(config, mesh_for(config), StopRequest()) as built:
+            train(replace(built.job, hooks=[watch]))
+    finally:
+        WorkTimes.end = end
+    return told
+
+
+def test_a_slow_rank_is_named_by_all_ranks_alike(
+    pools: Callable[[int], WorkerPool], tmp_path: Path
+) -> None:
+    first, second = pools(2).run(news_of, tmp_path / "run")
+    assert first == second
+    assert [one.name for one in first] == ["slow_rank"]
+    assert first[0].values["rank"] == 1 and first[0].values["times_slower"] > 1.1

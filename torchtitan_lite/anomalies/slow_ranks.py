@@ -1,0 +1,130 @@
+"""Names ranks that are slower than those that do the same work, and go on being so.
+
+Each rank says how long its own work took, before it waited for others; all ranks see all of that in
+the exchange of numbers of a step, and come to the same. Layer: imports nothing of the project.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_WINDOWS = (64, 256)
+"""Steps that are judged together: few find much quickly, many find little."""
+_EVERY = 16
+"""Steps from one judgement to the next."""
+_SLOW, _NOT_SLOW = math.log(1.10), math.log(1.05)
+"""Of the time that others take, as logarithms: beyond the first a rank is called slow, below the
+second no more."""
+_CERTAINTY = 6.0
+"""Standard errors by which a rank must be beyond the first. Ten thousand steps of 64 ranks are
+40,000 judgements, and a noise that lasts makes single steps depend on each other."""
+_PER_DEVIATION = 1.4826
+_MEDIAN_ERROR = 1.2533
+"""Standard error of a median, in those of a mean, of normal noise."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank did in a step."""
+
+    replica: int
+    rank: int
+    """In its replica."""
+    stage: int
+    """Of the pipeline."""
+    microbatches: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A change of what is known of a rank."""
+
+    replica: int
+    rank: int
+    times_slower: float
+    """Than the median of the others."""
+    is_slow: bool
+    """False: it was, and is no more."""
+
+
+class SlowRanks:
+    """Told of every step, tells of a rank once when it is slow, and once when it is no more.
+
+    Only ranks with the same stage and as many microbatches are compared. Where others take part,
+    or the work is divided in another way, it begins anew, and who was slow is found again.
+    """
+
+    def __init__(self) -> None:
+        self._who: tuple[tuple[int, int, int, int], ...] = ()
+        self._rows: deque[np.ndarray] = deque(maxlen=_WINDOWS[-1])
+        """Of each step, the logarithm of each rank's time over that of the others."""
+        self._groups: list[list[int]] = []
+        self._slow: set[int] = set()
+        self._steps = 0
+
+    def step(self, work: Sequence[Work]) -> list[SlowRank]:
+        """`work` is that of all ranks of all replicas, in the same order as before."""
+        who = tuple((one.replica, one.rank, one.stage, one.microbatches) for one in work)
+        if who != self._who:
+            self._begin(who)
+        if all(one.seconds > 0 for one in work if one.microbatches):
+            self._rows.append(self._slower(np.array([one.seconds for one in work])))
+            self._steps += 1
+        if len(self._rows) < _WINDOWS[0] or self._steps % _EVERY:
+            return []
+        return self._judge(np.array(self._rows))
+
+    def _slower(self, seconds: np.ndarray) -> np.ndarray:
+        slower = np.zeros(len(seconds))
+        for group in self._groups:
+            slower[group] = np.log(seconds[group] / median_of_others(seconds[group]))
+        return slower
+
+    def _begin(self, who: tuple[tuple[int, int, int, int], ...]) -> None:
+        groups: dict[tuple[int, int], list[int]] = {}
+        for place, (_, _, stage, microbatches) in enumerate(who):
+            if microbatches:
+                groups.setdefault((stage, microbatches), []).append(place)
+        self._groups = [group for group in groups.values() if len(group) > 1]
+        self._who, self._steps = who, 0
+        self._rows.clear()
+        self._slow.clear()
+
+    def _judge(self, slower: np.ndarray) -> list[SlowRank]:
+        """`slower` is [steps, ranks]."""
+        recent = np.median(slower[-_WINDOWS[0] :], axis=0)
+        windows = [window for window in _WINDOWS if len(slower) >= window]
+        certain = np.max([_least(slower[-window:]) for window in windows], axis=0)
+        changes = []
+        for place, (replica, rank, _, _) in enumerate(self._who):
+            was_slow = place in self._slow
+            if was_slow and recent[place] < _NOT_SLOW:
+                self._slow.remove(place)
+            elif not was_slow and min(recent[place], certain[place]) > _SLOW:
+                self._slow.add(place)
+            else:
+                continue
+            changes.append(SlowRank(replica, rank, math.exp(recent[place]), not was_slow))
+        return changes
+
+
+def _least(slower: np.ndarray) -> np.ndarray:
+    """What the median over the steps is at least, for each rank, as far as the scatter can tell."""
+    middle = np.median(slower, axis=0)
+    deviation = _PER_DEVIATION * np.median(np.abs(slower - middle), axis=0)
+    return middle - _CERTAINTY * _MEDIAN_ERROR * deviation / math.sqrt(len(slower))
+
+
+def median_of_others(times: np.ndarray) -> np.ndarray:
+    """For each rank of `times` [ranks], two or more, the median of all others'."""
+    order = np.argsort(times, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(times))
+    ordered, others = times[order], len(times) - 1
+    # The one itself is left out of the order.
+    low, high = (others - 1) // 2, others // 2
+    return (ordered[low + (place <= low)] + ordered[high + (place <= high)]) / 2

@@ -1,0 +1,51 @@
+"""The way back to an earlier step, when the last one is not to be trusted. Layer: above
+train_state, replica and checkpoint.
+
+With several replicas the first one restores, and the others receive its state in the next quorum:
+each has other snapshots, and the place in the data, by which replicas know who is behind, would not
+tell two steps apart.
+"""
+
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.snapshots import SavedValues
+from torchtitan_lite.log import logger
+from torchtitan_lite.replica import News, Replicas, Share
+from torchtitan_lite.train_state import TrainState
+
+
+def roll_back(
+    state: TrainState,
+    checkpoints: CheckpointManager,
+    replicas: Replicas,
+    share: Share,
+    *,
+    least_steps: int,
+) -> News:
+    """Return to the newest state that is at least so many steps old; `state.cursor` stays where the
+    next sample is. Where there is none, the state stays as it is. All ranks of all replicas must
+    call it."""
+    if share.index != 0:
+        checkpoints.take_back()
+        replicas.taken_back(has_state=False)
+        return News("rolled_back", {"received": True})
+    left, history = state.step, state.history
+
+    def accepts(saved: SavedValues) -> bool:
+        cursor = saved.values.get("dataloader", {}).get("cursor", 0)
+        return not (saved.model_only or history.has_left_behind(saved.step, cursor))
+
+    where = checkpoints.go_back(left - least_steps, accepts)
+    replicas.taken_back(has_state=True)
+    if where is None:
+        logger.warning("No state is %d steps old: nothing is rolled back.", least_steps)
+        return News("rolled_back", {"to": left, "from": None})
+    state.history, earlier = history, state.history
+    history.rolled_back(earlier, at=left, to=state.step, cursor=state.cursor)
+    logger.warning(
+        "Back from step %d to step %d, from %s; training goes on with sample %d.",
+        left,
+        state.step,
+        where,
+        state.cursor,
+    )
+    return News("rolled_back", {"to": state.step, "from": where, "sample": state.cursor})

@@ -1,0 +1,95 @@
+"""How long each rank worked in a step before it waited for others, as all ranks see it.
+
+The numbers travel in the one exchange of a step: a place for each rank of each replica, to which
+all others add zeros. Layer: above anomalies, mesh and replica.
+"""
+
+import time
+
+import torch
+
+from torchtitan_lite.anomalies.slow_ranks import SlowRanks, Work
+from torchtitan_lite.log import logger
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.replica import News, Share
+
+_NUMBERS = 3
+"""Of a rank: the number of its replica, microbatches, seconds."""
+
+
+class WorkTimes:
+    """This rank's clock, and what is known of the others. What is told is that of the step before:
+    a device is not through with a step when the numbers of it are put together."""
+
+    def __init__(self, mesh: Mesh, replica: int) -> None:
+        """`replica` is the number of this one."""
+        self._mesh, self._replica = mesh, replica
+        self._slow_ranks = SlowRanks()
+        self._ranks_of_stage = mesh.world_size // mesh.degrees.pp
+        self._on_gpu = mesh.device.kind == "cuda"
+        self._began = self._ended = self._now()
+        self._microbatches = 0
+        self._told = (0.0, 0.0, 0.0)
+
+    def begin(self) -> None:
+        """Own work begins."""
+        self._began = self._now()
+
+    def end(self, microbatches: int) -> None:
+        """From here on others are waited for; so many were worked on."""
+        self._ended, self._microbatches = self._now(), microbatches
+
+    def length(self, share: Share) -> int:
+        """Of what `counted` gives."""
+        return share.count * self._mesh.world_size * _NUMBERS
+
+    def counted(self, share: Share, device: torch.device) -> torch.Tensor:
+        """This rank's part of the exchange: float64."""
+        numbers = torch.zeros(self.length(share), dtype=torch.float64)
+        if share.index >= 0:
+            start = (share.index * self._mesh.world_size + self._mesh.rank) * _NUMBERS
+            numbers[start : start + _NUMBERS] = torch.tensor(self._told, dtype=torch.float64)
+        return numbers.to(device, non_blocking=True)
+
+    def settle(self, sums: torch.Tensor, *, settled: bool) -> list[News]:
+        """Take note of the summed numbers, if they hold, once the device is through with the step.
+        Returns what to tell of ranks that are slow."""
+        self._told = (float(self._replica), float(self._microbatches), self._seconds())
+        if not settled or len(sums) == _NUMBERS:
+            return []
+        work = [
+            Work(
+                replica=round(replica),
+                rank=place % self._mesh.world_size,
+                stage=place % self._mesh.world_size // self._ranks_of_stage,
+                microbatches=round(microbatches),
+                seconds=seconds,
+            )
+            for place, (replica, microbatches, seconds) in enumerate(
+                sums.view(-1, _NUMBERS).tolist()
+            )
+        ]
+        found = self._slow_ranks.step(work)
+        for one in found if self._mesh.is_leader else ():
+            logger.warning(
+                "Rank %d of replica %d %s: its work takes %.2f times that of the others.",
+                one.rank,
+                one.replica,
+                "is slow" if one.is_slow else "is slow no more",
+                one.times_slower,
+            )
+        return [News("slow_rank" if one.is_slow else "slow_rank_ended", vars(one)) for one in found]
+
+    def _now(self) -> "float | torch.cuda.Event":
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self) -> float:
+        if isinstance(self._began, float) and isinstance(self._ended, float):
+            return self._ended - self._began
+        assert isinstance(self._began, torch.cuda.Event)
+        assert isinstance(self._ended, torch.cuda.Event)
+        return self._began.elapsed_time(self._ended) / 1000
