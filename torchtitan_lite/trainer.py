@@ -126,6 +126,7 @@ def train(job: Job) -> bool:
             hook(state, report)
         if refused_in_a_row == job.max_skipped_steps and not report.failed:
             job.replicas.close()
+            job.phases.enter(Phase.CHECKPOINT, state.step)
             folder = job.checkpoints.final_save(finished=False)
             raise TrainingDiverged(
                 f"{refused_in_a_row} steps in a row had a loss or gradient that is not finite "
@@ -142,6 +143,7 @@ def train(job: Job) -> bool:
     job.phases.enter(Phase.CHECKPOINT, state.step)
     finished = state.step >= job.steps
     job.checkpoints.final_save(finished=finished)
+    job.phases.enter(Phase.END, state.step)
     return finished
 
 
