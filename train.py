@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         from torchtitan_lite.device import detect_device
         from torchtitan_lite.mesh import start_mesh
         from torchtitan_lite.preemption import StopRequest, stop_on_signals
-        from torchtitan_lite.summary import say_goodbye
+        from torchtitan_lite.summary import last_words, say_goodbye
         from torchtitan_lite.trainer import train
 
         device = detect_device(config.job.device)
@@ -44,7 +44,8 @@ def main(argv: list[str]) -> int:
             build(config, mesh, stop) as built,
             stop_on_signals(stop),
         ):
-            finished = train(built.job)
+            with last_words(built):
+                finished = train(built.job)
             say_goodbye(built, config, argv, finished=finished)
     except UserError as error:
         logger.error("%s", error)

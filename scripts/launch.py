@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite.launcher import goodput
 from torchtitan_lite.launcher.launcher import Launcher
 from torchtitan_lite.launcher.plan import training_plan
 from torchtitan_lite.launcher.view import open_view
@@ -49,6 +50,10 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"launch: {error}", file=sys.stderr)
         return 1
+    for number in range(plan.num_replicas):
+        told = goodput.in_words(plan.books(number))
+        if told is not None:
+            print(f"replica {number}: {told}")
     for failure in launcher.failures():
         print(failure, file=sys.stderr)
     return status

@@ -94,6 +94,20 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [line for line in map(json.loads, complete) if "event" not in line]
 
 
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that tell of something else than steps."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "event" in line]
+
+
+def books_of(folder: Path) -> dict[str, Any]:
+    """The books that a run has left, which add up."""
+    books = json.loads((folder / "books.json").read_text())
+    booked_ns = sum(sum(ns.values()) for _, _, ns in books["entries"])
+    assert booked_ns == books["until_ns"] - books["first_start_ns"]
+    return books
+
+
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The processes that torchrun started, and that have not ended."""
     found = []

@@ -21,11 +21,16 @@ from torchtitan_lite.debug import (
     explicit_redistribution,
     traced_step,
 )
-from torchtitan_lite.hooks import record_metrics, validate_every, write_sample_ledger
+from torchtitan_lite.hooks import (
+    record_metrics,
+    tell_books,
+    validate_every,
+    write_sample_ledger,
+)
 from torchtitan_lite.log import logger
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.metrics import Event, Metrics, open_metrics
+from torchtitan_lite.metrics import Books, Event, Metrics, open_books, open_metrics
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.metrics.profiler import StepProfiler
 from torchtitan_lite.models import model_spec
@@ -55,6 +60,9 @@ class Built:
     job: Job
     spec: ModelSpec
     data: OpenedData
+    metrics: Metrics
+    books: Books | None
+    """The leader's."""
     resumed_from: str | None
 
 
@@ -72,8 +80,12 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     )
     rng.seed_everything(seed)
     dump_folder = Path(config.job.dump_folder)
+    replica = config.fault_tolerance.replica_id if config.fault_tolerance.enable else None
+    # What a replica saves belongs to all of them, what it says of itself does not.
+    own_folder = dump_folder if replica is None else dump_folder / f"replica_{replica:03d}"
     with ExitStack() as opened:
-        phases = Phases(_phase_listeners(config, opened))
+        books = _books(config, own_folder, opened) if mesh.is_leader else None
+        phases = Phases(_phase_listeners(config, books, opened))
         phases.enter(Phase.START, 0)
         data = open_data(
             config.training,
@@ -95,7 +107,6 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             ),
             loader=data.loader,
         )
-        replica = config.fault_tolerance.replica_id if config.fault_tolerance.enable else None
         checkpoints = CheckpointManager(
             config.checkpoint,
             dump_folder=dump_folder,
@@ -106,13 +117,10 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         )
         opened.callback(checkpoints.close)
         resumed_from = checkpoints.restore()
-        if replica is not None:
-            # What it saves belongs to all replicas, what it says of itself does not.
-            dump_folder = dump_folder / f"replica_{replica:03d}"
         metrics = opened.enter_context(
             open_metrics(
                 config.metrics,
-                folder=dump_folder,
+                folder=own_folder,
                 rank=mesh.rank,
                 is_leader=mesh.is_leader,
                 total_steps=config.training.steps,
@@ -146,7 +154,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                     resume_step=state.step,
                     last_step=config.training.steps,
                 ),
-                folder=dump_folder,
+                folder=own_folder,
                 tensors=state.tensors,
             )
             schedule = ScheduleInside(schedule, trace.in_schedule)
@@ -176,11 +184,12 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 opened,
                 job_schedule=schedule,
                 metrics=metrics,
+                books=books,
                 data=data,
                 spec=spec,
                 state=state,
                 mesh=mesh,
-                dump_folder=dump_folder,
+                dump_folder=own_folder,
             ),
             stop=stop,
             steps=config.training.steps,
@@ -204,7 +213,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             values = {"folder": resumed_from}
             metrics.event(Event(name="resume", step=state.step, values=values))
         if mesh.is_leader:
-            _write_config(config, dump_folder)
+            _write_config(config, own_folder)
         if replica is not None and state.step < job.steps:
             # Importing torchft takes a second.
             from torchtitan_lite.replica.joining import join
@@ -223,7 +232,14 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 phases=phases,
             )
             job = replace(job, replicas=opened.enter_context(joined_replicas))
-        yield Built(job=job, spec=spec, data=data, resumed_from=resumed_from)
+        yield Built(
+            job=job,
+            spec=spec,
+            data=data,
+            metrics=metrics,
+            books=books,
+            resumed_from=resumed_from,
+        )
 
 
 def build_model(config: Config, spec: ModelSpec, mesh: Mesh) -> list[nn.Module]:
@@ -282,9 +298,17 @@ def _replay(config: Config, state: TrainState, schedule: Schedule, mesh: Mesh) -
     return StepReplay(state.model, schedule, state.optimizer, mesh, tolerance=tolerance)
 
 
-def _phase_listeners(config: Config, opened: ExitStack) -> list[PhaseListener]:
+def _books(config: Config, folder: Path, opened: ExitStack) -> Books:
+    """Those of an earlier attempt, where this run is one that goes on."""
+    goes_on = config.checkpoint.enable or config.fault_tolerance.enable
+    books = open_books(folder, goes_on=goes_on)
+    opened.callback(books.close)
+    return books
+
+
+def _phase_listeners(config: Config, books: Books | None, opened: ExitStack) -> list[PhaseListener]:
     """Who is told what this rank is doing."""
-    listeners = []
+    listeners: list[PhaseListener] = [] if books is None else [books]
     if config.fault_tolerance.enable and config.fault_tolerance.hang_timeout_s > 0:
         watchdog = StackWatchdog(config.fault_tolerance.hang_timeout_s)
         opened.callback(watchdog.off)
@@ -298,6 +322,7 @@ def _hooks(
     *,
     job_schedule,
     metrics: Metrics,
+    books: Books | None,
     data: OpenedData,
     spec: ModelSpec,
     state: TrainState,
@@ -306,7 +331,9 @@ def _hooks(
 ) -> list[Hook]:
     """What runs after each step, in this order."""
     cost = spec.cost(config.training.seq_len)
-    hooks = [record_metrics(metrics, mesh, flops_per_token=cost.flops_per_token)]
+    hooks = [record_metrics(metrics, mesh, flops_per_token=cost.flops_per_token, books=books)]
+    if books is not None and config.checkpoint.enable:
+        hooks.append(tell_books(config.checkpoint.interval, books, metrics))
     if data.validation is not None:
         hooks.append(
             validate_every(

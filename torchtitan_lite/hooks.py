@@ -10,7 +10,7 @@ import torch
 
 from torchtitan_lite.data import ValidationData
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.metrics import Event, Metrics, StepRecord
+from torchtitan_lite.metrics import Books, Event, Metrics, StepRecord
 from torchtitan_lite.metrics.jsonl import JsonLines
 from torchtitan_lite.metrics.throughput import mfu
 from torchtitan_lite.samples import Sampler
@@ -20,7 +20,9 @@ from torchtitan_lite.trainer import Hook, StepReport
 from torchtitan_lite.validation import validate
 
 
-def record_metrics(metrics: Metrics, mesh: Mesh, *, flops_per_token: int) -> Hook:
+def record_metrics(
+    metrics: Metrics, mesh: Mesh, *, flops_per_token: int, books: Books | None
+) -> Hook:
     """Hand each step to the metrics."""
 
     failed_before = 0
@@ -50,6 +52,7 @@ def record_metrics(metrics: Metrics, mesh: Mesh, *, flops_per_token: int) -> Hoo
                 checkpoint_stall_s=report.checkpoint_stall_s,
                 gc_time_s=report.gc_time_s,
                 num_replicas=report.num_replicas,
+                goodput=None if books is None else books.goodput(),
                 router_load=busiest_experts(report.router_loads) or None,
                 idle_experts=idle_experts(report.router_loads),
                 skipped=not report.committed,
@@ -59,6 +62,17 @@ def record_metrics(metrics: Metrics, mesh: Mesh, *, flops_per_token: int) -> Hoo
             values = {"in_a_row": report.failed_saves}
             metrics.event(Event(name="saves_failed", step=report.number, values=values))
         failed_before = report.failed_saves
+
+    return hook
+
+
+def tell_books(freq: int, books: Books, metrics: Metrics) -> Hook:
+    """Say every `freq` steps what the time has gone into."""
+
+    def hook(state: TrainState, report: StepReport) -> None:
+        if report.committed and state.step % freq == 0:
+            values = books.accounts().values()
+            metrics.event(Event(name="books", step=state.step, values=values))
 
     return hook
 

@@ -27,6 +27,8 @@ class Phase(Enum):
     """Held up by a save."""
     BETWEEN = "between"
     """Metrics, validation, garbage: what happens between two steps."""
+    END = "end"
+    """Everything after the last step and its save."""
 
 
 class PhaseListener(Protocol):

@@ -1,4 +1,5 @@
-"""What a run says at its end: a sample of the model, where the outputs are, how to go on.
+"""What a run says at its end: what its time went into, a sample of the model, where the outputs
+are, how to go on.
 
 Layer: the top.
 """
@@ -7,15 +8,55 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite.build import Built
 from torchtitan_lite.config import Config
+from torchtitan_lite.errors import UserError
 from torchtitan_lite.generate import generate, prompt_ids
+from torchtitan_lite.metrics import Event
+from torchtitan_lite.metrics.books import Accounts
+from torchtitan_lite.metrics.console import clock
 
 _SAMPLE_TOKENS = 80
 _STEPS = "--training.steps"
+
+
+@contextmanager
+def last_words(built: Built) -> Iterator[None]:
+    """Whatever ends the training in this block: what has happened last, an error too, and the
+    books reach the metrics, and the leader prints the books."""
+    metrics, job = built.metrics, built.job
+    try:
+        yield
+    except UserError as error:
+        _tell_news(built)
+        metrics.event(Event(name="error", step=job.state.step, values={"reason": str(error)}))
+        raise
+    finally:
+        _tell_news(built)
+        if built.books is not None:
+            accounts = built.books.accounts()
+            metrics.event(Event(name="books", step=job.state.step, values=accounts.values()))
+            print("\n" + "\n".join(table(accounts)), flush=True)
+
+
+def _tell_news(built: Built) -> None:
+    """Of a step that was not finished, so that no hook was called."""
+    for news in built.job.replicas.news():
+        built.metrics.event(Event(name=news.name, step=built.job.state.step, values=news.values))
+
+
+def table(accounts: Accounts) -> list[str]:
+    """What the time went into, the largest first."""
+    total_ns = max(1, sum(accounts.ns.values()))
+    spent = sorted(((ns, kind) for kind, ns in accounts.ns.items() if ns), reverse=True)
+    return [
+        f"Goodput      {accounts.goodput:.1%} of {clock(accounts.wall_s)} since the first start",
+        *(f"  {kind:<15}{ns / 1e9:>12,.1f} s{ns / total_ns:>8.1%}" for ns, kind in spent),
+    ]
 
 
 def say_goodbye(built: Built, config: Config, argv: Sequence[str], *, finished: bool) -> None:

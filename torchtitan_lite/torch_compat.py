@@ -5,6 +5,7 @@ admits torch 2.11 to 2.13; the tests run on 2.13.0.
 """
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -552,3 +553,16 @@ def foreach_copy_(
     """Copy many tensors in one call, in which other threads run. Private in torch 2.13, without a
     public equal."""
     torch._foreach_copy_(outs, given, non_blocking)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def compile_time_ns() -> int:
+    """What dynamo and the compiler behind it have taken in this process up to now (nanoseconds).
+
+    `torch._dynamo.utils.compile_times` gives it as a text, or per call. Needed until torch gives
+    the sum in public. Nothing is imported for it: without the module nothing was compiled.
+    """
+    module = sys.modules.get("torch._dynamo.utils")
+    if module is None:
+        return 0
+    spent = module.cumulative_time_spent_ns
+    return int(spent.get("entire_frame_compile", 0) + spent.get("entire_backward_compile", 0))

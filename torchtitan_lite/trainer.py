@@ -140,12 +140,14 @@ def train(job: Job) -> bool:
     job.phases.enter(Phase.CHECKPOINT, state.step)
     finished = state.step >= job.steps
     job.checkpoints.final_save(finished=finished)
+    job.phases.enter(Phase.END, state.step)
     return finished
 
 
 def _end(job: Job, report: StepReport, why: TrainingDiverged | MachineFault) -> NoReturn:
     """Save the last good state, and raise `why` with where that is."""
     job.replicas.close()
+    job.phases.enter(Phase.CHECKPOINT, job.state.step)
     if isinstance(why, MachineFault) and report.num_replicas > 1:
         # The others have it, from machines that can be trusted.
         raise why

@@ -21,6 +21,9 @@ def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path:
     text = launch.run(2, arguments, tmp_path / "log")
     assert re.search(r"step 6/6 .*loss \d", text)
     assert re.search(r"validation +step 3 +loss \d", text)
+    assert re.search(r"Goodput +\d+\.\d% of 0:\d\d since the first start", text)
+    assert [e["step"] for e in launch.events_of(folder) if e["event"] == "books"] == [4, 6]
+    books = launch.books_of(folder)
     sample = text.split("A sample of the model:")[1].split("Outputs")[0]
     assert len(sample.strip()) > 20
     steps = launch.steps_of(folder)
@@ -42,6 +45,9 @@ def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path:
     again = launch.run(2, words[4:], tmp_path / "again.log")
     assert f"Resumed from {folder}/checkpoint/step-6" in again
     assert launch.steps_of(folder)[-1]["step"] == 12
+    went_on = launch.books_of(folder)
+    assert went_on["first_start_ns"] == books["first_start_ns"]
+    assert went_on["start_s"] > books["start_s"] and went_on["idle_s"] > 0
 
 
 def test_one_process_without_torchrun(tmp_path: Path) -> None:

@@ -106,6 +106,11 @@ def _check_crashes(kills: list[str], run: Path, tmp_path: Path, seed: int) -> No
     found = launch.saved_tensors(run / "checkpoint" / f"step-{last}")
     assert found.keys() == expected.keys() and len(expected) > 50
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    books = launch.books_of(run)
+    assert books["idle_s"] > 0
+    # The committed steps are kept, but for the one or two before each kill.
+    assert books["lost_s"] < books["compute_s"] + books["communication_s"]
+    assert 0 < books["goodput"] < 1
     run_id = (run / "run_id").read_text().strip()
     assert run_id not in [left.run_id for left in shared.runs()]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import launch
 from tests.replicas import Replicas, replicas
@@ -20,6 +21,7 @@ _ARGUMENTS: tuple[str, ...] = (
     # Three rounds, which two replicas cannot share evenly.
     "--training.global_batch_size=6",
     "--metrics.log_freq=1",
+    "--metrics.enable_tensorboard=true",
     "--debug.sample_ledger=true",
     "--training.steps=100000",
     "--checkpoint.interval=10",
@@ -93,6 +95,34 @@ def _check_against_a_straight_run(
     assert len(incomplete) <= 1
 
 
+def _events(run: Replicas, number: int) -> set[str]:
+    """What has happened, as metrics.jsonl and TensorBoard both tell it."""
+    told = launch.events_of(run.output(number))
+    drawn = EventAccumulator(str(run.output(number) / "tb"))
+    drawn.Reload()
+    tags = drawn.Tags()
+    for event in told:
+        for name in event.keys() - {"event", "step"}:
+            value, tag = event[name], f"{event['event']}/{name}"
+            if isinstance(value, str):
+                assert f"{tag}/text_summary" in tags["tensors"]
+            else:
+                assert value in [pytest.approx(one.value) for one in drawn.Scalars(tag)], tag
+    return {event["event"] for event in told}
+
+
+def _check_books(run: Replicas) -> None:
+    """Faults and recoveries are told of, and each second has its place."""
+    assert _events(run, 0) >= {"quorum", "step_failed", "books"}
+    assert _events(run, 1) >= {"quorum", "healed", "books"}
+    survivor, returned = (launch.books_of(run.output(number)) for number in run.running)
+    assert survivor["lost_s"] > 0
+    assert survivor["idle_s"] == 0
+    assert returned["idle_s"] > 0
+    assert returned["healing_s"] > 0
+    assert returned["wall_s"] > returned["start_s"] > 0
+
+
 def _check_kill_and_return(
     num_ranks: int, arguments: Sequence[str], tmp_path: Path, *, kill: str = "replica"
 ) -> None:
@@ -111,6 +141,7 @@ def _check_kill_and_return(
         run.wait_for_step(1, max(returned, run.steps(0)[-1]["step"]) + 3)
         _until_stopped(run)
         assert [run.wait(number) for number in run.running] == [0, 0]
+        _check_books(run)
         _check_against_a_straight_run(run, num_ranks, arguments, tmp_path)
 
 

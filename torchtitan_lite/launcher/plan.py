@@ -60,6 +60,10 @@ class Plan:
         """What a replica writes of its steps."""
         return self.dump_folder / f"replica_{replica:03d}" / "metrics.jsonl"
 
+    def books(self, replica: int) -> Path:
+        """What its time has gone into."""
+        return self.metrics(replica).with_name("books.json")
+
     def logs(self, replica: int) -> Path:
         """A folder for each attempt of a replica lies in this one."""
         return self.log_dir / f"replica_{replica:03d}"

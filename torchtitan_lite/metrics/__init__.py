@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+from torchtitan_lite.metrics.books import Books, open_books
 from torchtitan_lite.metrics.config import MetricsConfig, ProfilingConfig
 from torchtitan_lite.metrics.console import open_console
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
@@ -22,6 +23,7 @@ from torchtitan_lite.metrics.throughput import mfu
 from torchtitan_lite.metrics.wandb import WeightsAndBiases, require_wandb
 
 __all__ = [
+    "Books",
     "Event",
     "Metrics",
     "MetricsConfig",
@@ -30,6 +32,7 @@ __all__ = [
     "StepProfiler",
     "StepRecord",
     "mfu",
+    "open_books",
     "open_metrics",
 ]
 

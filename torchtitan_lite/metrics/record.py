@@ -45,6 +45,9 @@ class StepRecord:
     """Collecting garbage."""
     num_replicas: int
     """Replicas that took part."""
+    goodput: float | None = None
+    """Share of the wall time since the run's first start that went into steps which were committed
+    and are kept, 0 to 1; None of ranks that keep no books."""
     router_load: Mapping[str, float] | None = None
     """By router of a mixture of experts: the tokens of its busiest expert, as a multiple of a fair
     share; 1 is even."""

@@ -12,7 +12,7 @@ KEYS = {
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib"),
     *("step_time_s", "data_time_s", "checkpoint_stall_s", "num_replicas"),
     *("gc_time_s", "skipped", "num_target_tokens"),
-    *("router_load", "idle_experts"),
+    *("router_load", "idle_experts", "goodput"),
 }
 
 

@@ -1,0 +1,35 @@
+"""A run that cannot go on says so everywhere, and what its time went into."""
+
+import math
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests import launch
+
+
+def test_a_run_that_diverges_still_tells_its_books(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = [
+        *launch.SMALL,
+        f"--job.dump_folder={folder}",
+        "--checkpoint.enable=false",
+        "--metrics.enable_tensorboard=true",
+        "--training.steps=20",
+        "--optimizer.lr=1e38",
+        "--lr_scheduler.warmup_steps=0",
+        "--debug.max_skipped_steps=2",
+    ]
+    text = launch.run(1, arguments, tmp_path / "log", status=1)
+    assert "2 steps in a row had a loss or gradient that is not finite" in text
+    assert "Goodput" in text
+    assert launch.steps_of(folder)[-1]["skipped"]
+    told = {event["event"]: event for event in launch.events_of(folder)}
+    assert "2 steps in a row" in told["error"]["reason"]
+    books = launch.books_of(folder)
+    assert told["books"]["lost_s"] == books["lost_s"] > 0
+    drawn = EventAccumulator(str(folder / "tb"))
+    drawn.Reload()
+    assert "error/reason/text_summary" in drawn.Tags()["tensors"]
+    (lost,) = drawn.Scalars("books/lost_s")
+    assert math.isclose(lost.value, books["lost_s"], rel_tol=1e-5)

@@ -1,0 +1,244 @@
+"""Every nanosecond has one place, whatever happens to the steps that it was spent for."""
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.metrics.books import KINDS, Books, process_age_s
+from torchtitan_lite.metrics.ledger import Ledger
+from torchtitan_lite.phases import Phase
+
+S = 10**9
+
+
+class Run:
+    """A clock that is set by hand, and the books of one attempt after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "books.json"
+        self.now_ns = 1000 * S
+        self.compiled_ns = 0
+
+    def start(self, *, after_s: float = 0, goes_on: bool = True) -> Books:
+        self.now_ns += round(after_s * S)
+        return Books(
+            self.path,
+            started_ns=self.now_ns,
+            goes_on=goes_on,
+            clock=lambda: self.now_ns,
+            compiled_ns=lambda: self.compiled_ns,
+        )
+
+    def spend(self, books: Books, phase: Phase, step: int, seconds: float) -> None:
+        """Enter a phase, and be in it for so long."""
+        books.entered(phase, step)
+        self.now_ns += round(seconds * S)
+
+    def take(self, books: Books, step: int, *, commits: bool = True, seconds: float = 1) -> None:
+        """An attempt at the step after `step`: `seconds` of work, and 0.25 s beside it."""
+        self.spend(books, Phase.QUORUM, step, 0.125)
+        self.spend(books, Phase.DATA, step, seconds / 4)
+        self.spend(books, Phase.COMPUTE, step, seconds / 2)
+        self.spend(books, Phase.COMMUNICATION, step, seconds / 4)
+        self.spend(books, Phase.CHECKPOINT, step + commits, 0.0625)
+        self.spend(books, Phase.BETWEEN, step + commits, 0.0625)
+
+
+def seconds(books: Books) -> dict[str, float]:
+    return {kind: ns / S for kind, ns in books.accounts().ns.items() if ns}
+
+
+def test_time_goes_to_the_phase_in_which_it_passes(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    books = run.start()
+    run.spend(books, Phase.START, 0, 3)
+    run.take(books, 0)
+    run.spend(books, Phase.QUORUM, 1, 0.125)
+    run.spend(books, Phase.COMPUTE, 1, 1.25)
+    run.compiled_ns = S // 4
+    run.spend(books, Phase.CHECKPOINT, 2, 0.125)
+    run.spend(books, Phase.BETWEEN, 2, 0.25)
+    assert seconds(books) == {
+        "start": 3,
+        "quorum": 0.25,
+        "data": 0.25,
+        "compile": 0.25,
+        "compute": 1.5,
+        "communication": 0.25,
+        "checkpoint": 0.1875,
+        "between": 0.3125,
+    }
+    assert books.accounts().wall_s == 6
+    assert books.accounts().goodput == books.goodput() == 1.75 / 6
+
+
+def test_a_step_that_is_not_committed_is_lost_work(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    books = run.start()
+    run.take(books, 0)
+    run.take(books, 1, commits=False)
+    run.take(books, 1)
+    found = seconds(books)
+    assert found["lost"] == 1
+    assert found["compute"] == 1
+    assert found["quorum"] == 0.375
+
+
+def test_steps_that_are_taken_again_after_a_restart_are_lost_work(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    first = run.start()
+    for step in range(5):
+        run.take(first, step)
+    # Killed in the sixth.
+    run.spend(first, Phase.QUORUM, 5, 2)
+    first.entered(Phase.COMPUTE, 5)
+    before = json.loads(run.path.read_text())
+    assert before["wall_s"] == 8.25
+
+    second = run.start(after_s=7)
+    run.spend(second, Phase.START, 0, 3)
+    run.spend(second, Phase.QUORUM, 3, 1)
+    assert "lost" not in seconds(second)
+    run.take(second, 3)
+    found = seconds(second)
+    assert found["lost"] == 2
+    assert found["idle"] == 7
+    assert found["compute"] == 0.5 * 4
+    assert second.accounts().wall_s == 8.25 + 7 + 3 + 1 + 1.25
+
+
+def test_what_others_have_committed_meanwhile_is_not_lost(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    first = run.start()
+    for step in range(5):
+        run.take(first, step)
+    first.close()
+    second = run.start(after_s=1)
+    # It restores step 3, and receives the state of a replica that is further.
+    run.spend(second, Phase.QUORUM, 3, 1)
+    run.spend(second, Phase.HEALING, 3, 0.5)
+    run.spend(second, Phase.QUORUM, 3, 0.5)
+    run.spend(second, Phase.DATA, 9, 0.25)
+    run.spend(second, Phase.CHECKPOINT, 10, 0)
+    found = seconds(second)
+    assert "lost" not in found
+    assert found["healing"] == 0.5
+    assert found["data"] == 1.5
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b'{"version": 1, "first_start_ns": 0, "until_ns": 5, "entries": [[1, 1, {"idle": 4}]]}',
+        b'{"version": 1, "first_start_ns": 0, "until_ns": 4, "entries": [[1, 1, {"joy": 4}]]}',
+        b'{"version": 1, "first_start_ns": 0, "until_ns": -4, "entries": [[1, 1, {"idle": -4}]]}',
+        b'{"version": 1, "first_start_ns": 0, "until_ns": 4, "entries": [[2, 1, {"idle": 4}]]}',
+        b"[" * 100_000,
+        b"\xff",
+    ],
+)
+def test_damaged_books_are_told_of_and_begun_anew(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    run.path.write_bytes(content)
+    books = run.start()
+    assert "is damaged, and the books begin anew" in caplog.text
+    run.take(books, 0)
+    assert books.accounts().wall_s == 1.25
+
+
+def test_a_run_that_begins_anew_has_new_books(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.take(run.start(), 0)
+    run.now_ns += 100 * S
+    books = run.start(goes_on=False)
+    run.take(books, 0)
+    assert books.accounts().wall_s == 1.25
+
+
+def test_a_clock_that_was_set_back_makes_no_time_twice(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    first = run.start()
+    run.take(first, 0)
+    first.close()
+    run.now_ns -= 500 * S
+    second = run.start()
+    run.take(second, 1)
+    second.close()
+    assert second.accounts().wall_s == 2.5
+    told = json.loads(run.path.read_text())
+    assert told["until_ns"] - told["first_start_ns"] == 2.5 * S
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "folder").write_text("a file")
+    run = Run(tmp_path / "folder")
+    books = run.start(goes_on=False)
+    for step in range(5):
+        run.take(books, step)
+    books.close()
+    assert caplog.text.count("cannot be written") == 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_happens_all_kinds_add_up_to_the_wall_time(seed: int, tmp_path: Path) -> None:
+    random_ = random.Random(seed)
+    run = Run(tmp_path)
+    first_ns, step = run.now_ns, 0
+    for attempt in range(8):
+        books = run.start(after_s=random_.random() * 10 if attempt else 0)
+        run.spend(books, Phase.START, 0, random_.random())
+        step = max(0, step - random_.choice([0, 1, 40, 200]))
+        for _ in range(random_.randrange(60)):
+            run.compiled_ns += random_.randrange(S // 10)
+            commits = random_.random() < 0.9
+            run.take(books, step, commits=commits, seconds=random_.random())
+            step += commits
+            if random_.random() < 0.05:
+                step = max(0, step - random_.randrange(20))
+            assert sum(books.accounts().ns.values()) == run.now_ns - first_ns
+            assert books.goodput() == books.accounts().goodput
+        if random_.random() < 0.5:
+            books.close()
+        told = json.loads(run.path.read_text())
+        # What a killed process has not written down is the next one's idle time.
+        assert told["until_ns"] <= run.now_ns
+        total = sum(sum(ns.values()) for _, _, ns in told["entries"])
+        assert total == told["until_ns"] - told["first_start_ns"]
+        assert set(books.accounts().ns) == set(KINDS)
+        assert len(told["entries"]) < 150
+
+
+def test_old_steps_share_an_entry_and_lose_their_part_of_it() -> None:
+    ledger = Ledger()
+    for step in range(1, 1001):
+        ledger.add(step, {"compute": 10, "quorum": 1})
+    entries = ledger.to_json()
+    assert len(entries) <= 130
+    assert entries[-5:] == [[n, n, {"compute": 10, "quorum": 1}] for n in range(996, 1001)]
+    ledger.lose_after(100)
+    assert ledger.totals == Counter({"compute": 1000, "quorum": 1000, "lost": 9000})
+    assert ledger.highest == 100
+    assert Ledger.from_json(ledger.to_json()).totals == ledger.totals
+
+
+def test_a_process_knows_its_age() -> None:
+    program = (
+        "import time; time.sleep(0.5)\n"
+        "from torchtitan_lite.metrics.books import process_age_s; print(process_age_s())"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100
+    )
+    assert 0.5 < float(shown.stdout) < 100
+    assert process_age_s() > 0
