@@ -38,7 +38,7 @@ from torchtitan_lite.parallel.stages import joined, keep_only, plan_stages
 from torchtitan_lite.parallel.tensor import check_plan
 from torchtitan_lite.phases import Phase, PhaseListener, Phases
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import SingleReplica, StackWatchdog
+from torchtitan_lite.replica import SingleReplica, hang_listeners
 from torchtitan_lite.samples import Sampler
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import TrainState
@@ -70,7 +70,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     rng.seed_everything(seed)
     dump_folder = Path(config.job.dump_folder)
     with ExitStack() as opened:
-        phases = Phases(_phase_listeners(config, opened))
+        phases = Phases(_phase_listeners(config, opened, mesh))
         phases.enter(Phase.START, 0)
         data = open_data(
             config.training,
@@ -269,14 +269,15 @@ def _prepared(model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh) -> 
     return model.train()
 
 
-def _phase_listeners(config: Config, opened: ExitStack) -> list[PhaseListener]:
+def _phase_listeners(config: Config, opened: ExitStack, mesh: Mesh) -> list[PhaseListener]:
     """Who is told what this rank is doing."""
-    listeners = []
-    if config.fault_tolerance.enable and config.fault_tolerance.hang_timeout_s > 0:
-        watchdog = StackWatchdog(config.fault_tolerance.hang_timeout_s)
-        opened.callback(watchdog.off)
-        listeners.append(watchdog)
-    return listeners
+    if not config.fault_tolerance.enable or config.fault_tolerance.hang_timeout_s == 0:
+        return []
+    own = Path(config.job.dump_folder) / f"replica_{config.fault_tolerance.replica_id:03d}"
+    traces = own / config.comm.save_traces_folder
+    return opened.enter_context(
+        hang_listeners(config.fault_tolerance.hang_timeout_s, mesh.rank, traces)
+    )
 
 
 def _hooks(

@@ -5,6 +5,7 @@ admits torch 2.11 to 2.13; the tests run on 2.13.0.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -552,3 +553,13 @@ def foreach_copy_(
     """Copy many tensors in one call, in which other threads run. Private in torch 2.13, without a
     public equal."""
     torch._foreach_copy_(outs, given, non_blocking)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def flight_record() -> dict[str, Any]:
+    """What the flight recorder holds of the collectives of this process: torch's own keys.
+
+    torch writes it by itself for NCCL only, when a collective is late, and as a pickle; the private
+    function gives JSON, and of gloo's too (2.13). Needed until a public one does.
+    """
+    dump = _distributed_c10d._dump_fr_trace_json  # pyright: ignore[reportAttributeAccessIssue]
+    return json.loads(dump(includeCollectives=True, onlyActive=False))

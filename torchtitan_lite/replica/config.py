@@ -33,7 +33,8 @@ class FaultToleranceConfig(Section):
     hang_timeout_s: Annotated[float, at_least(0)] = 600
     """Seconds without progress after which a process of a replica writes the stacks of all its
     threads and ends, to be started again; waiting for other replicas it has three times as long.
-    Longer than the longest step. 0: it may hang."""
+    `scripts.launch` also finds one that is stopped altogether. Longer than the longest step.
+    0: it may hang."""
     heal_interface: str = ""
     """Network interface, or address of one, on which state is served to a replica that returns;
     empty: the one by which the lighthouse is reached."""
