@@ -45,7 +45,7 @@ from torchtitan_lite.parallel.tensor import check_plan
 from torchtitan_lite.phases import Phase, PhaseListener, Phases
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replay import TOLERANCE, NoReplay, Replay, StepReplay
-from torchtitan_lite.replica import SingleReplica, StackWatchdog
+from torchtitan_lite.replica import SingleReplica, hang_listeners
 from torchtitan_lite.samples import Sampler
 from torchtitan_lite.spec import ModelSpec, Schedule
 from torchtitan_lite.train_state import TrainState
@@ -85,7 +85,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     own_folder = dump_folder if replica is None else dump_folder / f"replica_{replica:03d}"
     with ExitStack() as opened:
         books = _books(config, own_folder, opened) if mesh.is_leader else None
-        phases = Phases(_phase_listeners(config, books, opened))
+        phases = Phases(_phase_listeners(config, mesh, books, own_folder, opened))
         phases.enter(Phase.START, 0)
         data = open_data(
             config.training,
@@ -306,13 +306,15 @@ def _books(config: Config, folder: Path, opened: ExitStack) -> Books:
     return books
 
 
-def _phase_listeners(config: Config, books: Books | None, opened: ExitStack) -> list[PhaseListener]:
+def _phase_listeners(
+    config: Config, mesh: Mesh, books: Books | None, folder: Path, opened: ExitStack
+) -> list[PhaseListener]:
     """Who is told what this rank is doing."""
     listeners: list[PhaseListener] = [] if books is None else [books]
-    if config.fault_tolerance.enable and config.fault_tolerance.hang_timeout_s > 0:
-        watchdog = StackWatchdog(config.fault_tolerance.hang_timeout_s)
-        opened.callback(watchdog.off)
-        listeners.append(watchdog)
+    hang_timeout_s = config.fault_tolerance.hang_timeout_s
+    if config.fault_tolerance.enable and hang_timeout_s > 0:
+        traces = folder / config.comm.save_traces_folder
+        listeners += opened.enter_context(hang_listeners(hang_timeout_s, mesh.rank, traces))
     return listeners
 
 

@@ -5,6 +5,7 @@ admits torch 2.11 to 2.13; the tests run on 2.13.0.
 """
 
 import hashlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -566,3 +567,13 @@ def compile_time_ns() -> int:
         return 0
     spent = module.cumulative_time_spent_ns
     return int(spent.get("entire_frame_compile", 0) + spent.get("entire_backward_compile", 0))
+
+
+def flight_record() -> dict[str, Any]:
+    """What the flight recorder holds of the collectives of this process: torch's own keys.
+
+    torch writes it by itself for NCCL only, when a collective is late, and as a pickle; the private
+    function gives JSON, and of gloo's too (2.13). Needed until a public one does.
+    """
+    dump = _distributed_c10d._dump_fr_trace_json  # pyright: ignore[reportAttributeAccessIssue]
+    return json.loads(dump(includeCollectives=True, onlyActive=False))

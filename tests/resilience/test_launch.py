@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -13,19 +15,32 @@ import pytest
 
 from tests import launch
 from tests.failures import RankFailed
+from tests.tolerances import FAULTS_FLOAT64
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
 
 REPLICAS = ("replica_000", "replica_001")
 
 
-def start(folder: Path, log: Path) -> subprocess.Popen[bytes]:
+def start(
+    folder: Path,
+    log: Path,
+    *more: str,
+    replicas: int = 2,
+    ranks: str = "1",
+    own: Sequence[str] = (),
+) -> subprocess.Popen[bytes]:
+    """Launch a short run with `more` arguments for the trainer, and `own` ones for the launcher."""
     arguments = [
         *launch.SMALL,
         f"--job.dump_folder={folder}",
         "--training.steps=12",
         "--checkpoint.enable=false",
         "--metrics.log_freq=1",
+        *more,
     ]
-    command = [sys.executable, "-m", "scripts.launch", "--replicas=2", "--nproc-per-replica=1"]
+    command = [sys.executable, "-m", "scripts.launch", f"--replicas={replicas}", *own]
+    command.append(f"--nproc-per-replica={ranks}")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as file:
         return subprocess.Popen(
@@ -51,27 +66,23 @@ def _replica_of(words: list[str]) -> int:
     return int(words[words.index("--fault_tolerance.replica_id") + 1])
 
 
-def rank_of(folder: Path, replica: int) -> psutil.Process:
-    """The one rank of a replica."""
+def rank_of(folder: Path, replica: int, rank: int = 0) -> psutil.Process:
+    """A rank of a replica."""
     (found,) = (
         process
         for process in of_the_run(folder)
         if "torch.distributed.run" not in process.cmdline()
         and _replica_of(process.cmdline()) == replica
+        and process.environ().get("RANK") == str(rank)
     )
     return found
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
-def test_a_replica_that_loses_a_rank_comes_back_and_all_finish(tmp_path: Path) -> None:
-    folder, log = tmp_path / "run", tmp_path / "log"
-    process = start(folder, log)
-    started_with = {process.pid}
+@contextmanager
+def ending(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
+    """Make sure that nothing is left of a run that was launched, at the end of the block."""
     try:
-        launch.wait_for_step(folder / REPLICAS[1], 4, process, log)
-        started_with |= {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
-        rank_of(folder, 1).send_signal(signal.SIGKILL)
-        status = process.wait(timeout=120)
+        yield
     finally:
         process.kill()
         process.wait()
@@ -80,10 +91,66 @@ def test_a_replica_that_loses_a_rank_comes_back_and_all_finish(tmp_path: Path) -
             time.sleep(0.05)
         for one in left:
             one.kill()
+    assert not left
+
+
+def end_of(process: subprocess.Popen[bytes], log: Path, timeout_s: float = 120) -> str:
+    """What the launcher printed, when it has ended well."""
+    status = process.wait(timeout=timeout_s)
     text = log.read_text()
     if status != 0:
         raise RankFailed(f"exit status {status}, wanted 0:\n{text[-4000:]}", log)
-    assert not left
+    return text
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """By step, of all replicas below a folder; those that they share are alike."""
+    found: dict[int, float] = {}
+    for path in folder.rglob("metrics.jsonl"):
+        for step in launch.steps_of(path.parent):
+            assert found.setdefault(step["step"], step["loss"]) == pytest.approx(
+                step["loss"], rel=FAULTS_FLOAT64
+            )
+    return found
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.timeout(280)
+def test_a_rank_that_is_stopped_is_named_and_replaced(tmp_path: Path, replicas: int) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    exact = ["--training.dtype=float64", "--training.local_batch_size=1"]
+    hangs = ["--checkpoint.enable=true", "--fault_tolerance.hang_timeout_s=4"]
+    process = start(folder, log, *exact, *hangs, replicas=replicas, ranks="2")
+    last = replicas - 1
+    with ending(process, folder):
+        launch.wait_for_step(folder / REPLICAS[last], 3, process, log)
+        rank_of(folder, last, 1).send_signal(signal.SIGSTOP)
+        text = end_of(process, log)
+    found = re.search(rf"replica {last}: failed, rank 1: no progress for (\S+) s in .*", text)
+    assert found is not None, text
+    assert float(found[1]) >= 4
+    assert "(stopped)" in found[0] and "rank 0 waits in gloo:" in found[0]
+    attempts = folder / "launch_logs" / REPLICAS[last]
+    report = (attempts / "attempt_00" / "hang.txt").read_text()
+    of_waiting, of_stopped = report.partition("rank 0, process ")[2].split("rank 1, process ")
+    assert "train_step" in of_waiting and "waits in gloo:" in of_waiting
+    assert "T (stopped)" in of_stopped
+    assert "step 12/12" in (attempts / "attempt_01" / "rank_0.log").read_text()
+    straight = ["--checkpoint.enable=false", "--training.steps=12", "--metrics.log_freq=1"]
+    straight += [f"--job.dump_folder={tmp_path / 'straight'}"]
+    launch.run(1, [*launch.SMALL, *exact, *straight], tmp_path / "straight.log")
+    assert losses(folder) == pytest.approx(losses(tmp_path / "straight"), rel=FAULTS_FLOAT64)
+
+
+def test_a_replica_that_loses_a_rank_comes_back_and_all_finish(tmp_path: Path) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    process = start(folder, log)
+    started_with = {process.pid}
+    with ending(process, folder):
+        launch.wait_for_step(folder / REPLICAS[1], 4, process, log)
+        started_with |= {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
+        rank_of(folder, 1).send_signal(signal.SIGKILL)
+        text = end_of(process, log)
     assert not {pid for pid in started_with if psutil.pid_exists(pid)}
     assert "replica 1: failed, rank 0: killed by SIGKILL" in text
     assert "replica 1: restarts in 1 s" in text

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.launcher.failure import Failure, failure_of
+from torchtitan_lite.launcher.hang import Seen
 from torchtitan_lite.launcher.log_lines import last_lines
 from torchtitan_lite.launcher.processes import (
     ExitStatus,
@@ -21,7 +22,9 @@ from torchtitan_lite.launcher.processes import (
     kill_session,
     signal_process,
     spawn,
+    state_of,
 )
+from torchtitan_lite.launcher.pulse import PULSES, PulseBoard
 from torchtitan_lite.launcher.supervised import LAUNCHER_PID, RANK_LOGS, rank_log
 
 
@@ -46,17 +49,24 @@ class Group:
         folder: Path,
     ) -> None:
         """Start `command`; logs go to `folder`, which is made. Raises OSError."""
-        self._num_ranks, self._folder = num_ranks, folder
+        self._num_ranks, self.folder, self.environment = num_ranks, folder, environment
         folder.mkdir(parents=True)
+        self._pulses = PulseBoard(num_ranks)
         with self._own_log.open("wb") as log:
             self._torchrun = spawn(
                 command,
-                {**environment, LAUNCHER_PID: str(os.getpid()), RANK_LOGS: str(folder)},
+                {
+                    **environment,
+                    LAUNCHER_PID: str(os.getpid()),
+                    RANK_LOGS: str(folder),
+                    PULSES: self._pulses.path,
+                },
                 output=log.fileno(),
             )
         self._descriptor = os.pidfd_open(self._torchrun.pid)
         self._ranks: dict[int, _Rank] = {}
         self._first_bad: tuple[str, ExitStatus, Path] | None = None
+        self._hang: Failure | None = None
         self._num_clean = 0
 
     @property
@@ -83,12 +93,12 @@ class Group:
     @property
     def has_failed(self) -> bool:
         """Whether a rank has, or torchrun."""
-        return self._first_bad is not None
+        return self._first_bad is not None or self._hang is not None
 
     @property
     def leader_log(self) -> Path:
         """What rank 0 prints."""
-        return rank_log(self._folder, 0)
+        return rank_log(self.folder, 0)
 
     def look(self) -> None:
         """Take note of ranks that came up, and of processes that have ended."""
@@ -107,7 +117,7 @@ class Group:
         if bad and self._first_bad is None:
             # One that says why comes before one that was cut off.
             number, status = min(bad, key=lambda one: (one[1].is_signal, one[0]))
-            self._first_bad = (f"rank {number}", status, rank_log(self._folder, number))
+            self._first_bad = (f"rank {number}", status, rank_log(self.folder, number))
         if self._descriptor < 0 and not self.has_finished and self._first_bad is None:
             status = ExitStatus(self._torchrun.returncode or 0)
             self._first_bad = ("torchrun", status, self._own_log)
@@ -115,8 +125,23 @@ class Group:
             # It would find out by itself, later.
             kill_session(self._torchrun.pid)
 
+    def seen(self) -> list[Seen]:
+        """What the ranks do at this moment, those that have ended aside."""
+        living = sorted(self._ranks.values(), key=lambda rank: rank.number)
+        return [
+            Seen(rank.number, rank.pid, self._pulses.read(rank.number), state_of(rank.pid))
+            for rank in living
+            if rank.descriptor >= 0
+        ]
+
+    def hangs(self, failure: Failure) -> None:
+        """Count it as failed, though its processes are there."""
+        self._hang = failure
+
     def failure(self) -> Failure:
         """What became of a group that has failed. All is told once its processes are gone."""
+        if self._hang is not None:
+            return self._hang
         assert self._first_bad is not None
         who, status, log = self._first_bad
         # A rank that could not even begin has told torchrun's output of it.
@@ -138,9 +163,13 @@ class Group:
         if self._torchrun.returncode is None:
             kill_session(self._torchrun.pid)
 
+    def close(self) -> None:
+        """Let go of what it took, once it has ended."""
+        self._pulses.close()
+
     @property
     def _own_log(self) -> Path:
-        return self._folder / "torchrun.log"
+        return self.folder / "torchrun.log"
 
     def _look_at_torchrun(self) -> None:
         if not _is_over(self._descriptor):

@@ -150,10 +150,11 @@ class Launcher:
             replica.stop()
 
     def _look_at_orphans(self, now_s: float) -> None:
-        started = [one.pid for one in (self._lighthouse, *self._replicas)]
-        if self._messenger is not None:
-            started.append(self._messenger.pid)
-        self._orphans.look({pid for pid in started if pid is not None}, now_s)
+        started = {pid for replica in self._replicas for pid in replica.pids}
+        for one in (self._lighthouse, self._messenger):
+            if one is not None and one.pid is not None:
+                started.add(one.pid)
+        self._orphans.look(started, now_s)
 
     def _let_orphans_end(self) -> None:
         """Wait for writers that make the last snapshot of a killed trainer durable: the end of the

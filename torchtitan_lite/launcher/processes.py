@@ -108,6 +108,15 @@ def ended_with(pid: int) -> ExitStatus | None:
     return ExitStatus(os.waitstatus_to_exitcode(int(fields[_EXIT_CODE])))
 
 
+def state_of(pid: int) -> str:
+    """The state of a process as the kernel's letter; empty when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[_STATE]
+
+
 def signal_process(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process that may have ended."""
     with suppress(ProcessLookupError):

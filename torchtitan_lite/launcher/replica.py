@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from torchtitan_lite.launcher.group import Group
+from torchtitan_lite.launcher.hang_watch import HangWatch
 from torchtitan_lite.launcher.policy import GiveUp, Restart, RestartPolicy
 from torchtitan_lite.launcher.progress import Progress
 
@@ -64,6 +65,7 @@ class Replica:
         self._policy = policy
         self._on_failure, self._tell = on_failure, say
         self._group: Group | None = None
+        self._hangs: HangWatch | None = None
         self._is_stopping = False
         self._restart_at_s = self._read_at_s = 0.0
 
@@ -83,9 +85,10 @@ class Replica:
         return [] if self._group is None else self._group.descriptors
 
     @property
-    def pid(self) -> int | None:
-        """Of its torchrun."""
-        return None if self._group is None else self._group.pid
+    def pids(self) -> list[int]:
+        """Of the processes that were started for it: torchrun, and who looks into a hang."""
+        found = (one.pid for one in (self._group, self._hangs) if one is not None)
+        return [pid for pid in found if pid is not None]
 
     def restarts_in_s(self, now_s: float) -> float:
         """Seconds until its next attempt; 0 when none is waited for."""
@@ -96,6 +99,7 @@ class Replica:
         folder = _next_folder(self._folder)
         self._policy.started()
         self._group = self._start(folder)
+        self._hangs = HangWatch(self._group)
         self.progress = Progress(self._metrics, self._group.leader_log)
         self.state = State.STARTING
         self._say(f"started, logs in {folder}")
@@ -114,8 +118,11 @@ class Replica:
                 self._end_failed(group)
             elif now_s >= self._read_at_s:
                 self._read(now_s)
+                self._look_for_hangs(group, now_s)
         if group.has_ended:
             self._group = None
+            self._close_hangs()
+            group.close()
             self._settle(group, now_s)
 
     def stop(self) -> None:
@@ -136,9 +143,26 @@ class Replica:
                 self._say("killed before it had left")
             self._group.kill()
 
+    def _look_for_hangs(self, group: Group, now_s: float) -> None:
+        assert self._hangs is not None
+        was_looked_into = self._hangs.pid is not None
+        hang = self._hangs.look(now_s)
+        if hang is not None:
+            group.hangs(hang)
+        elif was_looked_into and self._hangs.pid is None:
+            self._say("goes on: it was only slow")
+        elif not was_looked_into and self._hangs.pid is not None:
+            self._say("makes no progress, and is looked into")
+
+    def _close_hangs(self) -> None:
+        if self._hangs is not None:
+            self._hangs.close()
+            self._hangs = None
+
     def _end_failed(self, group: Group) -> None:
         # Neighbours of a dead rank hang, and hold up all other replicas.
         group.kill()
+        self._close_hangs()
         self.state = State.ENDING
         self._on_failure(self)
         self._say(f"failed, {group.failure().what}")

@@ -4,6 +4,7 @@ Importing this takes milliseconds: until `obey_launcher` has run, nothing would 
 its torchrun.
 """
 
+import faulthandler
 import os
 import signal
 from pathlib import Path
@@ -14,6 +15,12 @@ LAUNCHER_PID = "TORCHTITAN_LITE_LAUNCHER_PID"
 """Environment variable: the launcher's process. Its children are the torchruns."""
 RANK_LOGS = "TORCHTITAN_LITE_RANK_LOGS"
 """Environment variable: the folder into which each rank writes its output."""
+
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a rank print the Python stacks of all its threads, if it can."""
+FLIGHT_SIGNAL = signal.SIGUSR2
+"""Makes a rank write its flight recorder, if it can: a thread waits for it. See
+`replica.flight_recorder`."""
 
 
 def rank_log(folder: Path, rank: int) -> Path:
@@ -36,3 +43,6 @@ def obey_launcher() -> None:
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+    # Before there are other threads: to one that does not block it, it would be the end.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {FLIGHT_SIGNAL})

@@ -5,6 +5,7 @@ whether the sums hold. A job without fault tolerance is one replica that always 
 """
 
 from torchtitan_lite.replica.config import FaultToleranceConfig
+from torchtitan_lite.replica.hangs import hang_listeners
 from torchtitan_lite.replica.participation import (
     LeaveRequested,
     News,
@@ -12,7 +13,6 @@ from torchtitan_lite.replica.participation import (
     Share,
     SingleReplica,
 )
-from torchtitan_lite.replica.watchdog import StackWatchdog
 
 __all__ = [
     "FaultToleranceConfig",
@@ -21,5 +21,5 @@ __all__ = [
     "Replicas",
     "Share",
     "SingleReplica",
-    "StackWatchdog",
+    "hang_listeners",
 ]

@@ -37,7 +37,8 @@ class FaultToleranceConfig(Section):
     hang_timeout_s: Annotated[float, at_least(0)] = 600
     """Seconds without progress after which a process of a replica writes the stacks of all its
     threads and ends, to be started again; waiting for other replicas it has three times as long.
-    Longer than the longest step. 0: it may hang."""
+    `scripts.launch` also finds one that is stopped altogether. Longer than the longest step.
+    0: it may hang."""
     replay_check: bool = False
     """Compute a step that is not finite or spikes again before `[anomalies]` applies. Where a rank
     comes to something else its machine is at fault: it is named, and its replica ends (without

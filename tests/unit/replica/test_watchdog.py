@@ -9,8 +9,8 @@ import pytest
 _BEGINNING = """
 import ctypes, time
 from torchtitan_lite.phases import Phase
-from torchtitan_lite.replica.watchdog import StackWatchdog
-dog = StackWatchdog(0.5)
+from torchtitan_lite.replica.watchdog import StackWatchdog, limits_s
+dog = StackWatchdog(limits_s(0.5), is_watched=False)
 
 def enter(phase):
     dog.entered(phase, 0)
