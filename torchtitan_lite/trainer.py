@@ -204,6 +204,8 @@ def train_step(job: Job) -> StepReport:
     state.optimizer.zero_grad()
     if settled:
         state.cursor += step_size
+    if committed:
+        job.replicas.synchronize()
     if not leave and state.step < job.steps:
         job.replicas.begin()
     return StepReport(

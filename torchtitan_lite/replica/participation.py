@@ -82,6 +82,11 @@ class Replicas(Protocol):
         the samples at which these ranks were."""
         ...
 
+    def synchronize(self) -> None:
+        """A step was committed: average the states of all replicas, where that is due. Raises as
+        `agree` does."""
+        ...
+
     def begin(self) -> None:
         """The state will not change any more before the next step: look for who takes part."""
         ...
@@ -110,6 +115,9 @@ class SingleReplica:
 
     def settle(self, num_ranks: float, places: float) -> bool:
         return True
+
+    def synchronize(self) -> None:
+        return None
 
     def begin(self) -> None:
         return None
