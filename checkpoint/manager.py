@@ -81,9 +81,10 @@ class CheckpointManager:
         return restored.where
 
     def join(self, coworkers: Coworkers) -> None:
-        """Which replicas take part from here on: they write checkpoints together."""
+        """Which replicas take part from here on: they write checkpoints together, or the first does
+        for all."""
         self._coworkers = coworkers
-        self._saver.join(coworkers)
+        self._saver.join(coworkers.together)
 
     def hold_still(self) -> None:
         """Come back when the state may change."""
@@ -114,8 +115,9 @@ class CheckpointManager:
         if self._may_be_asynchronous and self._asynchronous is None:
             self._asynchronous = open_saver(self._saved, self._restored_step)
             self._may_be_asynchronous = self._asynchronous is not None
-            self._saver.join(self._coworkers)
+            self._saver.join(self._coworkers.together)
         if self._saves:
+            due = due and self._coworkers.writes
             self._saver.after_step(save_due=due or self._is_wanted)
         self._step_ended = time.perf_counter()
         return self._step_ended - started

@@ -77,6 +77,13 @@ class Replicas:
                 one.kill()
         process.wait()
 
+    def stop(self) -> None:
+        """Ask all to leave."""
+        for process in self.running.values():
+            # Without torchrun the process is the rank.
+            for rank in launch.ranks_of(process) or [psutil.Process(process.pid)]:
+                rank.terminate()
+
     def wait(self, number: int, timeout_s: float = 120) -> int:
         return self.running[number].wait(timeout=timeout_s)
 

@@ -107,6 +107,13 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             ),
             loader=data.loader,
         )
+        averaging = None
+        if config.fault_tolerance.enable and config.fault_tolerance.semi_sync_method:
+            # Importing torchft takes a second.
+            from torchtitan_lite.replica.averaging import Averaging
+
+            averaging = Averaging(config.fault_tolerance, model)
+            state.outer = averaging
         checkpoints = CheckpointManager(
             config.checkpoint,
             dump_folder=dump_folder,
@@ -117,6 +124,9 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         )
         opened.callback(checkpoints.close)
         resumed_from = checkpoints.restore()
+        if averaging is not None and state.step == 0:
+            # They may be pretrained.
+            averaging.start_here()
         metrics = opened.enter_context(
             open_metrics(
                 config.metrics,
@@ -230,6 +240,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 leaves=lambda: stop.requested,
                 stored_before=checkpoints.stored_before,
                 phases=phases,
+                averaging=averaging,
             )
             job = replace(job, replicas=opened.enter_context(joined_replicas))
         yield Built(

@@ -40,6 +40,11 @@ def at_least(minimum: float) -> AfterValidator:
     return _bounded(lambda given: given >= minimum, f"at least {minimum}")
 
 
+def at_most(maximum: float) -> AfterValidator:
+    """A number not above `maximum`, with the value in the error."""
+    return _bounded(lambda given: given <= maximum, f"at most {maximum}")
+
+
 def above(minimum: float) -> AfterValidator:
     """A number greater than `minimum`, with the value in the error."""
     return _bounded(lambda given: given > minimum, f"greater than {minimum}")

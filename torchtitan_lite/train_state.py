@@ -5,7 +5,7 @@ Layer: above anomalies, data, optim and checkpoint (whose `State` it is).
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -13,6 +13,22 @@ from torch import nn
 from torchtitan_lite.anomalies import History
 from torchtitan_lite.data import DataLoader
 from torchtitan_lite.optim import ShardedOptimizer, WarmupStableDecay
+
+
+class OuterState(Protocol):
+    """What averages replicas every few steps, and remembers more than the optimizer does."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By the name of a parameter and that of a slot, each of the parameter's shape."""
+        ...
+
+    def values(self) -> dict[str, int]:
+        """Numbers beside them."""
+        ...
+
+    def load_values(self, values: Mapping[str, int]) -> None:
+        """Take back what `values` gave."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -33,6 +49,8 @@ class TrainState:
     on too."""
     history: History = field(default_factory=History)
     """What the judgement of the next step depends on."""
+    outer: OuterState | None = None
+    """Only of replicas that average every few steps."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """`model.NAME`, and `optimizer.NAME.SLOT` once the optimizer has its state."""
@@ -40,15 +58,19 @@ class TrainState:
         for name, parameter in self.model.named_parameters():
             for slot, value in self.optimizer.slots(parameter).items():
                 found[f"optimizer.{name}.{slot}"] = value
+        if self.outer is not None:
+            found |= {f"optimizer.{name}": value for name, value in self.outer.tensors().items()}
         return found
 
     def values(self) -> dict[str, Any]:
         """Everything that is not a tensor, by the parts that `exclude_from_loading` names."""
+        outer = {} if self.outer is None else {"outer": self.outer.values()}
         return {
             "train_state": {
                 "step": self.step,
                 "tokens": self.tokens,
                 "history": self.history.values(),
+                **outer,
             },
             "lr_scheduler": asdict(self.schedule),
             "dataloader": {"cursor": self.cursor, "sources": self.loader.state(self.cursor)},
@@ -57,10 +79,11 @@ class TrainState:
     def allocate(self, slots: Mapping[str, tuple[int, ...]]) -> None:
         """Make the optimizer's state, which torch makes in its first step, for the saved names."""
         places = dict(self.model.named_parameters())
+        there = {} if self.outer is None else self.outer.tensors()
         for full_name, shape in slots.items():
             part, _, rest = full_name.partition(".")
             name, _, slot = rest.rpartition(".")
-            if part == "optimizer" and name in places:
+            if part == "optimizer" and name in places and rest not in there:
                 self.optimizer.allocate(places[name], slot, shape)
 
     def load_values(self, values: Mapping[str, Any]) -> None:
@@ -70,6 +93,8 @@ class TrainState:
             self.step = values["train_state"]["step"]
             self.tokens = values["train_state"]["tokens"]
             self.history = History.of(values["train_state"].get("history", {}))
+            if self.outer is not None and "outer" in values["train_state"]:
+                self.outer.load_values(values["train_state"]["outer"])
         if "dataloader" in values:
             self.cursor = values["dataloader"]["cursor"]
             self.loader.load_state(values["dataloader"]["sources"])

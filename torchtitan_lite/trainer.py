@@ -241,6 +241,8 @@ def train_step(job: Job) -> StepReport:
             samples=range(state.cursor - step_size, state.cursor),
             roll_back_steps=job.judge.roll_back_steps,
         )
+    if committed:
+        job.replicas.synchronize()
     if not leave and end is None and state.step < job.steps:
         job.replicas.begin()
     return StepReport(

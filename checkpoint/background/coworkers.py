@@ -27,6 +27,16 @@ class Coworkers:
     """Hexadecimal digits that tell these replicas, and the time in which they train together, from
     all others; the same on each of them. Empty where one writes alone."""
 
+    @property
+    def together(self) -> "Coworkers":
+        """Those with whom this one writes."""
+        return self if self.token else ALONE
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes at all: without a token the first does so for all."""
+        return self.index == 0 or bool(self.token)
+
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "Coworkers":
         """What `to_json` gave. Raises ValueError or TypeError."""

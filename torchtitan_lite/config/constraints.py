@@ -18,6 +18,7 @@ from torchtitan_lite.config.mesh_constraints import (
 )
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.semi_sync_constraints import semi_sync_problems
 from torchtitan_lite.errors import ConfigError, MeshError
 from torchtitan_lite.mesh import Degrees, resolve_degrees
 from torchtitan_lite.models import model_spec
@@ -45,6 +46,7 @@ def check_against(config: Config, world_size: int) -> None:
     problems += _checkpoint(config)
     problems += _anomalies(config)
     problems += _files(config)
+    problems += semi_sync_problems(config)
     if problems:
         raise config_error(problems)
 

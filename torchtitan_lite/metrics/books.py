@@ -95,7 +95,7 @@ class Books:
 
     def entered(self, phase: Phase, step: int) -> None:
         self._count()
-        if phase is Phase.QUORUM:
+        if phase is Phase.QUORUM and self._is_kept:
             self._ledger.add(step, self._open)
             self._open.clear()
             self._before, self._is_kept = step, False

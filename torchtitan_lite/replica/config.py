@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from torchtitan_lite.section import Section, above, at_least, only
+from torchtitan_lite.section import Section, above, at_least, at_most
 
 
 class FaultToleranceConfig(Section):
@@ -51,5 +51,23 @@ class FaultToleranceConfig(Section):
     """Connections in parallel by which a rank that returns receives its state."""
     bucket_mib: Annotated[int, at_least(1)] = 32
     """Gradients are added up over replicas in buckets of this size (MiB)."""
-    semi_sync_method: Annotated[str | None, only(None, "semi-synchronous training")] = None
-    """Method that averages replicas less often than each step."""
+    semi_sync_method: Literal["local_sgd", "diloco", "streaming_diloco"] | None = None
+    """Average the replicas every `sync_steps` steps instead of adding up gradients in each.
+    "local_sgd": the weights. "diloco": what the weights have moved by, as the gradient of an outer
+    optimizer. "streaming_diloco": the same, one fragment of the model after the other. All of them
+    change what is trained; None changes nothing."""
+    sync_steps: Annotated[int, at_least(1)] = 5
+    """Steps from one average to the next; with fragments, of the same fragment."""
+    should_quantize: bool = False
+    """Send 8 bits a number when averaging. Needs a GPU with Triton."""
+    num_fragments: Annotated[int, at_least(1)] = 1
+    """Parts of the model that "streaming_diloco" averages in turn."""
+    fragment_sync_delay: Annotated[int, at_least(0)] = 0
+    """Steps that are taken while a fragment is on its way ("streaming_diloco")."""
+    fragment_update_alpha: Annotated[float, at_least(0), at_most(1)] = 0.0
+    """Share of its own weights that a replica keeps in an averaged fragment
+    ("streaming_diloco")."""
+    outer_lr: Annotated[float, above(0)] = 0.7
+    """Learning rate of DiLoCo's outer optimizer, SGD with Nesterov momentum."""
+    outer_momentum: Annotated[float, above(0)] = 0.9
+    """Momentum of DiLoCo's outer optimizer."""

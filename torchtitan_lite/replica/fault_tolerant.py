@@ -86,6 +86,10 @@ class FaultTolerantReplicas:
         self._news: list[News] = []
 
     def begin(self) -> None:
+        self._ask()
+
+    def _ask(self) -> None:
+        """Begin to look for who is there."""
         self._manager.set_progress(self._progress)
         self._started = self._starter.submit(self._manager.start_quorum)
 
@@ -93,7 +97,7 @@ class FaultTolerantReplicas:
         started_s = time.monotonic()
         while True:
             if self._started is None:
-                self.begin()
+                self._ask()
             assert self._started is not None
             asked, self._started = self._started, None
             if not self._found(asked, started_s):
@@ -247,6 +251,9 @@ class FaultTolerantReplicas:
                 f"{reason}"
             )
         return False
+
+    def synchronize(self) -> None:
+        return None
 
     def exchange(self, counts: torch.Tensor) -> bool:
         self._sums.sum_((), counts)

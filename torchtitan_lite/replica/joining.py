@@ -1,10 +1,11 @@
-"""How a replica finds the others. Layer: above fault_tolerant."""
+"""How a replica finds the others. Layer: above semi_synchronous."""
 
 import ipaddress
 import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from urllib.parse import urlsplit
 
 import psutil
@@ -15,6 +16,7 @@ from torchtitan_lite.lighthouse.client import tell_left
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import leader_says
 from torchtitan_lite.phases import Phases
+from torchtitan_lite.replica.averaging import Averaging
 from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.replica.guard import Floor
@@ -22,6 +24,7 @@ from torchtitan_lite.replica.healing import HealingTransport
 from torchtitan_lite.replica.healing.client import Link
 from torchtitan_lite.replica.healing.live_state import Run
 from torchtitan_lite.replica.participation import Replicas
+from torchtitan_lite.replica.semi_synchronous import SemiSynchronousReplicas
 from torchtitan_lite.replica.torchft_manager import QuorumManager
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
@@ -41,10 +44,11 @@ def join(
     leaves: Callable[[], bool],
     stored_before: int,
     phases: Phases,
+    averaging: Averaging | None = None,
 ) -> Iterator[Replicas]:
     """The replicas of a run whose state is ready, until the end of the block. Every rank must call
-    it, as the last before the first step: who has joined is waited for. The rest is as
-    in `FaultTolerantReplicas`.
+    it, as the last before the first step: who has joined is waited for. With `averaging` they are
+    averaged every few steps. The rest is as in `FaultTolerantReplicas`.
 
     Raises ReplicaError when the environment does not say where the others are, or nobody is there.
     """
@@ -54,7 +58,7 @@ def join(
     store = _store(address) if mesh.is_leader else None
     told = f"{address} {store.port}" if store is not None else ""
     host, port = leader_says(told.encode()).decode().split()
-    floor = Floor(run.cursor)
+    floor = Floor(run.cursor if averaging is None else averaging.progress(run.step))
     try:
         transport = HealingTransport(run, address, token)
     except OSError as error:
@@ -72,7 +76,12 @@ def join(
         world_size=mesh.world_size,
         hostname=address,
     )
-    replicas = FaultTolerantReplicas(
+    kind = (
+        FaultTolerantReplicas
+        if averaging is None
+        else partial(SemiSynchronousReplicas, averaging=averaging)
+    )
+    replicas = kind(
         config,
         run,
         mesh,

@@ -86,6 +86,11 @@ class Replicas(Protocol):
         the samples at which these ranks were."""
         ...
 
+    def synchronize(self) -> None:
+        """A step was committed: average the states of all replicas, where that is due. Raises as
+        `agree` does."""
+        ...
+
     def exchange(self, counts: torch.Tensor) -> bool:
         """Add `counts` over the replicas in place, after a step was settled; whether the sums hold.
         Called where the numbers of the step make all call it."""
@@ -127,6 +132,9 @@ class SingleReplica:
 
     def settle(self, num_ranks: float, places: float) -> bool:
         return True
+
+    def synchronize(self) -> None:
+        return None
 
     def exchange(self, counts: torch.Tensor) -> bool:
         return True

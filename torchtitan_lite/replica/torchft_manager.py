@@ -127,6 +127,10 @@ class QuorumManager(Manager):
         """Begin to add `flat` over all that take part, in place."""
         return Sum(self.allreduce(flat, reduce_op=dist.ReduceOp.SUM))  # pyright: ignore[reportArgumentType]
 
+    def max_(self, flat: torch.Tensor) -> dist.Work:
+        """Begin to find the largest of all that take part, in place."""
+        return self.allreduce(flat, reduce_op=dist.ReduceOp.MAX)  # pyright: ignore[reportArgumentType]
+
     def fail(self, reason: str) -> None:
         """Give this step up, here and at once in all other replicas."""
         if self.errored() is None:

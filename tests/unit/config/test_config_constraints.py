@@ -301,3 +301,59 @@ def test_tied_weights_are_not_projected_whole(config) -> None:
     arguments = ["--model.flavor", "1B", "--parallelism.tensor_parallel_degree", "2"]
     arguments += ["--parallelism.disable_loss_parallel", "true"]
     assert "the output of llama3 1B is its embedding" in refusal(config(*arguments), 2)
+
+
+_SEMI_SYNC = (
+    "--fault_tolerance.enable=true",
+    "--fault_tolerance.sync_steps=10",
+    "--training.steps=100",
+)
+
+
+@pytest.mark.parametrize("method", ["local_sgd", "diloco", "streaming_diloco"])
+def test_averages_every_few_steps_fit(config, method: str) -> None:
+    check_against(config(*_SEMI_SYNC, f"--fault_tolerance.semi_sync_method={method}"), 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "overrides", "problem"),
+    [
+        ("diloco", ["--fault_tolerance.enable=false"], "Set fault_tolerance.enable = true"),
+        ("diloco", ["--anomalies.on_spike=roll_back"], "does not go with"),
+        ("diloco", ["--fault_tolerance.replay_check=true"], "Set it to false"),
+        ("diloco", ["--training.steps=105"], "training.steps (105) is no multiple of 10"),
+        (
+            "local_sgd",
+            ["--checkpoint.enable=true", "--checkpoint.interval=25"],
+            "checkpoint.interval (25) is no multiple of 10",
+        ),
+        ("diloco", ["--fault_tolerance.num_fragments=2"], "num_fragments = 2 has no effect"),
+        (
+            "diloco",
+            ["--fault_tolerance.world_size_mode=fixed_with_spares"],
+            "no replicas that stand by",
+        ),
+        ("diloco", ["--model.router_bias_update_rate=1e-3"], "biases of routers"),
+        (
+            "streaming_diloco",
+            ["--fault_tolerance.num_fragments=3"],
+            "sync_steps (10) is no multiple of num_fragments (3). Set it to 12",
+        ),
+        (
+            "streaming_diloco",
+            ["--fault_tolerance.num_fragments=5", "--fault_tolerance.fragment_sync_delay=2"],
+            "has to be below the 2 steps",
+        ),
+    ],
+)
+def test_what_averages_every_few_steps_cannot_do_is_refused(
+    config, method: str, overrides: list[str], problem: str
+) -> None:
+    asked = f"--fault_tolerance.semi_sync_method={method}"
+    assert problem in refusal(config(*_SEMI_SYNC, asked, *overrides))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without a GPU")
+def test_quantized_averages_need_a_gpu(config) -> None:
+    asked = ["--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.should_quantize=true"]
+    assert "should_quantize = true needs a GPU" in refusal(config(*_SEMI_SYNC, *asked))

@@ -242,3 +242,15 @@ def test_a_process_knows_its_age() -> None:
     )
     assert 0.5 < float(shown.stdout) < 100
     assert process_age_s() > 0
+
+
+def test_a_quorum_in_the_middle_of_an_attempt_makes_no_work_lost(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    books = run.start()
+    run.spend(books, Phase.QUORUM, 0, 1)
+    run.spend(books, Phase.COMPUTE, 0, 2)
+    # Replicas that are averaged every few steps meet after the step was committed.
+    run.spend(books, Phase.QUORUM, 1, 1)
+    run.spend(books, Phase.COMMUNICATION, 1, 0.5)
+    run.spend(books, Phase.CHECKPOINT, 1, 0)
+    assert seconds(books) == {"quorum": 2, "compute": 2, "communication": 0.5}

@@ -137,3 +137,11 @@ def test_those_who_are_left_write_what_a_departed_one_had_to(tmp_path: Path) -> 
             "rank-00000.safetensors",
         ]
         assert other.writers == []
+
+
+def test_without_a_token_the_first_writes_for_all() -> None:
+    first, second = Coworkers(0, 2), Coworkers(1, 2)
+    assert (first.writes, second.writes) == (True, False)
+    assert first.together == second.together == ALONE
+    named = Coworkers(1, 2, "ab12")
+    assert named.writes and named.together == named
