@@ -20,7 +20,7 @@ from tests.tolerances import FAULTS_FLOAT64
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
 
-MANY_STEPS = 80
+MANY_STEPS = 60
 EXACT = ("--training.dtype=float64", "--training.local_batch_size=1")
 REPLICAS = ("replica_000", "replica_001")
 
