@@ -2,8 +2,9 @@
 
 python -m scripts.launch --replicas 2 --nproc-per-replica 2 -- --config configs/llama3_debug_ft.toml
 
-What follows `--` is for train.py. Each replica is a torchrun of its own; one whose ranks die is
-started again while the others train on. SIGTERM or Ctrl-C: all save and leave; a second Ctrl-C ends
+What follows `--` is for train.py. Each replica is a torchrun of its own; one whose ranks die or
+hang is started again while the others train on. With --nproc-per-replica 1:2 all go on with fewer
+ranks each where one cannot have all. SIGTERM or Ctrl-C: all save and leave; a second Ctrl-C ends
 them at once. The exit status is 0 when all replicas finished or left, 1 when one was given up or
 had to be killed, and 2 where the command line is wrong.
 """
@@ -17,6 +18,7 @@ from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher import goodput
 from torchtitan_lite.launcher.launcher import Launcher
 from torchtitan_lite.launcher.plan import training_plan
+from torchtitan_lite.launcher.sizes import parse_ranks
 from torchtitan_lite.launcher.view import open_view
 
 _TRAIN = Path(__file__).absolute().parent.parent / "train.py"
@@ -32,7 +34,9 @@ def main(argv: list[str]) -> int:
             arguments,
             train=_TRAIN,
             num_replicas=options.replicas,
-            num_ranks=options.nproc_per_replica,
+            ranks=options.nproc_per_replica,
+            slots_file=options.slots_file,
+            regrow_after_s=options.regrow_after_s,
             lighthouse=options.lighthouse,
             min_replicas=options.min_replicas,
             max_restarts=options.max_restarts,
@@ -70,12 +74,18 @@ def _check(options: argparse.Namespace) -> None:
     """Raise ConfigError where this cannot work, or for numbers that make no sense."""
     if sys.platform != "linux":
         raise ConfigError(f"The launcher needs Linux, and this is {sys.platform}.")
-    lowest = {"replicas": 1, "nproc_per_replica": 1, "min_replicas": 1, "max_restarts": 0}
-    for name, least in {**lowest, "grace_s": 0, "max_restart_delay_s": 0}.items():
+    lowest = {"replicas": 1, "min_replicas": 1, "max_restarts": 0}
+    others = {"grace_s": 0, "regrow_after_s": 0, "max_restart_delay_s": 0}
+    for name, least in {**lowest, **others}.items():
         given = getattr(options, name)
         if given < least:
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} is {given}, and has to be at least {least}.")
+    if options.slots_file is not None and len(options.nproc_per_replica) == 1:
+        raise ConfigError(
+            "--slots-file changes nothing while replicas may have one number of processes only: "
+            "give --nproc-per-replica several, such as 1:4."
+        )
     if options.min_replicas > options.replicas:
         raise ConfigError(
             f"--min-replicas is {options.min_replicas} of {options.replicas} replicas, so that no "
@@ -99,7 +109,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--replicas", type=int, required=True, help="how many")
     parser.add_argument(
-        "--nproc-per-replica", type=int, default=1, help="processes of each replica (default 1)"
+        "--nproc-per-replica",
+        type=parse_ranks,
+        default=(1,),
+        metavar="RANKS",
+        help="processes of each replica (default 1); 1:4 (from 1 to 4) or 1,2,4: as many of these "
+        "as every replica can have, all the same number, which changes when that does",
+    )
+    parser.add_argument(
+        "--slots-file",
+        type=Path,
+        metavar="FILE",
+        help='says for how many processes each replica has place now, as {"0": 2, "1": 1}, and may '
+        "change at any time",
+    )
+    parser.add_argument(
+        "--regrow-after-s",
+        type=float,
+        default=600.0,
+        help="a process that died three times in a row is done without for so long, where "
+        "--nproc-per-replica allows it, then tried again; longer each time (default 600)",
     )
     parser.add_argument(
         "--lighthouse",

@@ -1,5 +1,6 @@
 """The launcher as a user calls it: a replica loses a rank, comes back, and the run ends well."""
 
+import json
 import os
 import re
 import signal
@@ -19,6 +20,8 @@ from tests.tolerances import FAULTS_FLOAT64
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
 
+MANY_STEPS = 60
+EXACT = ("--training.dtype=float64", "--training.local_batch_size=1")
 REPLICAS = ("replica_000", "replica_001")
 
 
@@ -114,13 +117,24 @@ def losses(folder: Path) -> dict[int, float]:
     return found
 
 
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of a run that nothing disturbs, by step."""
+    folder = tmp_path_factory.mktemp("straight")
+    own = ["--checkpoint.enable=false", f"--training.steps={MANY_STEPS}", "--metrics.log_freq=1"]
+    own.append(f"--job.dump_folder={folder / 'run'}")
+    launch.run(1, [*launch.SMALL, *EXACT, *own], folder / "log")
+    return losses(folder / "run")
+
+
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.matrix)])
 @pytest.mark.timeout(280)
-def test_a_rank_that_is_stopped_is_named_and_replaced(tmp_path: Path, replicas: int) -> None:
+def test_a_rank_that_is_stopped_is_named_and_replaced(
+    tmp_path: Path, straight: dict[int, float], replicas: int
+) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
-    exact = ["--training.dtype=float64", "--training.local_batch_size=1"]
     hangs = ["--checkpoint.enable=true", "--fault_tolerance.hang_timeout_s=4"]
-    process = start(folder, log, *exact, *hangs, replicas=replicas, ranks="2")
+    process = start(folder, log, *EXACT, *hangs, replicas=replicas, ranks="2")
     last = replicas - 1
     with ending(process, folder):
         launch.wait_for_step(folder / REPLICAS[last], 3, process, log)
@@ -136,10 +150,52 @@ def test_a_rank_that_is_stopped_is_named_and_replaced(tmp_path: Path, replicas: 
     assert "train_step" in of_waiting and "waits in gloo:" in of_waiting
     assert "T (stopped)" in of_stopped
     assert "step 12/12" in (attempts / "attempt_01" / "rank_0.log").read_text()
-    straight = ["--checkpoint.enable=false", "--training.steps=12", "--metrics.log_freq=1"]
-    straight += [f"--job.dump_folder={tmp_path / 'straight'}"]
-    launch.run(1, [*launch.SMALL, *exact, *straight], tmp_path / "straight.log")
-    assert losses(folder) == pytest.approx(losses(tmp_path / "straight"), rel=FAULTS_FLOAT64)
+    wanted = {step: loss for step, loss in straight.items() if step <= 12}
+    assert losses(folder) == pytest.approx(wanted, rel=FAULTS_FLOAT64)
+
+
+def wait_for_ranks(folder: Path, replica: int, number: int, log: Path) -> None:
+    """Wait until the newest attempt of a replica has `number` ranks and has taken a step."""
+    attempts, deadline = folder / "launch_logs" / REPLICAS[replica], time.monotonic() + 120
+    while True:
+        newest = max(attempts.glob("attempt_*"))
+        logs = list(newest.glob("rank_*.log"))
+        if len(logs) == number and any("\nstep " in path.read_text() for path in logs):
+            return
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.timeout(280)
+def test_a_run_that_shrinks_and_grows_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, straight: dict[int, float], replicas: int
+) -> None:
+    folder, log, slots = tmp_path / "run", tmp_path / "log", tmp_path / "slots"
+    slots.write_text("{}")
+    more = [f"--training.steps={MANY_STEPS}", "--checkpoint.enable=true"]
+    more += ["--debug.sample_ledger=true"]
+    own = [f"--slots-file={slots}"]
+    process = start(folder, log, *EXACT, *more, replicas=replicas, ranks="1:2", own=own)
+    last = replicas - 1
+    with ending(process, folder):
+        launch.wait_for_step(folder / REPLICAS[last], 3, process, log)
+        slots.write_text(f'{{"{last}": 1}}')
+        wait_for_ranks(folder, last, 1, log)
+        slots.write_text(f'{{"{last}": 2}}')
+        text = end_of(process, log, 200)
+    assert f"re-form with 1 rank each: replica {last} has place for 1" in text
+    assert "re-form with 2 ranks each: the places are back" in text
+    assert len(list(folder.glob("launch_logs/*/attempt_*/rank_*.log"))) == 5 * replicas
+    assert losses(folder) == pytest.approx(straight, rel=FAULTS_FLOAT64)
+    used: dict[int, list[int]] = {}
+    for path in folder.glob("replica_*/samples_rank_*.jsonl"):
+        for line in path.read_text().splitlines():
+            told = json.loads(line)
+            used.setdefault(told["step"], []).extend(told["samples"])
+    assert {step: sorted(samples) for step, samples in used.items()} == {
+        step: list(range(4 * (step - 1), 4 * step)) for step in range(1, MANY_STEPS + 1)
+    }
 
 
 def test_a_replica_that_loses_a_rank_comes_back_and_all_finish(tmp_path: Path) -> None:

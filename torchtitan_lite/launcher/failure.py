@@ -18,10 +18,13 @@ class Failure:
     such as a kill from outside."""
     log: Path
     """Where the process that failed first has told of it."""
+    rank: int | None = None
+    """Which rank that was; None for another process."""
 
 
-def failure_of(who: str, status: ExitStatus, log: Path) -> Failure:
+def failure_of(who: str, status: ExitStatus, log: Path, rank: int | None = None) -> Failure:
     """What there is to tell of a process that ended, and told `log` why."""
     # The same error tells of other times and ports the next time.
     last = without_numbers("".join(last_lines(log, 1)))
-    return Failure(f"{who}: {status}", "" if status.is_signal else f"{status}: {last}", log)
+    cause = "" if status.is_signal else f"{status}: {last}"
+    return Failure(f"{who}: {status}", cause, log, rank)

@@ -65,7 +65,8 @@ class Group:
             )
         self._descriptor = os.pidfd_open(self._torchrun.pid)
         self._ranks: dict[int, _Rank] = {}
-        self._first_bad: tuple[str, ExitStatus, Path] | None = None
+        self._first_bad: tuple[int | None, ExitStatus, Path] | None = None
+        """The rank, None for torchrun."""
         self._hang: Failure | None = None
         self._num_clean = 0
 
@@ -117,10 +118,10 @@ class Group:
         if bad and self._first_bad is None:
             # One that says why comes before one that was cut off.
             number, status = min(bad, key=lambda one: (one[1].is_signal, one[0]))
-            self._first_bad = (f"rank {number}", status, rank_log(self.folder, number))
+            self._first_bad = (number, status, rank_log(self.folder, number))
         if self._descriptor < 0 and not self.has_finished and self._first_bad is None:
             status = ExitStatus(self._torchrun.returncode or 0)
-            self._first_bad = ("torchrun", status, self._own_log)
+            self._first_bad = (None, status, self._own_log)
         if self._num_clean == self._num_ranks and self._torchrun.returncode is None:
             # It would find out by itself, later.
             kill_session(self._torchrun.pid)
@@ -143,9 +144,10 @@ class Group:
         if self._hang is not None:
             return self._hang
         assert self._first_bad is not None
-        who, status, log = self._first_bad
+        rank, status, log = self._first_bad
+        who = "torchrun" if rank is None else f"rank {rank}"
         # A rank that could not even begin has told torchrun's output of it.
-        return failure_of(who, status, log if last_lines(log, 1) else self._own_log)
+        return failure_of(who, status, log if last_lines(log, 1) else self._own_log, rank)
 
     def terminate(self) -> None:
         """Ask all ranks to save and leave. torchrun passes it on."""
@@ -179,7 +181,7 @@ class Group:
         self._descriptor = -1
         if code < 0 and not self.has_finished and self._first_bad is None:
             # Its ranks die with it.
-            self._first_bad = ("torchrun", ExitStatus(code), self._own_log)
+            self._first_bad = (None, ExitStatus(code), self._own_log)
 
     def _find_ranks(self) -> None:
         for pid in children_of(self._torchrun.pid):

@@ -2,6 +2,7 @@
 above flight and pulse.
 """
 
+import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -107,6 +108,12 @@ def reason(
         if one not in guilty and one.number in flights and flights[one.number].pending
     ]
     return "; ".join([told, *waits[:3]])
+
+
+def rank_in(told: str) -> int | None:
+    """The rank that a reason names first."""
+    found = re.match(r"rank (\d{1,9}):", told)
+    return None if found is None else int(found[1])
 
 
 def in_words(seen: Seen, now_s: float) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from torchtitan_lite.launcher.diagnosis import REPORT, TIMEOUT_S, first_line, request
 from torchtitan_lite.launcher.failure import Failure
 from torchtitan_lite.launcher.group import Group
-from torchtitan_lite.launcher.hang import Lateness, reason
+from torchtitan_lite.launcher.hang import Lateness, rank_in, reason
 from torchtitan_lite.launcher.processes import kill_session, spawn
 from torchtitan_lite.launcher.pulse import Pulse
 
@@ -62,7 +62,7 @@ class HangWatch:
         told = first_line(folder)
         what = told or reason(self._group.seen(), self._late, {}, now_s)
         # It tells nothing of the attempt itself: the next may well work.
-        return Failure(what, "", folder / REPORT)
+        return Failure(what, "", folder / REPORT, rank_in(what))
 
     def _late_pulses(self) -> list[Pulse | None]:
         return [one.pulse for one in self._group.seen() if one.number in self._late]

@@ -20,7 +20,10 @@ from torchtitan_lite.launcher.orphans import Orphans
 from torchtitan_lite.launcher.parent_death import adopt_orphans
 from torchtitan_lite.launcher.plan import Plan
 from torchtitan_lite.launcher.policy import GiveUp, RestartPolicy
+from torchtitan_lite.launcher.reforming import Reforming
 from torchtitan_lite.launcher.replica import Replica
+from torchtitan_lite.launcher.sizes import Sizes
+from torchtitan_lite.launcher.slots import SlotsFile
 from torchtitan_lite.launcher.view import View
 
 _LOOK_S = 0.05
@@ -47,6 +50,12 @@ class Launcher:
             self._messenger = Messenger(
                 plan.messenger_command, self._environment, plan.log_dir / "messenger.log"
             )
+        self._reforming = Reforming(
+            Sizes(plan.ranks, plan.num_replicas, trial_s=plan.regrow_after_s),
+            SlotsFile(plan.slots_file, view.say),
+            grace_s=plan.grace_s,
+            say=view.say,
+        )
         self._replicas = [self._replica(number) for number in range(plan.num_replicas)]
         self._orphans = Orphans()
         self._signals: list[int] = []
@@ -83,7 +92,8 @@ class Launcher:
         def start(folder: Path) -> Group:
             address = {"TORCHFT_LIGHTHOUSE": f"http://{self._lighthouse.address}"}
             environment = {**self._environment, **address}
-            return Group(plan.group_command(number), environment, plan.num_ranks, folder)
+            num_ranks = self._reforming.num_ranks
+            return Group(plan.group_command(number, num_ranks), environment, num_ranks, folder)
 
         return Replica(
             number,
@@ -96,6 +106,8 @@ class Launcher:
         )
 
     def _on_failure(self, replica: Replica) -> None:
+        if replica.failing_rank is not None:
+            self._reforming.died(replica.number, replica.failing_rank, time.monotonic())
         address = self._lighthouse.address
         if self._messenger is None or address is None:
             return
@@ -122,8 +134,11 @@ class Launcher:
             self._begun = True
             if self._messenger is not None and self._lighthouse.address is not None:
                 self._messenger.start(self._lighthouse.address)
+            self._reforming.begin(now_s)
             for replica in self._replicas:
                 replica.begin()
+        elif self._begun and self._deadline_s is None:
+            self._reforming.look(self._replicas, now_s)
         self._look_at_orphans(now_s)
         has_given_up = any(one.given_up for one in (self._lighthouse, *self._replicas))
         if has_given_up and self._deadline_s is None:

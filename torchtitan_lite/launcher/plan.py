@@ -2,11 +2,13 @@
 
 import os
 import secrets
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.arguments import dump_folder
 from torchtitan_lite.launcher.group import torchrun_command
 
@@ -36,10 +38,11 @@ class Plan:
     """Everything that `Launcher` needs to know."""
 
     num_replicas: int
-    num_ranks: int
-    """Of each replica."""
-    group_command: Callable[[int], Sequence[str]]
-    """The command line of replica k."""
+    ranks: Sequence[int]
+    """The numbers of ranks that each replica may have, ascending: it has the last of them, unless
+    that many cannot be had."""
+    group_command: Callable[[int, int], Sequence[str]]
+    """Replica k, a number of ranks -> its command line."""
     lighthouse_command: Callable[[str], Sequence[str]]
     """The command line of a lighthouse at HOST:PORT."""
     dump_folder: Path
@@ -51,6 +54,10 @@ class Plan:
     """Between two attempts at a replica."""
     grace_s: float = 30.0
     """For ranks that were asked to leave, and for writers that are still busy at the end."""
+    slots_file: Path | None = None
+    """Says for how many ranks each replica has place; see `slots`."""
+    regrow_after_s: float = 600.0
+    """After which a place where a rank kept dying is tried again."""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     messenger_command: Callable[[str], Sequence[str]] | None = None
     """The command line of what tells the lighthouse at HOST:PORT of replicas that have failed, at
@@ -86,7 +93,9 @@ def training_plan(
     *,
     train: Path,
     num_replicas: int,
-    num_ranks: int,
+    ranks: Sequence[int],
+    slots_file: Path | None,
+    regrow_after_s: float,
     lighthouse: str,
     min_replicas: int,
     max_restarts: int,
@@ -95,10 +104,13 @@ def training_plan(
     host: str,
     log_dir: Path | None,
 ) -> Plan:
-    """Replicas of the script `train` with `arguments`. Raises ConfigError."""
+    """Replicas of the script `train` with `arguments`. Raises ConfigError, also where the run
+    cannot go on with each number of `ranks`."""
     folder = dump_folder(arguments)
+    if len(ranks) > 1:
+        _check_ranks(ranks, arguments)
 
-    def group(replica: int) -> list[str]:
+    def group(replica: int, num_ranks: int) -> list[str]:
         own = {
             "enable": "true",
             "replica_id": str(replica),
@@ -118,7 +130,9 @@ def training_plan(
 
     return Plan(
         num_replicas=num_replicas,
-        num_ranks=num_ranks,
+        ranks=ranks,
+        slots_file=slots_file,
+        regrow_after_s=regrow_after_s,
         group_command=group,
         lighthouse_command=lighthouse_command,
         dump_folder=folder,
@@ -130,3 +144,13 @@ def training_plan(
         # torchft's own lighthouse cannot be told.
         messenger_command=messenger if lighthouse == "builtin" else None,
     )
+
+
+def _check_ranks(ranks: Sequence[int], arguments: Sequence[str]) -> None:
+    """Ask who can read the configuration, which takes some seconds. Raises ConfigError."""
+    module, numbers = "torchtitan_lite.config.other_ranks", ",".join(map(str, ranks))
+    answer = subprocess.run(
+        [sys.executable, "-m", module, numbers, "--", *arguments], capture_output=True, text=True
+    )
+    if answer.returncode:
+        raise ConfigError(answer.stderr.strip() or f"{module} ended with {answer.returncode}.")

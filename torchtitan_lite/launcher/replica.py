@@ -26,6 +26,7 @@ class State(Enum):
     HEALING = "healing"
     ENDING = "ending"
     RESTARTING = "restarting"
+    REFORMING = "re-forming"
     LEAVING = "leaving"
     FINISHED = "finished"
     STOPPED = "stopped"
@@ -66,7 +67,7 @@ class Replica:
         self._on_failure, self._tell = on_failure, say
         self._group: Group | None = None
         self._hangs: HangWatch | None = None
-        self._is_stopping = False
+        self._is_stopping = self._is_reforming = False
         self._restart_at_s = self._read_at_s = 0.0
 
     @property
@@ -78,6 +79,18 @@ class Replica:
     def is_over(self) -> bool:
         """Whether nothing of it runs, or will."""
         return self.state in _OVER
+
+    @property
+    def has_left(self) -> bool:
+        """Whether nothing of it runs, so that it may begin again in another form."""
+        return self._group is None and (self.is_over or self.state is State.REFORMING)
+
+    @property
+    def failing_rank(self) -> int | None:
+        """The rank whose failure is being dealt with, where it was one."""
+        if self._group is None or self.state is not State.ENDING:
+            return None
+        return self._group.failure().rank
 
     @property
     def descriptors(self) -> list[int]:
@@ -96,6 +109,7 @@ class Replica:
 
     def begin(self) -> None:
         """Start an attempt."""
+        self._is_reforming = False
         folder = _next_folder(self._folder)
         self._policy.started()
         self._group = self._start(folder)
@@ -119,6 +133,10 @@ class Replica:
             elif now_s >= self._read_at_s:
                 self._read(now_s)
                 self._look_for_hangs(group, now_s)
+        elif self.state is State.REFORMING and group.has_failed:
+            # What one rank has not saved, the others cannot.
+            group.kill()
+            self._on_failure(self)
         if group.has_ended:
             self._group = None
             self._close_hangs()
@@ -131,9 +149,20 @@ class Replica:
         if self._group is None:
             if not self.is_over:
                 self.state = State.STOPPED
+        elif self.state is State.REFORMING:
+            self.state = State.LEAVING
         elif self.state in _RUNNING:
             self.state = State.LEAVING
             self._group.terminate()
+
+    def reform(self) -> None:
+        """Ask it to save and leave, and to wait for `begin`."""
+        self._is_reforming = True
+        if self.is_over or self.state is State.ENDING:
+            return
+        if self._group is not None:
+            self._group.terminate()
+        self.state = State.REFORMING
 
     def kill(self) -> None:
         """End it at once."""
@@ -190,9 +219,13 @@ class Replica:
         if self._is_stopping:
             self.state = State.STOPPED
             self._say("left")
+        elif self.state is State.REFORMING:
+            self._say("left, to re-form")
         elif self.state is State.ENDING:
             decision = self._policy.failed(group.failure(), now_s)
-            if isinstance(decision, Restart):
+            if isinstance(decision, Restart) and self._is_reforming:
+                self.state = State.REFORMING
+            elif isinstance(decision, Restart):
                 self.state, self._restart_at_s = State.RESTARTING, now_s + decision.delay_s
                 self._say(f"restarts in {decision.delay_s:g} s")
             else:

@@ -22,6 +22,7 @@ _STYLES = {
     State.TRAINING: "green",
     State.FINISHED: "green",
     State.HEALING: "yellow",
+    State.REFORMING: "yellow",
     State.ENDING: "red",
     State.RESTARTING: "red",
     State.GIVEN_UP: "bold red",

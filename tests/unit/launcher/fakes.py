@@ -30,8 +30,10 @@ def fake(kind: str, *arguments: object) -> list[str]:
 def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, grace: float) -> int:
     plan = Plan(
         num_replicas=replicas,
-        num_ranks=ranks,
-        group_command=lambda number: fake("torchrun", folder, mode, ranks, number),
+        ranks=range(1, ranks + 1) if mode.startswith(("slots", "dies")) else [ranks],
+        slots_file=folder / "slots" if mode.startswith("slots") else None,
+        regrow_after_s=3,
+        group_command=lambda number, ranks: fake("torchrun", folder, mode, ranks, number),
         lighthouse_command=lambda address: fake("lighthouse", folder, address),
         dump_folder=folder,
         log_dir=folder / "logs",
@@ -100,7 +102,7 @@ def rank(folder: Path, mode: str, replica: int) -> int:
     print(f"rank {number} with {os.environ['TORCHFT_LIGHTHOUSE']}", flush=True)
     leaves: list[bool] = []
     signal.signal(signal.SIGTERM, lambda *_: leaves.append(True))
-    if mode == "stubborn":
+    if mode.endswith("stubborn"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "writer" and number == "0":
         _orphans_to_be(folder)
@@ -122,6 +124,8 @@ def rank(folder: Path, mode: str, replica: int) -> int:
         if leaves:
             (folder / f"saved-{replica}.{number}").touch()
             return 0
+        if mode == "dies" and f"{replica}.{number}" == "1.1":
+            os.kill(os.getpid(), signal.SIGKILL)
         if mode == "breaks" and number == "1" and step == 10:
             raise RuntimeError("the device is gone")
     return 1

@@ -182,6 +182,61 @@ def test_who_fails_again_and_again_is_given_up_and_ends_the_others(tmp_path: Pat
     assert not pids(tmp_path)
 
 
+def ranks_are(folder: Path, *wanted: str) -> bool:
+    """Whether just these ranks run, each named REPLICA.RANK."""
+    return all(len(pids(folder, "rank", name=name)) == 1 for name in wanted) and len(
+        pids(folder, "rank")
+    ) == len(wanted)
+
+
+def test_replicas_re_form_as_places_go_and_come(tmp_path: Path) -> None:
+    slots = tmp_path / "slots"
+    slots.write_text('{"1": 2}')
+    with launched(tmp_path, "slots") as process:
+        until_training(tmp_path)
+        slots.write_text('{"1": 1')
+        time.sleep(0.6)
+        assert ranks_are(tmp_path, "0.0", "0.1", "1.0", "1.1")
+        slots.write_text('{"1": 1}')
+        until(lambda: ranks_are(tmp_path, "0.0", "1.0"))
+        assert len(list(tmp_path.glob("saved-*"))) == 4
+        slots.write_text("{}")
+        until(lambda: ranks_are(tmp_path, "0.0", "0.1", "1.0", "1.1"))
+        until_training(tmp_path)
+        process.send_signal(signal.SIGTERM)
+        output = end_of(process, 0)
+    assert "slots is not as" in output
+    assert "all replicas re-form with 1 rank each: replica 1 has place for 1" in output
+    assert "all replicas re-form with 2 ranks each: the places are back" in output
+    assert output.count(": left, to re-form") == 4 and "failed" not in output
+    assert not pids(tmp_path)
+
+
+def test_a_place_where_a_rank_keeps_dying_is_done_without_and_tried_again(tmp_path: Path) -> None:
+    with launched(tmp_path, "dies", 2, 2, 20) as process:
+        until(lambda: ranks_are(tmp_path, "0.0", "1.0"))
+        time.sleep(0.5)
+        assert ranks_are(tmp_path, "0.0", "1.0")
+        until(lambda: len(pids(tmp_path, "rank")) > 2)
+        process.send_signal(signal.SIGTERM)
+        output = end_of(process, 0)
+    first, grown = output.split("all replicas re-form with 1 rank each: ")[:2]
+    assert first.count("replica 1: failed, rank 1: killed by SIGKILL") == 3
+    assert grown.startswith("a rank of replica 1 died 3 times in a row")
+    assert "all replicas re-form with 2 ranks each" in grown
+    assert not pids(tmp_path)
+
+
+def test_who_does_not_leave_to_re_form_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "slots").write_text("{}")
+    with launched(tmp_path, "slots-stubborn", 2, 2, 3, 0.5) as process:
+        until_training(tmp_path)
+        (tmp_path / "slots").write_text('{"0": 1}')
+        until(lambda: ranks_are(tmp_path, "0.0", "1.0"))
+        process.kill()
+        until(lambda: not pids(tmp_path))
+
+
 def test_writers_outlive_their_trainer_and_nothing_else_does(tmp_path: Path) -> None:
     with launched(tmp_path, "writer", 1, 2) as process:
         until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)

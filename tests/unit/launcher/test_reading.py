@@ -51,7 +51,9 @@ def test_plan(config: str) -> None:
         ["--config", config, "--training.steps=3"],
         train=Path("train.py"),
         num_replicas=2,
-        num_ranks=4,
+        ranks=[4],
+        slots_file=None,
+        regrow_after_s=600,
         lighthouse="torchft",
         min_replicas=2,
         max_restarts=1,
@@ -60,7 +62,7 @@ def test_plan(config: str) -> None:
         host="127.0.0.1",
         log_dir=None,
     )
-    command = " ".join(plan.group_command(1))
+    command = " ".join(plan.group_command(1, 4))
     assert "--nproc-per-node=4 --max-restarts=0" in command
     assert command.endswith(
         f"train.py --config {config} --training.steps=3 --fault_tolerance.enable true "
@@ -76,8 +78,8 @@ def test_plan(config: str) -> None:
 def plan_with(environment: dict[str, str]) -> Plan:
     return Plan(
         num_replicas=1,
-        num_ranks=1,
-        group_command=lambda number: [],
+        ranks=[1],
+        group_command=lambda number, ranks: [],
         lighthouse_command=lambda address: [],
         dump_folder=Path(),
         log_dir=Path(),
