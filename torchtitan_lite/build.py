@@ -44,13 +44,13 @@ from torchtitan_lite.parallel.stages import joined, keep_only, plan_stages
 from torchtitan_lite.parallel.tensor import check_plan
 from torchtitan_lite.phases import Phase, PhaseListener, Phases
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replay import TOLERANCE, NoReplay, Replay, StepReplay
 from torchtitan_lite.replica import SingleReplica, hang_listeners
 from torchtitan_lite.samples import Sampler
 from torchtitan_lite.spec import ModelSpec, Schedule
+from torchtitan_lite.step.replay import TOLERANCE, NoReplay, Replay, StepReplay
+from torchtitan_lite.step.work_times import WorkTimes
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, Job
-from torchtitan_lite.work_times import WorkTimes
 
 
 @dataclass(frozen=True, kw_only=True)

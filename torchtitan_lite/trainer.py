@@ -14,10 +14,10 @@ from functools import partial
 from typing import NoReturn
 
 import torch
+from torch import nn
 
 from torchtitan_lite.anomalies import REPEAT, Action, Judge
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.outcome import NUM_SIGNALS
 from torchtitan_lite.data import share_of_step
 from torchtitan_lite.errors import MachineFault, TrainingDiverged
 from torchtitan_lite.mesh import Mesh
@@ -26,12 +26,13 @@ from torchtitan_lite.optim import local_gradients, scale_, square_norm
 from torchtitan_lite.parallel.router_balance import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.refusal import blame, refuse
-from torchtitan_lite.replay import Replay
 from torchtitan_lite.replica import LeaveRequested, News, Replicas, Share
 from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
+from torchtitan_lite.step.numbers import Numbers, counted
+from torchtitan_lite.step.refusal import blame, refuse
+from torchtitan_lite.step.replay import Replay
+from torchtitan_lite.step.work_times import WorkTimes
 from torchtitan_lite.train_state import TrainState
-from torchtitan_lite.work_times import WorkTimes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,47 +168,23 @@ def train_step(job: Job) -> StepReport:
     job.work_times.begin()
     microbatches, data_time_s = _take(job, share)
     job.phases.enter(Phase.COMPUTE, state.step)
-    device = job.mesh.device.torch_device
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     parameters = list(state.model.parameters())
-    job.replay.begin()
-    if microbatches:
-        overlap = partial(job.replicas.sum_during_backward, parameters)
-        loss_sum += job.schedule.run(microbatches, backward=True, before_last=overlap)
-    job.replay.end(loss_sum)
-    job.work_times.end(len(microbatches))
-    num_targets = sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches)
-    of_step = torch.cat(
-        [
-            torch.stack([loss_sum, _number(num_targets, device)]),
-            torch.stack([_number(1, device), _number(state.cursor, device)]),
-            # From here on the state may change: the snapshot of the step before is complete.
-            job.checkpoints.counted(device),
-            job.work_times.counted(share, device),
-            job.router_balance.counted(device),
-        ]
-    )
+    numbers = _forward_and_backward(job, share, microbatches, parameters)
     job.phases.enter(Phase.COMMUNICATION, state.step)
-    job.replicas.sum_(parameters, of_step)
+    job.replicas.sum_(parameters, numbers.of_step)
     gradients = local_gradients(parameters)
-    of_replica = torch.stack(
-        [square_norm(gradients).to(device), _number(job.stop.requested, device)]
-    )
-    # The one exchange of numbers of a step, and the one place where the host waits for the device.
-    totals = job.mesh.sum(torch.cat([of_replica, of_step]))
-    lengths = [6, NUM_SIGNALS, job.work_times.length(share)]
-    numbers, signals, times, router_counts = totals.split([*lengths, len(totals) - sum(lengths)])
-    squares, leave, loss, targets, num_ranks, places = numbers.tolist()
-    settled = job.replicas.settle(num_ranks, places)
+    totals = numbers.totals(square_norm(gradients), job.stop.requested, job.mesh)
+    settled = job.replicas.settle(totals.num_ranks, totals.places)
     job.phases.enter(Phase.COMPUTE, state.step)
     if settled:
-        job.checkpoints.settle(signals)
-    slow = job.work_times.settle(times, settled=settled)
-    targets /= job.mesh.degrees.token_copies
+        job.checkpoints.settle(totals.signals)
+    slow = job.work_times.settle(totals.times, settled=settled)
 
     # The loss is a sum over target tokens: this is where it is divided, once, by their number.
-    grad_norm = math.sqrt(squares) / targets if targets and squares >= 0 else math.nan
-    loss = loss / targets if targets else math.nan
+    targets = totals.targets / job.mesh.degrees.token_copies
+    loss = totals.loss / targets if targets else math.nan
+    is_number = targets and totals.squares >= 0
+    grad_norm = math.sqrt(totals.squares) / targets if is_number else math.nan
     lr = state.schedule.lr(state.step)
     number, step_size = state.step + 1, share.step_size(job.global_batch_size)
     verdict = job.judge.judge(loss, grad_norm, state.history) if settled else REPEAT
@@ -222,7 +199,7 @@ def train_step(job: Job) -> StepReport:
         state.step += 1
         state.tokens += step_size * job.seq_len
         state.history.committed(state.step, loss, grad_norm, window=job.judge.window)
-    router_loads = job.router_balance.settle(router_counts, committed=committed)
+    router_loads = job.router_balance.settle(totals.router_counts, committed=committed)
     state.optimizer.zero_grad()
     if settled:
         state.cursor += step_size
@@ -243,13 +220,13 @@ def train_step(job: Job) -> StepReport:
         )
     if committed:
         job.replicas.synchronize()
-    if not leave and end is None and state.step < job.steps:
+    if not totals.leave and end is None and state.step < job.steps:
         job.replicas.begin()
     return StepReport(
         number=number,
         committed=committed,
         failed=not settled,
-        leave=leave > 0,
+        leave=totals.leave > 0,
         loss=loss,
         grad_norm=grad_norm,
         lr=lr,
@@ -264,8 +241,27 @@ def train_step(job: Job) -> StepReport:
     )
 
 
-def _number(value: float, device: torch.device) -> torch.Tensor:
-    return torch.tensor(float(value), dtype=torch.float64).to(device, non_blocking=True)
+def _forward_and_backward(
+    job: Job, share: Share, microbatches: Sequence[Microbatch], parameters: Sequence[nn.Parameter]
+) -> Numbers:
+    """Make this rank's gradients, and count."""
+    device = job.mesh.device.torch_device
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    job.replay.begin()
+    if microbatches:
+        overlap = partial(job.replicas.sum_during_backward, parameters)
+        loss_sum += job.schedule.run(microbatches, backward=True, before_last=overlap)
+    job.replay.end(loss_sum)
+    job.work_times.end(len(microbatches))
+    return counted(
+        loss_sum,
+        sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches),
+        job.state.cursor,
+        # From here on the state may change: the snapshot of the step before is complete.
+        signals=job.checkpoints.counted(device),
+        times=job.work_times.counted(share, device),
+        router_counts=job.router_balance.counted(device),
+    )
 
 
 def _take(job: Job, share: Share) -> tuple[list[Microbatch], float]:

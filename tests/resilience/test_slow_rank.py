@@ -12,9 +12,9 @@ from tests.pool import WorkerPool
 from torchtitan_lite.build import build
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import News
+from torchtitan_lite.step.work_times import WorkTimes
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import StepReport, train
-from torchtitan_lite.work_times import WorkTimes
 
 _STEPS = 82
 """Of which the first tells of none before it; then 64 are judged together, every 16 steps."""

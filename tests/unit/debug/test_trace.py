@@ -23,8 +23,8 @@ Row = tuple[str, str, str, str, int]
 DIM, LAYERS, ROWS, HIDDEN = 36, 3, 517, 50
 QUERIES, KEYS = 6 * 10, 2 * 10
 SAMPLES, SEQ_LEN, FLOAT64 = 8, 24, 8
-WORLD: Row = ("step", "model", "all_reduce", "world", 11 * FLOAT64)
-"""The numbers that ranks agree on: of the step, and of its checkpoint."""
+WORLD: Row = ("step", "model", "all_reduce", "world", (11 + 2 * 3) * FLOAT64)
+"""The numbers that two ranks agree on: of the step, of its checkpoint, and three of each rank."""
 
 assert (ODD_DIMS.dim, ODD_DIMS.num_layers, ODD_DIMS.hidden_dim) == (DIM, LAYERS, HIDDEN)
 

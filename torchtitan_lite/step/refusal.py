@@ -7,7 +7,7 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.errors import MachineFault, TrainingDiverged
 from torchtitan_lite.log import logger
 from torchtitan_lite.replica import News, Replicas, Share
-from torchtitan_lite.roll_back import roll_back
+from torchtitan_lite.step.roll_back import roll_back
 from torchtitan_lite.train_state import TrainState
 
 Outcome = tuple[list[News], TrainingDiverged | MachineFault | None]
