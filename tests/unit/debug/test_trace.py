@@ -23,8 +23,12 @@ Row = tuple[str, str, str, str, int]
 DIM, LAYERS, ROWS, HIDDEN = 36, 3, 517, 50
 QUERIES, KEYS = 6 * 10, 2 * 10
 SAMPLES, SEQ_LEN, FLOAT64 = 8, 24, 8
-WORLD: Row = ("step", "model", "all_reduce", "world", (11 + 2 * 3) * FLOAT64)
-"""The numbers that two ranks agree on: of the step, of its checkpoint, and three of each rank."""
+
+
+def _world(ranks: int) -> Row:
+    """The numbers that ranks agree on: of the step, of its checkpoint, and three of each rank."""
+    return "step", "model", "all_reduce", "world", (11 + 3 * ranks) * FLOAT64
+
 
 assert (ODD_DIMS.dim, ODD_DIMS.num_layers, ODD_DIMS.hidden_dim) == (DIM, LAYERS, HIDDEN)
 
@@ -59,7 +63,7 @@ def test_fsdp_gathers_each_unit_and_scatters_its_gradient(pools: Pools, tmp_path
     rows, norm = _rows(ROWS) * DIM * FLOAT64, DIM * FLOAT64
     units = {"model": norm, "tok_embeddings": rows, "layers.*": block, "output": rows}
     number = {"layers.*": LAYERS}
-    expected = Counter({WORLD: 1})
+    expected = Counter({_world(2): 1})
     for unit, num_bytes in units.items():
         expected["forward", unit, "all_gather", "dp_shard", num_bytes] = number.get(unit, 1)
         expected["backward", unit, "reduce_scatter", "dp_shard", num_bytes] = number.get(unit, 1)
@@ -99,7 +103,7 @@ def test_tensor_parallelism_gathers_and_scatters_the_sequence(pools: Pools, tmp_
     # Norms see a part of the sequence each, so their gradients are summed at the end.
     norms: Row = ("step", "model", "all_reduce", "tp", DIM * FLOAT64)
     expected = _tensor_parallel(2, SAMPLES // 2)
-    expected.update({norms: 2 * LAYERS + 1, WORLD: 1})
+    expected.update({norms: 2 * LAYERS + 1, _world(2): 1})
     for trace in _traces(pools, tmp_path / "run", 2, TP):
         assert _counts(trace) == expected
 
@@ -113,7 +117,7 @@ def test_each_axis_has_its_own_collectives(pools: Pools, tmp_path: Path) -> None
         along = {axis: Counter[Row]() for axis in ("tp", "dp_shard", "world")}
         for row, count in counts.items():
             along[row[3]][row] = count
-        assert along["world"] == {WORLD: 1}
+        assert along["world"] == {_world(4): 1}
         during = Counter({row: n for row, n in along["tp"].items() if row[0] != "step"})
         # FSDP scatters whole gradients, so those of the norms are summed over tp before.
         expected = _tensor_parallel(2, SAMPLES // 4)
@@ -134,7 +138,7 @@ def test_a_pipeline_sends_between_its_stages(pools: Pools, tmp_path: Path) -> No
         assert _counts(trace) == {
             ("other", "model", "send", "pp", hidden): SAMPLES,
             ("other", "model", "recv", "pp", hidden): SAMPLES,
-            WORLD: 1,
+            _world(2): 1,
         }
 
 
