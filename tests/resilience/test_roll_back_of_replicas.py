@@ -40,6 +40,7 @@ def _told(folder: Path) -> tuple[list[tuple[int, float, bool]], list[int]]:
     return steps, [one["step"] for one in lines if one.get("event") == "rolled_back"]
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(200)
 def test_replicas_roll_back_together_and_go_on_as_one_alone_would(tmp_path: Path) -> None:
     with replicas(tmp_path / "run", 1, _ARGUMENTS) as run:
