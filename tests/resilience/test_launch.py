@@ -65,8 +65,9 @@ def of_the_run(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def _replica_of(words: list[str]) -> int:
-    return int(words[words.index("--fault_tolerance.replica_id") + 1])
+def _replica_of(words: list[str]) -> int | None:
+    option = "--fault_tolerance.replica_id"
+    return int(words[words.index(option) + 1]) if option in words else None
 
 
 def rank_of(folder: Path, replica: int, rank: int = 0) -> psutil.Process:
