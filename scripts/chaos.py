@@ -34,6 +34,7 @@ from torchtitan_lite.chaos.verdict import (
     StraightRunFailed,
     differences,
     furthest,
+    ledger_differences,
     newest_stored,
     state_differences,
     straight_run,
@@ -55,6 +56,8 @@ _DEFAULT_ARGUMENTS = (
 _ENDLESS = 1_000_000
 _LOSS_TOLERANCE = 1e-8
 """Relative, float64: the same terms are added in another order by those who are there."""
+_MOST_REPEATED = 6
+"""Steps, of all replicas, that one fault may cost."""
 _STATE_TOLERANCE = 1e-6
 """Relative to the largest element of a tensor. AdamW divides by small second moments."""
 
@@ -76,6 +79,7 @@ def main(argv: list[str]) -> int:
         *(argv[place + 1 :] or _DEFAULT_ARGUMENTS),
         # It must not depend on where the runs end.
         f"--lr_scheduler.total_steps={_ENDLESS}",
+        "--debug.sample_ledger=true",
     ]
     well = disturb(arguments, folder, kinds, options)
     if well and options.folder is None:
@@ -96,7 +100,7 @@ def disturb(
             f"--job.dump_folder={folder / 'run'}",
             f"--training.steps={_ENDLESS}",
             "--metrics.log_freq=100",
-            "--fault_tolerance.hang_timeout_s=60",
+            "--fault_tolerance.hang_timeout_s=15",
             "--fault_tolerance.process_group_timeout_ms=30000",
         ],
         folder=folder / "run",
@@ -127,6 +131,13 @@ def disturb(
     except StraightRunFailed as error:
         print(f"The straight run failed:\n{error}", file=sys.stderr)
         return False
+    problems += [f"not done: {_line(one)}" for one in strikes if one.missed]
+    problems += [
+        f"too much: {_line(one)}" for one in strikes if one.repeated_steps > _MOST_REPEATED
+    ]
+    # At most a step of each replica is cut short by a fault.
+    num_deaths = len(strikes) * run.num_replicas
+    problems += ledger_differences(run.folder, folder / "straight", num_deaths)
     problems += differences(follower.told, straight, _LOSS_TOLERANCE)
     state, off = state_differences(run.folder, folder / "straight", last, _STATE_TOLERANCE)
     problems += state

@@ -174,7 +174,7 @@ def train_step(job: Job) -> StepReport:
     job.replicas.sum_(parameters, numbers.of_step)
     gradients = local_gradients(parameters)
     totals = numbers.totals(square_norm(gradients), job.stop.requested, job.mesh)
-    settled = job.replicas.settle(totals.num_ranks, totals.places)
+    settled = job.replicas.settle(totals.num_ranks, totals.places, totals.steps)
     job.phases.enter(Phase.COMPUTE, state.step)
     if settled:
         job.checkpoints.settle(totals.signals)
@@ -190,6 +190,8 @@ def train_step(job: Job) -> StepReport:
     verdict = job.judge.judge(loss, grad_norm, state.history) if settled else REPEAT
     differing = []
     if verdict.is_suspicious:
+        # Ranks wait for each other in it, and for other replicas.
+        job.phases.enter(Phase.COMMUNICATION, state.step)
         differing = job.replay.differing(microbatches, share, job.replicas)
         settled = differing == []
     committed = verdict.action is Action.COMMIT
@@ -207,6 +209,7 @@ def train_step(job: Job) -> StepReport:
     if differing:
         news, end = blame(differing, number, share, job.mesh.world_size)
     elif settled and not committed:
+        job.phases.enter(Phase.CHECKPOINT, state.step)
         news, end = refuse(
             verdict,
             state,
@@ -220,6 +223,7 @@ def train_step(job: Job) -> StepReport:
         )
     if committed:
         job.replicas.synchronize()
+        job.checkpoints.join(job.replicas.coworkers)
     if not totals.leave and end is None and state.step < job.steps:
         job.replicas.begin()
     return StepReport(
@@ -256,7 +260,8 @@ def _forward_and_backward(
     return counted(
         loss_sum,
         sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches),
-        job.state.cursor,
+        cursor=job.state.cursor,
+        step=job.state.step,
         # From here on the state may change: the snapshot of the step before is complete.
         signals=job.checkpoints.counted(device),
         times=job.work_times.counted(share, device),

@@ -13,6 +13,7 @@ from torchtitan_lite.chaos.scene import Missed
 
 _BOOT_S = 60.0
 _PAUSE_S = 1.5
+_HANG_S = 120.0
 _ALLOWANCE_BYTES = 4 << 20
 _HEALING = "Receiving the state of another replica"
 
@@ -119,6 +120,17 @@ def replica_paused(target: Target) -> None:
     _pause(_replica(target), 7)
 
 
+def rank_stopped_for_good(target: Target) -> None:
+    """It hangs, and its heartbeats with it: the launcher has to see that, and to end it."""
+    rank = _a_rank(target)
+    _send(rank, signal.SIGSTOP)
+    try:
+        psutil.wait_procs([rank], timeout=_HANG_S)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            rank.resume()
+
+
 def rank_slowed(target: Target) -> None:
     """It runs a third of the time for some seconds, as on a processor that is too hot."""
     rank = _a_rank(target)
@@ -187,6 +199,7 @@ KINDS: dict[str, Kind] = {
         rank_paused,
         replica_paused,
         rank_slowed,
+        rank_stopped_for_good,
         writer_killed,
         writer_paused,
         rank_out_of_memory,

@@ -24,6 +24,8 @@ from torchtitan_lite.chaos.scene import Missed, Scene
 _QUIET_STEPS = 2
 """That all replicas take together before a fault counts as over."""
 _LONGEST_WAIT_S = 1.5
+_ATTEMPTS = 4
+_STEPS_TO_NEXT_ATTEMPT = 15
 _RECOVERY_S = 180.0
 _END_S = 120.0
 _LOG_CHARS = 3000
@@ -74,13 +76,16 @@ class Storm:
         time.sleep(self._draw.uniform(0, _LONGEST_WAIT_S))
         follower, replica = self._follower, self._draw.randrange(self._run.num_replicas)
         before, failed = follower.last_step, sum(follower.failed_steps)
+        missed, started_s = "", time.monotonic()
         scene = Scene(self._launcher.pid, self._run.folder, self._run.num_replicas)
-        missed = ""
-        started_s = time.monotonic()
-        try:
-            kind.strike(Target(scene=scene, replica=replica, draw=self._draw))
-        except Missed as error:
-            missed = str(error)
+        target = Target(scene=scene, replica=replica, draw=self._draw)
+        for _ in range(_ATTEMPTS):
+            started_s = time.monotonic()
+            missed = _missed(kind, target)
+            if not missed:
+                break
+            # There may be more to strike later.
+            self.wait_for_all(after=follower.last_step + _STEPS_TO_NEXT_ATTEMPT)
         if kind.restarts_launcher:
             self._let_launcher_end()
             self._launcher = self._launch()
@@ -167,6 +172,15 @@ def deck(kinds: Sequence[Kind], number: int, seed: int) -> list[Kind]:
     while len(drawn) < number:
         drawn += draw.sample(kinds, len(kinds))
     return drawn[:number]
+
+
+def _missed(kind: Kind, target: Target) -> str:
+    """Strike; why there was nothing to strike, if so."""
+    try:
+        kind.strike(target)
+    except Missed as error:
+        return str(error)
+    return ""
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

@@ -83,6 +83,29 @@ def _difference(told: ToldStep, expected: dict[int, ToldStep], tolerance: float)
         yield f"{who}: loss {told.loss}, wanted {wanted.loss}: off by {off:.1e}"
 
 
+def samples_of(folder: Path) -> dict[int, list[int]]:
+    """Step -> the samples that ranks wrote down to have used in it, of the sample ledgers of a run
+    and of its replicas; `folder` is the dump folder."""
+    found: dict[int, set[int]] = {}
+    for path in (*folder.glob("samples_rank_*.jsonl"), *folder.glob("*/samples_rank_*.jsonl")):
+        for line in path.read_text().splitlines():
+            told = json.loads(line)
+            found.setdefault(told["step"], set()).update(told["samples"])
+    return {step: sorted(samples) for step, samples in found.items()}
+
+
+def ledger_differences(disturbed: Path, straight: Path, num_deaths: int) -> list[str]:
+    """Steps that used other samples than those of the straight run. A process that dies may have
+    left out its newest lines, so that up to `num_deaths` steps have some of theirs only."""
+    ours, theirs = samples_of(disturbed), samples_of(straight)
+    strange = [step for step, used in ours.items() if not set(used) <= set(theirs.get(step, ()))]
+    short = [step for step, used in theirs.items() if ours.get(step, []) != used]
+    found = [f"steps that used samples of others: {strange[:_SHOWN]}"] if strange else []
+    if len(short) > num_deaths:
+        found.append(f"{len(short)} steps, such as {short[:_SHOWN]}, did not use all their samples")
+    return found
+
+
 def furthest(told: Sequence[ToldStep], straight: Sequence[ToldStep]) -> float:
     """The largest relative difference of a loss."""
     expected = {one.step: one.loss for one in straight}

@@ -9,6 +9,6 @@ def in_words(books: Path) -> str | None:
     try:
         told = json.loads(books.read_text())
         share, wall_s, lost_s = (float(told[key]) for key in ("goodput", "wall_s", "lost_s"))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return f"goodput {share:.1%} of {wall_s:.0f} s, {lost_s:.1f} s of work lost"

@@ -4,6 +4,7 @@ attempt. Layer: above diagnosis and group."""
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from torchtitan_lite.launcher.diagnosis import REPORT, TIMEOUT_S, first_line, request
@@ -32,8 +33,7 @@ class HangWatch:
         return None if self._diagnosis is None else self._diagnosis.pid
 
     def look(self, now_s: float) -> Failure | None:
-        """Look again; why the attempt has to be ended, if so. Raises OSError when no process can be
-        started."""
+        """Look again; why the attempt has to be ended, if so."""
         if self._diagnosis is not None:
             if self._diagnosis.poll() is None and now_s < self._until_s:
                 return None
@@ -44,7 +44,11 @@ class HangWatch:
         if self._late:
             self._pulses = self._late_pulses()
             self._until_s = now_s + TIMEOUT_S
-            self._begin(request(ranks, self._late, self._group.pid))
+            try:
+                self._begin(request(ranks, self._late, self._group.pid))
+            except OSError:
+                # Neither a full disk nor a lack of processes may save it, nor end the others.
+                return self._verdict(now_s)
         return None
 
     def close(self) -> None:
@@ -77,7 +81,12 @@ class HangWatch:
             source.seek(0)
             self._diagnosis = spawn(
                 [*command, str(folder)],
-                self._group.environment,
+                _without_secrets(self._group.environment),
                 output=log.fileno(),
                 source=source.fileno(),
             )
+
+
+def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a program that only looks has no need of is not given to it."""
+    return {name: value for name, value in environment.items() if not name.endswith("_TOKEN")}

@@ -13,7 +13,7 @@ from typing import Any
 from torchtitan_lite.launcher.tail import Tail
 
 _HEALING = b"Receiving the state of another replica"
-_HEALED = b"Training goes on at sample"
+_HEALED = b"Replicas that take part from sample"
 
 
 class Progress:

@@ -67,7 +67,7 @@ class Replica:
         self._on_failure, self._tell = on_failure, say
         self._group: Group | None = None
         self._hangs: HangWatch | None = None
-        self._is_stopping = self._is_reforming = False
+        self._is_stopping = self._is_reforming = self._is_failure_told = False
         self._restart_at_s = self._read_at_s = 0.0
 
     @property
@@ -109,7 +109,7 @@ class Replica:
 
     def begin(self) -> None:
         """Start an attempt."""
-        self._is_reforming = False
+        self._is_reforming = self._is_failure_told = False
         folder = _next_folder(self._folder)
         self._policy.started()
         self._group = self._start(folder)
@@ -133,8 +133,9 @@ class Replica:
             elif now_s >= self._read_at_s:
                 self._read(now_s)
                 self._look_for_hangs(group, now_s)
-        elif self.state is State.REFORMING and group.has_failed:
+        elif self.state is State.REFORMING and group.has_failed and not self._is_failure_told:
             # What one rank has not saved, the others cannot.
+            self._is_failure_told = True
             group.kill()
             self._on_failure(self)
         if group.has_ended:

@@ -78,6 +78,8 @@ class FaultTolerantReplicas:
         self._starter = ThreadPoolExecutor(1, "quorum", initializer=same_device_in_thread())
         self._started: Future[None] | None = None
         self._is_whole = True
+        self._is_taken_back = False
+        """Since the last quorum."""
         self._quorum_id: int | None = None
         self._failures = 0
         self._heals = 0
@@ -165,7 +167,11 @@ class FaultTolerantReplicas:
         if failed:
             self._give_up(error)
             return False
-        self._refuse_what_is_behind(self._mesh.leader_says(self._newest_stored()))
+        stored = self._mesh.leader_says(self._newest_stored())
+        if self._is_taken_back:
+            # What is stored by now is of the way that was left: nobody is behind it.
+            self._stored_before, self._is_taken_back = max(self._stored_before, stored), False
+        self._refuse_what_is_behind(stored)
         self._heals = 0
         count = manager.num_participants()
         logger.info("Replicas that take part from sample %d on: %d.", self._run.cursor, count)
@@ -230,13 +236,17 @@ class FaultTolerantReplicas:
     def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         self._sums.sum_(parameters, counts)
 
-    def settle(self, num_ranks: float, places: float) -> bool:
-        manager = self._manager
+    def settle(self, num_ranks: float, places: float, steps: float) -> bool:
+        manager, run = self._manager, self._run
         wanted = manager.quorum.replica_world_size * self._mesh.world_size
         if manager.errored() is not None:
             manager.fail("the sums over replicas failed")
-        elif (num_ranks, places) != (wanted, wanted * float(self._run.cursor)):
+        elif (num_ranks, places) != (wanted, wanted * float(run.cursor)):
             manager.fail("a rank was at another place in the run")
+        elif steps != wanted * float(run.step):
+            # One of them has judged a step unlike the others, and by their places nobody is behind.
+            manager.fail("a rank had come to another step at the same place in the run")
+            self._is_whole = manager.participating_rank() == 0
         if manager.should_commit():
             self._failures = 0
             return True
@@ -260,10 +270,7 @@ class FaultTolerantReplicas:
         return not self._mesh.any(self._manager.errored() is not None)
 
     def taken_back(self, *, has_state: bool) -> None:
-        self._is_whole = has_state
-        # What is stored is of the way that was left: nobody is behind it.
-        stored = self._mesh.leader_says(self._newest_stored())
-        self._stored_before = max(self._stored_before, stored)
+        self._is_whole, self._is_taken_back = has_state, True
 
     def news(self) -> list[News]:
         found, self._news = self._news, []

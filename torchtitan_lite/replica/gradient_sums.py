@@ -103,6 +103,9 @@ class GradientSums:
                 if not self._moving[0][2].is_done():
                     return
                 self._empty(*self._moving.popleft())
+            if not all(map(_is_aligned, self._buckets[self._num_sent])):
+                # To align is a collective, and when this is reached depends on time.
+                return
             self._send()
 
     def _send(self) -> None:
@@ -134,6 +137,14 @@ def _are_the_same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) 
     return len(some) == len(others) and all(
         one is other for one, other in zip(some, others, strict=True)
     )
+
+
+def _is_aligned(parameter: nn.Parameter) -> bool:
+    """Whether a gradient has the placements of its parameter."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return True
+    return gradient.placements == parameter.placements
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -57,8 +57,8 @@ class News:
 
 
 class Replicas(Protocol):
-    """The replicas of the job, as one of them sees them. All ranks of a replica call every method,
-    in the order of this class, once a step."""
+    """The replicas of the job, as one of them sees them. All ranks of a replica call its methods
+    in the order of this class, those that a step needs."""
 
     def agree(self) -> Share:
         """Settle who takes part in the next step. A replica that is behind comes back with the
@@ -80,10 +80,10 @@ class Replicas(Protocol):
         rank's peers in other replicas hold the same shards."""
         ...
 
-    def settle(self, num_ranks: float, places: float) -> bool:
+    def settle(self, num_ranks: float, places: float, steps: float) -> bool:
         """Whether the sums hold. If not, the step is to be repeated with the same samples.
-        `num_ranks` is how many ranks of all replicas have added to them, and `places` the sum of
-        the samples at which these ranks were."""
+        `num_ranks` is how many ranks of all replicas have added to them, `places` and `steps`
+        the sums of the samples and steps at which these ranks were."""
         ...
 
     def synchronize(self) -> None:
@@ -130,7 +130,7 @@ class SingleReplica:
     def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         return None
 
-    def settle(self, num_ranks: float, places: float) -> bool:
+    def settle(self, num_ranks: float, places: float, steps: float) -> bool:
         return True
 
     def synchronize(self) -> None:

@@ -106,7 +106,7 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
     def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         return None
 
-    def settle(self, num_ranks: float, places: float) -> bool:
+    def settle(self, num_ranks: float, places: float, steps: float) -> bool:
         return True
 
     def begin(self) -> None:

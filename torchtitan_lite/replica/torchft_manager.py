@@ -143,6 +143,8 @@ class Sum:
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
+        on_device = torch.accelerator.is_available()
+        self._stream = torch.accelerator.current_stream() if on_device else None
 
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -152,7 +154,18 @@ class Sum:
         return inner is None or inner.is_completed()
 
     def wait(self) -> None:
-        self._work.wait()
+        """Or, on a device, have its current stream wait. Raises nothing."""
+        if self._stream is None:
+            self._work.wait()
+            return
+        # torchft wants to be waited for on the stream of the call, which in backward is FSDP's.
+        here = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(self._stream)
+        try:
+            self._work.wait()
+        finally:
+            torch.accelerator.set_stream(here)
+        here.wait_stream(self._stream)
 
 
 def same_device_in_thread() -> Callable[[], None]:

@@ -15,6 +15,9 @@ _PATIENCE = {
     Phase.COMPUTE: 1,
     # Who waits for other replicas is given longer: the one that hangs ends first.
     Phase.COMMUNICATION: 3,
+    # A slow storage or a long validation is no hang.
+    Phase.CHECKPOINT: 10,
+    Phase.BETWEEN: 10,
 }
 """Times `hang_timeout_s`; a phase that is not here may take as long as it will."""
 _HEAD_START_S = 30.0

@@ -12,7 +12,7 @@ import torch
 from torchtitan_lite.checkpoint.outcome import NUM_SIGNALS
 from torchtitan_lite.mesh import Mesh
 
-_OF_REPLICA, _OF_STEP = 2, 4
+_OF_REPLICA, _OF_STEP = 2, 5
 """Numbers that are added up over one replica, and over all."""
 
 
@@ -29,6 +29,8 @@ class Totals(NamedTuple):
     num_ranks: float
     places: float
     """The sum of the samples at which the ranks were."""
+    steps: float
+    """The sum of the steps that they had committed."""
     signals: torch.Tensor
     """Of the checkpoints."""
     times: torch.Tensor
@@ -58,16 +60,17 @@ class Numbers:
 def counted(
     loss_sum: torch.Tensor,
     num_targets: int,
-    cursor: int,
     *,
+    cursor: int,
+    step: int,
     signals: torch.Tensor,
     times: torch.Tensor,
     router_counts: torch.Tensor,
 ) -> Numbers:
-    """What this rank has counted in a step that began at the sample `cursor`; all tensors are
-    float64, and on one device."""
+    """What this rank has counted in a step that began at the sample `cursor` after `step` committed
+    steps; all tensors are float64, and on one device."""
     device = loss_sum.device
-    own = [loss_sum, number(num_targets, device), number(1, device), number(cursor, device)]
+    own = [loss_sum, *(number(one, device) for one in (num_targets, 1, cursor, step))]
     return Numbers(torch.cat([torch.stack(own), signals, times, router_counts]), len(times))
 
 
