@@ -18,10 +18,15 @@ class Failure:
     such as a kill from outside."""
     log: Path
     """Where the process that failed first has told of it."""
+    status: int = 0
+    """With which that process ended; 0: it did not end by itself."""
 
 
 def failure_of(who: str, status: ExitStatus, log: Path) -> Failure:
     """What there is to tell of a process that ended, and told `log` why."""
     # The same error tells of other times and ports the next time.
     last = without_numbers("".join(last_lines(log, 1)))
-    return Failure(f"{who}: {status}", "" if status.is_signal else f"{status}: {last}", log)
+    what = f"{who}: {status}"
+    if status.is_signal:
+        return Failure(what, "", log)
+    return Failure(what, f"{status}: {last}", log, status.code)

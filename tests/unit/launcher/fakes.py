@@ -122,6 +122,10 @@ def rank(folder: Path, mode: str, replica: int) -> int:
         if leaves:
             (folder / f"saved-{replica}.{number}").touch()
             return 0
+        if mode.isdigit() and replica == 1 and step == 10:
+            return int(mode)
+        if mode.isdigit() and replica == 0 and step == 60:
+            return 0
         if mode == "breaks" and number == "1" and step == 10:
             raise RuntimeError("the device is gone")
     return 1
