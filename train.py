@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
             say_goodbye(built, config, argv, finished=finished)
     except UserError as error:
         logger.error("%s", error)
-        return 1
+        return error.exit_status
     return 0
 
 
@@ -60,7 +60,7 @@ def _all_ranks_know(error: UserError) -> int:
     else:
         # torchrun ends the others as soon as one has failed: let rank 0 speak first.
         time.sleep(5)
-    return 1
+    return error.exit_status
 
 
 def leave(status: int) -> NoReturn:

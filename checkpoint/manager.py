@@ -43,8 +43,10 @@ class CheckpointManager:
         mesh: Mesh,
         run_config: Mapping[str, Any],
         replica: int | None = None,
+        last_step: int | None = None,
     ) -> None:
-        """`replica` tells this one from others that train the same run, where there are such."""
+        """`replica` tells this one from others that train the same run, where there are such;
+        `last_step` is where the run ends."""
         self._config, self._state, self._mesh = config, state, mesh
         folder = config.folder
         self.root = folder if "://" in folder else str(dump_folder / folder)
@@ -56,6 +58,7 @@ class CheckpointManager:
             identity=identify(dump_folder, mesh, replica or 0),
             run_config=run_config,
             is_shared=replica is not None,
+            last_step=last_step,
         )
         self._coworkers = ALONE
         self._is_wanted = False
@@ -65,6 +68,7 @@ class CheckpointManager:
         self._asynchronous: AsynchronousSaver | None = None
         self._may_be_asynchronous = self._saves and config.async_mode != "disabled"
         self._restored_step: int | None = None
+        self._is_over = False
         self._step_ended = time.perf_counter()
 
     def restore(self) -> str | None:
@@ -76,6 +80,7 @@ class CheckpointManager:
         if restored is None:
             return None
         self._restored_step = restored.remembered_step
+        self._is_over = restored.is_the_end
         if restored.is_saved:
             self._synchronous.knows(self._state.step, self._state.values())
         return restored.where
@@ -157,7 +162,7 @@ class CheckpointManager:
         saver = self._saver
         others_save = finished and self._coworkers.index > 0 and self._is_stored_by_others()
         self.join(ALONE)
-        if others_save:
+        if others_save or self._is_over:
             self._synchronous.knows(self._state.step, self._state.values())
         elif finished and self._config.last_save_model_only:
             saver.wait()
@@ -168,7 +173,7 @@ class CheckpointManager:
         if self._asynchronous is not None:
             self._asynchronous.close(free=True)
             self._asynchronous = None
-        elif self._restored_step is not None:
+        elif finished or self._restored_step is not None:
             # No step was taken since, so nobody took the memory over.
             remove_regions(self._saved.identity.run_id)
         return f"{self.root}/{step_name(self._state.step)}"

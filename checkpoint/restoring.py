@@ -26,6 +26,8 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.messages import gather_texts, leader_says
 
 _Candidate = RememberedSnapshot | tuple[Storage, str]
+_OF_THE_END = {"model", "train_state"}
+"""Parts of a last save of the weights alone, which a run that has come to its end goes on from."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Restored:
     """The step, if it lay in shared memory."""
     is_saved: bool
     """Whether this run has it stored."""
+    is_the_end: bool = False
+    """The weights alone, of the last step: nothing follows."""
 
 
 class Restorer:
@@ -112,7 +116,8 @@ class Restorer:
             return None
         if isinstance(found, RememberedSnapshot):
             return Restored(found.where, found.saved.step, is_saved=False)
-        return Restored(found.where, None, is_saved=bool(steps))
+        at_the_end = self._is_the_end(found, parts)
+        return Restored(found.where, None, is_saved=bool(steps), is_the_end=at_the_end)
 
     def go_back(self, newest: int, accepts: Callable[[SavedValues], bool]) -> Restored | None:
         """Load the newest intact state of this run, up to step `newest`, that is accepted: all of
@@ -214,7 +219,9 @@ class Restorer:
 
     def _load(self, snapshot: Snapshot, parts: set[str]) -> None:
         saved = snapshot.saved
-        if saved.model_only and parts != {"model"}:
+        if self._is_the_end(snapshot, parts):
+            parts = _OF_THE_END
+        elif saved.model_only and parts != {"model"}:
             raise CheckpointError(
                 f"{snapshot.where} holds the weights only, so training cannot resume from it. "
                 "Start another run with checkpoint.initial_load_path, or delete it to resume from "
@@ -228,6 +235,18 @@ class Restorer:
         generators = saved.rng.get(str(self._mesh.rank))
         if "rng" in parts and generators is not None:
             rng.restore(dict(generators))
+
+    def _is_the_end(self, snapshot: Snapshot, parts: set[str]) -> bool:
+        """Whether this run has saved the weights of its last step there, and nothing else."""
+        saved, last = snapshot.saved, self._saved.last_step
+        return (
+            saved.model_only
+            and last is not None
+            and saved.step >= last
+            and parts >= _OF_THE_END
+            and "train_state" in saved.values
+            and snapshot.where.startswith(f"{self._saved.storage.root}/")
+        )
 
     def _agree(self, error: Exception | None) -> None:
         """Raise where a rank has met an error: damage as damage, all else as a misfit."""

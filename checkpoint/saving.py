@@ -29,6 +29,8 @@ class Saved:
     run_config: Mapping[str, Any]
     is_shared: bool = False
     """Other replicas save in the same place."""
+    last_step: int | None = None
+    """At which the run ends, where that is known."""
 
     def describe(self, inventory: Inventory) -> Description:
         """What this rank holds, and what it writes."""

@@ -117,7 +117,9 @@ class SynchronousSaver:
                 for name, tensor in tensors.items()
                 if name.startswith("model.")
             }
-            values = {"values": {}, "rng": {}, "model_only": True}
+            # By which a run that is started again finds itself at its end.
+            values = {"train_state": step_values["train_state"]}
+            values = {"values": values, "rng": {}, "model_only": True}
         coworkers = ALONE if model_only else self._coworkers
         inventory = take_inventory(tensors, mesh)
         about = share_of(saved.describe(inventory), coworkers)

@@ -32,20 +32,30 @@ SMALL: tuple[str, ...] = (
     "--job.device=cpu",
 )
 """The debug config on the text fixture, in steps of milliseconds."""
+PROGRAM: tuple[str, ...] = ("train.py",)
+FAULTY: tuple[str, ...] = ("-m", "tests.faulty_trainer")
+"""The same on a machine with faults."""
 
 
-def command(num_processes: int, arguments: Sequence[str]) -> list[str]:
+def command(
+    num_processes: int, arguments: Sequence[str], program: Sequence[str] = PROGRAM
+) -> list[str]:
     """The command line of a run."""
     if num_processes == 1:
-        return [sys.executable, "train.py", *arguments]
+        return [sys.executable, *program, *arguments]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
     # A port of its own choice: another run of the machine may hold the usual one.
     return [*launcher, str(num_processes), "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
-            "train.py", *arguments]  # fmt: skip
+            *program, *arguments]  # fmt: skip
 
 
 def start(
-    num_processes: int, arguments: Sequence[str], log: Path, **variables: str
+    num_processes: int,
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    program: Sequence[str] = PROGRAM,
+    **variables: str,
 ) -> subprocess.Popen[bytes]:
     """Start a run whose output goes to `log`, with more `variables` in its environment."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
@@ -53,7 +63,7 @@ def start(
         environment.pop(name, None)
     with log.open("ab") as file:
         return subprocess.Popen(
-            command(num_processes, arguments),
+            command(num_processes, arguments, program),
             cwd=REPOSITORY,
             env=environment,
             stdout=file,
@@ -61,9 +71,17 @@ def start(
         )
 
 
-def run(num_processes: int, arguments: Sequence[str], log: Path, *, status: int = 0) -> str:
+def run(
+    num_processes: int,
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    status: int = 0,
+    program: Sequence[str] = PROGRAM,
+    **variables: str,
+) -> str:
     """Run to the end, check the exit status, and return the output."""
-    process = start(num_processes, arguments, log)
+    process = start(num_processes, arguments, log, program=program, **variables)
     try:
         given = process.wait(timeout=240)
     finally:
@@ -113,7 +131,7 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(process.pid).children():
         with suppress(psutil.NoSuchProcess):
-            if any("train.py" in argument for argument in child.cmdline()):
+            if {"train.py", "tests.faulty_trainer"} & set(child.cmdline()):
                 found.append(child)
     return found
 

@@ -121,6 +121,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             mesh=mesh,
             run_config=config.model_dump(),
             replica=replica,
+            last_step=config.training.steps,
         )
         opened.callback(checkpoints.close)
         resumed_from = checkpoints.restore()
@@ -222,6 +223,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             logger.info("Resumed from %s at step %d", resumed_from, state.step)
             values = {"folder": resumed_from}
             metrics.event(Event(name="resume", step=state.step, values=values))
+            if state.step >= job.steps:
+                logger.info("This run has taken all of its %d steps: nothing is left.", job.steps)
         if mesh.is_leader:
             _write_config(config, own_folder)
         if replica is not None and state.step < job.steps:

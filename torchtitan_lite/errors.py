@@ -5,9 +5,16 @@ without a traceback, since the message is the whole story; any other exception i
 and keeps its traceback.
 """
 
+FAILED, DIVERGED, MACHINE_FAULT = 1, 3, 4
+"""Exit statuses of `train.py`. To start it again may help; would train no better; may help, but not
+on that machine."""
+
 
 class UserError(Exception):
     """Something that the user can mend: a setting, a file, a machine."""
+
+    exit_status = FAILED
+    """Of the process that ends with it."""
 
 
 class ConfigError(UserError):
@@ -41,9 +48,13 @@ class LayoutError(UserError):
 class TrainingDiverged(UserError):
     """A step, or too many in a row, had a loss or gradient that is not finite or that spikes."""
 
+    exit_status = DIVERGED
+
 
 class MachineFault(UserError):
     """A rank came to other numbers when it computed the same again."""
+
+    exit_status = MACHINE_FAULT
 
 
 class RedistributionError(UserError):

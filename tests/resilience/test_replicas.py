@@ -1,17 +1,13 @@
 """Replicas that die and return leave no trace in the loss: real processes, real kills."""
 
-import json
-import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import launch
-from tests.replicas import Replicas, replicas
-from tests.tolerances import FAULTS_FLOAT64
+from tests.replicas import Replicas, check_against_a_straight_run, replicas
 
 _ARGUMENTS: tuple[str, ...] = (
     *launch.SMALL,
@@ -42,57 +38,17 @@ _MESHES: dict[str, tuple[int, list[str]]] = {
             "--parallelism.expert_parallel_degree=2",
         ],
     ),
+    # Two and four microbatches of six.
+    "PP, experts": (
+        2,
+        [
+            "--model.name=qwen3",
+            "--model.flavor=debugmodel_moe",
+            "--model.router_bias_update_rate=1e-3",
+            "--parallelism.pipeline_parallel_degree=2",
+        ],
+    ),
 }
-
-
-def _until_stopped(run: Replicas) -> None:
-    """Ask all to leave, and let them."""
-    for process in run.running.values():
-        # Without torchrun the process is the rank.
-        for rank in launch.ranks_of(process) or [process]:
-            rank.send_signal(signal.SIGTERM)
-    for number in run.running:
-        run.wait(number)
-
-
-def _losses(steps: Sequence[dict[str, Any]]) -> dict[int, float]:
-    return {step["step"]: step["loss"] for step in steps}
-
-
-def _samples(run: Replicas) -> dict[int, list[int]]:
-    """Step -> the samples of all ranks that share no sample, as they used them."""
-    found: dict[int, set[int]] = {}
-    for path in run.folder.glob("replica_*/samples_rank_*.jsonl"):
-        for line in path.read_text().splitlines():
-            told = json.loads(line)
-            found.setdefault(told["step"], set()).update(told["samples"])
-    return {step: sorted(samples) for step, samples in found.items()}
-
-
-def _check_against_a_straight_run(
-    run: Replicas, num_ranks: int, arguments: Sequence[str], tmp_path: Path
-) -> None:
-    """The losses of all replicas are those of a run that nothing has disturbed."""
-    told = [_losses(run.steps(number)) for number in run.running]
-    last = max(max(losses) for losses in told)
-    straight = tmp_path / "straight"
-    own = [f"--job.dump_folder={straight}", f"--training.steps={last}"]
-    own += ["--checkpoint.enable=false"]
-    launch.run(num_ranks, [*arguments, *own], tmp_path / "straight.log")
-    expected = _losses(launch.steps_of(straight))
-    for losses in told:
-        for step, loss in losses.items():
-            assert loss == pytest.approx(expected[step], rel=FAULTS_FLOAT64), step
-    used = _samples(run)
-    batch = len(used[1])
-    incomplete = []
-    for step, samples in used.items():
-        expected_samples = list(range((step - 1) * batch, step * batch))
-        assert set(samples) <= set(expected_samples), step
-        if samples != expected_samples:
-            incomplete.append(step)
-    # Who is killed may have committed a step and not written down what it used.
-    assert len(incomplete) <= 1
 
 
 def _events(run: Replicas, number: int) -> set[str]:
@@ -139,10 +95,10 @@ def _check_kill_and_return(
         while run.steps(0)[-1]["num_replicas"] == 1:
             run.wait_for_step(0, run.steps(0)[-1]["step"] + 1)
         run.wait_for_step(1, max(returned, run.steps(0)[-1]["step"]) + 3)
-        _until_stopped(run)
+        run.stop()
         assert [run.wait(number) for number in run.running] == [0, 0]
         _check_books(run)
-        _check_against_a_straight_run(run, num_ranks, arguments, tmp_path)
+        check_against_a_straight_run(run, num_ranks, arguments, tmp_path)
 
 
 @pytest.mark.timeout(300)

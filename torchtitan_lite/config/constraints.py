@@ -46,6 +46,7 @@ def check_against(config: Config, world_size: int) -> None:
     problems += _checkpoint(config)
     problems += _anomalies(config)
     problems += _files(config)
+    problems += _replicas(config)
     problems += semi_sync_problems(config)
     if problems:
         raise config_error(problems)
@@ -198,6 +199,17 @@ def _anomalies(config: Config) -> Iterator[str]:
             f"anomalies.spike_min_steps ({anomalies.spike_min_steps}) is above spike_window "
             f"({anomalies.spike_window}), so that nothing would ever be a spike. Set it to at most "
             f"{anomalies.spike_window}."
+        )
+
+
+def _replicas(config: Config) -> Iterator[str]:
+    section, path = config.fault_tolerance, config.parallelism.pipeline_parallel_schedule_csv
+    if section.enable and path and section.world_size_mode != "dynamic":
+        yield (
+            f'parallelism.pipeline_parallel_schedule_csv = "{path}" is for one number of '
+            "microbatches, and replicas that share a step have more of them when one is gone "
+            f'(fault_tolerance.world_size_mode = "{section.world_size_mode}"). Choose a '
+            'pipeline_parallel_schedule by name, or world_size_mode = "dynamic".'
         )
 
 

@@ -20,11 +20,15 @@ class Failure:
     """Where the process that failed first has told of it."""
     rank: int | None = None
     """Which rank that was; None for another process."""
+    status: int = 0
+    """With which that process ended; 0: it did not end by itself."""
 
 
 def failure_of(who: str, status: ExitStatus, log: Path, rank: int | None = None) -> Failure:
     """What there is to tell of a process that ended, and told `log` why."""
     # The same error tells of other times and ports the next time.
     last = without_numbers("".join(last_lines(log, 1)))
-    cause = "" if status.is_signal else f"{status}: {last}"
-    return Failure(f"{who}: {status}", cause, log, rank)
+    what = f"{who}: {status}"
+    if status.is_signal:
+        return Failure(what, "", log, rank)
+    return Failure(what, f"{status}: {last}", log, rank, status.code)

@@ -140,8 +140,9 @@ class Launcher:
         elif self._begun and self._deadline_s is None:
             self._reforming.look(self._replicas, now_s)
         self._look_at_orphans(now_s)
-        has_given_up = any(one.given_up for one in (self._lighthouse, *self._replicas))
-        if has_given_up and self._deadline_s is None:
+        ends = [one.given_up for one in (self._lighthouse, *self._replicas)]
+        ends_all = any(end is not None and not end.spares_others for end in ends)
+        if ends_all and self._deadline_s is None:
             self._stop(now_s)
         if self._deadline_s is not None and now_s >= self._deadline_s:
             for replica in self._replicas:

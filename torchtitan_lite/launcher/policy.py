@@ -4,12 +4,15 @@ and what happened. Layer: above failure.
 
 from dataclasses import dataclass
 
+from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
 from torchtitan_lite.launcher.failure import Failure
 
 _HEALTHY_S = 20.0
 """Of work, after which earlier failures count no more."""
 _HOPELESS = 2
 """Equal failures in a row before any work, after which a wrong setting is the likeliest cause."""
+_FINAL = {DIVERGED: "the training has diverged", MACHINE_FAULT: "its machine is at fault"}
+"""Exit statuses after which another attempt would end in the same way."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,11 @@ class GiveUp:
     reason: str
     first: Failure
     """The first failure of the row."""
+
+    @property
+    def spares_others(self) -> bool:
+        """Whether what else runs has no part in it, and goes on."""
+        return self.first.status == MACHINE_FAULT
 
 
 class RestartPolicy:
@@ -58,6 +66,8 @@ class RestartPolicy:
 
     def failed(self, failure: Failure, now_s: float) -> Restart | GiveUp:
         """The attempt has ended, and should not have."""
+        if failure.status in _FINAL:
+            return GiveUp(_FINAL[failure.status], failure)
         since_s, before = self._working_since_s, self._row[-1] if self._row else None
         if since_s is not None and now_s - since_s >= _HEALTHY_S:
             self._row = []

@@ -96,7 +96,7 @@ class FaultTolerantReplicas:
         self._started = self._starter.submit(self._manager.start_quorum)
 
     def agree(self) -> Share:
-        started_s = time.monotonic()
+        started_s, is_told = time.monotonic(), False
         while True:
             if self._started is None:
                 self._ask()
@@ -104,7 +104,11 @@ class FaultTolerantReplicas:
             asked, self._started = self._started, None
             if not self._found(asked, started_s):
                 continue
-            if self._manager.num_participants() < self._config.min_replica_size:
+            count, fewest = self._manager.num_participants(), self._config.min_replica_size
+            if count < fewest:
+                if not is_told:
+                    logger.warning("Replicas that are there: %d of at least %d.", count, fewest)
+                is_told = True
                 self._check_patience(started_s, "too few replicas are there")
                 time.sleep(_LOOK_S)
                 continue

@@ -66,16 +66,20 @@ def join(
             f"{address} cannot be bound to: {error} Set fault_tolerance.heal_interface to an "
             "interface of this machine."
         ) from None
-    manager = QuorumManager(
-        config,
-        transport,
-        floor,
-        lighthouse=lighthouse,
-        store=(host, int(port)),
-        rank=mesh.rank,
-        world_size=mesh.world_size,
-        hostname=address,
-    )
+    try:
+        manager = QuorumManager(
+            config,
+            transport,
+            floor,
+            lighthouse=lighthouse,
+            store=(host, int(port)),
+            rank=mesh.rank,
+            world_size=mesh.world_size,
+            hostname=address,
+        )
+    except ReplicaError:
+        transport.shutdown()
+        raise
     kind = (
         FaultTolerantReplicas
         if averaging is None

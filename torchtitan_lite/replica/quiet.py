@@ -11,9 +11,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _CHATTER = r"\[INFO\] \[torchft::"
+_END_S = 1.0
+"""For the filter to pass on the rest. It lives on with a process that was started meanwhile."""
 
 
 @contextmanager
@@ -41,3 +43,5 @@ def without_chatter() -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(before, 2)
         os.close(before)
+        with suppress(subprocess.TimeoutExpired):
+            filter_.wait(_END_S)

@@ -89,6 +89,7 @@ class QuorumManager(Manager):
                 break
             except Exception as error:
                 # The lighthouse may come up after its replicas.
+                self._executor.shutdown()
                 if time.monotonic() >= deadline:
                     raise ReplicaError(
                         f"Nobody answers at TORCHFT_LIGHTHOUSE = {lighthouse}: {error} Start the "

@@ -84,14 +84,23 @@ def manage(tmp_path: Path, mesh: Mesh) -> Iterator[Manage]:
     folders: set[Path] = set()
 
     def make(
-        state: SmallState, *, dump_folder: Path = tmp_path, **settings: Any
+        state: SmallState,
+        *,
+        dump_folder: Path = tmp_path,
+        last_step: int | None = None,
+        **settings: Any,
     ) -> CheckpointManager:
         config = CheckpointConfig(
             **({"enable": True, "interval": 1, "async_mode": "disabled"} | settings)
         )
         folders.add(dump_folder)
         manager = CheckpointManager(
-            config, dump_folder=dump_folder, state=state, mesh=mesh, run_config={"seed": 1}
+            config,
+            dump_folder=dump_folder,
+            state=state,
+            mesh=mesh,
+            run_config={"seed": 1},
+            last_step=last_step,
         )
         made.append(manager)
         return manager

@@ -272,7 +272,8 @@ def test_the_last_save_can_be_the_weights_alone_in_another_dtype(manage: Manage)
     folder = manager.final_save(finished=True)
     assert folder is not None
     manifest = manifest_in(folder)
-    assert manifest.model_only and manifest.values == {} and manifest.rng == {}
+    assert manifest.model_only and manifest.rng == {}
+    assert manifest.values == {"train_state": {"step": 2}}
     with safe_open(Path(folder, _DATA), "pt") as file:
         names = file.keys()
         exported = {name: file.get_tensor(name) for name in names}
@@ -282,6 +283,26 @@ def test_the_last_save_can_be_the_weights_alone_in_another_dtype(manage: Manage)
     )
     with pytest.raises(CheckpointError, match="holds the weights only, so training cannot resume"):
         manage(SmallState()).restore()
+
+
+def test_a_finished_run_whose_weights_alone_were_saved_is_found_finished(manage: Manage) -> None:
+    state = SmallState()
+    settings = {"last_save_model_only": True, "interval": 100}
+    manager = manage(state, **settings)
+    run_steps(manager, state, 2)
+    folder = manager.final_save(finished=True)
+    written = Path(str(folder), "manifest.json").stat().st_ino
+    again = SmallState(seed=1)
+    restarted = manage(again, last_step=2, **settings)
+    assert restarted.restore() == folder
+    assert again.step == 2 and torch.equal(again.model["model.weight"], state.model["model.weight"])
+    assert restarted.final_save(finished=True) == folder
+    assert Path(str(folder), "manifest.json").stat().st_ino == written
+    with pytest.raises(CheckpointError, match="holds the weights only, so training cannot resume"):
+        manage(SmallState(), last_step=3, **settings).restore()
+    elsewhere = {"folder": "elsewhere", "initial_load_path": folder}
+    with pytest.raises(CheckpointError, match="holds the weights only, so training cannot resume"):
+        manage(SmallState(), last_step=2, initial_load_model_only=False, **elsewhere).restore()
 
 
 def test_a_run_that_was_stopped_early_saves_all_of_its_state(manage: Manage) -> None:

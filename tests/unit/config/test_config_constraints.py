@@ -109,6 +109,9 @@ def test_a_schedule_from_a_file(config, tmp_path: Path) -> None:
     arguments += ["--parallelism.pipeline_parallel_degree", "2"]
     arguments += ["--training.global_batch_size"]
     check_against(config(*arguments, "2"), 2)
+    replicas = ["--fault_tolerance.enable=true", *arguments, "2"]
+    assert "is for one number of microbatches, and replicas" in refusal(config(*replicas), 2)
+    check_against(config("--fault_tolerance.world_size_mode=dynamic", *replicas), 2)
     assert refusal(config(*arguments, "8"), 4) == (
         "A step of 8 samples gives each pipeline 4 microbatches of 1 (over 2 batch ranks), but "
         f'parallelism.pipeline_parallel_schedule_csv = "{file}" runs 2. '

@@ -126,6 +126,10 @@ def rank(folder: Path, mode: str, replica: int) -> int:
             return 0
         if mode == "dies" and f"{replica}.{number}" == "1.1":
             os.kill(os.getpid(), signal.SIGKILL)
+        if mode.isdigit() and replica == 1 and step == 10:
+            return int(mode)
+        if mode.isdigit() and replica == 0 and step == 60:
+            return 0
         if mode == "breaks" and number == "1" and step == 10:
             raise RuntimeError("the device is gone")
     return 1

@@ -237,6 +237,19 @@ def test_who_does_not_leave_to_re_form_is_killed(tmp_path: Path) -> None:
         until(lambda: not pids(tmp_path))
 
 
+@pytest.mark.parametrize(("status", "others"), [(3, "left"), (4, "finished")])
+def test_a_run_that_diverges_ends_and_a_bad_machine_is_done_without(
+    tmp_path: Path, status: int, others: str
+) -> None:
+    with launched(tmp_path, str(status)) as process:
+        output = end_of(process, 1)
+    why = {3: "the training has diverged", 4: "its machine is at fault"}[status]
+    assert f"Replica 1 is given up: {why}. rank" in output
+    assert output.count("started") == 2
+    assert f"replica 0: {others}" in output
+    assert not pids(tmp_path)
+
+
 def test_writers_outlive_their_trainer_and_nothing_else_does(tmp_path: Path) -> None:
     with launched(tmp_path, "writer", 1, 2) as process:
         until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.launcher.failure import Failure
+from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
+from torchtitan_lite.launcher.failure import Failure, failure_of
 from torchtitan_lite.launcher.policy import GiveUp, Restart, RestartPolicy
+from torchtitan_lite.launcher.processes import ExitStatus
 
 KILLED = Failure("rank 1: killed by SIGKILL", "", Path("rank_1.log"))
 
@@ -68,6 +70,15 @@ def test_other_failures_between_do_not(between: Failure) -> None:
     for failure in (wrong("a"), between, wrong("a"), KILLED, KILLED):
         policy.started()
         assert isinstance(policy.failed(failure, 0), Restart)
+
+
+@pytest.mark.parametrize(("status", "spares"), [(DIVERGED, False), (MACHINE_FAULT, True)])
+def test_what_would_come_out_the_same_is_not_tried_again(status: int, spares: bool) -> None:
+    policy = RestartPolicy(10)
+    policy.started()
+    policy.worked(0)
+    decision = policy.failed(failure_of("rank 0", ExitStatus(status), Path("log")), 100)
+    assert isinstance(decision, GiveUp) and decision.spares_others is spares
 
 
 def test_equal_failures_after_work_do_not() -> None:

@@ -1,0 +1,78 @@
+"""Ranks that are wrong: about where they are, or in what they compute; and runs that diverge."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.replicas import check_against_a_straight_run, replicas
+from tests.resilience.test_launch import REPLICAS, ending, start
+from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
+
+_ARGUMENTS: tuple[str, ...] = (
+    *launch.SMALL,
+    "--training.dtype=float64",
+    "--training.seq_len=64",
+    "--metrics.log_freq=1",
+    "--debug.sample_ledger=true",
+    "--training.steps=100000",
+    "--checkpoint.interval=5",
+    "--fault_tolerance.process_group_timeout_ms=20000",
+)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+def test_a_lone_replica_whose_ranks_are_at_two_places_commits_nothing(tmp_path: Path) -> None:
+    with replicas(tmp_path / "run", 2, _ARGUMENTS) as run:
+        run.start(0, faults="loses_its_place=1:40")
+        assert run.wait(0) == 1
+        assert run.steps(0)[-1]["step"] == 10
+        assert "step_failed" in run.events(0)
+        run.start(0)
+        run.wait_for_step(0, 14)
+        run.stop()
+        assert run.wait(0) == 0
+        assert "at step 10" in run.log(0).read_text()
+        check_against_a_straight_run(run, 2, _ARGUMENTS, tmp_path, num_incomplete=0)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+def test_a_machine_that_computes_wrong_numbers_leaves_and_the_others_repeat_the_step(
+    tmp_path: Path,
+) -> None:
+    arguments = [*_ARGUMENTS, "--fault_tolerance.replay_check=true"]
+    with replicas(tmp_path / "run", 1, arguments) as run:
+        run.start_together({0: "", 1: "flips=40"})
+        assert run.wait(1) == MACHINE_FAULT, run.text(1)
+        run.wait_for_step(0, 15)
+        run.stop()
+        assert run.wait(0) == 0
+        text = run.log(1).read_text()
+        assert "Step 11 was suspicious" in text and "rank 0 of participant 1" in text
+        assert run.steps(1)[-1]["step"] == 10
+        assert {"replay_differs", "quorum"} <= set(run.events(0))
+        assert "refused" not in run.events(0)
+        check_against_a_straight_run(run, 1, _ARGUMENTS, tmp_path, num_incomplete=0)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+def test_a_run_that_diverges_has_a_status_of_its_own(tmp_path: Path) -> None:
+    """And the launcher does not start it again."""
+    bad = ["--anomalies.on_non_finite=stop", "--checkpoint.enable=true"]
+    own = [f"--job.dump_folder={tmp_path / 'one'}", *bad]
+    faults = {"program": launch.FAULTY, "FAULTS": "nan=20"}
+    launch.run(1, [*_ARGUMENTS, *own], tmp_path / "one.log", status=DIVERGED, **faults)
+    folder, log = tmp_path / "run", tmp_path / "log"
+    # So large a step that the next one is not finite.
+    process = start(folder, log, *bad, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0")
+    with ending(process, folder):
+        assert process.wait(timeout=120) == 1
+        text = log.read_text()
+    assert "the training has diverged" in text and "restarts in" not in text, text
+    assert re.search(r"is given up: .* rank 0: exit status 3", text)
+    attempts = [path for name in REPLICAS for path in (folder / "launch_logs" / name).iterdir()]
+    assert len(attempts) == 2

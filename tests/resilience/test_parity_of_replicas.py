@@ -1,0 +1,83 @@
+"""After faults, all replicas and all copies inside of one hold the same, bit by bit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.replicas import Replicas, replicas
+from torchtitan_lite.checkpoint.identity import run_id_of
+from torchtitan_lite.checkpoint.memory.folder import regions_in, run_folder
+from torchtitan_lite.checkpoint.memory.region import Region
+
+_ARGUMENTS: tuple[str, ...] = (
+    *launch.SMALL,
+    "--training.seq_len=64",
+    # Three rounds, which two replicas cannot share evenly.
+    "--training.global_batch_size=12",
+    "--metrics.log_freq=1",
+    "--training.steps=100000",
+    "--checkpoint.interval=1000000",
+    "--checkpoint.ram_interval=1",
+    "--fault_tolerance.process_group_timeout_ms=20000",
+)
+
+
+def _remembered(run: Replicas, number: int) -> dict[int, dict[int, dict[str, bytes]]]:
+    """Rank -> step -> the tensors by name, and the numbers beside them, of the snapshots in shared
+    memory that are complete."""
+    run_id = run_id_of((run.folder / "run_id").read_text().strip(), number)
+    found = {}
+    for rank, path in regions_in(run_folder(run_id)).items():
+        region = Region.open(path)
+        found[rank] = {}
+        for step, slot in region.complete_slots().items():
+            data = region.data(slot)
+            held = {
+                one["name"]: bytes(data[one["offset"] : one["offset"] + one["bytes"]])
+                for one in region.description["tensors"]
+            }
+            values = region.values(slot)["values"]
+            found[rank][step] = held | {"values": json.dumps(values).encode()}
+            data.release()
+        region.close()
+    return found
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mesh", ["FSDP", "copies"])
+def test_parity_after_a_heal(tmp_path: Path, mesh: str) -> None:
+    arguments = list(_ARGUMENTS)
+    if mesh == "copies":
+        arguments += ["--parallelism.data_parallel_shard_degree=1"]
+        arguments += ["--parallelism.data_parallel_replicate_degree=2"]
+    with replicas(tmp_path / "run", 2, arguments) as run:
+        run.start(0)
+        run.start(1)
+        run.wait_for_step(0, 3)
+        run.wait_for_step(1, 3)
+        run.kill(1)
+        run.wait_for_step(0, run.steps(0)[-1]["step"] + 2)
+        run.start(1)
+        while "healed" not in (run.events(1) if run.output(1).exists() else []):
+            run.wait_for_step(0, run.steps(0)[-1]["step"] + 1)
+        run.wait_for_step(1, run.steps(0)[-1]["step"] + 3)
+        # Both at once, and who would write their snapshots.
+        for number in (0, 1):
+            run.suspend(number)
+        for number in (0, 1):
+            run.kill(number)
+        of_replicas = [_remembered(run, number) for number in (0, 1)]
+        assert [sorted(one) for one in of_replicas] == [[0, 1], [0, 1]]
+        steps = set.intersection(*(set(held) for one in of_replicas for held in one.values()))
+        assert steps and min(steps) > 3
+        for step in steps:
+            for rank in (0, 1):
+                first, second = (one[rank][step] for one in of_replicas)
+                assert first.keys() == second.keys()
+                differing = [name for name in first if first[name] != second[name]]
+                assert not differing, (step, rank, len(first))
+            if mesh == "copies":
+                assert of_replicas[0][0][step] == of_replicas[0][1][step]

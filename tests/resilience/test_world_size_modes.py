@@ -1,0 +1,95 @@
+"""torchft's other ways to divide the work, with real replicas of which one dies and returns."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from tests.replicas import Replicas, check_against_a_straight_run, replicas
+
+_BATCH = 4
+_ARGUMENTS: tuple[str, ...] = (
+    *launch.SMALL,
+    "--training.dtype=float64",
+    "--training.seq_len=64",
+    f"--training.global_batch_size={_BATCH}",
+    "--metrics.log_freq=1",
+    "--debug.sample_ledger=true",
+    "--training.steps=100000",
+    "--checkpoint.interval=5",
+    "--fault_tolerance.process_group_timeout_ms=20000",
+)
+
+
+def _used(run: Replicas, number: int) -> dict[int, list[int]]:
+    """Step -> the samples of a replica."""
+    ledger = run.output(number) / "samples_rank_0.jsonl"
+    told = map(json.loads, ledger.read_text().splitlines())
+    return {line["step"]: line["samples"] for line in told}
+
+
+def _kill_and_return(run: Replicas, number: int) -> None:
+    other = 1 - number
+    run.start_together({0: "slow=0.05", 1: "slow=0.05"})
+    while not any(step["num_replicas"] == 2 for step in run.steps(other)):
+        run.wait_for_step(other, len(run.steps(other)) + 1)
+    run.wait_for_step(other, run.steps(other)[-1]["step"] + 3)
+    run.kill(number)
+    run.wait_for_step(other, run.steps(other)[-1]["step"] + 4)
+    seen = len(run.events(number))
+    run.start(number, faults="slow=0.05")
+    while "healed" not in run.events(number)[seen:]:
+        run.wait_for_step(other, run.steps(other)[-1]["step"] + 1)
+    run.wait_for_step(number, run.steps(other)[-1]["step"] + 3)
+    run.stop()
+    assert [run.wait(one) for one in (0, 1)] == [0, 0], run.text(0) + run.text(1)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("killed", [0, 1])
+def test_spares_stand_by_with_the_state_ready(tmp_path: Path, killed: int) -> None:
+    arguments = [*_ARGUMENTS, "--fault_tolerance.world_size_mode=fixed_with_spares"]
+    with replicas(tmp_path / "run", 1, arguments) as run:
+        _kill_and_return(run, killed)
+        used = [_used(run, number) for number in (0, 1)]
+        for step in used[0].keys() & used[1].keys():
+            # One of them has all, and the other nothing.
+            whole = list(range((step - 1) * _BATCH, step * _BATCH))
+            assert sorted(used[number][step] for number in (0, 1)) == [[], whole], step
+        check_against_a_straight_run(run, 1, _ARGUMENTS, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+def test_a_batch_for_each_replica(tmp_path: Path) -> None:
+    arguments = [*_ARGUMENTS, "--fault_tolerance.world_size_mode=dynamic"]
+    with replicas(tmp_path / "run", 1, arguments) as run:
+        _kill_and_return(run, 1)
+        steps = {step["step"]: step for step in run.steps(0)}
+        first, second = _used(run, 0), _used(run, 1)
+        last = min(max(first), max(second))
+        assert {steps[step]["num_replicas"] for step in range(1, last) if step in steps} == {1, 2}
+        place, incomplete = 0, []
+        for step in range(1, last + 1):
+            if step not in first:
+                # Before it was there, the other had it alone.
+                place += _BATCH
+                continue
+            size = steps[step]["num_replicas"] * _BATCH
+            found = sorted(first[step] + second.get(step, []))
+            if found != list(range(place, place + size)):
+                incomplete.append(step)
+                assert set(found) < set(range(place, place + size)), step
+            place += size
+            assert steps[step]["tokens"] == place * 64
+        # Who is killed may not have written down what it used.
+        assert len(incomplete) <= 1
+        alike = [
+            (steps[step["step"]]["loss"], step["loss"])
+            for step in run.steps(1)
+            if step["step"] in steps and step["num_replicas"] == 2
+        ]
+        assert len(alike) > 4
+        assert all(one == other for one, other in alike)
