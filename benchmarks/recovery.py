@@ -51,6 +51,9 @@ class Plan:
     """Faults at the rate of which goodput is told, also for a restart from a checkpoint."""
     turns: Turns
     heal: HealCase
+    straight_steps: int
+    """The most that are compared with a run that nothing disturbs."""
+    straight_processes: int
 
 
 FULL = Plan(
@@ -60,6 +63,8 @@ FULL = Plan(
     seldom=Schedule(undisturbed_s=15, faults=2, period_s=60, seed=1),
     turns=Turns(warmup_steps=5, steps=10, count=5),
     heal=HealCase(num_tensors=36, rows=1024, warmup_rounds=2, rounds=7),
+    straight_steps=400,
+    straight_processes=NUM_REPLICAS,
 )
 QUICK = Plan(
     work=Work(flavor="tiny", seq_len=32, local_batch_size=1),
@@ -68,6 +73,9 @@ QUICK = Plan(
     seldom=None,
     turns=Turns(warmup_steps=2, steps=4, count=2),
     heal=HealCase(num_tensors=16, rows=1024, warmup_rounds=1, rounds=3),
+    straight_steps=80,
+    # It starts in half the time.
+    straight_processes=1,
 )
 
 
@@ -93,7 +101,7 @@ def measure(plan: Plan, folder: Path) -> Iterator[tuple[Row, Agreement]]:
         seldom = strike(ours[0], plan.seldom)
         peers = [(side.name, strike(side, plan.seldom)) for side in (torchft, Restart())]
     last_step = max(runs[side.name][0].reader.progress()[-1].step for side in ours)
-    straight, dtype = _straight(plan.work, last_step, folder / "straight")
+    straight, dtype = _straight(plan, min(last_step, plan.straight_steps), folder / "straight")
     results = {name: Result(name=name, runs=some) for name, some in runs.items()}
     agreements = {name: agree(one, straight, dtype) for name, one in results.items()}
     for agreement in agreements.values():
@@ -134,18 +142,18 @@ def _write_inputs(work: Work, folder: Path) -> Path:
     return path
 
 
-def _straight(work: Work, steps: int, folder: Path) -> tuple[list[Told], str]:
+def _straight(plan: Plan, steps: int, folder: Path) -> tuple[list[Told], str]:
     """The steps of a run that nothing disturbs, by plain data parallelism, and its dtype."""
     folder.mkdir()
     arguments = [
-        *work.arguments,
-        *("--parallelism.data_parallel_replicate_degree", str(NUM_REPLICAS)),
+        *plan.work.arguments,
+        *("--parallelism.data_parallel_replicate_degree", str(plan.straight_processes)),
         *("--parallelism.data_parallel_shard_degree", "1"),
         *("--checkpoint.enable", "false"),
         *("--training.steps", str(steps)),
         *("--job.dump_folder", str(folder)),
     ]
-    run(TRAINER, arguments, NUM_REPLICAS, folder / "log.txt")
+    run(TRAINER, arguments, plan.straight_processes, folder / "log.txt")
     lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     told = [Told(seen_s=0.0, replica=0, values=line) for line in lines]
     config = tomli.loads((folder / "config.toml").read_text(encoding="utf-8"))
