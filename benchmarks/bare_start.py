@@ -27,7 +27,7 @@ def main(inputs: Path, first_step: Path) -> None:
         torch.distributed.init_process_group("gloo")
     given = torch.load(inputs, weights_only=True)
     recipe = Recipe(**given["recipe"])
-    model = _decoder(given["dims"])
+    model = decoder(given["dims"])
     model.load_state_dict(given["weights"])
     if world_size > 1:
         shard(model, model.layers.values())
@@ -47,7 +47,7 @@ def main(inputs: Path, first_step: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _decoder(dims: dict[str, Any]) -> Decoder:
+def decoder(dims: dict[str, Any]) -> Decoder:
     """The model of these dimensions, with whatever weights."""
     head_size = dims["head_dim"] or dims["dim"] // dims["num_heads"]
     return Decoder(

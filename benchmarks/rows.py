@@ -6,7 +6,23 @@ Invariant: `met` is computed here, from the numbers of the same run and from not
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
+from typing import Any
+
+
+class Kind(Enum):
+    """What a goal bounds. The values are shown to people."""
+
+    RATIO_AT_MOST = "<="
+    RATIO_AT_LEAST = ">="
+    AT_MOST = "value <="
+    AT_LEAST = "value >="
+    NOTHING = "-"
+
+    def holds(self, ours: float, bound: float) -> bool:
+        """Written so that nan does not."""
+        return ours <= bound if self in (Kind.RATIO_AT_MOST, Kind.AT_MOST) else ours >= bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +35,11 @@ class Row:
     ours: float
     floor: float | None
     peer: float | None
-    goal: float
-    """The ratio that `ours` may be at most."""
+    goal: float | None
+    """What the ratio of `ours` to the reference may be, or `ours` itself: see `kind`."""
     met: bool
+    kind: Kind
+    """How `goal` is meant. Not part of the JSON: `met` says what came of it."""
 
 
 def compare(
@@ -34,12 +52,15 @@ def compare(
     peer: float | None = None,
     goal: float,
     comparable: bool,
+    more_is_better: bool = False,
 ) -> Row:
-    """The row of medians `ours` and `peer` or `floor`, of which less is better. It is not met when
-    the sides did not do the same work (`comparable` false)."""
+    """The row of medians `ours` and `peer` or `floor`, of which less is better if not said
+    otherwise, and `goal` bounds the ratio. It is not met when the sides did not do the same work
+    (`comparable` false)."""
     reference = peer if peer is not None else floor
     if reference is None:
         raise ValueError(f"{case}, {metric}: neither a floor nor a peer to compare with.")
+    kind = Kind.RATIO_AT_LEAST if more_is_better else Kind.RATIO_AT_MOST
     return Row(
         case=case,
         metric=metric,
@@ -48,7 +69,59 @@ def compare(
         floor=floor,
         peer=peer,
         goal=goal,
-        met=comparable and ours <= goal * reference,
+        met=comparable and kind.holds(ours, goal * reference),
+        kind=kind,
+    )
+
+
+def demand(
+    *,
+    case: str,
+    metric: str,
+    unit: str,
+    ours: float,
+    peer: float | None = None,
+    goal: float,
+    comparable: bool,
+    more_is_better: bool = False,
+) -> Row:
+    """The row of a number that has a goal of its own, in its unit, which it may not be above (or,
+    where more is better, below). `peer` is shown beside it. `comparable` is as in `compare`."""
+    kind = Kind.AT_LEAST if more_is_better else Kind.AT_MOST
+    return Row(
+        case=case,
+        metric=metric,
+        unit=unit,
+        ours=ours,
+        floor=None,
+        peer=peer,
+        goal=goal,
+        met=comparable and kind.holds(ours, goal),
+        kind=kind,
+    )
+
+
+def tell(
+    *,
+    case: str,
+    metric: str,
+    unit: str,
+    ours: float,
+    peer: float | None = None,
+    comparable: bool,
+) -> Row:
+    """The row of a number that explains others and has no goal: it is met when the sides did the
+    same work."""
+    return Row(
+        case=case,
+        metric=metric,
+        unit=unit,
+        ours=ours,
+        floor=None,
+        peer=peer,
+        goal=None,
+        met=comparable,
+        kind=Kind.NOTHING,
     )
 
 
@@ -63,8 +136,8 @@ def table(rows: Sequence[Row]) -> str:
             _number(row.ours),
             _number(row.floor),
             _number(row.peer),
-            f"{_ratio(row):.3f}",
-            f"<= {row.goal:g}",
+            _number(_ratio(row)),
+            row.kind.value if row.goal is None else f"{row.kind.value} {row.goal:g}",
             "yes" if row.met else "NO",
         )
         for row in rows
@@ -79,12 +152,16 @@ def table(rows: Sequence[Row]) -> str:
 def write_json(path: Path, rows: Sequence[Row]) -> None:
     """Write the rows as a JSON list."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps([_plain(row) for row in rows], indent=1) + "\n", encoding="utf-8")
 
 
-def _ratio(row: Row) -> float:
+def _plain(row: Row) -> dict[str, Any]:
+    return {name: value for name, value in asdict(row).items() if name != "kind"}
+
+
+def _ratio(row: Row) -> float | None:
     reference = row.peer if row.peer is not None else row.floor
-    return row.ours / reference if reference else float("nan")
+    return row.ours / reference if reference else None
 
 
 def _number(value: float | None) -> str:

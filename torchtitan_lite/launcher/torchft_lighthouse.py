@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 
 _QUORUM_TICK_MS = 50
-_HEARTBEAT_TIMEOUT_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 1000
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
             options.min_replicas,
             join_timeout_ms=options.join_timeout_ms,
             quorum_tick_ms=_QUORUM_TICK_MS,
-            heartbeat_timeout_ms=_HEARTBEAT_TIMEOUT_MS,
+            heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
         )
     except Exception as error:
         print(f"No lighthouse can listen on {options.bind}: {error}", file=sys.stderr)

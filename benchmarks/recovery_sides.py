@@ -1,0 +1,269 @@
+"""Who is disturbed: ours under its launcher, and the peers under a supervisor, seen alike.
+
+All sides train the same model on the same samples with the same numbers, and each process of them
+writes the lines of metrics.jsonl.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from benchmarks.processes import CHECKOUT, THREADS, ChildFailed
+from benchmarks.recovery_supervisor import Group, Supervisor
+from torchtitan_lite.chaos.scene import Missed, Scene
+from torchtitan_lite.chaos.storm import processes_of
+
+NUM_REPLICAS = 2
+JOIN_TIMEOUT_MS = 1000
+"""Of torchft's lighthouse beside torchft's trainer, as its heartbeat timeout."""
+_LIGHTHOUSE = "torchtitan_lite.launcher.torchft_lighthouse"
+_GRACE_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What all sides do."""
+
+    flavor: str
+    seq_len: int
+    local_batch_size: int
+    checkpoint_interval: int = 10
+    """Steps, of the peers."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.flavor}, {NUM_REPLICAS} x {self.local_batch_size} x {self.seq_len} tokens"
+
+    @property
+    def arguments(self) -> list[str]:
+        """For the trainer."""
+        endless = 1_000_000
+        return [
+            *("--config", "configs/llama3_debug.toml"),
+            *("--job.device", "cpu"),
+            *("--model.flavor", self.flavor),
+            *("--training.seq_len", str(self.seq_len)),
+            *("--training.local_batch_size", str(self.local_batch_size)),
+            *("--training.global_batch_size", str(self.local_batch_size * NUM_REPLICAS)),
+            *("--training.steps", str(endless)),
+            *("--lr_scheduler.total_steps", str(endless)),
+            *("--lr_scheduler.warmup_steps", "0"),
+            # Rounding differences would grow with a large one.
+            *("--optimizer.lr", "1e-5"),
+            *("--validation.enable", "false"),
+            *("--metrics.enable_tensorboard", "false"),
+        ]
+
+
+class Running(Protocol):
+    """A side at work."""
+
+    @property
+    def metrics(self) -> Sequence[Path]:
+        """A file for each replica."""
+        ...
+
+    def ranks(self, replica: int) -> list[psutil.Process]:
+        """Its processes that are there."""
+        ...
+
+    def log(self, replica: int) -> str:
+        """What its newest attempt has printed."""
+        ...
+
+    def lighthouse(self) -> psutil.Process:
+        """Raises ChildFailed where there is none."""
+        ...
+
+    def check(self) -> None:
+        """Raises ChildFailed when it will not go on."""
+        ...
+
+
+class Side(Protocol):
+    """What is disturbed."""
+
+    @property
+    def name(self) -> str: ...
+
+    def running(self, work: Work, folder: Path) -> AbstractContextManager[Running]:
+        """It at work, until the end of the block."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ours:
+    """The product, under its launcher with one of its lighthouses."""
+
+    lighthouse: str
+
+    @property
+    def name(self) -> str:
+        return f"ours, {self.lighthouse} lighthouse"
+
+    @contextmanager
+    def running(self, work: Work, folder: Path) -> Iterator[Running]:
+        arguments = [
+            *work.arguments,
+            *("--job.dump_folder", str(folder / "run")),
+            # Its checkpoints are rare; the snapshots that a restart uses are those of its defaults.
+            *("--checkpoint.interval", "500"),
+            *("--checkpoint.enable_first_step_checkpoint", "false"),
+        ]
+        command = [sys.executable, "-m", "scripts.launch", f"--replicas={NUM_REPLICAS}"]
+        command += ["--lighthouse", self.lighthouse, "--max-restarts=1000", "--", *arguments]
+        log = folder / "launch.log"
+        process = _start(command, log)
+        try:
+            yield _UnderLauncher(process, folder / "run", log)
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+            _end(process, folder)
+
+
+class _UnderLauncher:
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, log: Path) -> None:
+        self._process, self._log = process, log
+        self._scene = Scene(process.pid, folder, NUM_REPLICAS)
+        self.metrics = [
+            folder / f"replica_{number:03d}" / "metrics.jsonl" for number in range(NUM_REPLICAS)
+        ]
+
+    def ranks(self, replica: int) -> list[psutil.Process]:
+        try:
+            return self._scene.ranks(replica)
+        except Missed:
+            return []
+
+    def log(self, replica: int) -> str:
+        return self._scene.log(replica)
+
+    def lighthouse(self) -> psutil.Process:
+        words = ("torchtitan_lite.lighthouse", _LIGHTHOUSE)
+        for process in self._scene.launcher.children():
+            with suppress(psutil.NoSuchProcess):
+                if any(word in process.cmdline() for word in words):
+                    return process
+        raise ChildFailed("The launcher has no lighthouse.")
+
+    def check(self) -> None:
+        if self._process.poll() is not None:
+            raise ChildFailed(f"The launcher ended:\n{_tail(self._log)}")
+
+
+@dataclass(frozen=True)
+class Torchft:
+    """A trainer written directly on torchft, and torchft's lighthouse."""
+
+    inputs: Path
+    """See `torchft_inputs`."""
+    name: str = "torchft's trainer"
+
+    @contextmanager
+    def running(self, work: Work, folder: Path) -> Iterator[Running]:
+        port = free_port()
+        lighthouse = [sys.executable, "-m", _LIGHTHOUSE, "--bind", f"127.0.0.1:{port}"]
+        lighthouse += ["--join-timeout-ms", str(JOIN_TIMEOUT_MS)]
+        environment = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
+        groups = [Group([lighthouse], {}, folder / "lighthouse")]
+        for replica in range(NUM_REPLICAS):
+            own = folder / f"replica_{replica:03d}"
+            trainer = [sys.executable, "-m", "benchmarks.torchft_trainer"]
+            trainer += ["--inputs", str(self.inputs), "--folder", str(folder)]
+            trainer += ["--replica", str(replica), "--replicas", str(NUM_REPLICAS)]
+            trainer += ["--checkpoint-interval", str(work.checkpoint_interval)]
+            groups.append(Group([trainer], environment, own))
+        with Supervisor(groups) as supervisor:
+            yield _Supervised(supervisor, groups[1:], groups[0])
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The product's trainer as plain data parallelism, which all starts again from a checkpoint."""
+
+    name: str = "restart from checkpoint"
+
+    @contextmanager
+    def running(self, work: Work, folder: Path) -> Iterator[Running]:
+        arguments = [
+            *work.arguments,
+            *("--job.dump_folder", str(folder / "all")),
+            *("--parallelism.data_parallel_replicate_degree", str(NUM_REPLICAS)),
+            *("--parallelism.data_parallel_shard_degree", "1"),
+            *("--checkpoint.interval", str(work.checkpoint_interval)),
+            *("--checkpoint.ram_interval", "0"),
+        ]
+        command = [sys.executable, "train.py", *arguments]
+        group = Group([command] * NUM_REPLICAS, {}, folder / "all")
+        with Supervisor([group]) as supervisor:
+            yield _Supervised(supervisor, [group], None)
+        _end(None, folder)
+
+
+class _Supervised:
+    def __init__(
+        self, supervisor: Supervisor, groups: Sequence[Group], lighthouse: Group | None
+    ) -> None:
+        self._supervisor, self._groups, self._lighthouse = supervisor, groups, lighthouse
+        self.metrics = [group.folder / "metrics.jsonl" for group in groups]
+
+    def ranks(self, replica: int) -> list[psutil.Process]:
+        return self._groups[replica].living()
+
+    def log(self, replica: int) -> str:
+        return self._groups[replica].log()
+
+    def lighthouse(self) -> psutil.Process:
+        if self._lighthouse is None or not self._lighthouse.living():
+            raise ChildFailed("There is no lighthouse.")
+        return self._lighthouse.living()[0]
+
+    def check(self) -> None:
+        self._supervisor.check()
+
+
+def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            cwd=CHECKOUT,
+            env=os.environ | {"OMP_NUM_THREADS": str(THREADS)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _end(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
+    """Make sure that nothing goes on, the writers of checkpoints included."""
+    if process is not None and process.poll() is None:
+        process.kill()
+        process.wait()
+    deadline_s = time.monotonic() + _GRACE_S
+    while left := processes_of(folder):
+        if time.monotonic() >= deadline_s:
+            for one in left:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    """One at which nobody of this machine listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])

@@ -1,0 +1,200 @@
+"""A peer: one replica of a minimal trainer written directly on torchft, in the manner of its DDP
+example with the patches that it needs.
+
+torchft's manager with its HTTP transport; gradients averaged in one flat bucket by
+`Manager.allreduce`, since its DDP wrapper fails in a survivor; its optimizer wrapper; a retry of
+the quorum, without which a lighthouse that dies ends all; a checkpoint of its own every few steps,
+by `torch.save`. As in the example each replica reads its own samples, remembers the place in its
+checkpoint, and goes on to the next batch when a step was not committed.
+
+It writes metrics.jsonl as the product does, with the batches used in each step, and starts on
+weights and samples of `torchft_inputs`.
+"""
+
+import argparse
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torchft.checkpointing import HTTPTransport
+from torchft.manager import Manager
+from torchft.optim import OptimizerWrapper
+from torchft.process_group import ProcessGroupGloo
+
+from benchmarks.bare_start import decoder
+from benchmarks.hand_written_step import IGNORE, Batch, Recipe, adamw
+
+_TIMEOUT = timedelta(seconds=30)
+_QUORUM_RETRIES = 20
+_POLL_S = 0.005
+
+
+class Trainer:
+    """One replica."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        inputs = torch.load(given.inputs, weights_only=True)
+        self._recipe = Recipe(**inputs["recipe"])
+        self._batches = [Batch(**batch) for batch in inputs["batches"][given.replica]]
+        self._model = decoder(inputs["dims"])
+        self._model.load_state_dict(inputs["weights"])
+        self._optimizer = adamw(self._model, self._recipe)
+        for group in self._optimizer.param_groups:
+            group["lr"] = inputs["lr"]
+        self._position = 0
+        own = given.folder / f"replica_{given.replica:03d}"
+        self._checkpoint, self._interval = own / "checkpoint.pt", given.checkpoint_interval
+        self._metrics = (own / "metrics.jsonl").open("a", buffering=1)
+        dtype = str(next(self._model.parameters()).dtype).removeprefix("torch.")
+        self.tell(event="start", step=0, dtype=dtype, threads=torch.get_num_threads())
+        print("Ready to join.", flush=True)
+        restored = self._restore()
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
+        self._manager = Manager(
+            pg=ProcessGroupGloo(timeout=_TIMEOUT),
+            load_state_dict=self._load,
+            state_dict=self._state,
+            min_replica_size=1,
+            timeout=_TIMEOUT,
+            rank=0,
+            world_size=1,
+            store_addr="127.0.0.1",
+            store_port=store.port,
+            replica_id=f"replica_{given.replica:05d}",
+            hostname="127.0.0.1",
+            checkpoint_transport=_Transport(self),
+            quorum_retries=_QUORUM_RETRIES,
+            # All begin with the same weights.
+            init_sync=False,
+        )
+        self._store = store
+        if restored is not None:
+            self._manager.load_state_dict(restored)
+        else:
+            # Its heartbeats have begun, so that nobody's first quorum is without it.
+            _wait_for_all(given.folder, given.replica, given.replicas)
+
+    def train(self) -> None:
+        """Until it is killed."""
+        optimizer = OptimizerWrapper(self._manager, self._optimizer)
+        while True:
+            position = self._position
+            batch = self._batches[position % len(self._batches)]
+            self._position += 1
+            before = self._manager.current_step()
+            optimizer.zero_grad()
+            logits_BSV = self._model(
+                batch.tokens_BS,
+                positions_BS=batch.positions_BS,
+                keys_B=batch.keys_B,
+                documents_BS=batch.documents_BS,
+            )
+            targets = batch.targets_BS.flatten()
+            loss = F.cross_entropy(logits_BSV.flatten(0, 1), targets, ignore_index=IGNORE)
+            loss.backward()
+            mean_loss = self._average(loss.detach())
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.max_norm)
+            optimizer.step()
+            step = self._manager.current_step()
+            if step == before:
+                self.tell(event="step_failed", step=step, reason=str(self._manager.errored()))
+                continue
+            count = self._manager.num_participants()
+            self.tell(
+                step=step,
+                loss=mean_loss,
+                num_target_tokens=count * int((targets != IGNORE).sum()),
+                num_replicas=count,
+                batch=position,
+                took_part=self._manager.is_participating(),
+            )
+            if step % self._interval == 0:
+                self._save()
+
+    def tell(self, **values: Any) -> None:
+        """A line of metrics.jsonl."""
+        self._metrics.write(json.dumps(values) + "\n")
+
+    def _average(self, loss: torch.Tensor) -> float:
+        """Gradients, and the loss with them, over the replicas that take part."""
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        flat = torch.cat([*(gradient.flatten() for gradient in gradients), loss.view(1)])
+        self._manager.allreduce(flat).wait()
+        sizes = [*(gradient.numel() for gradient in gradients), 1]
+        *parts, mean_loss = flat.split(sizes)
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+        return mean_loss.item()
+
+    def _state(self) -> dict[str, Any]:
+        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def _save(self) -> None:
+        state = self._state() | {
+            "torchft": self._manager.state_dict(),
+            "position": self._position,
+        }
+        temporary = self._checkpoint.with_suffix(".new")
+        torch.save(state, temporary)
+        temporary.replace(self._checkpoint)
+
+    def _restore(self) -> dict[str, int] | None:
+        """The manager's part of the newest checkpoint, if there is one."""
+        if not self._checkpoint.exists():
+            return None
+        state = torch.load(self._checkpoint, weights_only=True)
+        self._load(state)
+        self._position = state["position"]
+        return state["torchft"]
+
+
+class _Transport(HTTPTransport[Any]):
+    """torchft's own, which tells how long it takes."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(timeout=_TIMEOUT, num_chunks=0)
+        self._trainer = trainer
+
+    def recv_checkpoint(
+        self, src_rank: int, metadata: str, step: int, timeout: timedelta
+    ) -> dict[str, Any]:
+        print("Receiving the state of another replica", flush=True)
+        began_s = time.perf_counter()
+        state = super().recv_checkpoint(src_rank, metadata, step, timeout)
+        self._trainer.tell(event="healed", step=step, seconds=time.perf_counter() - began_s)
+        return state
+
+
+def _wait_for_all(folder: Path, replica: int, count: int) -> None:
+    """At the very first start, so that the first step has all samples."""
+    (folder / f"ready_{replica}").write_text(str(os.getpid()))
+    while len(list(folder.glob("ready_*"))) < count:
+        time.sleep(_POLL_S)
+
+
+def main() -> None:
+    """Train one replica."""
+    parser = argparse.ArgumentParser(description="Train one replica with torchft alone.")
+    parser.add_argument("--inputs", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--replica", type=int, required=True)
+    parser.add_argument("--replicas", type=int, required=True)
+    parser.add_argument("--checkpoint-interval", type=int, required=True)
+    Trainer(parser.parse_args()).train()
+
+
+if __name__ == "__main__":
+    main()
