@@ -160,7 +160,11 @@ class CheckpointManager:
         if not self._saves:
             return None
         saver = self._saver
-        others_save = finished and self._coworkers.index > 0 and self._is_stored_by_others()
+        if finished:
+            others_save = self._coworkers.index > 0 and self._is_stored_by_others()
+        else:
+            # Where the first saves for all, what another has is its own alone.
+            others_save = not self._coworkers.writes
         self.join(ALONE)
         if others_save or self._is_over:
             self._synchronous.knows(self._state.step, self._state.values())

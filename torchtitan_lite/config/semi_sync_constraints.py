@@ -33,6 +33,15 @@ def semi_sync_problems(config: Config) -> Iterator[str]:
     for key, needed in anomalies.items():
         if (given := getattr(config.anomalies, key)) == "roll_back":
             yield f'anomalies.{key} = "{given}" does not go with {asked}. Set it to "{needed}".'
+    rounds = config.training.global_batch_size // config.training.local_batch_size
+    shares = section.world_size_mode == "constant_batch" and config.training.global_batch_size > 0
+    if shares and section.group_size > rounds:
+        yield (
+            f"{asked} gives each replica some of every step, and training.global_batch_size "
+            f"({config.training.global_batch_size}) has {rounds} rounds of local_batch_size for "
+            f"fault_tolerance.group_size = {section.group_size} replicas. Raise it, or set "
+            'world_size_mode = "dynamic".'
+        )
     if section.replay_check:
         yield f"fault_tolerance.replay_check does not go with {asked}. Set it to false."
     if section.should_quantize and not on_gpu(config):
