@@ -323,7 +323,11 @@ def test_averages_every_few_steps_fit(config, method: str) -> None:
     [
         ("diloco", ["--fault_tolerance.enable=false"], "Set fault_tolerance.enable = true"),
         ("diloco", ["--anomalies.on_spike=roll_back"], "does not go with"),
-        ("diloco", ["--fault_tolerance.group_size=999"], "gives each replica some of every step"),
+        (
+            "diloco",
+            ["--fault_tolerance.group_size=999", "--training.global_batch_size=64"],
+            "gives each replica some of every step",
+        ),
         ("diloco", ["--fault_tolerance.replay_check=true"], "Set it to false"),
         ("diloco", ["--training.steps=105"], "training.steps (105) is no multiple of 10"),
         (
