@@ -20,6 +20,7 @@ _ARGUMENTS: tuple[str, ...] = (
     "--checkpoint.interval=5",
     "--fault_tolerance.process_group_timeout_ms=20000",
 )
+_HEALED = "Receiving the state of another replica"
 
 
 def _used(run: Replicas, number: int) -> dict[int, list[int]]:
@@ -37,9 +38,9 @@ def _kill_and_return(run: Replicas, number: int) -> None:
     run.wait_for_step(other, run.steps(other)[-1]["step"] + 3)
     run.kill(number)
     run.wait_for_step(other, run.steps(other)[-1]["step"] + 4)
-    seen = len(run.events(number))
+    seen = run.log(number).read_text().count(_HEALED)
     run.start(number, faults="slow=0.05")
-    while "healed" not in run.events(number)[seen:]:
+    while run.log(number).read_text().count(_HEALED) == seen:
         run.wait_for_step(other, run.steps(other)[-1]["step"] + 1)
     run.wait_for_step(number, run.steps(other)[-1]["step"] + 3)
     run.stop()
