@@ -33,9 +33,8 @@ def _used(run: Replicas, number: int) -> dict[int, list[int]]:
 def _kill_and_return(run: Replicas, number: int) -> None:
     other = 1 - number
     run.start_together({0: "slow=0.05", 1: "slow=0.05"})
-    while not any(step["num_replicas"] == 2 for step in run.steps(other)):
-        run.wait_for_step(other, len(run.steps(other)) + 1)
-    run.wait_for_step(other, run.steps(other)[-1]["step"] + 3)
+    for one in (0, 1):
+        run.wait_for_step(one, 4)
     run.kill(number)
     run.wait_for_step(other, run.steps(other)[-1]["step"] + 4)
     seen = run.log(number).read_text().count(_HEALED)
