@@ -188,6 +188,10 @@ class AsynchronousSaver:
         Raises CheckpointError when it cannot be written, also at the second try.
         """
         self.wait()
+        state = self._saved.state
+        if (self.saved_step, self.saved_values) == (state.step, state.values()):
+            # It was under way.
+            return
         for _ in range(2):
             self._snapshot(saves=True, hurries=True)
             self.wait()

@@ -20,6 +20,7 @@ _ARGUMENTS: tuple[str, ...] = (
     "--checkpoint.interval=5",
     "--fault_tolerance.process_group_timeout_ms=20000",
 )
+_HEALED = "Receiving the state of another replica"
 
 
 def _used(run: Replicas, number: int) -> dict[int, list[int]]:
@@ -32,14 +33,13 @@ def _used(run: Replicas, number: int) -> dict[int, list[int]]:
 def _kill_and_return(run: Replicas, number: int) -> None:
     other = 1 - number
     run.start_together({0: "slow=0.05", 1: "slow=0.05"})
-    while not any(step["num_replicas"] == 2 for step in run.steps(other)):
-        run.wait_for_step(other, len(run.steps(other)) + 1)
-    run.wait_for_step(other, run.steps(other)[-1]["step"] + 3)
+    for one in (0, 1):
+        run.wait_for_step(one, 4)
     run.kill(number)
     run.wait_for_step(other, run.steps(other)[-1]["step"] + 4)
-    seen = len(run.events(number))
+    seen = run.log(number).read_text().count(_HEALED)
     run.start(number, faults="slow=0.05")
-    while "healed" not in run.events(number)[seen:]:
+    while run.log(number).read_text().count(_HEALED) == seen:
         run.wait_for_step(other, run.steps(other)[-1]["step"] + 1)
     run.wait_for_step(number, run.steps(other)[-1]["step"] + 3)
     run.stop()
