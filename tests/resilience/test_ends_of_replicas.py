@@ -30,8 +30,9 @@ def _stored(run: Replicas) -> list[int]:
     return steps
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("weights", [True, pytest.param(False, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("weights", [True, False])
 def test_who_returns_when_the_run_is_finished_says_so(tmp_path: Path, weights: bool) -> None:
     last = f"--checkpoint.last_save_model_only={str(weights).lower()}"
     arguments = [*_ARGUMENTS, "--training.steps=12", last]
