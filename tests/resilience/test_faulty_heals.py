@@ -41,6 +41,7 @@ def test_a_rank_that_cannot_heal_keeps_its_neighbour_from_training(tmp_path: Pat
         check_against_a_straight_run(run, 2, _ARGUMENTS, tmp_path, num_incomplete=0)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(200)
 def test_the_only_donor_dies_while_it_gives(tmp_path: Path) -> None:
     with replicas(tmp_path / "run", 1, _ARGUMENTS) as run:

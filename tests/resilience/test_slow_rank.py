@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from tests.job import mesh_for, odd_config
@@ -50,6 +51,7 @@ def news_of(folder: Path) -> list[News]:
     return told
 
 
+@pytest.mark.matrix
 def test_a_slow_rank_is_named_by_all_ranks_alike(
     pools: Callable[[int], WorkerPool], tmp_path: Path
 ) -> None:
