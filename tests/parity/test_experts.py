@@ -75,8 +75,15 @@ class _Scaled:
         self.min_microbatches, self.logits = inner.min_microbatches, inner.logits
         self._inner, self._factor = inner, factor
 
-    def run(self, microbatches: Sequence[Microbatch], *, backward: bool) -> torch.Tensor:
-        return self._inner.run(microbatches, backward=backward) * self._factor
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        backward: bool,
+        before_last: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        loss = self._inner.run(microbatches, backward=backward, before_last=before_last)
+        return loss * self._factor
 
 
 def biases_around_a_refused_step(folder: Path, overrides: dict[str, Any]) -> list[torch.Tensor]:
