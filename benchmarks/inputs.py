@@ -4,14 +4,16 @@ As a command it writes them to a file for `bare_start`, and warms the data cache
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.hand_written_step import Batch, Recipe
-from torchtitan_lite.build import build
+from torchtitan_lite.build import Built, build
 from torchtitan_lite.config import Config, parse_command_line
 from torchtitan_lite.data import DataLoader, share_of_step
 from torchtitan_lite.device import detect_device
@@ -55,31 +57,43 @@ def batches_of(
     return batches
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Write weights, numbers and the first step's samples of each rank to a file."""
-    parser = argparse.ArgumentParser(description="Write the inputs of bare_start.")
-    parser.add_argument("--path", type=Path, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
-    given, trainer_arguments = parser.parse_known_args(arguments)
+@contextmanager
+def opened(trainer_arguments: Sequence[str]) -> Iterator[tuple[Config, Built]]:
+    """What the trainer would train; its data cache is warm afterwards."""
     configure_logging()
     config, _ = parse_command_line(trainer_arguments)
     with (
         start_mesh(config.parallelism, config.comm, detect_device(config.job.device)) as mesh,
         build(config, mesh, StopRequest()) as built,
     ):
-        state, local_batch_size = built.job.state, built.job.local_batch_size
+        yield config, built
+
+
+def write_inputs(path: Path, config: Config, built: Built, batches: Any) -> None:
+    """Write sizes, numbers, weights and `batches` (plain lists, dicts and tensors) to a file."""
+    inputs = {
+        "dims": asdict(built.spec.dims),
+        "recipe": asdict(recipe_of(config)),
+        "lr": built.job.state.schedule.lr(0),
+        "weights": built.job.state.model.state_dict(),
+        "batches": batches,
+    }
+    torch.save(inputs, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write weights, numbers and the first step's samples of each rank to a file."""
+    parser = argparse.ArgumentParser(description="Write the inputs of bare_start.")
+    parser.add_argument("--path", type=Path, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    given, trainer_arguments = parser.parse_known_args(arguments)
+    with opened(trainer_arguments) as (config, built):
+        loader, local_batch_size = built.job.state.loader, built.job.local_batch_size
         batches = [
-            vars(batches_of(state.loader, local_batch_size, rank, given.ranks, num_steps=1)[0])
+            vars(batches_of(loader, local_batch_size, rank, given.ranks, num_steps=1)[0])
             for rank in range(given.ranks)
         ]
-        inputs = {
-            "dims": asdict(built.spec.dims),
-            "recipe": asdict(recipe_of(config)),
-            "lr": state.schedule.lr(0),
-            "weights": state.model.state_dict(),
-            "batches": batches,
-        }
-        torch.save(inputs, given.path)
+        write_inputs(given.path, config, built, batches)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+import torch
+
 from benchmarks.agreement import Agreement
 from benchmarks.processes import THREADS, ChildFailed
 from benchmarks.rows import Row, table, write_json
@@ -30,6 +32,7 @@ def main(
     parser.add_argument("--quick", action="store_true", help="a small version, under 50 seconds")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     given = parser.parse_args()
+    torch.set_num_threads(THREADS)
     with tempfile.TemporaryDirectory() as folder:
         all_agree = report(measure(quick if given.quick else full, Path(folder)), given.json)
     sys.exit(0 if all_agree else 1)
