@@ -29,7 +29,7 @@ def main(
     The program ends with 1 when the sides of a case did not do the same work.
     """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="a small version, under 50 seconds")
+    parser.add_argument("--quick", action="store_true", help="a small version")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     given = parser.parse_args()
     torch.set_num_threads(THREADS)

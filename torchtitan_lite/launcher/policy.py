@@ -40,7 +40,7 @@ class RestartPolicy:
     """The attempts at one thing that should keep running."""
 
     def __init__(
-        self, max_restarts: int, *, first_delay_s: float = 1.0, max_delay_s: float = 30.0
+        self, max_restarts: int, *, first_delay_s: float = 0.2, max_delay_s: float = 30.0
     ) -> None:
         """`max_restarts` is how many in a row are made, the first after `first_delay_s`, each
         further one after twice the delay, up to `max_delay_s`."""

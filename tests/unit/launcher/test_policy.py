@@ -22,7 +22,7 @@ def delay_s(decision: Restart | GiveUp) -> float:
 
 
 def test_delays_double_up_to_half_a_minute_and_end() -> None:
-    policy = RestartPolicy(7)
+    policy = RestartPolicy(7, first_delay_s=1)
     delays = []
     for second in range(7):
         policy.started()
@@ -34,7 +34,7 @@ def test_delays_double_up_to_half_a_minute_and_end() -> None:
 
 
 def test_twenty_seconds_of_work_forgives() -> None:
-    policy = RestartPolicy(2)
+    policy = RestartPolicy(2, first_delay_s=1)
     for _ in range(2):
         policy.started()
         policy.failed(KILLED, 0)
