@@ -37,12 +37,12 @@ class CheckpointConfig(Section):
     load_step: int = -1
     """Resume from this step. -1: from the newest checkpoint that is whole."""
     initial_load_path: str | None = None
-    """Checkpoint of another run to start from (".../step-1000"), used when this run has none of
-    its own."""
+    """Checkpoint of another run to start from (".../step-1000"), or a Hugging Face folder; used
+    when this run has no checkpoint of its own."""
     initial_load_model_only: bool = True
     """Of `initial_load_path` take the weights only, and start at step 0."""
-    initial_load_in_hf: Annotated[bool, only(False, "loading a Hugging Face folder")] = False
-    """`initial_load_path` is a Hugging Face folder."""
+    initial_load_in_hf: bool = False
+    """Accepted for compatibility: what `initial_load_path` is, is told by its files."""
     initial_load_in_hf_quantized: Annotated[
         bool, only(False, "loading quantized Hugging Face weights")
     ] = False

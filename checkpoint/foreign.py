@@ -1,16 +1,16 @@
 """Checkpoints of other systems, told by the files they have. Layer: above storage."""
 
+from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.storage import Storage, is_there
 from torchtitan_lite.errors import CheckpointError
 
 _DCP = ".metadata"
-_HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")
 
 
 def refuse_foreign(storage: Storage, folder: str) -> None:
     """Raise CheckpointError, which says what to do, where `folder` of `storage` is a checkpoint of
-    torch DCP or of Hugging Face."""
+    torch DCP, or a Hugging Face folder where a checkpoint of ours is needed."""
     if is_there(storage, f"{folder}/{MANIFEST}"):
         return
     where = f"{storage.root}/{folder}"
@@ -20,9 +20,8 @@ def refuse_foreign(storage: Storage, folder: str) -> None:
             f"scripts.convert_from_dcp {where} OUT_DIR --config CONFIG; then set "
             "checkpoint.initial_load_path to the step's folder in OUT_DIR."
         )
-    if any(is_there(storage, f"{folder}/{name}") for name in _HUGGING_FACE):
+    if is_hugging_face(storage, folder):
         raise CheckpointError(
-            f"{where} is a Hugging Face folder, which this version cannot load: it reads its own "
-            "checkpoints (docs/checkpointing.md), and torch DCP's after python -m "
-            "scripts.convert_from_dcp. Unset checkpoint.initial_load_path."
+            f"{where} is a Hugging Face folder, and a checkpoint of torchtitan_lite is needed. "
+            f"Convert it: python -m scripts.convert_from_hf {where} OUT_DIR."
         )

@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.storage.storage import open_storage
 from torchtitan_lite.checkpoint.synchronous import SynchronousSaver
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.spec import ModelSpec
 
 _POLL_S = 0.1
 _GRACES = 10
@@ -42,10 +43,13 @@ class CheckpointManager:
         state: State,
         mesh: Mesh,
         run_config: Mapping[str, Any],
+        spec: ModelSpec | None = None,
         replica: int | None = None,
         last_step: int | None = None,
     ) -> None:
-        """`replica` tells this one from others that train the same run, where there are such;
+        """`spec` is needed to load a Hugging Face folder.
+
+        `replica` tells this one from others that train the same run, where there are such;
         `last_step` is where the run ends."""
         self._config, self._state, self._mesh = config, state, mesh
         folder = config.folder
@@ -57,6 +61,7 @@ class CheckpointManager:
             storage=open_storage(self.root),
             identity=identify(dump_folder, mesh, replica or 0),
             run_config=run_config,
+            spec=spec,
             is_shared=replica is not None,
             last_step=last_step,
         )

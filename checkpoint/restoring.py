@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchtitan_lite import rng
-from torchtitan_lite.checkpoint.foreign import refuse_foreign
 from torchtitan_lite.checkpoint.loader import load
+from torchtitan_lite.checkpoint.opening import open_snapshot
 from torchtitan_lite.checkpoint.remembered import newest_remembered
 from torchtitan_lite.checkpoint.saving import Saved
 from torchtitan_lite.checkpoint.snapshots import (
     RememberedSnapshot,
     SavedValues,
     Snapshot,
-    StoredSnapshot,
 )
 from torchtitan_lite.checkpoint.state import PARTS
 from torchtitan_lite.checkpoint.storage.names import step_name
@@ -205,12 +204,11 @@ class Restorer:
             )
         return None
 
-    def _open(self, storage: Storage, name: str) -> StoredSnapshot:
+    def _open(self, storage: Storage, name: str) -> Snapshot:
         """Raises on all ranks what one of them meets."""
         found, error = None, None
         try:
-            refuse_foreign(storage, name)
-            found = StoredSnapshot(storage, name)
+            found = open_snapshot(storage, name, self._saved.spec, num_ranks=self._mesh.world_size)
         except (CheckpointError, OSError) as caught:
             error = caught
         self._agree(error)

@@ -15,6 +15,7 @@ from torchtitan_lite.checkpoint.memory.description import Description
 from torchtitan_lite.checkpoint.state import State
 from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class Saved:
     storage: Storage
     identity: Identity
     run_config: Mapping[str, Any]
+    spec: ModelSpec | None = None
+    """The model, where that may be loaded from a Hugging Face folder."""
     is_shared: bool = False
     """Other replicas save in the same place."""
     last_step: int | None = None

@@ -1,15 +1,20 @@
 """Model families, one file each, found by name.
 
-A family's file defines `FLAVORS`, its sizes by name, and `model_spec(config) -> ModelSpec`; nothing
-else in the repository names it. Layer: above nn and spec.
+A family's file defines `FLAVORS`, its sizes by name, and `model_spec(config) -> ModelSpec`; for
+models of Hugging Face's transformers also `ARCHITECTURES` and `dims_of_hugging_face(config_json)`.
+Nothing else in the repository names it. Layer: above nn and spec.
 """
 
 import importlib
+import json
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+
+from pydantic import TypeAdapter, ValidationError, model_validator
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -29,7 +34,11 @@ class ModelConfig(Section):
     name: str = "llama3"
     """Model family: the name of a file in `models/`."""
     flavor: str = "debugmodel"
-    """Size of the model within its family."""
+    """Size of the model within its family. "hf": the model, family included, that `config.json` in
+    `hf_assets_path` describes."""
+    dims: dict[str, Any] = {}
+    """The sizes of a model that is no flavor, by name. With flavor "hf" they are read from
+    `config.json` and need not be given; a checkpoint's manifest names them."""
     hf_assets_path: str | None = None
     """Folder with the tokenizer in Hugging Face's format (tokenizer.json). Unset: a byte-level BPE
     of the model's vocabulary size is trained once on the corpus and cached."""
@@ -51,6 +60,30 @@ class ModelConfig(Section):
     print_after_conversion: bool = False
     """Print the model's modules once they are built."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_sizes(cls, given: Any) -> Any:
+        """Put what config.json says in the place of flavor "hf", so that all that follows, and
+        whoever reads the resolved configuration, needs the folder no more."""
+        if not isinstance(given, dict) or given.get("flavor") != "hf" or given.get("dims"):
+            return given
+        folder = given.get("hf_assets_path")
+        if not isinstance(folder, str):
+            raise ValueError(
+                'flavor "hf" takes the model from config.json in hf_assets_path, which is not set. '
+                "Set it to the Hugging Face folder"
+            )
+        try:
+            family, dims = hugging_face_dims(read_hugging_face_config(Path(folder)))
+        except ConfigError as error:
+            raise ValueError(str(error).rstrip(".")) from None
+        if given.get("name", family) != family:
+            raise ValueError(
+                f'name is "{given["name"]}", but {folder}/config.json is of "{family}". Leave name '
+                "out"
+            )
+        return given | {"name": family, "dims": dims}
+
 
 def families() -> list[str]:
     """The names of all model families: the files in this folder."""
@@ -65,32 +98,91 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     if config.name not in families():
         raise ConfigError(_unknown("model.name", config.name, families()))
     family = importlib.import_module(f"{__name__}.{config.name}")
-    if config.flavor not in family.FLAVORS:
+    if config.flavor not in family.FLAVORS and not config.dims:
         raise ConfigError(_unknown("model.flavor", config.flavor, list(family.FLAVORS)))
     return family.model_spec(config)
+
+
+def read_hugging_face_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder. Raises ConfigError where there is none that can be
+    read."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}. It describes the model of a Hugging Face folder."
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no table.")
+    return values
+
+
+def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The family, and the sizes as `[model] dims` takes them, of what a config.json describes.
+
+    Raises ConfigError, with the architectures that are known, for another one, and for values that
+    cannot be built here.
+    """
+    given = values.get("architectures")
+    asked = given if isinstance(given, list) else []
+    known: list[str] = []
+    for name in families():
+        family = importlib.import_module(f"{__name__}.{name}")
+        if any(architecture in family.ARCHITECTURES for architecture in asked):
+            return name, plain_dims(family.dims_of_hugging_face(values))
+        known += family.ARCHITECTURES
+    raise ConfigError(
+        f"config.json is of architecture {given!r:.200}. Known are: {', '.join(sorted(known))}."
+    )
+
+
+def plain_dims(dims: "DataclassInstance") -> dict[str, Any]:
+    """The dimensions of a family as plain values, without those that are unset."""
+
+    def given(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in pairs if value is not None}
+
+    return asdict(dims, dict_factory=given)
 
 
 _Dims = TypeVar("_Dims", bound="DataclassInstance")
 
 
 def flavor_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
-    """The dimensions of `config.flavor`, with the dropout, the attention and the balance of experts
-    that `config` asks for, in a dataclass that has `dropout`, `attention_backend`,
-    `document_mask` and, with experts, `moe`."""
+    """The dimensions of `config.flavor`, or those of `config.dims`, with the dropout, the attention
+    and the balance of experts that `config` asks for, in a dataclass that has `dropout`,
+    `attention_backend`, `document_mask` and, with experts, `moe`."""
+    base = _parse_dims(flavors, config) if config.dims else flavors[config.flavor]
     changes: dict[str, Any] = {"dropout": config.dropout}
     if config.attention_backend != "auto":
         changes["attention_backend"] = config.attention_backend
     if config.attention_mask != "auto":
         changes["document_mask"] = config.attention_mask == "document"
     if config.router_bias_update_rate is not None:
-        moe = getattr(flavors[config.flavor], "moe", None)
+        moe = getattr(base, "moe", None)
         if moe is None:
             raise ConfigError(
                 f"model.router_bias_update_rate ({config.router_bias_update_rate}): {config.name} "
                 f"{config.flavor} has no experts. Leave it out."
             )
         changes["moe"] = replace(moe, bias_update_rate=config.router_bias_update_rate)
-    return replace(flavors[config.flavor], **changes)
+    return replace(base, **changes)
+
+
+def _parse_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
+    kind = type(next(iter(flavors.values())))
+    known = {field.name for field in fields(kind)}
+    if unknown := sorted(config.dims.keys() - known):
+        raise ConfigError(
+            f"model.dims of {config.name} has {', '.join(unknown)}. Known are: "
+            f"{', '.join(sorted(known))}."
+        )
+    try:
+        return cast(_Dims, TypeAdapter(kind).validate_python(config.dims))
+    except ValidationError as error:
+        found = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ConfigError(f"model.dims of {config.name}: {'; '.join(found)}.") from None
 
 
 def _unknown(key: str, given: str, known: list[str]) -> str:

@@ -3,12 +3,20 @@
 Layer: above nn and spec.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import ModelConfig, flavor_dims
 from torchtitan_lite.nn.attention import Attention, Backend
 from torchtitan_lite.nn.decoder import Decoder, DecoderBlock
+from torchtitan_lite.nn.decoder_hugging_face import (
+    decoder_hugging_face_keys,
+    decoder_values,
+    ignored_keys,
+    read_decoder,
+)
 from torchtitan_lite.nn.decoder_spec import (
     decoder_cost,
     decoder_init,
@@ -17,8 +25,12 @@ from torchtitan_lite.nn.decoder_spec import (
     decoder_torchtitan_keys,
 )
 from torchtitan_lite.nn.feed_forward import FeedForward
+from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
 from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding
-from torchtitan_lite.spec import ModelCost, ModelSpec
+from torchtitan_lite.spec import HuggingFaceModel, ModelCost, ModelSpec
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+"""The models of transformers that `dims_of_hugging_face` builds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +178,45 @@ def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
         extra_fsdp_units=() if dims.tied_embeddings else ("tok_embeddings", "output"),
         # It turns pairs of neighbours, as Meta's release does (docs/adr/0003).
         torchtitan_keys=decoder_torchtitan_keys(rope_heads=(dims.num_heads, dims.num_kv_heads)),
+        hugging_face=HuggingFaceModel(
+            config=_hugging_face_config(dims),
+            keys=decoder_hugging_face_keys(tied_embeddings=dims.tied_embeddings),
+            ignored=ignored_keys(tied_embeddings=dims.tied_embeddings),
+            differences=lambda config: differences(dims, dims_of_hugging_face(config)),
+        ),
         cost=lambda seq_len: _cost(dims, seq_len),
     )
+
+
+def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama3Dims:
+    """The dimensions that a config.json names. Raises ConfigError that lists what cannot be built
+    here."""
+    config = HuggingFaceConfig(values)
+    sizes = read_decoder(config)
+    theta, scaling = config.rope(10000.0, stretched=True)
+    usual = sizes["dim"] // sizes["num_heads"]
+    head_dim = config.integer("head_dim", usual)
+    hidden_dim = config.integer("intermediate_size")
+    config.check()
+    return Llama3Dims(
+        **sizes,
+        hidden_dim=hidden_dim,
+        head_dim=None if head_dim == usual else head_dim,
+        rope_theta=theta,
+        rope_scaling=scaling,
+    )
+
+
+def _hugging_face_config(dims: Llama3Dims) -> dict[str, Any]:
+    return {
+        "architectures": list(ARCHITECTURES),
+        "model_type": "llama",
+        **decoder_values(dims),
+        "head_dim": dims.head_size,
+        "intermediate_size": dims.hidden_dim,
+        "mlp_bias": False,
+        **rope_values(dims.rope_theta, dims.rope_scaling),
+    }
 
 
 def build(dims: Llama3Dims) -> Decoder:

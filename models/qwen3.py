@@ -4,7 +4,9 @@ weights.
 Layer: above nn and spec.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -12,6 +14,14 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import ModelConfig, flavor_dims
 from torchtitan_lite.nn.attention import Attention, Backend
 from torchtitan_lite.nn.decoder import Decoder, DecoderBlock
+from torchtitan_lite.nn.decoder_hugging_face import (
+    MoEKeys,
+    decoder_hugging_face_keys,
+    decoder_values,
+    ignored_keys,
+    is_known_routing,
+    read_decoder,
+)
 from torchtitan_lite.nn.decoder_spec import (
     decoder_cost,
     decoder_init,
@@ -20,9 +30,15 @@ from torchtitan_lite.nn.decoder_spec import (
     decoder_torchtitan_keys,
 )
 from torchtitan_lite.nn.feed_forward import FeedForward
+from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
 from torchtitan_lite.nn.moe import MoE, MoEDims
 from torchtitan_lite.nn.rope import RotaryEmbedding
-from torchtitan_lite.spec import ModelCost, ModelSpec
+from torchtitan_lite.spec import HuggingFaceModel, ModelCost, ModelSpec
+
+_DENSE, _MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+ARCHITECTURES = (_DENSE, _MOE)
+"""The models of transformers that `dims_of_hugging_face` builds."""
+_EXPERTS = MoEKeys("mlp", {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +177,78 @@ def spec_of(dims: Qwen3Dims, flavor: str) -> ModelSpec:
         # Tied weights are one parameter of two modules, which only their parent can gather once.
         extra_fsdp_units=() if dims.tied_embeddings else ("tok_embeddings", "output"),
         torchtitan_keys=decoder_torchtitan_keys(qk_norm=True, moe=dims.moe is not None),
+        hugging_face=_hugging_face(dims),
         cost=lambda seq_len: _cost(dims, seq_len),
     )
+
+
+def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3Dims:
+    """The dimensions that a config.json names. Raises ConfigError that lists what cannot be built
+    here."""
+    config = HuggingFaceConfig(values)
+    sizes = read_decoder(config)
+    theta, _ = config.rope(None, stretched=False)
+    head_dim = config.integer("head_dim", 128)
+    config.only("use_sliding_window", False)
+    hidden_dim: int | None = None
+    moe: dict[str, Any] | None = None
+    if _MOE in values.get("architectures", ()):
+        # Every block has experts.
+        config.only("decoder_sparse_step", 1)
+        config.only("mlp_only_layers", [], None)
+        moe = {
+            # transformers 5 writes the second name.
+            "num_experts": config.integer("num_experts", config.given("num_local_experts")),
+            "top_k": config.integer("num_experts_per_tok"),
+            "hidden_dim": config.integer("moe_intermediate_size"),
+            "normalize_weights": config.flag("norm_topk_prob", default=False),
+        }
+    else:
+        hidden_dim = config.integer("intermediate_size")
+    config.check()
+    return Qwen3Dims(
+        **sizes,
+        hidden_dim=hidden_dim,
+        moe=None if moe is None else MoEDims(**moe),
+        head_dim=head_dim,
+        rope_theta=theta,
+    )
+
+
+def _hugging_face(dims: Qwen3Dims) -> HuggingFaceModel | None:
+    if dims.moe is not None and not is_known_routing(dims.moe):
+        return None
+    return HuggingFaceModel(
+        config={
+            "architectures": [_DENSE if dims.moe is None else _MOE],
+            "model_type": "qwen3" if dims.moe is None else "qwen3_moe",
+            **decoder_values(dims),
+            "head_dim": dims.head_dim,
+            **rope_values(dims.rope_theta, None),
+            "use_sliding_window": False,
+            **_feed_forward_values(dims),
+        },
+        keys=decoder_hugging_face_keys(
+            qk_norm=True,
+            tied_embeddings=dims.tied_embeddings,
+            moe=None if dims.moe is None else _EXPERTS,
+        ),
+        ignored=ignored_keys(tied_embeddings=dims.tied_embeddings),
+        differences=lambda config: differences(dims, dims_of_hugging_face(config)),
+    )
+
+
+def _feed_forward_values(dims: Qwen3Dims) -> dict[str, Any]:
+    if dims.moe is None:
+        return {"intermediate_size": dims.hidden_dim}
+    return {
+        "num_experts": dims.moe.num_experts,
+        "num_experts_per_tok": dims.moe.top_k,
+        "moe_intermediate_size": dims.moe.hidden_dim,
+        "norm_topk_prob": dims.moe.normalize_weights,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def build(dims: Qwen3Dims) -> Decoder:

@@ -120,6 +120,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             state=state,
             mesh=mesh,
             run_config=config.model_dump(),
+            spec=spec,
             replica=replica,
             last_step=config.training.steps,
         )

@@ -9,7 +9,7 @@ Shape legend, used as suffixes of tensor names everywhere:
     E width of a head   F width of the feed-forward   V vocabulary
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -151,6 +151,42 @@ class TorchtitanKey:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HuggingFaceForm:
+    """One way in which a Hugging Face folder may hold a parameter."""
+
+    key: str
+    """There, with `*` for the number of a layer. A second `*` counts along dim 0: each element is a
+    tensor of its own."""
+    part: tuple[int, int] = (0, 1)
+    """Number k of n equal parts of the dim before the last, where several are fused into one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceKey:
+    """Where a parameter or buffer lies in a Hugging Face folder, in the same order of rows."""
+
+    name: str
+    """Here, with `*` for the number of a layer."""
+    forms: tuple[HuggingFaceForm, ...]
+    """The first is what is written. Empty: it does not exist there, and is zero."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceModel:
+    """What Hugging Face's transformers call a model."""
+
+    config: Mapping[str, Any]
+    """Its config.json."""
+    keys: tuple[HuggingFaceKey, ...]
+    """Of all parameters and persistent buffers."""
+    ignored: tuple[str, ...]
+    """Patterns (fnmatch) of keys that may be there and say nothing."""
+    differences: Callable[[Mapping[str, Any]], list[str]]
+    """What a config.json says otherwise than the dimensions of this model. Raises ConfigError
+    where it is of a model that is none of this family."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelCost:
     """What a model costs, for logs and MFU."""
 
@@ -203,6 +239,8 @@ class ModelSpec:
     torchtitan_keys: tuple[TorchtitanKey, ...] = ()
     """The names of all parameters and persistent buffers in torchtitan's checkpoints. Empty: they
     are not converted."""
+    hugging_face: HuggingFaceModel | None = None
+    """None: there are no such folders of this family."""
     no_decay: tuple[str, ...] = field(default=("*norm*", "*embeddings*", "*.bias"))
     """Parameters that weight decay leaves alone."""
     cost: Callable[[int], ModelCost]

@@ -19,11 +19,10 @@ from torchtitan_lite.checkpoint.interchange.dcp_folder import DcpFolder
 from torchtitan_lite.checkpoint.interchange.keys import (
     KeyMap,
     Match,
-    expected_shapes,
     halves_from_pairs,
     misfits,
-    tied_weights,
 )
+from torchtitan_lite.checkpoint.model_shapes import expected_shapes, tied_weights
 from torchtitan_lite.checkpoint.storage.manifest_json import (
     box_entry,
     build_manifest,

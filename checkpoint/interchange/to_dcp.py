@@ -22,8 +22,8 @@ from torchtitan_lite.checkpoint.interchange.keys import (
     KeyMap,
     Release,
     pairs_from_halves,
-    tied_weights,
 )
+from torchtitan_lite.checkpoint.model_shapes import tied_weights
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.redistribute import HolderMesh, Layout

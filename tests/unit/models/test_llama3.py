@@ -146,7 +146,7 @@ def test_the_config_overrides_the_attention_of_a_flavor() -> None:
 
 
 def test_an_unknown_family_or_flavor_names_the_known_and_the_nearest() -> None:
-    assert families() == ["llama3", "qwen3"]
+    assert families() == ["llama3", "mixtral", "qwen3"]
     with pytest.raises(ConfigError) as error:
         model_spec(ModelConfig(name="lama3"))
     assert (

@@ -1,0 +1,113 @@
+"""Tiny models of transformers with random weights, in folders as its `save_pretrained` writes them.
+
+Their sizes are awkward on purpose: grouped heads, heads of another width than dim / heads, a
+vocabulary that no number of ranks divides, rotations stretched from a context that is shorter than
+the samples.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCAB_SIZE = 97
+_COMMON: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+_STRETCHED: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 20000.0}
+
+
+def _llama(**more: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**_COMMON, intermediate_size=80, **more))
+
+
+def _qwen3_moe(**more: Any) -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+    }
+    config = Qwen3MoeConfig(**_COMMON, **sizes, rope_parameters=_PLAIN, **more)
+    return Qwen3MoeForCausalLM(config)
+
+
+def _mixtral() -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 40,
+    }
+    return MixtralForCausalLM(MixtralConfig(**_COMMON, **sizes, rope_parameters=_PLAIN))
+
+
+_FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: _llama(rope_parameters=_PLAIN, rms_norm_eps=3e-5),
+    "llama_tied_stretched": lambda: _llama(rope_parameters=_STRETCHED, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**_COMMON, intermediate_size=80, rope_parameters=_PLAIN)
+    ),
+    "qwen3_tied": lambda: Qwen3ForCausalLM(
+        Qwen3Config(
+            **_COMMON, intermediate_size=80, rope_parameters=_PLAIN, tie_word_embeddings=True
+        )
+    ),
+    "qwen3_moe": lambda: _qwen3_moe(norm_topk_prob=True),
+    "qwen3_moe_raw_weights": lambda: _qwen3_moe(norm_topk_prob=False),
+    "mixtral": _mixtral,
+}
+FAMILIES = tuple(_FAMILIES)
+
+
+def make_model(family: str) -> PreTrainedModel:
+    """The same each time, in float32; its norms are no ones."""
+    torch.manual_seed(5)
+    model = _FAMILIES[family]()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model.eval()
+
+
+def make_folder(
+    folder: Path, family: str, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "40KB"
+) -> Path:
+    """A folder with its weights in several shards."""
+    model = make_model(family)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def tokens() -> torch.Tensor:
+    """Two samples of 41 positions."""
+    return torch.randint(0, VOCAB_SIZE, (2, 41), generator=torch.Generator().manual_seed(1))

@@ -1,0 +1,124 @@
+"""Reads a config.json of Hugging Face's transformers, strictly: what would change the mathematics
+and is not known here is refused. Layer: above errors; `nn.rope`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.nn.rope import RopeScaling
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_RUN_TIME = {
+    *("attention_backend", "document_mask", "dropout", "max_seq_len"),
+    *("balance_loss_weight", "bias_update_rate", "capacity_factor"),
+}
+"""Fields of a family's dimensions that are no property of the weights."""
+_LLAMA3 = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position": "original_max_position_embeddings",
+}
+"""Our names of a stretching of rotations, and theirs."""
+
+
+class HuggingFaceConfig:
+    """The values of a config.json. All problems are collected, and raised by `check`."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self.problems: list[str] = []
+
+    def given(self, key: str) -> Any:
+        """The value as it stands; None where there is none."""
+        return self._values.get(key)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A number above 0."""
+        value = self._values.get(key, default)
+        # A key that says null means the default too.
+        value = default if value is None else value
+        if type(value) is not int or value < 1:
+            self.problems.append(f"{key} is {value!r:.100}, and a number above 0 is needed")
+            return 1
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        return self._number(key, self._values.get(key, default))
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self._values.get(key, default)
+        if type(value) is not bool:
+            self.problems.append(f"{key} is {value!r:.100}, and true or false is needed")
+            return default
+        return value
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Accept a feature that does not exist here while it is switched off, or not named."""
+        value = self._values.get(key, allowed[0])
+        if value not in allowed:
+            known = " or ".join(map(repr, allowed))
+            self.problems.append(f"{key} is {value!r:.100}, and only {known} is supported")
+
+    def rope(
+        self, default_theta: float | None, *, stretched: bool
+    ) -> tuple[float, RopeScaling | None]:
+        """The base of the rotations, and how they are stretched. transformers 5 has both under
+        `rope_parameters`, and earlier releases under `rope_theta` and `rope_scaling`."""
+        given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
+        if not isinstance(given, dict):
+            self.problems.append(f"rope_scaling is {given!r:.100}, and a table is needed")
+            return 1.0, None
+        theta = given.get("rope_theta", self._values.get("rope_theta", default_theta))
+        kind = given.get("rope_type", given.get("type", "default"))
+        base = self._number("rope_theta", theta)
+        if kind == "default":
+            return base, None
+        if kind != "llama3" or not stretched:
+            known = '"default" or "llama3"' if stretched else '"default"'
+            self.problems.append(f"rope_type is {kind!r:.100}, and only {known} is supported")
+            return base, None
+        values = {ours: self._number(key, given.get(key)) for ours, key in _LLAMA3.items()}
+        original = int(values.pop("original_max_position"))
+        return base, RopeScaling(**values, original_max_position=original)
+
+    def _number(self, key: str, value: Any) -> float:
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            self.problems.append(f"{key} is {value!r:.100}, and a number above 0 is needed")
+            return 1.0
+        return float(value)
+
+    def check(self) -> None:
+        """Raise ConfigError that lists what was wrong in what has been read so far."""
+        self.only("quantization_config", None)
+        if self.problems:
+            raise ConfigError(
+                f"config.json is of a model that cannot be built here: {'; '.join(self.problems)}."
+            )
+
+
+def rope_values(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """What a config.json says of the rotations, in the words that all releases read."""
+    if scaling is None:
+        return {"rope_theta": theta, "rope_scaling": None}
+    stretch = {theirs: getattr(scaling, ours) for ours, theirs in _LLAMA3.items()}
+    return {"rope_theta": theta, "rope_scaling": {"rope_type": "llama3", **stretch}}
+
+
+def differences(ours: "DataclassInstance", theirs: "DataclassInstance") -> list[str]:
+    """The dimensions in which two models of a family differ, but for those of a run."""
+    found = []
+    for field in fields(ours):
+        here, there = getattr(ours, field.name), getattr(theirs, field.name)
+        if is_dataclass(here) and is_dataclass(there):
+            assert not isinstance(here, type) and not isinstance(there, type)
+            found += differences(here, there)
+        elif here != there and field.name not in _RUN_TIME:
+            found.append(f"{field.name} is {there} in its config.json and {here} here")
+    return found
