@@ -73,6 +73,10 @@ class HuggingFaceSnapshot:
             self._pieces |= {(name, holder): piece for holder, piece in owners.items()}
         self.saved = SavedValues(0, {}, {}, {}, model_only=True)
 
+    def is_weight(self, name: str) -> bool:
+        """Whether a tensor is stored there, and is no buffer of ours that is zero."""
+        return bool(self._sources[name].pieces)
+
     def reach(self, holder: Holder) -> None:
         """All see the storage."""
         return None

@@ -3,14 +3,12 @@
 One tensor at a time is put together; files are written as soon as they are large enough.
 """
 
-import math
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.dtypes import NAME_OF
@@ -24,7 +22,6 @@ from torchtitan_lite.checkpoint.interchange.keys import (
 )
 from torchtitan_lite.checkpoint.model_shapes import expected_shapes, tied_weights
 from torchtitan_lite.checkpoint.storage.manifest_json import (
-    box_entry,
     build_manifest,
     manifest_bytes,
 )
@@ -32,9 +29,9 @@ from torchtitan_lite.checkpoint.storage.names import step_name
 from torchtitan_lite.checkpoint.storage.part_file import PartBox
 from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
+from torchtitan_lite.checkpoint.whole import part_of_whole
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.mesh import Degrees
-from torchtitan_lite.redistribute import HolderMesh, Layout, layout_to_json
 from torchtitan_lite.spec import ModelSpec
 
 _FILE_BYTES = 1 << 30
@@ -221,20 +218,10 @@ def _write(
 ) -> dict[str, Any]:
     """Write one file, and return what the manifest says of it."""
     file = file_name(number)
-    layout = layout_to_json(Layout(HolderMesh((1,), (file,)), [Replicate()]))
     boxes, views = [], []
     for name, tensor in batch.items():
         size = tuple(tensor.shape)
         boxes.append(PartBox(name, NAME_OF[tensor.dtype], size, 0, tensor.nbytes))
         views.append(bytes_of(tensor))
     written = storage.write_part(step, token, file, boxes, views)
-    tensors = {}
-    for box, place in zip(boxes, written, strict=True):
-        stored = box_entry([0] * len(box.size), box.size, file, place)
-        tensors[box.name] = {
-            "dtype": box.dtype,
-            "shape": list(box.size),
-            "layout": 0,
-            "boxes": [stored] if math.prod(box.size) else [],
-        }
-    return {"rank": number, "step": step, "layouts": [layout], "tensors": tensors, "rng": {}}
+    return part_of_whole(step, number, file, boxes, written)

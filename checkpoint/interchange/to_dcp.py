@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import Replicate
 
 from torchtitan_lite.checkpoint.interchange.dcp_metadata import METADATA
 from torchtitan_lite.checkpoint.interchange.keys import (
@@ -25,12 +24,9 @@ from torchtitan_lite.checkpoint.interchange.keys import (
 )
 from torchtitan_lite.checkpoint.model_shapes import tied_weights
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
+from torchtitan_lite.checkpoint.whole import whole
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.redistribute import HolderMesh, Layout
-from torchtitan_lite.redistribute.acting import Taking, take
 from torchtitan_lite.spec import ModelSpec
-
-_HERE = Layout(HolderMesh.ranks(1), [Replicate()])
 
 
 @dataclass(frozen=True)
@@ -112,13 +108,3 @@ class _Planner(DefaultSavePlanner):
         if wanted.rope_heads and tensor.ndim:
             tensor = pairs_from_halves(tensor, wanted.rope_heads).contiguous()
         return tensor
-
-
-def whole(source: StoredSnapshot, name: str) -> torch.Tensor:
-    """All of a tensor, put together from the files that hold it."""
-    placed = source.tensors[name]
-    holders = placed.layout.mesh.holders
-    taking = Taking(placed.layout, _HERE, placed.shape, placed.dtype, dict.fromkeys(holders, 0))
-    tensor = torch.empty(placed.shape, dtype=placed.dtype)
-    take([taking], [{holder: source.part(name, holder) for holder in holders}], [tensor])
-    return tensor

@@ -11,10 +11,8 @@ are there, and goes before any of them does. Layer: above part_file.
 import json
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
-
-import xxhash
 
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.names import (
@@ -26,12 +24,15 @@ from torchtitan_lite.checkpoint.storage.names import (
 )
 from torchtitan_lite.checkpoint.storage.part_file import (
     Abandoned,
+    Content,
     PartBox,
     Written,
     bytes_of,
+    digested,
     header_of,
     names_in_file,
     nothing,
+    places,
 )
 from torchtitan_lite.checkpoint.storage.rate import TokenBucket
 from torchtitan_lite.errors import CheckpointError
@@ -106,28 +107,51 @@ class ObjectStore:
         tick: Callable[[], None] = nothing,
     ) -> list[Written]:
         del token, direct
-        views = [bytes_of(source, i, box) for i, box in enumerate(boxes)]
-        header = header_of(names_in_file(boxes), boxes)
         limit = rate or TokenBucket(None)
 
+        def content() -> Iterator[Iterator[memoryview]]:
+            for number, box in enumerate(boxes):
+                yield _chunks(bytes_of(source, number, box))
+
+        return self._write(step, name, boxes, content, limit, tick)
+
+    def write_stream(
+        self,
+        step: int,
+        token: str,
+        name: str,
+        boxes: Sequence[PartBox],
+        content: Content,
+        *,
+        tick: Callable[[], None] = nothing,
+    ) -> list[Written]:
+        del token
+        return self._write(step, name, boxes, content, TokenBucket(None), tick)
+
+    def _write(
+        self,
+        step: int,
+        name: str,
+        boxes: Sequence[PartBox],
+        content: Content,
+        limit: TokenBucket,
+        tick: Callable[[], None],
+    ) -> list[Written]:
+        header = header_of(names_in_file(boxes), boxes)
+        digests: list[str] = []
+
         def put() -> None:
+            digests.clear()
             with self._fs.open(self._full(f"{step_name(step)}/{name}"), "wb") as file:
                 file.write(header)
-                for view in views:
-                    for first in range(0, len(view), _CHUNK_BYTES):
-                        chunk = view[first : first + _CHUNK_BYTES]
-                        file.write(chunk)
-                        limit.spend(len(chunk), tick)
-                        tick()
+                for piece in digested(boxes, content(), digests):
+                    file.write(piece)
+                    limit.spend(len(piece), tick)
+                    tick()
 
         self._make_folder(step)
         self._insist(f"writing {step_name(step)}/{name}", put)
-        written, position = [], len(header)
-        for view in views:
-            digest = xxhash.xxh3_64_hexdigest(view)
-            written.append(Written(position, position + len(view), digest))
-            position += len(view)
-        return written
+        return places(header, boxes, digests)
 
     def put_part(self, step: int, token: str, rank: int, part: Mapping[str, Any]) -> None:
         self._make_folder(step)
@@ -294,3 +318,8 @@ class ObjectStore:
             time.sleep(wait_s * random.uniform(0.5, 1.5))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         raise AssertionError("unreachable")
+
+
+def _chunks(view: memoryview) -> Iterator[memoryview]:
+    for first in range(0, len(view), _CHUNK_BYTES):
+        yield view[first : first + _CHUNK_BYTES]

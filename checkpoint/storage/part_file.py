@@ -10,7 +10,7 @@ Invariant: when `write_part` returns, the file is durable, but for its name. Lay
 
 import json
 import mmap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,11 @@ class Written:
     first: int
     end: int
     xxh3: str
+
+
+Content = Callable[[], Iterable[Iterable[memoryview]]]
+"""Makes the bytes of each box, piece by piece; anew each time it is called. A piece that was given
+is not changed any more."""
 
 
 class Abandoned(Exception):
@@ -93,6 +98,57 @@ def write_part(
     except BaseException:
         _remove(files, path)
         raise
+    return places(header, boxes, digests)
+
+
+def write_stream(
+    files: Files,
+    path: Path,
+    boxes: Sequence[PartBox],
+    content: Content,
+    *,
+    tick: Callable[[], None] = nothing,
+    metadata: Mapping[str, str] | None = None,
+) -> list[Written]:
+    """As `write_part`, of bytes that are made while they are written, so that only a piece of them
+    is in memory at a time. Raises ValueError where a box gets more or fewer bytes than it says."""
+    header = header_of(names_in_file(boxes), boxes, metadata)
+    length = len(header) + sum(box.bytes for box in boxes)
+    digests: list[str] = []
+    rate = TokenBucket(None)
+
+    def pieces() -> Iterator[memoryview]:
+        digests.clear()
+        yield from digested(boxes, content(), digests)
+
+    try:
+        runs = ((None, piece) for piece in pieces())
+        if not _write_direct(files, path, header, runs, length, rate, tick):
+            _write_buffered(files, path, header, pieces(), rate, tick)
+    except BaseException:
+        _remove(files, path)
+        raise
+    return places(header, boxes, digests)
+
+
+def digested(
+    boxes: Sequence[PartBox], content: Iterable[Iterable[memoryview]], digests: list[str]
+) -> Iterator[memoryview]:
+    """The pieces of all boxes, whose checksums are added to `digests` as they come. Raises
+    ValueError as `write_stream` does."""
+    for box, pieces in zip(boxes, content, strict=True):
+        digest, size = xxhash.xxh3_64(), 0
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+            yield piece
+        if size != box.bytes:
+            raise ValueError(f"{box.name} has {size} bytes, but {box.bytes} were announced.")
+        digests.append(digest.hexdigest())
+
+
+def places(header: bytes, boxes: Sequence[PartBox], digests: Sequence[str]) -> list[Written]:
+    """Where the boxes of a file lie."""
     written, position = [], len(header)
     for box, digest in zip(boxes, digests, strict=True):
         written.append(Written(position, position + box.bytes, digest))

@@ -26,7 +26,14 @@ from torchtitan_lite.checkpoint.storage.names import (
     step_name,
     step_of,
 )
-from torchtitan_lite.checkpoint.storage.part_file import PartBox, Written, nothing, write_part
+from torchtitan_lite.checkpoint.storage.part_file import (
+    Content,
+    PartBox,
+    Written,
+    nothing,
+    write_part,
+    write_stream,
+)
 from torchtitan_lite.checkpoint.storage.rate import TokenBucket
 
 _WRITING = ".writing-"
@@ -62,6 +69,19 @@ class LocalFolder:
     ) -> list[Written]:
         path = self._attempt(step, token) / name
         return write_part(self._files, path, boxes, source, direct=direct, rate=rate, tick=tick)
+
+    def write_stream(
+        self,
+        step: int,
+        token: str,
+        name: str,
+        boxes: Sequence[PartBox],
+        content: Content,
+        *,
+        tick: Callable[[], None] = nothing,
+    ) -> list[Written]:
+        path = self._attempt(step, token) / name
+        return write_stream(self._files, path, boxes, content, tick=tick)
 
     def put_part(self, step: int, token: str, rank: int, part: Mapping[str, Any]) -> None:
         folder = self._attempt(step, token)

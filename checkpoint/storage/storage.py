@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.checkpoint.storage.part_file import PartBox, Written
+from torchtitan_lite.checkpoint.storage.part_file import Content, PartBox, Written
 from torchtitan_lite.checkpoint.storage.rate import TokenBucket
 
 
@@ -36,6 +36,19 @@ class Storage(Protocol):
         tick: Callable[[], None] = ...,
     ) -> list[Written]:
         """Write a rank's safetensors file durably, as `part_file.write_part` does."""
+        ...
+
+    def write_stream(
+        self,
+        step: int,
+        token: str,
+        name: str,
+        boxes: Sequence[PartBox],
+        content: Content,
+        *,
+        tick: Callable[[], None] = ...,
+    ) -> list[Written]:
+        """The same of bytes that are made on the way, as `part_file.write_stream` does."""
         ...
 
     def put_part(self, step: int, token: str, rank: int, part: Mapping[str, Any]) -> None:

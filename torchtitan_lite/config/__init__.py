@@ -13,6 +13,7 @@ from torchtitan_lite.config.constraints import (
 )
 from torchtitan_lite.config.loading import load_config
 from torchtitan_lite.config.mesh_constraints import pipeline_microbatches
+from torchtitan_lite.config.recorded import recorded_config
 from torchtitan_lite.config.schema import (
     Config,
     DebugConfig,
@@ -35,5 +36,6 @@ __all__ = [
     "load_config",
     "parse_command_line",
     "pipeline_microbatches",
+    "recorded_config",
     "to_toml",
 ]

@@ -1,0 +1,80 @@
+"""What the commands of conversions share: their options, a bar with MB/s, room on the disk, and an
+end by Ctrl-C or SIGTERM that can be continued.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from torchtitan_lite.errors import CheckpointError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_INTERRUPTED = 130
+"""As a shell tells of SIGINT."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of every conversion."""
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights that are written (default: as they are)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=_positive,
+        default=len(os.sched_getaffinity(0)),
+        help="files that are written at a time (default: the number of cores, %(default)s)",
+    )
+
+
+def check_room(where: Path, num_bytes: int) -> None:
+    """Raise CheckpointError where the disk of `where`, which need not exist yet, has no room."""
+    folder = where.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise CheckpointError(
+            f"{where} needs {num_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free. "
+            "Make room, or give a folder on another disk."
+        )
+
+
+def run_with_bar(num_bytes: int, run: Callable[[Callable[[int], None]], Any]) -> Any:
+    """Run a conversion that tells of the bytes that it has written. An interrupt ends the program
+    with a word on how to go on."""
+    # A batch system ends jobs so; it is to be like Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    columns = (
+        TextColumn("{task.description}"),
+        *(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("writing", total=num_bytes)
+        try:
+            return run(lambda count: bar.advance(task, count))
+        except KeyboardInterrupt:
+            print("Interrupted. The same command goes on from here.", file=sys.stderr)
+            sys.exit(_INTERRUPTED)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number

@@ -1,0 +1,88 @@
+"""Make a checkpoint of ours from a Hugging Face folder (safetensors), without holding the model.
+
+python -m scripts.convert_from_hf HF_DIR OUT_DIR [--dtype bf16] [--workers N]
+
+The weights go to OUT_DIR/step-0, which checkpoint.initial_load_path then names, and tokenizer and
+settings to OUT_DIR/assets. A run that was interrupted goes on when it is started again.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from scripts.conversion_progress import DTYPES, add_options, check_room, run_with_bar
+from torchtitan_lite.checkpoint.hugging_face.assets import copy_assets
+from torchtitan_lite.checkpoint.hugging_face.folder import CONFIG, is_hugging_face
+from torchtitan_lite.checkpoint.hugging_face.from_hf import BLOCK_BYTES, FromHuggingFace
+from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
+from torchtitan_lite.checkpoint.storage.files import Files
+from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
+from torchtitan_lite.config import Config
+from torchtitan_lite.errors import CheckpointError, UserError
+from torchtitan_lite.log import configure_logging, logger
+from torchtitan_lite.models import (
+    ModelConfig,
+    hugging_face_dims,
+    model_spec,
+    read_hugging_face_config,
+)
+
+
+def main(argv: list[str]) -> int:
+    """Entry of the command. Returns the exit status."""
+    configure_logging()
+    options = _parser().parse_args(argv)
+    try:
+        conversion = _prepare(options)
+        if "://" not in options.out_dir:
+            check_room(Path(options.out_dir), conversion.num_bytes)
+        run_with_bar(
+            conversion.num_bytes,
+            lambda written: conversion.run(num_workers=options.workers, written=written),
+        )
+        if "://" not in options.out_dir:
+            assets = Path(options.out_dir).absolute() / "assets"
+            copy_assets(options.hf_dir, assets, Files(), also=(CONFIG,))
+    except (UserError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    print(f"{conversion.where}: {len(conversion.source.tensors)} tensors, weights only.")
+    return 0
+
+
+def _prepare(options: argparse.Namespace) -> FromHuggingFace:
+    folder = options.hf_dir.absolute()
+    storage, name = split_storage(str(folder))
+    if not is_hugging_face(storage, name):
+        raise CheckpointError(
+            f"{folder} is no Hugging Face folder: it holds neither model.safetensors nor "
+            "model.safetensors.index.json."
+        )
+    family, dims = hugging_face_dims(read_hugging_face_config(folder))
+    is_local = "://" not in options.out_dir
+    assets = Path(options.out_dir).absolute() / "assets" if is_local else folder
+    model = ModelConfig(name=family, flavor="hf", dims=dims, hf_assets_path=str(assets))
+    spec = model_spec(model)
+    return FromHuggingFace(
+        source=HuggingFaceSnapshot(storage, name, spec, block_bytes=BLOCK_BYTES),
+        storage=open_storage(options.out_dir),
+        dtype=options.dtype and DTYPES[options.dtype],
+        run_config=Config(model=model).model_dump(),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.convert_from_hf",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("hf_dir", type=Path, help="the folder that holds config.json")
+    parser.add_argument("out_dir", help="folder or URL in which step-0 is written")
+    add_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
