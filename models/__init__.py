@@ -129,9 +129,10 @@ def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     known: list[str] = []
     for name in families():
         family = importlib.import_module(f"{__name__}.{name}")
-        if any(architecture in family.ARCHITECTURES for architecture in asked):
+        architectures = getattr(family, "ARCHITECTURES", ())
+        if any(architecture in architectures for architecture in asked):
             return name, plain_dims(family.dims_of_hugging_face(values))
-        known += family.ARCHITECTURES
+        known += architectures
     raise ConfigError(
         f"config.json is of architecture {given!r:.200}. Known are: {', '.join(sorted(known))}."
     )

@@ -10,19 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from tokenizers import ByteLevelBPETokenizer
+from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
-VOCAB_SIZE = 97
+from tests.job import FIXTURE
+from torchtitan_lite.checkpoint.opening import open_snapshot
+from torchtitan_lite.checkpoint.storage.storage import split_storage
+from torchtitan_lite.checkpoint.whole import whole
+from torchtitan_lite.models import ModelConfig, model_spec
+
+VOCAB_SIZE = 517
 _COMMON: dict[str, Any] = {
     "hidden_size": 48,
     "num_hidden_layers": 2,
@@ -97,7 +107,7 @@ def make_model(family: str) -> PreTrainedModel:
 
 
 def make_folder(
-    folder: Path, family: str, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "40KB"
+    folder: Path, family: str, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "60KB"
 ) -> Path:
     """A folder with its weights in several shards."""
     model = make_model(family)
@@ -106,6 +116,45 @@ def make_folder(
     model.config.dtype = dtype
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def save_config(folder: Path, family: str) -> Path:
+    """The config.json alone."""
+    model = make_model(family)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    return folder
+
+
+def add_tokenizer(folder: Path) -> Path:
+    """A tokenizer of fewer ids than the model has, which knows the text fixture."""
+    raw = ByteLevelBPETokenizer()
+    raw.train([str(FIXTURE)], vocab_size=500, special_tokens=["<s>", "</s>"], show_progress=False)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=raw._tokenizer, bos_token="<s>", eos_token="</s>"
+    )
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+def our_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model of a folder, filled by one process without a mesh."""
+    spec = model_spec(ModelConfig(flavor="hf", hf_assets_path=str(folder)))
+    snapshot = open_snapshot(*split_storage(str(folder)), spec)
+    model = spec.build()
+    tensors = {name.removeprefix("model."): whole(snapshot, name) for name in snapshot.tensors}
+    model.load_state_dict(tensors, strict=spec.tied_units is None)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All that the files of a folder hold."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
 
 
 def tokens() -> torch.Tensor:

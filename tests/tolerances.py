@@ -73,3 +73,11 @@ FAULTS_FLOAT64 = 1e-8
 """Relative, float64, of the loss of a step of a run with faults. Replicas that come and go add the
 same terms in another order, as another mesh does, and AdamW carries the difference through some
 1e2 steps."""
+
+PRETRAINED_LOGITS = 1e-5
+"""Absolute, float32, of logits about 1 from the weights of transformers: what is promised of a
+conversion. Both sides round the same formula in another order."""
+
+PRETRAINED_GRADIENTS = 2e-5
+"""Relative to the largest element of a gradient, float32: sums over some 80 tokens, in another
+order."""

@@ -49,6 +49,8 @@ class FromHuggingFace:
     dtype: torch.dtype | None
     """Of the weights; None: as they are."""
     run_config: Mapping[str, Any]
+    file_bytes: int | None = None
+    """Of a file, about; None: so many that there are some files, and none is too large."""
 
     @property
     def where(self) -> str:
@@ -136,7 +138,9 @@ class FromHuggingFace:
 
     def _batches(self) -> Iterator[list[str]]:
         """The parameters of each file: of about the same size, however many workers there are."""
-        wanted = min(max(self.num_bytes // _NUM_FILES, _LEAST_FILE_BYTES), _MOST_FILE_BYTES)
+        wanted = self.file_bytes
+        if wanted is None:
+            wanted = min(max(self.num_bytes // _NUM_FILES, _LEAST_FILE_BYTES), _MOST_FILE_BYTES)
         batch: list[str] = []
         size = 0
         for name in self.source.tensors:

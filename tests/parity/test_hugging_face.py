@@ -1,0 +1,93 @@
+"""A Hugging Face folder, loaded on meshes: the same weights and losses, and each byte read once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hugging_face import FAMILIES, add_tokenizer, make_folder, our_model
+from tests.job import run_job
+from tests.parity.meshes import assert_same
+from tests.pool import WorkerPool
+from tests.tolerances import PARITY_FLOAT64
+from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
+
+Pools = Callable[[int], WorkerPool]
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp-2": (2, {"data_parallel_shard_degree": 2}),
+    "tp-2": (2, {"data_parallel_shard_degree": 1, "tensor_parallel_degree": 2}),
+    "ep-2": (2, {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}),
+    "pp-2": (2, {"data_parallel_shard_degree": 1, "pipeline_parallel_degree": 2}),
+    "fsdp-2-tp-2": (4, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}),
+    "fsdp-4-ep-4": (4, {"data_parallel_shard_degree": 4, "expert_parallel_degree": 4}),
+}
+
+
+def load(run: Path, folder: Path, parallelism: dict[str, Any]) -> tuple[Any, int]:
+    """Start from the folder in this worker and take two steps; also the bytes of weights that this
+    rank has read."""
+    num_bytes = 0
+    part, read_part = HuggingFaceSnapshot.part, HuggingFaceSnapshot.read_part
+
+    def counted_part(self: HuggingFaceSnapshot, name: str, holder: Any) -> torch.Tensor:
+        nonlocal num_bytes
+        found = part(self, name, holder)
+        num_bytes += found.nbytes * self.is_weight(name)
+        return found
+
+    def counted_read(self: HuggingFaceSnapshot, name: str, holder: Any, into: torch.Tensor) -> None:
+        nonlocal num_bytes
+        read_part(self, name, holder, into)
+        num_bytes += into.nbytes * self.is_weight(name)
+
+    HuggingFaceSnapshot.part = counted_part
+    HuggingFaceSnapshot.read_part = counted_read
+    try:
+        outcome = run_job(
+            run,
+            {
+                "model.flavor": "hf",
+                "model.hf_assets_path": str(folder),
+                "checkpoint.enable": True,
+                "checkpoint.async_mode": "disabled",
+                "checkpoint.initial_load_path": str(folder),
+                "training.steps": 2,
+                "training.local_batch_size": 2,
+            }
+            | {f"parallelism.{key}": value for key, value in parallelism.items()},
+        )
+    finally:
+        HuggingFaceSnapshot.part, HuggingFaceSnapshot.read_part = part, read_part
+    return outcome, num_bytes
+
+
+def check(family: str, mesh: str, pools: Pools, tmp_path: Path) -> None:
+    folder = add_tokenizer(make_folder(tmp_path / "hf", family))
+    ((alone, read_alone),) = pools(1).run(load, tmp_path / "alone", folder, {})
+    unique = sum(p.numel() * 4 for p in our_model(folder).parameters())
+    assert read_alone == unique
+    world_size, parallelism = MESHES[mesh]
+    found = pools(world_size).run(load, tmp_path / "n", folder, parallelism)
+    assert sum(read for _, read in found) == unique
+    for outcome, _ in found:
+        assert_same(outcome, alone, PARITY_FLOAT64, unequal_targets=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"), [("llama_tied_stretched", "fsdp-2-tp-2"), ("mixtral", "fsdp-4-ep-4")]
+)
+def test_a_folder_loads_on_a_mesh(family: str, mesh: str, pools: Pools, tmp_path: Path) -> None:
+    check(family, mesh, pools, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_folder_loads_on_every_mesh(
+    family: str, mesh: str, pools: Pools, tmp_path: Path
+) -> None:
+    if "ep" in mesh and family not in ("mixtral", "qwen3_moe", "qwen3_moe_raw_weights"):
+        pytest.skip("it has no experts")
+    check(family, mesh, pools, tmp_path)

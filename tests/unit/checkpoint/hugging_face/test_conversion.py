@@ -1,0 +1,214 @@
+"""Conversions: there and back byte by byte, interrupted and continued, on disks that fill up."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from scripts import convert_from_hf, convert_to_hf
+from tests.hugging_face import FAMILIES, make_folder, make_model, tensors_of, tokens
+from torchtitan_lite.checkpoint.hugging_face.from_hf import FromHuggingFace
+from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
+from torchtitan_lite.checkpoint.hugging_face.to_hf import ToHuggingFace
+from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
+from torchtitan_lite.checkpoint.storage.files import Files
+from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
+from torchtitan_lite.checkpoint.verify import verify
+from torchtitan_lite.config import recorded_config
+from torchtitan_lite.models import (
+    ModelConfig,
+    hugging_face_dims,
+    model_spec,
+    read_hugging_face_config,
+)
+
+Convert = Callable[[list[str]], int]
+
+
+def there(folder: Path, out: Path, *options: str) -> Path:
+    assert convert_from_hf.main([str(folder), str(out), *options]) == 0
+    return out / "step-0"
+
+
+def back(checkpoint: Path, out: Path, *options: str) -> Path:
+    assert convert_to_hf.main([str(checkpoint), str(out), *options]) == 0
+    return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_is_byte_identical(family: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "hf", family, dtype=torch.bfloat16)
+    checkpoint = there(folder, tmp_path / "ours")
+    exported = back(checkpoint, tmp_path / "back", "--max-shard-size", "70KB")
+    before, after = tensors_of(folder), tensors_of(exported)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype == torch.bfloat16
+        assert torch.equal(tensor, after[name]), name
+    config = json.loads((folder / "config.json").read_bytes())
+    assert json.loads((exported / "config.json").read_bytes()) == config
+    assert len(list(exported.glob("*.safetensors"))) > 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "ours"]
+
+
+@pytest.mark.parametrize("family", ["llama_tied_stretched", "qwen3", "qwen3_moe", "mixtral"])
+def test_what_is_exported_generates_the_same_with_transformers(family: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "hf", family)
+    exported = back(there(folder, tmp_path / "ours"), tmp_path / "back")
+    # Without the folder that it came from, config.json is our own.
+    (tmp_path / "ours" / "assets" / "config.json").unlink()
+    bare = back(tmp_path / "ours" / "step-0", tmp_path / "bare")
+    prompt = tokens()[:, :9]
+    settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    theirs: Any = make_model(family)
+    wanted = theirs.generate(prompt, **settings)
+    for one in (exported, bare):
+        loaded = AutoModelForCausalLM.from_pretrained(one)
+        assert torch.equal(loaded.generate(prompt, **settings), wanted)
+
+
+def test_the_dtype_is_converted_and_small_shards_hold_one_tensor(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "hf", "llama")
+    checkpoint = there(folder, tmp_path / "ours", "--dtype", "bf16", "--workers", "1")
+    assert verify(*split_storage(str(checkpoint))) == []
+    exported = back(checkpoint, tmp_path / "back", "--dtype", "fp32", "--max-shard-size", "1KB")
+    before, after = tensors_of(folder), tensors_of(exported)
+    assert all(torch.equal(after[n], before[n].bfloat16().float()) for n in before)
+    for file in exported.glob("*.safetensors"):
+        sizes = [tensor.nbytes for tensor in load_file(file).values()]
+        assert sum(sizes) <= 1000 or len(sizes) == 1
+    assert json.loads((exported / "config.json").read_bytes())["dtype"] == "float32"
+
+
+def test_the_checkpoint_tells_of_its_model_without_the_folder(tmp_path: Path) -> None:
+    checkpoint = there(make_folder(tmp_path / "hf", "mixtral"), tmp_path / "ours")
+    manifest = StoredSnapshot(*split_storage(str(checkpoint))).manifest
+    model = recorded_config(manifest.config, "it").model
+    assert (model.name, model.flavor, model.dims["num_layers"]) == ("mixtral", "hf", 2)
+    assert model.hf_assets_path == str(tmp_path / "ours" / "assets")
+    assert model_spec(model).num_experts == 4
+
+
+class BreakingFiles(Files):
+    """Fails at the n-th file of weights: with an error, or an interrupt."""
+
+    def __init__(self, number: int, error: BaseException) -> None:
+        self.left, self.error, self.written = number, error, []
+
+    def create(self, path: Path, *, direct: bool = False) -> int:
+        # Only one way to write, so that a file is counted once.
+        if direct:
+            raise OSError(errno.EINVAL, "no direct I/O")
+        if path.suffix == ".safetensors":
+            self.left -= 1
+            self.written.append(path.name)
+        return super().create(path)
+
+    def pwritev(self, descriptor: int, contents: Any, offset: int) -> None:
+        if self.left == 0:
+            os.pwrite(descriptor, b"the beginning", offset)
+            raise self.error
+        super().pwritev(descriptor, contents, offset)
+
+
+def conversions(folder: Path, tmp_path: Path) -> dict[str, Callable[[Files], Any]]:
+    """The two ways, into `tmp_path`, with several files each."""
+    family, dims = hugging_face_dims(read_hugging_face_config(folder))
+    model = ModelConfig(name=family, flavor="hf", dims=dims)
+    spec = model_spec(model)
+
+    def in_(files: Files) -> FromHuggingFace:
+        return FromHuggingFace(
+            source=HuggingFaceSnapshot(*split_storage(str(folder)), spec, block_bytes=1 << 16),
+            storage=open_storage(str(tmp_path / "in"), files),
+            dtype=None,
+            run_config={"model": model.model_dump()},
+            file_bytes=60_000,
+        )
+
+    def out(files: Files) -> ToHuggingFace:
+        source = StoredSnapshot(*split_storage(str(tmp_path / "ours" / "step-0")))
+        target = tmp_path / "out"
+        return ToHuggingFace(source, target, spec, max_shard_bytes=60_000, files=files)
+
+    return {"in": in_, "out": out}
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_a_disk_that_fills_up_leaves_nothing(way: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "hf", "qwen3")
+    there(folder, tmp_path / "ours")
+    before = sorted(tmp_path.rglob("*"))
+    files = BreakingFiles(3, OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        conversions(folder, tmp_path)[way](files).run(num_workers=2, written=lambda count: None)
+    left = set(tmp_path.rglob("*")) - set(before)
+    # The folder of checkpoints itself may stay.
+    assert left <= {tmp_path / "in"}
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_an_interrupted_conversion_goes_on(way: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "hf", "qwen3")
+    there(folder, tmp_path / "ours")
+    make = conversions(folder, tmp_path)[way]
+    files = BreakingFiles(3, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        make(files).run(num_workers=1, written=lambda count: None)
+    assert not (tmp_path / "in" / "step-0").exists() and not (tmp_path / "out").exists()
+    counted: list[int] = []
+    again = BreakingFiles(-1, KeyboardInterrupt())
+    conversion = make(again)
+    conversion.run(num_workers=1, written=counted.append)
+    assert sum(counted) == conversion.num_bytes
+    *done, broken = files.written[:3]
+    assert broken in again.written and not set(done) & set(again.written)
+    exported = tmp_path / "out"
+    if way == "in":
+        assert verify(*split_storage(str(tmp_path / "in" / "step-0"))) == []
+        exported = back(tmp_path / "in" / "step-0", tmp_path / "back")
+    before, after = tensors_of(folder), tensors_of(exported)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_another_conversion_does_not_go_on_with_what_is_there(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "hf", "qwen3")
+    make = conversions(folder, tmp_path)["in"]
+    with pytest.raises(KeyboardInterrupt):
+        make(BreakingFiles(3, KeyboardInterrupt())).run(num_workers=1, written=lambda count: None)
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    again = BreakingFiles(-1, KeyboardInterrupt())
+    make(again).run(num_workers=1, written=lambda count: None)
+    assert "rank-00000.safetensors" in again.written
+    assert os.listdir(tmp_path / "in") == ["step-0"]
+
+
+def test_what_is_there_already_is_not_written_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_folder(tmp_path / "hf", "llama")
+    checkpoint = there(folder, tmp_path / "ours")
+    assert convert_from_hf.main([str(folder), str(tmp_path / "ours")]) == 1
+    assert convert_to_hf.main([str(checkpoint), str(folder)]) == 1
+    assert convert_from_hf.main([str(tmp_path), str(tmp_path / "other")]) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
+
+
+def test_a_full_disk_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path / "hf", "llama")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    assert convert_from_hf.main([str(folder), str(tmp_path / "ours")]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

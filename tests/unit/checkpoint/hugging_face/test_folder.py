@@ -1,0 +1,186 @@
+"""Folders of Hugging Face that are damaged, incomplete, hostile or something else."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.hugging_face import make_folder, our_model
+from torchtitan_lite.checkpoint.hugging_face.folder import (
+    INDEX,
+    HuggingFaceFolder,
+    is_hugging_face,
+)
+from torchtitan_lite.checkpoint.storage.storage import split_storage
+from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
+
+FIRST = "model-00001-of-00010.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("hf"), "qwen3_moe")
+
+
+@pytest.fixture
+def folder(whole_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole_folder, tmp_path / "model"))
+
+
+def first_file(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    values = json.loads(path.read_bytes())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def refusal(folder: Path) -> UserError:
+    with pytest.raises(CheckpointError) as caught:
+        our_model(folder)
+    return caught.value
+
+
+def test_a_folder_that_is_whole_loads(folder: Path) -> None:
+    (folder / "consolidated.safetensors").write_bytes(b"not named by the index, so not read")
+    our_model(folder)
+
+
+def test_a_shard_that_was_cut_short_is_named(folder: Path) -> None:
+    path = first_file(folder)
+    path.write_bytes(path.read_bytes()[:-100])
+    error = refusal(folder)
+    assert isinstance(error, DamagedCheckpoint)
+    assert path.name in str(error) and "Download it again" in str(error)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x00" * 7, b"\xff" * 64, b"\x02\x00\x00\x00\x00\x00\x00\x00[]", b"\x08" + b"\x00" * 40],
+)
+def test_a_shard_that_is_no_safetensors_file_is_named(folder: Path, content: bytes) -> None:
+    first_file(folder).write_bytes(content)
+    assert first_file(folder).name in str(refusal(folder))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [-1, 3]},
+        {"shape": [10**18, 10**18]},
+        {"dtype": "F7"},
+        {"data_offsets": [0]},
+        {"data_offsets": [8, 4]},
+        {"data_offsets": [10, 20]},
+    ],
+)
+def test_a_header_that_lies_is_named(folder: Path, change: dict[str, Any]) -> None:
+    path = first_file(folder)
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    key = next(name for name in header if name != "__metadata__")
+    header[key] |= change
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + raw[8 + size :])
+    error = refusal(folder)
+    assert isinstance(error, DamagedCheckpoint)
+    assert path.name in str(error) and key in str(error)
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    name = first_file(folder).name
+    first_file(folder).unlink()
+    assert f"{name} named by {INDEX} is missing" in str(refusal(folder))
+
+
+def test_an_index_that_names_a_file_that_never_was(folder: Path) -> None:
+    edit(folder / INDEX, lambda values: values["weight_map"].update(a="other.safetensors"))
+    assert "other.safetensors named by" in str(refusal(folder))
+
+
+@pytest.mark.parametrize(
+    "file", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "x.bin", 7, "..", ""]
+)
+def test_an_index_never_leads_out_of_the_folder(folder: Path, file: Any) -> None:
+    save_file({"a": torch.zeros(1)}, folder.parent / "secret.safetensors")
+    edit(folder / INDEX, lambda values: values["weight_map"].update(a=file))
+    error = refusal(folder)
+    assert isinstance(error, DamagedCheckpoint)
+    assert "is refused" in str(error)
+
+
+def test_links_of_the_hub_cache_are_followed(whole_folder: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(whole_folder.iterdir())):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    our_model(snapshot)
+
+
+def test_index_and_headers_that_contradict_each_other(folder: Path) -> None:
+    path = first_file(folder)
+    tensors = load_file(path)
+    key = next(iter(tensors))
+    tensors["stranger"] = tensors.pop(key)
+    save_file(tensors, path)
+    told = str(refusal(folder))
+    assert f"{path.name} does not hold {key}" in told
+    assert f"{path.name} holds stranger, which {INDEX} has not" in told
+
+
+def test_all_that_does_not_fit_is_listed(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+        file.unlink()
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    tensors["model.norm.weight"] = torch.zeros(5)
+    tensors["model.layers.0.mlp.surprise"] = torch.zeros(1)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors")
+    told = str(refusal(folder))
+    assert "(4 problems)" in told
+    assert "model.layers.1.mlp.experts.2.up_proj.weight is missing" in told
+    assert "model.norm.weight has shape [5], and [48] is needed" in told
+    assert "model.layers.0.mlp.surprise has no place in the model" in told
+    assert "lm_head.weight is of torch.float8_e4m3fn: quantised weights" in told
+    assert "inv_freq" not in told
+
+
+def test_quantised_folders_are_refused(folder: Path) -> None:
+    edit(folder / "config.json", lambda values: values.update(quantization_config={"bits": 4}))
+    with pytest.raises(CheckpointError, match="quantised"):
+        HuggingFaceFolder(*split_storage(str(folder)))
+
+
+def test_pickles_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin, a pickle.*save_pretrained"):
+        is_hugging_face(*split_storage(str(tmp_path)))
+
+
+def test_another_model_than_the_folder_holds_is_refused(folder: Path) -> None:
+    def change(values: dict[str, Any]) -> None:
+        values["num_experts_per_tok"] = 1
+
+    model = our_model(folder)
+    assert model is not None
+    from torchtitan_lite.checkpoint.opening import open_snapshot
+    from torchtitan_lite.models import ModelConfig, model_spec
+
+    spec = model_spec(ModelConfig(flavor="hf", hf_assets_path=str(folder)))
+    edit(folder / "config.json", change)
+    with pytest.raises(CheckpointError, match="top_k is 1 in its config.json and 2 here"):
+        open_snapshot(*split_storage(str(folder)), spec)

@@ -1,0 +1,183 @@
+"""Pretrained models of transformers, loaded into ours: the same logits, loss and gradients."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.hugging_face import FAMILIES, make_folder, make_model, our_model, save_config, tokens
+from tests.tolerances import PRETRAINED_GRADIENTS, PRETRAINED_LOGITS
+from torchtitan_lite.config import load_config
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.models import (
+    ModelConfig,
+    families,
+    hugging_face_dims,
+    model_spec,
+    read_hugging_face_config,
+)
+from torchtitan_lite.models.qwen3 import FLAVORS, spec_of
+from torchtitan_lite.nn.moe import MoEDims
+
+_ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
+_NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_DENSE = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_loss_and_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    ours = our_model(make_folder(tmp_path, family)).train()
+    theirs = make_model(family)
+    tokens_BS = tokens()
+    targets_BS = tokens_BS.roll(-1, 1)
+    targets_BS[:, -1] = -100
+    context: dict[str, Any] = {
+        "positions_BS": torch.arange(41).expand(2, -1),
+        "keys_B": torch.zeros(2, dtype=torch.int64),
+    }
+    logits_BSV = ours(tokens_BS, **context)
+    expected_BSV = theirs(tokens_BS).logits
+    assert expected_BSV.std() > 1
+    torch.testing.assert_close(logits_BSV, expected_BSV, atol=PRETRAINED_LOGITS, rtol=0)
+
+    loss = ours(tokens_BS, **context, targets_BS=targets_BS, loss=cross_entropy()) / 80
+    expected = F.cross_entropy(expected_BSV.flatten(0, 1), targets_BS.flatten())
+    torch.testing.assert_close(loss, expected, atol=PRETRAINED_LOGITS, rtol=0)
+    loss.backward()
+    expected.backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    compared = 0
+    for name, parameter in ours.named_parameters():
+        wanted = _theirs(name, gradients)
+        assert parameter.grad is not None
+        error = (parameter.grad - wanted).abs().max() / wanted.abs().max()
+        assert error < PRETRAINED_GRADIENTS, (name, error)
+        compared += wanted.numel()
+    assert compared == sum(gradient.numel() for gradient in gradients.values())
+
+
+def _theirs(name: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The gradient of what transformers has in the place of our parameter."""
+    alone = {
+        "tok_embeddings.weight": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    }
+    if name in alone:
+        return gradients[alone[name]]
+    _, layer, block, *rest = name.split(".")
+    start = f"model.layers.{layer}"
+    if block in _NORMS:
+        return gradients[f"{start}.{_NORMS[block]}.weight"]
+    if block == "attention":
+        return gradients[f"{start}.self_attn.{_ATTENTION.get(rest[0], rest[0])}.weight"]
+    if rest[0] == "router":
+        return gradients[f"{start}.mlp.gate.weight"]
+    if rest[0] != "experts":
+        return gradients[f"{start}.mlp.{_DENSE[rest[0]]}.weight"]
+    if rest[1] == "w2":
+        return gradients[f"{start}.mlp.experts.down_proj"]
+    return gradients[f"{start}.mlp.experts.gate_up_proj"].chunk(2, 1)[rest[1] == "w3"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_stacked_experts_load_as_well(family: str, tmp_path: Path) -> None:
+    model = make_model(family)
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    stacked = our_model(tmp_path / "stacked")
+    alone = our_model(make_folder(tmp_path / "alone", family))
+    header = (tmp_path / "stacked" / "model.safetensors").read_bytes()[:20000]
+    assert b"experts.gate_up_proj" in header and b"experts.0." not in header
+    _assert_equal(stacked, alone)
+
+
+def _assert_equal(one: nn.Module, other: nn.Module) -> None:
+    of_one, of_other = one.state_dict(), other.state_dict()
+    assert of_one.keys() == of_other.keys()
+    assert all(torch.equal(of_one[name], of_other[name]) for name in of_one)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_json_survives_the_way_there_and_back(family: str, tmp_path: Path) -> None:
+    save_config(tmp_path, family)
+    values = read_hugging_face_config(tmp_path)
+    name, dims = hugging_face_dims(values)
+    # As a manifest has them.
+    dims = json.loads(json.dumps(dims))
+    spec = model_spec(ModelConfig(name=name, flavor="hf", dims=dims))
+    assert spec.hugging_face is not None
+    assert spec.hugging_face.differences(values) == []
+    assert hugging_face_dims(spec.hugging_face.config) == (name, dims)
+
+
+def test_every_released_flavor_has_a_config_json() -> None:
+    for family in families():
+        module = __import__(f"torchtitan_lite.models.{family}", fromlist=["FLAVORS"])
+        for flavor in module.FLAVORS:
+            spec = model_spec(ModelConfig(name=family, flavor=flavor))
+            assert spec.hugging_face is not None
+            assert spec.hugging_face.differences(spec.hugging_face.config) == []
+
+
+def test_a_routing_that_transformers_has_not_is_no_model_of_it() -> None:
+    dims = replace(
+        FLAVORS["debugmodel_moe"],
+        moe=MoEDims(num_experts=4, top_k=2, hidden_dim=8, shared_hidden_dim=8),
+    )
+    assert spec_of(dims, "shared").hugging_face is None
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "Known are: LlamaForCausalLM, Mixtral"),
+        ({"architectures": None}, "Known are"),
+        ({"attention_bias": True}, "attention_bias is True, and only False is supported"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type is 'yarn'"),
+        ({"hidden_size": "48"}, "hidden_size is '48', and a number above 0"),
+        ({"num_key_value_heads": 4}, "num_kv_heads (4) must divide"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    save_config(tmp_path, "llama")
+    values = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(values | change))
+    (tmp_path / "run.toml").write_text(f'[model]\nflavor = "hf"\nhf_assets_path = "{tmp_path}"\n')
+    with pytest.raises(ConfigError) as caught:
+        model_spec(load_config(tmp_path / "run.toml").model)
+    assert told in str(caught.value)
+
+
+def test_the_old_names_of_rotations_are_read(tmp_path: Path) -> None:
+    save_config(tmp_path, "llama_tied_stretched")
+    values = read_hugging_face_config(tmp_path)
+    rope = values.pop("rope_parameters")
+    before = {**values, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    wanted = hugging_face_dims(values | {"rope_parameters": {**rope, "rope_theta": 10000.0}})
+    assert hugging_face_dims(before) == wanted
+    assert wanted[1]["rope_scaling"]["original_max_position"] == 16
+
+
+def test_another_family_than_the_folder_has_is_refused(tmp_path: Path) -> None:
+    save_config(tmp_path, "qwen3")
+    (tmp_path / "run.toml").write_text(
+        f'[model]\nname = "llama3"\nflavor = "hf"\nhf_assets_path = "{tmp_path}"\n'
+    )
+    with pytest.raises(ConfigError, match='name is "llama3", but .*config.json is of "qwen3"'):
+        load_config(tmp_path / "run.toml")
+
+
+def test_sizes_of_a_flavor_that_does_not_exist_are_checked() -> None:
+    for dims, told in (
+        ({"dim": 8, "width": 3}, "model.dims of llama3 has width. Known are"),
+        ({"dim": "8"}, "model.dims of llama3: "),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            model_spec(ModelConfig(flavor="mine", dims=dims))
