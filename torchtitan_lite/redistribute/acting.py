@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.execution import Execution
-from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.holder_mesh import Holder, HolderMesh
 from torchtitan_lite.redistribute.joint import group_of
 from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.means import DEFAULT_MEANS, Means
@@ -36,8 +36,12 @@ class Taking:
     @property
     def stays(self) -> bool:
         """Whether each rank acts for one holder, whose part is its own part of `dst`."""
-        acting = tuple(self.actors[holder] for holder in self.src.mesh.holders)
-        return len(set(acting)) == len(acting) and self.src.held_by(acting) == self.dst
+        src, acting = self.src, tuple(self.actors[holder] for holder in self.src.mesh.holders)
+        if len(set(acting)) < len(acting) or src.mesh.shape != self.dst.mesh.shape:
+            return False
+        # What files call an axis says nothing.
+        mesh = HolderMesh(src.mesh.shape, acting, self.dst.mesh.axes)
+        return Layout(mesh, src.placements, src.shard_order) == self.dst
 
     @property
     def dst_ranks(self) -> list[int]:

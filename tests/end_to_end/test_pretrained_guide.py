@@ -1,0 +1,67 @@
+"""The guide to pretrained weights: its commands, as they stand there, with a small model."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.hugging_face import add_tokenizer, make_folder, tensors_of
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def commands(guide: str) -> list[str]:
+    return _BLOCK.findall((ROOT / "docs" / guide).read_text(encoding="utf-8"))
+
+
+def test_both_guides_have_the_same_commands_and_headings() -> None:
+    english, chinese = "pretrained_weights.md", "pretrained_weights.zh-CN.md"
+    assert commands(english) == commands(chinese)
+    for mark in ("#", "|", "- **"):
+        lines = [
+            sum(line.startswith(mark) for line in (ROOT / "docs" / guide).read_text().splitlines())
+            for guide in (english, chinese)
+        ]
+        assert lines[0] == lines[1] > 0
+
+
+@pytest.mark.timeout(600)
+def test_the_guide_from_a_folder_to_an_exported_model(tmp_path: Path) -> None:
+    folder = add_tokenizer(make_folder(tmp_path / "hf", "llama"))
+    out = tmp_path / "out"
+    script = "set -ex\n" + "\n".join(commands("pretrained_weights.md"))
+    environment = os.environ | {
+        "HF_DIR": str(folder),
+        "OUT": str(out),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=580,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    said = done.stdout
+    # It began from the folder, and then went on from its own state on another mesh.
+    assert f"{folder}" in said and "Resumed" in said, said[-6000:]
+    assert "perplexity" in said
+    before, after = tensors_of(folder), tensors_of(out / "exported")
+    assert before.keys() == after.keys()
+    assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())
+    assert any(not torch.equal(before[n].bfloat16(), after[n]) for n in before)
+    model = AutoModelForCausalLM.from_pretrained(out / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(out / "exported")
+    ids = tokenizer("import os", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).shape[1] > 4
