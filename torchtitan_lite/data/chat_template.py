@@ -76,10 +76,11 @@ class ChatTemplate:
     def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
         """The text of a conversation; with `add_generation_prompt` it ends with the header of the
         assistant's next message. Raises TemplateRefusal."""
+        template = self._compiled.template
         # A template can change what it is given.
         messages = json.loads(json.dumps(messages))
         try:
-            return self._compiled.template.render(
+            return template.render(
                 messages=messages,
                 tools=None,
                 documents=None,

@@ -101,6 +101,9 @@ def _values(corpus: Corpus, unusable: Unusable) -> Iterator[tuple[str, Any]]:
     # Read here and not by `datasets`, which tells neither all bad lines nor where they are.
     for file in corpus.files:
         for place, text in _examples(file):
+            if text == b"":
+                unusable.add(place, "an empty line")
+                continue
             try:
                 example = json.loads(text) if isinstance(text, bytes) else text
             except json.JSONDecodeError as error:
@@ -125,7 +128,7 @@ def _examples(file: Path) -> Iterator[tuple[str, Any]]:
                     values = json.loads(line + lines.read())
                     yield from ((f"{file}, item {n}", one) for n, one in enumerate(values, start=1))
                     return
-                yield f"{file}:{number}", line
+                yield f"{file}:{number}", line.strip()
     except (OSError, EOFError, ValueError) as error:
         raise DataError(f"cannot read {file}: {type(error).__name__}: {error}") from error
 
