@@ -77,8 +77,6 @@ class ChatTemplate:
         """The text of a conversation; with `add_generation_prompt` it ends with the header of the
         assistant's next message. Raises TemplateRefusal."""
         template = self._compiled.template
-        # A template can change what it is given.
-        messages = json.loads(json.dumps(messages))
         try:
             return template.render(
                 messages=messages,
@@ -159,7 +157,7 @@ def _in_config(given: Any, config_file: Path) -> str | None:
     """The template of `tokenizer_config.json`: a text, or that named "default" of a list."""
     if given is None or isinstance(given, str):
         return given
-    named = {one["name"]: one["template"] for one in given}
+    named = given if isinstance(given, dict) else {t["name"]: t["template"] for t in given}
     if "default" not in named:
         raise DataError(
             f"{config_file} has the chat templates {', '.join(map(repr, sorted(named)))}, but "

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.errors import DataError
 
@@ -82,11 +80,14 @@ def read_conversations(corpus: Corpus, unusable: Unusable) -> Iterator[Conversat
             continue
         # Columns of a table have all keys that any message has.
         messages = [{k: v for k, v in message.items() if v is not None} for message in value]
-        text = json.dumps(messages, ensure_ascii=False, sort_keys=True)
         try:
+            text = json.dumps(messages, ensure_ascii=False, sort_keys=True)
             text.encode()
         except UnicodeEncodeError as error:
             unusable.add(place, f"it holds half a character ({error.reason})")
+            continue
+        except (TypeError, ValueError) as error:
+            unusable.add(place, f"it holds what JSON has no form for ({error})")
             continue
         if not unusable:
             yield Conversation(place=place, messages=messages, text=text)
@@ -120,6 +121,9 @@ def _values(corpus: Corpus, unusable: Unusable) -> Iterator[tuple[str, Any]]:
 
 def _examples(file: Path) -> Iterator[tuple[str, Any]]:
     """The lines of a file as bytes; or the values in it, if it is one JSON list."""
+    # Imported here: a start with a warm token cache does not pay for it.
+    import fsspec
+
     try:
         opened: Any = fsspec.open(str(file), "rb", compression="infer")
         with opened as lines:

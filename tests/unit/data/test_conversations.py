@@ -1,5 +1,6 @@
 """Conversations are read from every format, and all that are none are told of at once."""
 
+import datetime
 import gzip
 import json
 from pathlib import Path
@@ -112,6 +113,10 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
     datasets.Dataset.from_dict({"text": ["x"]}).to_parquet(str(table))
     with pytest.raises(DataError, match=r"no column 'messages'.* Set messages_column to"):
+        read(table, tmp_path / "cache")
+    at = [{"role": "user", "content": "x", "at": datetime.datetime(2024, 1, 1)}]
+    datasets.Dataset.from_dict({"messages": [at]}).to_parquet(str(table))
+    with pytest.raises(DataError, match=r"row 1: it holds what JSON has no form for \(Object of"):
         read(table, tmp_path / "cache")
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError, match=r"the files of .*a.txt are text. Set dataset_path"):
