@@ -1,5 +1,6 @@
 """The loss on held-out documents. Layer: beside trainer."""
 
+import math
 from dataclasses import replace
 from itertools import islice
 
@@ -12,7 +13,8 @@ from torchtitan_lite.train_state import TrainState
 
 
 def validate(state: TrainState, schedule: Schedule, data: ValidationData, mesh: Mesh) -> float:
-    """Mean loss per target token over the validation data, in nats. Every rank must call it."""
+    """Mean loss per target token over the validation data, in nats; nan where no sample has a
+    target. Every rank must call it."""
     state.model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device.torch_device)
     rounds = data.microbatches(mesh.batch_rank, mesh.degrees.batch)
@@ -25,4 +27,4 @@ def validate(state: TrainState, schedule: Schedule, data: ValidationData, mesh: 
         totals[1] += sum(int((mb.targets_BS != IGNORE).sum()) for mb in at_once)
     state.model.train()
     loss_sum, num_targets = mesh.sum(totals).tolist()
-    return loss_sum / (num_targets / mesh.degrees.token_copies)
+    return loss_sum / (num_targets / mesh.degrees.token_copies) if num_targets else math.nan

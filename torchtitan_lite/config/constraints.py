@@ -19,6 +19,12 @@ from torchtitan_lite.config.mesh_constraints import (
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.semi_sync_constraints import semi_sync_problems
+from torchtitan_lite.data.config import (
+    TEXT_DATASETS,
+    CorpusConfig,
+    DataConfig,
+    ValidationConfig,
+)
 from torchtitan_lite.errors import ConfigError, MeshError
 from torchtitan_lite.mesh import Degrees, resolve_degrees
 from torchtitan_lite.models import model_spec
@@ -41,6 +47,7 @@ def check_against(config: Config, world_size: int) -> None:
     problems += _traced_step(config)
     problems += _float8(config)
     problems += _device(config)
+    problems += _conversations(config)
     problems += _validation(config)
     problems += _samples(config)
     problems += _checkpoint(config)
@@ -134,6 +141,39 @@ def _traced_step(config: Config) -> Iterator[str]:
 def _device(config: Config) -> Iterator[str]:
     if config.job.device == "cuda" and not torch.cuda.is_available():
         yield 'job.device = "cuda", but there is no GPU. Set job.device = "auto" or "cpu".'
+
+
+def _conversations(config: Config) -> Iterator[str]:
+    sections: dict[str, DataConfig | CorpusConfig | ValidationConfig] = {
+        "training": config.training,
+        "validation": config.validation,
+    }
+    for index, corpus in enumerate(config.training.corpora):
+        sections[f"training.corpora[{index}]"] = corpus
+    for name, section in sections.items():
+        column = section.messages_column
+        if column is None:
+            continue
+        asked = f'{name}.messages_column = "{column}"'
+        if section.dataset_path is None and section.dataset in (None, *TEXT_DATASETS):
+            given = (
+                "" if section.dataset is None else f', and dataset = "{section.dataset}" is text'
+            )
+            yield (
+                f"{asked} needs conversations{given}. Set {name}.dataset_path to a file of them, "
+                f"or {name}.dataset to a chat data set on the hub."
+            )
+        if section.text_column != "text":
+            yield (
+                f'{asked} and {name}.text_column = "{section.text_column}": a corpus holds either '
+                "conversations or texts. Leave one of them out."
+            )
+        if not isinstance(section, ValidationConfig) and section.streaming:
+            yield (
+                f"{asked} and {name}.streaming = true: conversations are tokenised before the "
+                "first step, so that all that is wrong with them is told of at once. Set "
+                "streaming = false."
+            )
 
 
 def _validation(config: Config) -> Iterator[str]:

@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 from torchtitan_lite.section import Section, above, at_least, between, only, positive_or_minus_one
 
 DEFAULT_DATASET = "python_stdlib"
+TEXT_DATASETS = (DEFAULT_DATASET, "c4", "c4_validation")
+"""Data sets known by name; none of them holds conversations."""
 _WORKERS = "a loader with worker processes (a background thread reads ahead instead)"
 
 
@@ -33,6 +35,11 @@ class CorpusConfig(Section):
 
     text_column: str = "text"
     """Column that holds the text of a document. Files of the "text" format have just this one."""
+
+    messages_column: str | None = None
+    """Set for a chat data set, as a rule to "messages": the column that holds the messages of a
+    conversation, each with `role` and `content`. The tokenizer's chat template makes a document of
+    them, and only what the assistant says has a loss. Takes the place of `text_column`."""
 
     streaming: bool = False
     """Read the data set as a stream instead of tokenising all of it before the first step. The
@@ -79,6 +86,11 @@ class DataConfig(Section):
 
     text_column: str = "text"
     """Column that holds the text of a document."""
+
+    messages_column: str | None = None
+    """Set for a chat data set, as a rule to "messages": the column that holds the messages of a
+    conversation, each with `role` and `content`. The tokenizer's chat template makes a document of
+    them, and only what the assistant says has a loss. Takes the place of `text_column`."""
 
     streaming: bool = False
     """Read the data set as a stream, in its own order and without a shuffle, instead of
@@ -135,6 +147,7 @@ class DataConfig(Section):
                 dataset_config=self.dataset_config,
                 dataset_split=self.dataset_split,
                 text_column=self.text_column,
+                messages_column=self.messages_column,
                 streaming=self.streaming,
             )
         ]
@@ -162,6 +175,10 @@ class ValidationConfig(Section):
 
     text_column: str = "text"
     """Column of the validation set that holds the text of a document."""
+
+    messages_column: str | None = None
+    """Column of the validation set that holds the messages of a conversation. Set for a chat data
+    set, as in `[training]`; held-out documents need it not."""
 
     local_batch_size: Annotated[int, at_least(1)] = 8
     """Samples that one rank runs at once in validation."""
@@ -205,4 +222,5 @@ class ValidationConfig(Section):
             dataset_config=self.dataset_config,
             dataset_split=self.dataset_split,
             text_column=self.text_column,
+            messages_column=self.messages_column,
         )

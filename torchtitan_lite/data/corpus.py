@@ -41,6 +41,8 @@ class Corpus:
     fingerprint: str
     """Changes when the documents may have changed."""
     column: str
+    is_chat: bool
+    """Whether `column` holds the messages of conversations; else it holds texts."""
     format: str | None
     """Builder of `datasets` for local files, else None."""
     files: tuple[Path, ...]
@@ -51,8 +53,15 @@ class Corpus:
     cache_folder: Path
 
     def documents(self) -> Iterator[str]:
-        """All documents in order, empty ones left out. Reads them into a memory-mapped table
-        first, which `datasets` keeps in its own cache."""
+        """All documents in order, empty ones left out."""
+        for value in self.values():
+            text = self.text_of({self.column: value})
+            if text:
+                yield text
+
+    def values(self) -> Iterator[Any]:
+        """What stands in the column, in order. Reads it into a memory-mapped table first, which
+        `datasets` keeps in its own cache."""
         with _reading(self.name):
             dataset = self._load(streaming=False)
             self._check_column(dataset.column_names)
@@ -63,10 +72,7 @@ class Corpus:
                 batch = next(batches, None)
             if batch is None:
                 return
-            for value in batch[self.column]:
-                text = self.text_of({self.column: value})
-                if text:
-                    yield text
+            yield from batch[self.column]
 
     def stream(self) -> Any:
         """The documents as a `datasets.IterableDataset`, from their start."""
@@ -113,20 +119,28 @@ class Corpus:
 
     def _check_column(self, names: list[str]) -> None:
         if self.column not in names:
+            remedy = (
+                "messages_column to the one that holds the messages"
+                if self.is_chat
+                else "text_column to the one that holds the text, or messages_column to one of "
+                "conversations"
+            )
             raise DataError(
                 f"{self.name} has no column {self.column!r}; its columns are "
-                f"{', '.join(map(repr, names))}. Set text_column to the one that holds the text."
+                f"{', '.join(map(repr, names))}. Set {remedy}."
             )
 
 
 def open_corpus(config: CorpusConfig, cache_folder: Path) -> Corpus:
     """Find what `config` names. Raises DataError when it is not there."""
     format, files, hub_name, hub_config, split = None, (), None, config.dataset_config, ""
-    column = config.text_column
+    is_chat = config.messages_column is not None
+    column = config.text_column if config.messages_column is None else config.messages_column
     if config.dataset_path is not None:
         format, files = _local_files(config.dataset, config.dataset_path)
     elif config.dataset == DEFAULT_DATASET:
-        format, files, column = "text", _standard_library_files(), "text"
+        format, files = "text", _standard_library_files()
+        column = column if is_chat else "text"
     elif config.dataset in FORMATS:
         raise DataError(
             f'dataset = "{config.dataset}" is a file format, so it needs dataset_path: a file, '
@@ -142,19 +156,27 @@ def open_corpus(config: CorpusConfig, cache_folder: Path) -> Corpus:
         split = _C4_SPLITS[config.dataset]
     else:
         hub_name, split = config.dataset, config.dataset_split
+    if format == "text" and is_chat:
+        raise DataError(
+            f'messages_column = "{column}" needs conversations, and the files of '
+            f"{config.dataset_path or config.dataset} are text. Set dataset_path to files in one "
+            f"of the formats json, jsonl, parquet and arrow, or dataset to a data set on the hub."
+        )
     if format == "text" and column != "text":
         raise DataError(
             f'text files have one column, "text", but text_column = "{column}". Leave it out.'
         )
     name = config.dataset if config.dataset_path is None else config.dataset_path
+    meaning = f"{column}\x1fmessages" if is_chat else column
     if hub_name is None:
-        fingerprint = _fingerprint_of_files(format or "", column, files)
+        fingerprint = _fingerprint_of_files(format or "", meaning, files)
     else:
-        fingerprint = _fingerprint_on_hub(name, hub_name, hub_config, split, column)
+        fingerprint = _fingerprint_on_hub(name, hub_name, hub_config, split, meaning)
     return Corpus(
         name=name,
         fingerprint=fingerprint,
         column=column,
+        is_chat=is_chat,
         format="json" if format == "jsonl" else format,
         files=files,
         hub_name=hub_name,

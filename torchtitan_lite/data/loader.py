@@ -14,7 +14,7 @@ import numpy as np
 
 from torchtitan_lite.data.microbatch import FILLER, collate
 from torchtitan_lite.data.order import SampleOrder
-from torchtitan_lite.data.packing import PackedBlocks
+from torchtitan_lite.data.packing import Blocks, PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.spec import Microbatch
@@ -101,15 +101,14 @@ class DataLoader:
     def _read(self, request: _Request) -> list[Microbatch]:
         microbatches, step = request
         indices = np.array([index for samples in microbatches for index in samples], dtype=np.int64)
-        tokens, documents = self._read_samples(indices)
+        blocks = self._read_samples(indices)
         result, first = [], 0
         for samples in microbatches:
             rows = slice(first, first + len(samples))
             first += len(samples)
             result.append(
                 collate(
-                    tokens[rows],
-                    documents[rows],
+                    blocks.rows(rows),
                     samples,
                     seed=self._seed,
                     step=step,
@@ -119,16 +118,15 @@ class DataLoader:
             )
         return result
 
-    def _read_samples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        tokens = np.zeros((len(indices), self._seq_len + 1), dtype=np.int64)
-        documents = np.zeros((len(indices), self._seq_len + 1), dtype=np.int32)
+    def _read_samples(self, indices: np.ndarray) -> Blocks:
+        result = Blocks.empty(len(indices), self._seq_len)
         real = np.flatnonzero(indices != FILLER)
         corpora, _, blocks = self._order.locate(indices[real])
         for corpus, source in enumerate(self._sources):
             rows = corpora == corpus
             if rows.any():
-                tokens[real[rows]], documents[real[rows]] = source.blocks.read(blocks[rows])
-        return tokens, documents
+                result.put(real[rows], source.blocks.read(blocks[rows]))
+        return result
 
     def _state(self, cursor: int) -> dict[str, Any]:
         corpora = [self._identity(source) for source in self._sources]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from torchtitan_lite.data.packing import Blocks
 from torchtitan_lite.rng import fold, mix
 from torchtitan_lite.spec import IGNORE, Microbatch
 
@@ -17,8 +18,7 @@ FILLER = -1
 
 
 def collate(
-    tokens: np.ndarray,
-    documents: np.ndarray,
+    blocks: Blocks,
     indices: Sequence[int],
     *,
     seed: int,
@@ -26,10 +26,11 @@ def collate(
     document_mask: bool,
     pin_memory: bool,
 ) -> Microbatch:
-    """A microbatch of the samples `indices`, whose blocks are `tokens` and `documents` [B, S+1].
-    With `document_mask` a token has no target in the next document."""
+    """A microbatch of the samples `indices`, which are `blocks`. With `document_mask` a token has
+    no target in the next document."""
+    tokens, documents, are_targets = blocks
     indices_B = np.array(indices, dtype=np.int64)
-    targets = tokens[:, 1:].copy()
+    targets = np.where(are_targets[:, 1:], tokens[:, 1:], IGNORE)
     if document_mask:
         targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
     targets[indices_B == FILLER] = IGNORE

@@ -62,6 +62,11 @@ def open_data(
     opened = _Opener(
         config=config, tokenizer=files, vocab_size=vocab_size, cache_folder=cache_folder
     )
+    if not document_mask and any(corpus.is_chat for corpus in corpora):
+        logger.warning(
+            "without document masks the model sees the conversations before, in the same block, as "
+            'if they were one: set model.attention_mask = "document" to keep them apart'
+        )
     tokenised = [None if corpus.streaming else opened.tokenise(corpus) for corpus in corpora]
     sources = [
         opened.stream(corpus, setting.weight)
@@ -117,13 +122,15 @@ class _Opener:
             part.tokens,
             part.document_starts,
             self.config.seq_len,
+            target_bounds=part.target_bounds,
             name=f"the corpus {tokenised.name!r}",
             remedy="lower training.seq_len or add documents",
         )
         logger.info(
-            "corpus %s: %s tokens in %s documents, %s blocks of %d",
+            "corpus %s: %s tokens%s in %s documents, %s blocks of %d",
             tokenised.name,
             f"{len(part.tokens):,}",
+            "" if part.target_bounds is None else f" ({part.num_targets:,} of them targets)",
             f"{len(part.document_starts):,}",
             f"{blocks.num_blocks:,}",
             self.config.seq_len,
@@ -156,6 +163,7 @@ class _Opener:
                     whole.train.tokens,
                     whole.train.document_starts,
                     seq_len,
+                    target_bounds=whole.train.target_bounds,
                     name=f"the validation set {whole.name!r}",
                     remedy="lower validation.seq_len or add documents",
                 )
@@ -172,6 +180,7 @@ class _Opener:
                 part.held_out.tokens,
                 part.held_out.document_starts,
                 seq_len,
+                target_bounds=part.held_out.target_bounds,
                 name=f"the held-out part ({fraction:g} of the documents) of {part.name!r}",
                 remedy="raise training.held_out_fraction, lower validation.seq_len, or set "
                 "validation.dataset",

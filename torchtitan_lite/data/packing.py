@@ -1,14 +1,42 @@
 """Blocks of `seq_len` + 1 tokens cut from one long row of documents.
 
 Layer: above errors. Invariant: block i is tokens [i*S, i*S + S], so neighbours share one token
-and every token but the first (and a tail shorter than a block) is a target exactly once.
+and every token but the first (and a tail shorter than a block) is a target exactly once, unless
+its document says that it is none.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from torchtitan_lite.errors import DataError
+
+
+class Blocks(NamedTuple):
+    """Some blocks, as arrays [n, S+1]."""
+
+    tokens: np.ndarray
+    """int64."""
+    documents: np.ndarray
+    """int32 number of the document that each token belongs to, rising from 0 within the block."""
+    are_targets: np.ndarray
+    """bool: whether a model should learn to give the token. All are, except in conversations,
+    where only the assistant's are."""
+
+    @classmethod
+    def empty(cls, count: int, seq_len: int) -> "Blocks":
+        """`count` blocks to be filled, without a target."""
+        shape = (count, seq_len + 1)
+        return cls(np.zeros(shape, np.int64), np.zeros(shape, np.int32), np.zeros(shape, np.bool_))
+
+    def put(self, rows: np.ndarray, blocks: "Blocks") -> None:
+        """Fill `rows` with `blocks`."""
+        for whole, part in zip(self, blocks, strict=True):
+            whole[rows] = part
+
+    def rows(self, rows: slice) -> "Blocks":
+        """A part of them, as views."""
+        return Blocks(*(array[rows] for array in self))
 
 
 class BlockSource(Protocol):
@@ -19,8 +47,8 @@ class BlockSource(Protocol):
         """None for a stream, which has no end."""
         ...
 
-    def read(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """tokens int64 [n, S+1] and document numbers int32 [n, S+1] of `blocks` (int64 [n])."""
+    def read(self, blocks: np.ndarray) -> Blocks:
+        """The blocks with these numbers (int64 [n])."""
         ...
 
 
@@ -33,6 +61,7 @@ class PackedBlocks:
         document_starts: np.ndarray,
         seq_len: int,
         *,
+        target_bounds: np.ndarray | None = None,
         name: str = "the corpus",
         remedy: str = "lower seq_len or add documents",
     ) -> None:
@@ -43,6 +72,7 @@ class PackedBlocks:
             )
         self._tokens = tokens
         self._document_starts = document_starts
+        self._target_bounds = target_bounds
         self._seq_len = seq_len
         self._num_blocks = (len(tokens) - 1) // seq_len
 
@@ -50,20 +80,30 @@ class PackedBlocks:
     def num_blocks(self) -> int:
         return self._num_blocks
 
-    def read(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """tokens int64 [n, S+1] and document numbers int32 [n, S+1]; see `cut_blocks`."""
+    def read(self, blocks: np.ndarray) -> Blocks:
+        """The blocks with these numbers (int64 [n]); see `cut_blocks`."""
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self._num_blocks:
             raise IndexError(f"blocks {blocks} of a corpus with {self._num_blocks}")
         starts = blocks * self._seq_len
-        return cut_blocks(self._tokens, self._document_starts, starts, self._seq_len)
+        return cut_blocks(
+            self._tokens, self._document_starts, starts, self._seq_len, self._target_bounds
+        )
 
 
 def cut_blocks(
-    tokens: np.ndarray, document_starts: np.ndarray, starts: np.ndarray, seq_len: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The blocks that begin at `starts`: tokens int64 [n, S+1], and the number of the document
-    that each token belongs to, int32 [n, S+1], rising from 0 within the block."""
+    tokens: np.ndarray,
+    document_starts: np.ndarray,
+    starts: np.ndarray,
+    seq_len: int,
+    target_bounds: np.ndarray | None = None,
+) -> Blocks:
+    """The blocks that begin at `starts`. Targets are the tokens [b0, b1), [b2, b3) and so on of
+    `target_bounds`; None: all."""
     places = starts[:, None] + np.arange(seq_len + 1)
     documents = np.searchsorted(document_starts, places, side="right")
     documents -= documents[:, :1].copy()
-    return tokens[places].astype(np.int64), documents.astype(np.int32)
+    if target_bounds is None:
+        are_targets = np.ones(places.shape, np.bool_)
+    else:
+        are_targets = np.searchsorted(target_bounds, places, side="right") % 2 == 1
+    return Blocks(tokens[places].astype(np.int64), documents.astype(np.int32), are_targets)

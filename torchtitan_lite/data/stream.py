@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.packing import cut_blocks
+from torchtitan_lite.data.packing import Blocks, cut_blocks
 from torchtitan_lite.data.token_cache import is_held_out, tokenise
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError
@@ -74,8 +74,8 @@ class StreamedBlocks:
         self._recent_firsts: deque[int] = deque(maxlen=_REMEMBERED_READS)
         self._restart(self._beginning)
 
-    def read(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """tokens int64 [n, S+1] and document numbers int32 [n, S+1] of `blocks`."""
+    def read(self, blocks: np.ndarray) -> Blocks:
+        """The blocks with these numbers (int64 [n])."""
         starts = blocks * self._seq_len
         first, last = int(starts.min()), int(starts.max()) + self._seq_len
         self._cover(first, last)

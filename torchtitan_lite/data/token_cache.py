@@ -1,32 +1,39 @@
 """A corpus as token ids in memory-mapped files, made once.
 
-Layer: above corpus, tokenizer and atomic_folder. Invariants: what is in the cache is complete;
-its name is a hash of everything that its content depends on; and no process, whatever its rank,
-does anything that the others do not. One pass over the documents writes two parts: the documents
-to train on, and those held out.
+Layer: above corpus, tokenizer, chat_tokens and atomic_folder. Invariants: what is in the cache is
+complete; its name is a hash of everything that its content depends on; and no process, whatever
+its rank, does anything that the others do not. One pass over the documents writes two parts: the
+documents to train on, and those held out. A conversation is a document.
 
     CACHE/tokens/KEY/meta.json
     CACHE/tokens/KEY/{train,held_out}/tokens.bin      uint16 or uint32, one after the other
     CACHE/tokens/KEY/{train,held_out}/documents.bin   int64, where each document starts
+    CACHE/tokens/KEY/{train,held_out}/targets.bin     int64, of conversations: where runs of targets
+                                                      begin and end; of texts all tokens are targets
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from torchtitan_lite.data.atomic_folder import build_once
+from torchtitan_lite.data.chat_template import ChatTemplate, find_template
+from torchtitan_lite.data.chat_tokens import tokenise_conversations
+from torchtitan_lite.data.conversations import Unusable, read_conversations
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.progress import progress
 from torchtitan_lite.data.tokenizer import Tokenizer, TokenizerFiles, check_vocab_size
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.log import logger
 
 _FORMAT = 1
+_CHAT_FORMAT = 1
 _PARTS = ("train", "held_out")
 _BATCH_BYTES = 2 * 2**20
 
@@ -37,8 +44,17 @@ class CachedTokens:
 
     tokens: np.ndarray
     document_starts: np.ndarray
+    target_bounds: np.ndarray | None
+    """Targets are the tokens [b0, b1), [b2, b3) and so on; None: all."""
     digest: str
     """Hash of the tokens: the same text and tokenizer give the same, wherever the files lie."""
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are targets."""
+        if self.target_bounds is None:
+            return len(self.tokens)
+        return int((self.target_bounds[1::2] - self.target_bounds[::2]).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +76,20 @@ def open_token_cache(
 ) -> TokenisedCorpus:
     """The tokens of `corpus`, from the cache or made now. Every process calls this alike."""
     parts = [str(_FORMAT), corpus.fingerprint, tokenizer.fingerprint, repr(held_out_fraction)]
+    template = None
+    if corpus.is_chat:
+        template = find_template(tokenizer.folder)
+        parts += [f"chat {_CHAT_FORMAT}", template.fingerprint]
     key = hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
     folder = cache_folder / "tokens" / key
 
     def build(temporary: Path) -> None:
         loaded = tokenizer.load()
         check_vocab_size(tokenizer.folder, loaded.vocab_size, vocab_size)
-        _write(corpus, loaded, held_out_fraction, temporary)
+        batches = (
+            _texts(corpus, loaded) if template is None else _conversations(corpus, loaded, template)
+        )
+        _write(corpus, batches, loaded.vocab_size, held_out_fraction, temporary)
 
     build_once(folder, f"the tokens of {corpus.name}", build)
     meta = json.loads((folder / "meta.json").read_text())
@@ -94,41 +117,107 @@ def tokenise(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     return [np.array(before + ids + after, dtype=np.uint32) for ids in encoded]
 
 
-def _write(corpus: Corpus, tokenizer: Tokenizer, fraction: float, folder: Path) -> None:
-    dtype = _token_dtype(tokenizer.vocab_size)
+class _Document(NamedTuple):
+    text: str
+    """Decides the part."""
+    ids: np.ndarray
+    """uint32."""
+    target_bounds: np.ndarray | None
+    """int64, within the document; None: all ids are targets."""
+
+
+def _texts(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[_Document]]:
+    """The documents of a corpus of texts, in batches."""
+    for texts in _batches(corpus.documents(), len):
+        yield [
+            _Document(text, ids, None)
+            for text, ids in zip(texts, tokenise(tokenizer, texts), strict=True)
+        ]
+
+
+def _conversations(
+    corpus: Corpus, tokenizer: Tokenizer, template: ChatTemplate
+) -> Iterator[list[_Document]]:
+    """The documents of a chat corpus, in batches. Those without a target are left out. Raises
+    DataError at the end when there are some that cannot be used."""
+    unusable = Unusable(corpus)
+    count = left_out = 0
+    conversations = read_conversations(corpus, unusable)
+    for batch in _batches(conversations, lambda conversation: len(conversation.text)):
+        made = tokenise_conversations(tokenizer, template, batch, unusable)
+        documents = [
+            _Document(one.conversation.text, one.ids, one.target_bounds)
+            for one in made
+            if len(one.target_bounds)
+        ]
+        count += len(made)
+        left_out += len(made) - len(documents)
+        yield documents
+    unusable.check()
+    if left_out:
+        logger.warning(
+            "corpus %s: %s of %s conversations have no token of the assistant and are left out",
+            corpus.name,
+            f"{left_out:,}",
+            f"{count:,}",
+        )
+
+
+def _write(
+    corpus: Corpus,
+    batches: Iterable[list[_Document]],
+    vocab_size: int,
+    fraction: float,
+    folder: Path,
+) -> None:
+    dtype = _token_dtype(vocab_size)
     with ExitStack() as opened:
         writers = {
-            part: opened.enter_context(closing(_PartWriter(folder / part, dtype)))
+            part: opened.enter_context(
+                closing(_PartWriter(folder / part, dtype, with_targets=corpus.is_chat))
+            )
             for part in _PARTS
         }
         advance = opened.enter_context(progress(f"tokenising {corpus.name}", "documents"))
-        for texts in _batches(corpus.documents()):
-            documents = tokenise(tokenizer, texts)
-            for text, ids in zip(texts, documents, strict=True):
-                writers["held_out" if is_held_out(text, fraction) else "train"].add(ids)
-            advance(len(texts), sum(map(len, documents)))
+        for documents in batches:
+            for document in documents:
+                part = "held_out" if is_held_out(document.text, fraction) else "train"
+                writers[part].add(document)
+            advance(len(documents), sum(len(document.ids) for document in documents))
     if not any(writer.num_documents for writer in writers.values()):
-        raise DataError(
-            f"the corpus {corpus.name!r} has no text in column {corpus.column!r}. Check "
-            f"dataset_path and text_column."
-        )
+        raise DataError(_nothing_in(corpus))
     meta = {
         "format": _FORMAT,
         "corpus": corpus.name,
-        "vocab_size": tokenizer.vocab_size,
+        "vocab_size": vocab_size,
         "held_out_fraction": fraction,
         "parts": {part: writer.meta() for part, writer in writers.items()},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Documents in batches of about `_BATCH_BYTES`, for the tokenizer's threads."""
-    batch: list[str] = []
+def _nothing_in(corpus: Corpus) -> str:
+    if corpus.is_chat:
+        return (
+            f"the corpus {corpus.name!r} has no conversation in which the assistant says "
+            f"something. Check dataset_path, messages_column and the roles of the messages."
+        )
+    return (
+        f"the corpus {corpus.name!r} has no text in column {corpus.column!r}. Check "
+        f"dataset_path and text_column."
+    )
+
+
+_Item = TypeVar("_Item")
+
+
+def _batches(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Items in batches of about `_BATCH_BYTES`, for the tokenizer's threads."""
+    batch: list[_Item] = []
     size = 0
-    for text in documents:
-        batch.append(text)
-        size += len(text)
+    for item in items:
+        batch.append(item)
+        size += size_of(item)
         if size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -139,41 +228,63 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 class _PartWriter:
     """Writes the files of one part."""
 
-    def __init__(self, folder: Path, dtype: np.dtype) -> None:
+    def __init__(self, folder: Path, dtype: np.dtype, *, with_targets: bool) -> None:
         folder.mkdir()
         self._dtype = dtype
         self._tokens_file = (folder / "tokens.bin").open("wb")
         self._documents_file = (folder / "documents.bin").open("wb")
+        self._targets_file = (folder / "targets.bin").open("wb") if with_targets else None
         self._digest = hashlib.blake2b(digest_size=16)
         self._num_tokens = 0
+        self._num_target_bounds = 0
         self.num_documents = 0
 
-    def add(self, ids: np.ndarray) -> None:
-        # The digest is of uint32 ids and of where documents start, whatever the file's dtype.
+    def add(self, document: _Document) -> None:
+        # The digest is of uint32 ids and of where documents start, whatever the file's dtype; of
+        # conversations also of where targets are.
+        ids, target_bounds = document.ids, document.target_bounds
         start = np.int64(self._num_tokens)
         self._digest.update(start.tobytes())
         self._digest.update(ids.tobytes())
         self._documents_file.write(start.tobytes())
         self._tokens_file.write(ids.astype(self._dtype).tobytes())
+        if self._targets_file is not None and target_bounds is not None:
+            places = (start + target_bounds).tobytes()
+            self._digest.update(places)
+            self._targets_file.write(places)
+            self._num_target_bounds += len(target_bounds)
         self._num_tokens += len(ids)
         self.num_documents += 1
 
     def close(self) -> None:
         self._tokens_file.close()
         self._documents_file.close()
+        if self._targets_file is not None:
+            self._targets_file.close()
 
     def meta(self) -> dict[str, Any]:
+        targets = (
+            {} if self._targets_file is None else {"num_target_bounds": self._num_target_bounds}
+        )
         return {
             "num_tokens": self._num_tokens,
             "num_documents": self.num_documents,
+            **targets,
             "digest": self._digest.hexdigest(),
         }
 
 
 def _open_part(folder: Path, meta: dict[str, Any], dtype: np.dtype) -> CachedTokens:
+    int64 = np.dtype(np.int64)
+    num_target_bounds = meta.get("num_target_bounds")
     return CachedTokens(
         tokens=_map(folder / "tokens.bin", dtype, meta["num_tokens"]),
-        document_starts=_map(folder / "documents.bin", np.dtype(np.int64), meta["num_documents"]),
+        document_starts=_map(folder / "documents.bin", int64, meta["num_documents"]),
+        target_bounds=(
+            None
+            if num_target_bounds is None
+            else _map(folder / "targets.bin", int64, num_target_bounds)
+        ),
         digest=meta["digest"],
     )
 

@@ -1,7 +1,8 @@
 """Text to token ids and back, with Hugging Face's `tokenizers`.
 
-Owns finding, loading and training a tokenizer. Layer: above errors and log. Invariant: a
-tokenizer is known by a hash of its files, so that a warm start need not import `tokenizers`.
+Owns finding, loading and training a tokenizer. Layer: above chat_template and conversations.
+Invariant: a tokenizer is known by a hash of its files, so that a warm start need not import
+`tokenizers`.
 """
 
 import hashlib
@@ -12,16 +13,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchtitan_lite.data.atomic_folder import build_once
+from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, END_OF_TURN, TURN_TOKENS
+from torchtitan_lite.data.conversations import Unusable, read_conversations
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.log import logger
 
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
-MIN_VOCAB_SIZE = 258
-"""256 bytes and the two special tokens."""
-
+_NUM_BYTES = 256
 _BOS_NAMES = (BOS, "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
 _EOS_NAMES = (EOS, "</s>", "<eos>", "<|endoftext|>", "<|im_end|>")
 _TRAINING_BYTES = 64 * 2**20
@@ -39,11 +42,33 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_id = eos_id
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        added = inner.get_added_tokens_decoder().values()
+        self.special_texts = tuple(str(token.content) for token in added if token.special)
+        """How special tokens are spelt."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without any special token."""
         encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def encode_rendered(
+        self, texts: Sequence[str]
+    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Of each text that a chat template has made: the ids (uint32), special tokens where the
+        text spells them, and the places [begin, end) of each token in it, in characters (int64)."""
+        # As transformers does, whatever the file of the tokenizer says.
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._inner.encode_special_tokens = False
+        try:
+            encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self._inner.encode_special_tokens = True
+        places = [np.array(e.offsets, dtype=np.int64).reshape(-1, 2) for e in encodings]
+        return [
+            (np.array(encoding.ids, dtype=np.uint32), place[:, 0], place[:, 1])
+            for encoding, place in zip(encodings, places, strict=True)
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens are left out."""
@@ -74,19 +99,24 @@ class TokenizerFiles:
 def open_tokenizer(
     hf_assets_path: str | None, corpora: Sequence[Corpus], vocab_size: int, cache_folder: Path
 ) -> TokenizerFiles:
-    """The tokenizer in `hf_assets_path`, or one that is trained once on `corpora` and cached."""
+    """The tokenizer in `hf_assets_path`, or one that is trained once on `corpora` and cached. If
+    there are conversations among them, that has a chat template too."""
     if hf_assets_path is not None:
         folder = Path(hf_assets_path).expanduser()
         _require_file(folder)
     else:
+        chat = any(corpus.is_chat for corpus in corpora)
         parts = [str(_FORMAT), str(vocab_size), *(corpus.fingerprint for corpus in corpora)]
+        parts += [DEFAULT_TEMPLATE] if chat else []
         key = hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
         folder = cache_folder / "tokenizers" / key
 
         def build(temporary: Path) -> None:
             names = ", ".join(corpus.name for corpus in corpora)
             logger.info("training a tokenizer of %d tokens on %s", vocab_size, names)
-            train_tokenizer(_first_documents(corpora), vocab_size).save(temporary)
+            train_tokenizer(_first_documents(corpora), vocab_size, chat=chat).save(temporary)
+            if chat:
+                (temporary / "chat_template.jinja").write_text(DEFAULT_TEMPLATE)
 
         build_once(folder, "the trained tokenizer", build)
     return TokenizerFiles(folder=folder, fingerprint=_fingerprint(folder))
@@ -115,14 +145,17 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     )
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(documents: Iterable[str], vocab_size: int, *, chat: bool = False) -> Tokenizer:
     """A byte-level BPE (Sennrich, Haddow and Birch 2016; over bytes as in GPT-2) of at most
-    `vocab_size` tokens, the two special ones included. The same documents give the same one."""
-    if vocab_size < MIN_VOCAB_SIZE:
+    `vocab_size` tokens, the special ones included. The same documents give the same one. With
+    `chat` it has the tokens of `DEFAULT_TEMPLATE`, and a turn's end is its end of a text."""
+    special_tokens = [BOS, EOS, *(TURN_TOKENS if chat else ())]
+    needed = _NUM_BYTES + len(special_tokens)
+    if vocab_size < needed:
         raise DataError(
-            f"a tokenizer of {vocab_size} tokens cannot be trained: 256 bytes and 2 special "
-            f"tokens need {MIN_VOCAB_SIZE}. Use a model with a larger vocabulary, or set "
-            f"model.hf_assets_path to the folder of a tokenizer."
+            f"a tokenizer of {vocab_size} tokens cannot be trained: {_NUM_BYTES} bytes and "
+            f"{len(special_tokens)} special tokens need {needed}. Use a model with a larger "
+            f"vocabulary, or set model.hf_assets_path to the folder of a tokenizer."
         )
     from tokenizers import Tokenizer as HuggingFaceTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -132,12 +165,13 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[BOS, EOS],
+        special_tokens=special_tokens,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     inner.train_from_iterator(documents, trainer=trainer)
-    return Tokenizer(inner, bos_id=inner.token_to_id(BOS), eos_id=inner.token_to_id(EOS))
+    eos = END_OF_TURN if chat else EOS
+    return Tokenizer(inner, bos_id=inner.token_to_id(BOS), eos_id=inner.token_to_id(eos))
 
 
 def check_vocab_size(folder: Path, tokenizer_vocab_size: int, vocab_size: int) -> None:
@@ -201,9 +235,18 @@ def _first_documents(corpora: Sequence[Corpus]) -> Iterator[str]:
 
 
 def _texts(corpus: Corpus) -> Iterator[str]:
+    if corpus.is_chat:
+        return _said(corpus)
     if corpus.streaming:
         return map(corpus.text_of, corpus.stream())
     return corpus.documents()
+
+
+def _said(corpus: Corpus) -> Iterator[str]:
+    unusable = Unusable(corpus)
+    for conversation in read_conversations(corpus, unusable):
+        yield from conversation.said()
+    unusable.check()
 
 
 def _up_to(texts: Iterator[str], limit_bytes: int) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from torchtitan_lite.data.microbatch import FILLER, collate
-from torchtitan_lite.data.packing import PackedBlocks
+from torchtitan_lite.data.packing import Blocks, PackedBlocks
 from torchtitan_lite.spec import Microbatch
 
 
@@ -57,11 +57,9 @@ class ValidationData:
         samples[:used] = np.arange(used) * self.num_blocks // used
         mine = samples.reshape(rounds, num_batch_ranks, self._local_batch_size)[:, batch_rank]
         for indices in mine:
-            tokens, documents = self._read(indices)
             yield [
                 collate(
-                    tokens,
-                    documents,
+                    self._read(indices),
                     indices.tolist(),
                     seed=self._seed,
                     step=0,
@@ -70,13 +68,12 @@ class ValidationData:
                 )
             ]
 
-    def _read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        tokens = np.zeros((len(indices), self._seq_len + 1), dtype=np.int64)
-        documents = np.zeros((len(indices), self._seq_len + 1), dtype=np.int32)
+    def _read(self, indices: np.ndarray) -> Blocks:
+        blocks = Blocks.empty(len(indices), self._seq_len)
         owner = np.searchsorted(self._ends, indices, side="right")
         for number, part in enumerate(self._parts):
             rows = (owner == number) & (indices != FILLER)
             if rows.any():
                 first = int(self._ends[number]) - part.num_blocks
-                tokens[rows], documents[rows] = part.read(indices[rows] - first)
-        return tokens, documents
+                blocks.put(rows, part.read(indices[rows] - first))
+        return blocks

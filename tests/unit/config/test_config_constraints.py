@@ -163,6 +163,23 @@ def test_validation_needs_data(config) -> None:
     check_against(config("--validation.enable", "--validation.dataset", "c4_validation"), 1)
 
 
+def test_conversations_need_a_chat_data_set(config, tmp_path: Path) -> None:
+    (tmp_path / "chat.jsonl").touch()
+    chat = f"--training.dataset_path={tmp_path / 'chat.jsonl'}"
+    asked = "--training.messages_column=messages"
+    check_against(config(chat, asked), 1)
+    text = refusal(config(asked, "--validation.messages_column=messages"))
+    assert (
+        'training.messages_column = "messages" needs conversations, and dataset = "python_' in text
+    )
+    assert (
+        'validation.messages_column = "messages" needs conversations. Set validation.data' in text
+    )
+    text = refusal(config(chat, asked, "--training.streaming=true", "--training.text_column=body"))
+    assert 'training.text_column = "body": a corpus holds either conversations or texts' in text
+    assert "training.streaming = true: conversations are tokenised before the first step" in text
+
+
 def test_samples_need_validation_and_weights_that_are_there(config, monkeypatch) -> None:
     assert refusal(config("--validation.samples", "2")) == (
         "validation.samples = 2 has no effect while validation.enable is false. Set "

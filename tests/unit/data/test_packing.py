@@ -32,15 +32,16 @@ def test_blocks_match_a_plain_loop(seed: int) -> None:
     blocks = PackedBlocks(flat, np.cumsum(lengths) - lengths, SEQ_LEN)
     assert blocks.num_blocks == len(expected)
     order = generator.permutation(len(expected))
-    tokens, numbers = blocks.read(order)
+    tokens, numbers, are_targets = blocks.read(order)
     assert (tokens.dtype, numbers.dtype) == (np.int64, np.int32)
+    assert are_targets.all()
     assert tokens.tolist() == [expected[block][0] for block in order]
     assert numbers.tolist() == [expected[block][1] for block in order]
 
 
 def test_every_token_is_a_target_once() -> None:
-    tokens, _ = PackedBlocks(np.arange(71), np.array([0]), SEQ_LEN).read(np.arange(10))
-    assert tokens[:, 1:].ravel().tolist() == list(range(1, 71))
+    blocks = PackedBlocks(np.arange(71), np.array([0]), SEQ_LEN).read(np.arange(10))
+    assert blocks.tokens[:, 1:].ravel().tolist() == list(range(1, 71))
 
 
 def test_exactly_one_block_fits_and_less_is_refused() -> None:

@@ -1,0 +1,236 @@
+"""Chat templates and the tokens of the assistant, against transformers and against the messages."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.data.chat_templates import (
+    CHATML,
+    CHATML_MARKED,
+    FORGETS_THOUGHTS,
+    INSTRUCT,
+    LLAMA_3,
+    TEMPLATES,
+    WITH_DEFAULT_SYSTEM,
+    chat_messages,
+    write_tokenizer,
+)
+from torchtitan_lite.data import CorpusConfig
+from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, TemplateRefusal, find_template
+from torchtitan_lite.data.chat_tokens import ConversationTokens, tokenise_conversations
+from torchtitan_lite.data.conversations import Conversation, Unusable
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.errors import DataError
+
+Messages = list[dict[str, Any]]
+TOOLS: Messages = [
+    {"role": "user", "content": "How warm is it?"},
+    {"role": "assistant", "tool_calls": [{"name": "thermometer", "arguments": {"où": "<here>"}}]},
+    {"role": "tool", "content": "19 °C"},
+    {"role": "assistant", "content": "It is nineteen degrees."},
+]
+
+
+def unusable(folder: Path) -> Unusable:
+    (folder / "some.jsonl").touch()
+    config = CorpusConfig(dataset_path=str(folder / "some.jsonl"), messages_column="messages")
+    return Unusable(open_corpus(config, folder))
+
+
+def tokens_of(
+    folder: Path, messages: list[Messages], refused: Unusable | None = None
+) -> list[ConversationTokens]:
+    conversations = [
+        Conversation(place=f"chat.jsonl:{number}", messages=one, text=json.dumps(one))
+        for number, one in enumerate(messages, start=1)
+    ]
+    refused = unusable(folder) if refused is None else refused
+    return tokenise_conversations(
+        load_tokenizer(folder), find_template(folder), conversations, refused
+    )
+
+
+def mask(tokens: ConversationTokens) -> list[int]:
+    places = np.arange(len(tokens.ids))
+    return (np.searchsorted(tokens.target_bounds, places, side="right") % 2).tolist()
+
+
+def transformers_tokens(folder: Path, messages: list[Messages], *, masks: bool) -> list[Any]:
+    import transformers
+
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return [
+        theirs.apply_chat_template(
+            one, tokenize=True, return_dict=True, return_assistant_tokens_mask=masks
+        )
+        for one in messages
+    ]
+
+
+def without_system(messages: list[Messages]) -> list[Messages]:
+    return [one for one in messages if one[0]["role"] != "system"]
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_ids_are_those_of_transformers(tmp_path: Path, name: str, kind: str) -> None:
+    folder = write_tokenizer(tmp_path, TEMPLATES[name], kind)
+    messages: list[Messages] = [*chat_messages()]
+    if name == "instruct":
+        messages = without_system(messages)
+    if name == "default system":
+        messages.append(TOOLS)
+    theirs = transformers_tokens(folder, messages, masks=False)
+    ours = tokens_of(folder, messages)
+    assert [tokens.ids.tolist() for tokens in ours] == [one["input_ids"] for one in theirs]
+
+
+@pytest.mark.parametrize("template", [DEFAULT_TEMPLATE, CHATML_MARKED], ids=["ours", "chatml"])
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+def test_generation_blocks_give_the_masks_of_transformers(
+    tmp_path: Path, template: str, kind: str
+) -> None:
+    folder = write_tokenizer(tmp_path, template, kind)
+    messages = chat_messages()
+    theirs = transformers_tokens(folder, messages, masks=True)
+    ours = tokens_of(folder, messages)
+    assert [mask(tokens) for tokens in ours] == [one["assistant_masks"] for one in theirs]
+    assert all(len(tokens.target_bounds) for tokens in ours)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+@pytest.mark.parametrize(
+    ("plain", "marked"), [(CHATML, CHATML_MARKED), (LLAMA_3, DEFAULT_TEMPLATE)], ids=["chatml", "3"]
+)
+def test_without_blocks_the_beginnings_give_the_same_masks(
+    tmp_path: Path, plain: str, marked: str, kind: str
+) -> None:
+    messages = chat_messages()
+    of_plain = tokens_of(write_tokenizer(tmp_path / "plain", plain, kind), messages)
+    of_marked = tokens_of(write_tokenizer(tmp_path / "marked", marked, kind), messages)
+    assert list(map(mask, of_plain)) == list(map(mask, of_marked))
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (LLAMA_3, "{}<|eot_id|>"),
+        (DEFAULT_TEMPLATE, "{}<|eot_id|>"),
+        (CHATML, "{}<|im_end|>"),
+        (WITH_DEFAULT_SYSTEM, "{}<|im_end|>"),
+        (INSTRUCT, " {}<|end_of_text|>"),
+    ],
+)
+def test_targets_are_what_the_assistant_says_and_the_end_of_its_turn(
+    tmp_path: Path, template: str, said: str
+) -> None:
+    from tokenizers import Tokenizer
+
+    folder = write_tokenizer(tmp_path, template)
+    inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    messages = without_system(chat_messages()[:-4])
+    for one, tokens in zip(messages, tokens_of(folder, messages), strict=True):
+        wanted = [said.format(m["content"]) for m in one if m["role"] == "assistant"]
+        runs = tokens.target_bounds.reshape(-1, 2)
+        decoded = [
+            inner.decode(tokens.ids[begin:end].tolist(), skip_special_tokens=False)
+            for begin, end in runs
+        ]
+        assert decoded == wanted
+
+
+def test_what_the_user_says_changes_no_target(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, CHATML)
+    messages = chat_messages()
+    changed = [
+        [
+            {**m, "content": f"Other {m['content']} 谢"} if m["role"] != "assistant" else m
+            for m in one
+        ]
+        for one in messages
+    ]
+    for before, after in zip(tokens_of(folder, messages), tokens_of(folder, changed), strict=True):
+        said = [tokens.ids[np.array(mask(tokens)) == 1].tolist() for tokens in (before, after)]
+        assert said[0] == said[1] != []
+        assert before.ids.tolist() != after.ids.tolist()
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, FORGETS_THOUGHTS)
+    once, twice = chat_messages()[0], chat_messages()[2]
+    [tokens] = tokens_of(folder, [once])
+    assert len(tokens.target_bounds) == 2
+    message = (
+        r"chat_template.jinja does not tell where message 2 of chat.jsonl:2 begins.*generation"
+    )
+    with pytest.raises(DataError, match=message):
+        tokens_of(folder, [once, twice])
+
+
+def test_what_a_template_refuses_is_collected(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, INSTRUCT)
+    messages = chat_messages()
+    refused = unusable(folder)
+    kept = tokens_of(folder, messages, refused)
+    assert len(kept) == len(without_system(messages)) == len(messages) - len(refused)
+    with pytest.raises(DataError, match=r"chat.jsonl:4: the template refuses it.*No system here!"):
+        refused.check()
+
+
+def test_where_a_template_is_found(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, None)
+    config_file = folder / "tokenizer_config.json"
+    config = json.loads(config_file.read_text())
+    with pytest.raises(DataError, match=r"has no chat template.*Add chat_template.jinja"):
+        find_template(folder)
+    (folder / "special_tokens_map.json").write_text('{"pad_token": "<pad>", "eos_token": "x"}')
+    config_file.write_text(json.dumps(config | {"chat_template": CHATML}))
+    found = find_template(folder)
+    assert (found.name, found.source) == (str(config_file), CHATML)
+    assert found.special_tokens == {
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|end_of_text|>",
+        "pad_token": "<pad>",
+    }
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": LLAMA_3}]
+    config_file.write_text(json.dumps(config | {"chat_template": named}))
+    assert find_template(folder).source == LLAMA_3
+    config_file.write_text(json.dumps(config | {"chat_template": named[:1]}))
+    with pytest.raises(DataError, match="'tool_use', but none named \"default\""):
+        find_template(folder)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    assert find_template(folder).name.endswith("chat_template.jinja")
+
+
+def rendered(folder: Path, source: str) -> str:
+    (folder / "chat_template.jinja").write_text(source)
+    return find_template(folder).render(chat_messages()[0])
+
+
+def test_the_date_is_fixed_and_a_template_has_no_way_out(tmp_path: Path) -> None:
+    assert rendered(tmp_path, "{{ strftime_now('%d %b %Y') }}") == "26 Jul 2024"
+    for way_out in (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__['json'] }}",
+        "{% include '/etc/passwd' %}",
+    ):
+        with pytest.raises(TemplateRefusal):
+            rendered(tmp_path, way_out)
+    with pytest.raises(DataError, match=r"jinja is not a chat template .* \(line 2 of"):
+        rendered(tmp_path, "{{ bos_token }}\n{% for message %}")
+
+
+def test_marks_that_change_the_text_are_noticed(tmp_path: Path) -> None:
+    counted = "{% set said %}{% generation %}x{% endgeneration %}{% endset %}{{ said | length }}"
+    (tmp_path / "chat_template.jinja").write_text(counted)
+    with pytest.raises(TemplateRefusal, match="the text changes"):
+        find_template(tmp_path).render_with_spans(chat_messages()[0])
+    kept = counted.replace(" | length", "") + "{{ said }}"
+    (tmp_path / "chat_template.jinja").write_text(kept)
+    found = find_template(tmp_path).render_with_spans(chat_messages()[0])
+    assert found == ("xx", [(0, 1), (1, 2)])

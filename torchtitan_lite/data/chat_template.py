@@ -1,0 +1,178 @@
+"""The chat template of a tokenizer: how a conversation becomes one text.
+
+Owns finding a template and rendering it. Layer: above errors. Invariants: what is rendered is what
+`apply_chat_template` of transformers renders, so that a model sees in training what it is asked
+with later; it depends on the files and the messages alone, not on the day; and a template runs in
+Jinja's sandbox, which gives it neither files nor Python's internals. `jinja2` is imported when
+a template is compiled, so that a start with a warm token cache does not pay for it.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.errors import DataError
+
+END_OF_TURN = "<|eot_id|>"
+TURN_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", END_OF_TURN)
+"""The special tokens that `DEFAULT_TEMPLATE` puts around messages."""
+
+DEFAULT_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}
+            {{- message['content'] | trim + '<|eot_id|>' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+"""Of tokenizers that are trained here: Llama 3's turns, without its dates and tools."""
+
+TODAY = datetime(2024, 7, 26)
+"""What `strftime_now` says in a template. It is the date that Llama 3 templates fall back to; the
+real one would make the tokens of a corpus depend on the day on which they were made."""
+
+_NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_SPAN_BEGIN, _SPAN_END = "\U0010f5b0", "\U0010f5b1"
+"""Of private use; `ChatTemplate.render_with_spans` finds out when a text holds them."""
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """A template that has been found but not compiled."""
+
+    name: str
+    """The file it comes from, for messages."""
+    source: str
+    special_tokens: Mapping[str, str]
+    """What the template knows as `bos_token`, `eos_token` and so on."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when what is rendered may have changed."""
+        parts = [self.source, json.dumps(dict(self.special_tokens), sort_keys=True), str(TODAY)]
+        return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
+
+    @property
+    def marks_the_assistant(self) -> bool:
+        """Whether `{% generation %}` blocks say what the assistant's text is."""
+        return self._compiled.generation.is_used
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
+        """The text of a conversation; with `add_generation_prompt` it ends with the header of the
+        assistant's next message. Raises TemplateRefusal."""
+        template = self._compiled.template
+        try:
+            return template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
+        # A template is a program: besides Jinja's errors it can meet those of any expression.
+        except Exception as error:
+            raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
+
+    def render_with_spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and the places [begin, end) in it, in characters, of what
+        stands in `{% generation %}` blocks. Raises TemplateRefusal."""
+        plain = self.render(messages)
+        generation = self._compiled.generation
+        generation.marks = (_SPAN_BEGIN, _SPAN_END)
+        try:
+            marked = self.render(messages)
+        finally:
+            generation.marks = ("", "")
+        pieces, spans, place, begin = [], [], 0, 0
+        for piece in re.split(f"([{_SPAN_BEGIN}{_SPAN_END}])", marked):
+            if piece == _SPAN_BEGIN:
+                begin = place
+            elif piece == _SPAN_END:
+                spans.append((begin, place))
+            else:
+                pieces.append(piece)
+                place += len(piece)
+        if "".join(pieces) != plain:
+            raise TemplateRefusal(
+                "the text changes when the places of {% generation %} blocks are marked in it; "
+                "a filter around such a block, or U+10F5B0 or U+10F5B1 in a message, does that"
+            )
+        return plain, spans
+
+    @cached_property
+    def _compiled(self) -> Any:
+        from torchtitan_lite.data.template_environment import compile_template
+
+        return compile_template(self.name, self.source, TODAY)
+
+
+class TemplateRefusal(Exception):
+    """The template does not take a conversation. The text says why."""
+
+
+def find_template(folder: Path) -> ChatTemplate:
+    """The template of the tokenizer in `folder`: chat_template.jinja, else `chat_template` in
+    tokenizer_config.json. Raises DataError when there is none."""
+    config_file = folder / "tokenizer_config.json"
+    config = _read_json(config_file)
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        name, source = str(file), file.read_text(encoding="utf-8")
+    else:
+        name, source = str(config_file), _in_config(config.get("chat_template"), config_file)
+    if source is None:
+        raise DataError(
+            f"the tokenizer in {folder} has no chat template, which a corpus with messages_column "
+            f"needs. Add chat_template.jinja to that folder (the template of the model's chat "
+            f'version, which then has the tokens that it uses), or "chat_template" to '
+            f"tokenizer_config.json."
+        )
+    # Older folders name the tokens in a file of their own.
+    named = _read_json(folder / "special_tokens_map.json") | config
+    special_tokens = {
+        f"{kind}_token": _content(named[f"{kind}_token"])
+        for kind in _NAMED_TOKENS
+        if named.get(f"{kind}_token") is not None
+    }
+    return ChatTemplate(name=name, source=source, special_tokens=special_tokens)
+
+
+def _in_config(given: Any, config_file: Path) -> str | None:
+    """The template of `tokenizer_config.json`: a text, or that named "default" of a list."""
+    if given is None or isinstance(given, str):
+        return given
+    named = given if isinstance(given, dict) else {t["name"]: t["template"] for t in given}
+    if "default" not in named:
+        raise DataError(
+            f"{config_file} has the chat templates {', '.join(map(repr, sorted(named)))}, but "
+            f'none named "default", which is the one that is used. Rename one of them, or add '
+            f"chat_template.jinja to that folder."
+        )
+    return named["default"]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise DataError(f"{file} is not JSON: {error}") from error
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else str(token)

@@ -1,0 +1,103 @@
+"""Conversations as token ids, and which of them the assistant says.
+
+Layer: above chat_template, conversations and tokenizer. Invariants: the ids are those of one
+tokenisation of the whole text, so that they are what the model is given later; and whether a
+token is a target follows from where its characters lie, never from its neighbours' ids.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from torchtitan_lite.data.chat_template import ChatTemplate, TemplateRefusal
+from torchtitan_lite.data.conversations import ASSISTANT, Conversation, Unusable
+from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.errors import DataError
+
+
+class ConversationTokens(NamedTuple):
+    """A conversation as ids."""
+
+    conversation: Conversation
+    ids: np.ndarray
+    """uint32."""
+    target_bounds: np.ndarray
+    """int64, rising: targets are the ids [b0, b1), [b2, b3) and so on. Empty without any."""
+
+
+def tokenise_conversations(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    conversations: Sequence[Conversation],
+    unusable: Unusable,
+) -> list[ConversationTokens]:
+    """Each conversation as ids; those that the template refuses are added to `unusable`.
+
+    Raises DataError when the template does not tell what the assistant says.
+    """
+    rendered = []
+    for conversation in conversations:
+        try:
+            text, spans = _assistant_spans(tokenizer, template, conversation)
+        except TemplateRefusal as refusal:
+            unusable.add(conversation.place, f"the template refuses it ({refusal})")
+            continue
+        rendered.append((conversation, text, spans))
+    encoded = tokenizer.encode_rendered([text for _, text, _ in rendered])
+    return [
+        ConversationTokens(conversation, ids, _token_bounds(begins, ends, spans))
+        for (conversation, _, spans), (ids, begins, ends) in zip(rendered, encoded, strict=True)
+    ]
+
+
+def _assistant_spans(
+    tokenizer: Tokenizer, template: ChatTemplate, conversation: Conversation
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation, and what of it the assistant says, in characters."""
+    if template.marks_the_assistant:
+        return template.render_with_spans(conversation.messages)
+    messages = conversation.messages
+    whole = template.render(messages)
+    spans = []
+    for place, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        before = template.render(messages[:place], add_generation_prompt=True)
+        through = template.render(messages[: place + 1])
+        if not (whole.startswith(through) and through.startswith(before)):
+            raise DataError(
+                f"{template.name} does not tell where message {place + 1} of {conversation.place} "
+                f"begins and ends: what it makes of the first messages is no beginning of what it "
+                f"makes of all {len(messages)}, since it writes earlier ones in another way when "
+                f"more follow. Put {{% generation %}} and {{% endgeneration %}} around what the "
+                f"assistant says in the template, or leave such conversations out."
+            )
+        spans.append((len(before), _end_of_turn(through, len(before), tokenizer.special_texts)))
+    return whole, spans
+
+
+def _end_of_turn(text: str, begin: int, special_texts: tuple[str, ...]) -> int:
+    """The end of what is said from `begin` to the end of `text`: with the token that ends the turn,
+    without the line break that many templates put after it, which nobody generates."""
+    said = text[begin:].rstrip()
+    return begin + len(said) if said.endswith(special_texts) else len(text)
+
+
+def _token_bounds(
+    begins: np.ndarray, ends: np.ndarray, spans: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """The tokens that hold characters of `spans`, as rising bounds. `begins` and `ends` are the
+    places of each token's characters."""
+    # A token's space before a word may be missing from its place: it reaches back to the last one.
+    ends = np.maximum.accumulate(ends)
+    begins = np.minimum(begins, np.concatenate([[0], ends[:-1]]))
+    bounds: list[int] = []
+    for begin, end in spans:
+        first = int(np.searchsorted(ends, begin, side="right"))
+        last = int(np.searchsorted(begins, end, side="left"))
+        # A token may hold the end of one span and the beginning of the next.
+        first = max(first, bounds[-1] if bounds else 0)
+        if begin < end and first < last:
+            bounds += [first, last]
+    return np.array(bounds, dtype=np.int64)

@@ -1,0 +1,181 @@
+"""The conversations of a chat corpus, read and checked.
+
+Owns what a conversation is, and the report of those that are not one. Layer: above corpus.
+Invariant: all that is wrong with a corpus is told of at once, each thing with its place.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.errors import DataError
+
+ASSISTANT = "assistant"
+ROLES = ("system", "developer", "user", ASSISTANT, "tool", "ipython", "function")
+_LISTED = 20
+"""Problems that an error lists; it tells how many more there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """The messages of one example."""
+
+    place: str
+    """File and line, or row; for messages."""
+    messages: list[dict[str, Any]]
+    """As they were given, without the keys of a message whose value is null."""
+    text: str
+    """The messages as JSON. It decides whether the conversation is held out, so that neither
+    template nor tokenizer has a say in that."""
+
+    def said(self) -> Iterator[str]:
+        """The texts of the messages, for the training of a tokenizer."""
+        for message in self.messages:
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"text": content}]
+            yield from (text for part in parts if isinstance(text := part.get("text"), str))
+
+
+class Unusable:
+    """The conversations of a corpus that cannot be used, to be told of together."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._corpus = corpus
+        self._problems: list[str] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, place: str, why: str) -> None:
+        """One more, at `place`."""
+        self._count += 1
+        if self._count <= _LISTED:
+            self._problems.append(f"  {place}: {why}")
+
+    def check(self) -> None:
+        """Raises DataError if there are any."""
+        if self._count == 0:
+            return
+        more = self._count - len(self._problems)
+        listed = "\n".join(self._problems + ([f"  and {more} more"] if more else []))
+        few = "1 conversation" if self._count == 1 else f"{self._count} conversations"
+        raise DataError(
+            f"{few} of {self._corpus.name} cannot be used:\n{listed}\n"
+            f'Mend or remove them. A conversation is {{"{self._corpus.column}": [{{"role": "user", '
+            f'"content": "..."}}, {{"role": "assistant", "content": "..."}}, ...]}}.'
+        )
+
+
+def read_conversations(corpus: Corpus, unusable: Unusable) -> Iterator[Conversation]:
+    """The conversations of `corpus` in order. What is none is added to `unusable`; after the
+    first of these nothing more is yielded, and the rest is only checked."""
+    for place, value in _values(corpus, unusable):
+        problem = _problem_of(value)
+        if problem is not None:
+            unusable.add(place, problem)
+            continue
+        # Columns of a table have all keys that any message has.
+        messages = [{k: v for k, v in message.items() if v is not None} for message in value]
+        try:
+            text = json.dumps(messages, ensure_ascii=False, sort_keys=True)
+            text.encode()
+        except UnicodeEncodeError as error:
+            unusable.add(place, f"it holds half a character ({error.reason})")
+            continue
+        except (TypeError, ValueError) as error:
+            unusable.add(place, f"it holds what JSON has no form for ({error})")
+            continue
+        if not unusable:
+            yield Conversation(place=place, messages=messages, text=text)
+
+
+def _values(corpus: Corpus, unusable: Unusable) -> Iterator[tuple[str, Any]]:
+    """What stands in the column of messages, each with its place."""
+    if corpus.format != "json":
+        for number, value in enumerate(corpus.values(), start=1):
+            yield f"row {number}", value
+        return
+    # Read here and not by `datasets`, which tells neither all bad lines nor where they are.
+    for file in corpus.files:
+        for place, text in _examples(file):
+            if text == b"":
+                unusable.add(place, "an empty line")
+                continue
+            try:
+                example = json.loads(text) if isinstance(text, bytes) else text
+            except json.JSONDecodeError as error:
+                unusable.add(place, f"not JSON ({error.msg}, column {error.colno})")
+                continue
+            except (ValueError, RecursionError) as error:
+                unusable.add(place, f"not JSON ({error})")
+                continue
+            if not isinstance(example, dict) or corpus.column not in example:
+                unusable.add(place, _no_messages(example, corpus.column))
+                continue
+            yield place, example[corpus.column]
+
+
+def _examples(file: Path) -> Iterator[tuple[str, Any]]:
+    """The lines of a file as bytes; or the values in it, if it is one JSON list."""
+    # Imported here: a start with a warm token cache does not pay for it.
+    import fsspec
+
+    try:
+        opened: Any = fsspec.open(str(file), "rb", compression="infer")
+        with opened as lines:
+            for number, line in enumerate(lines, start=1):
+                if number == 1 and line.lstrip().startswith(b"["):
+                    values = json.loads(line + lines.read())
+                    yield from ((f"{file}, item {n}", one) for n, one in enumerate(values, start=1))
+                    return
+                yield f"{file}:{number}", line.strip()
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"cannot read {file}: {type(error).__name__}: {error}") from error
+
+
+def _no_messages(example: Any, column: str) -> str:
+    if not isinstance(example, dict):
+        return f"not a JSON object but {_kind(example)}"
+    keys = ", ".join(repr(key) for key in list(example)[:8]) or "none"
+    return f"no key {column!r}; its keys are {keys}"
+
+
+def _problem_of(messages: Any) -> str | None:
+    """What is wrong with the messages of an example."""
+    if not isinstance(messages, list):
+        return f"the messages are {_kind(messages)}, not a list"
+    if not messages:
+        return "it has no messages"
+    for number, message in enumerate(messages, start=1):
+        problem = _problem_of_message(message)
+        if problem is not None:
+            return f"message {number} {problem}"
+    return None
+
+
+def _problem_of_message(message: Any) -> str | None:
+    if not isinstance(message, dict):
+        return f"is {_kind(message)}, not an object with role and content"
+    role, content = message.get("role"), message.get("content")
+    if role is None:
+        keys = ", ".join(map(repr, message)) or "none"
+        return f"has no role; its keys are {keys}"
+    if role not in ROLES:
+        return f"has the role {role!r}; known are {', '.join(ROLES)}"
+    if content is None and not message.get("tool_calls"):
+        return "has no content"
+    if isinstance(content, list):
+        wrong = next((part for part in content if not isinstance(part, dict)), None)
+        return None if wrong is None else f"has {_kind(wrong)} among the parts of its content"
+    if content is not None and not isinstance(content, str):
+        return f"has {_kind(content)} as its content, which is a text or a list of parts"
+    return None
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "a truth value"}
+    return "null" if value is None else kinds.get(type(value), "a number")
