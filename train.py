@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
         # Imported once the config is known to be right, so that a typo is told of at once.
         from torchtitan_lite.build import build
         from torchtitan_lite.device import detect_device
+        from torchtitan_lite.last_export import export_last_save
         from torchtitan_lite.mesh import start_mesh
         from torchtitan_lite.preemption import StopRequest, stop_on_signals
         from torchtitan_lite.summary import last_words, say_goodbye
@@ -47,6 +48,10 @@ def main(argv: list[str]) -> int:
             with last_words(built):
                 finished = train(built.job)
             say_goodbye(built, config, argv, finished=finished)
+        if finished and config.checkpoint.last_save_in_hf and mesh.is_leader:
+            # The other ranks have left: they would wait too long.
+            folder = built.data.tokenizer_files.folder
+            export_last_save(config, built.job.checkpoints.root, folder)
     except UserError as error:
         logger.error("%s", error)
         return error.exit_status

@@ -52,10 +52,12 @@ class CheckpointConfig(Section):
     last_save_model_only: bool = False
     """Save only the weights after the last step. False here (torchtitan: true), since a run whose
     `training.steps` is raised later must resume."""
-    last_save_in_hf: Annotated[bool, only(False, "saving in Hugging Face's format")] = False
-    """Write the last save as a Hugging Face folder."""
+    last_save_in_hf: bool = False
+    """After the last step, also write the weights as a Hugging Face folder, `hf/step-N` below
+    `job.dump_folder`."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    """Data type of the weights in a last save with `last_save_model_only`."""
+    """Data type of the weights in a last save with `last_save_model_only`, and in that of
+    `last_save_in_hf`."""
     exclude_from_loading: list[
         Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng"]
     ] = []

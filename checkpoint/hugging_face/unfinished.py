@@ -3,11 +3,14 @@
 Invariant: a file whose end was noted is durable and is what its note says. Layer: above storage.
 """
 
+import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.storage.files import Files
+from torchtitan_lite.errors import CheckpointError
 
 _MARK = ".converting-"
 _NOTE = ".done.json"
@@ -20,15 +23,34 @@ class UnfinishedFolder:
         """`token` names the work: what an interrupted attempt at the same has noted, counts."""
         self._target, self._files = target, files
         self._start = f".{target.name}{_MARK}"
+        self._locked: list[int] = []
         self.path = target.parent / f"{self._start}{token}"
 
     def begin(self) -> None:
-        """Make it, and remove what attempts at other work for the same target have left."""
-        if self._files.exists(self._target.parent):
-            for name in self._files.listdir(self._target.parent):
-                if name.startswith(self._start) and name != self.path.name:
-                    self._files.rmtree(self._target.parent / name)
+        """Make it, and remove what attempts at other work for the same target have left. Raises
+        CheckpointError while another process is at it."""
         self._files.make_folders(self.path)
+        if not self._lock(self.path):
+            raise CheckpointError(f"Another process is writing {self._target}.")
+        for name in self._files.listdir(self._target.parent):
+            other = self._target.parent / name
+            if name.startswith(self._start) and other != self.path and self._lock(other):
+                self._files.rmtree(other)
+
+    def _lock(self, folder: Path) -> bool:
+        """Until this process ends, or closes its folder."""
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        self._locked.append(descriptor)
+        return True
+
+    def _unlock(self) -> None:
+        while self._locked:
+            os.close(self._locked.pop())
 
     def note(self, file: str, about: dict[str, Any]) -> None:
         """A file is written whole and durably."""
@@ -47,7 +69,9 @@ class UnfinishedFolder:
         self._files.sync_folder(self.path)
         self._files.rename(self.path, self._target)
         self._files.sync_folder(self._target.parent)
+        self._unlock()
 
     def abandon(self) -> None:
         """Remove it."""
         self._files.rmtree(self.path)
+        self._unlock()

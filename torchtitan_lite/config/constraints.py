@@ -43,6 +43,7 @@ def check_against(config: Config, world_size: int) -> None:
     if spec is not None:
         problems += _sequence_length(config, spec)
         problems += _attention(config, spec)
+        problems += _export(config, spec)
     problems += _compiled(config)
     problems += _traced_step(config)
     problems += _float8(config)
@@ -202,6 +203,11 @@ def _samples(config: Config) -> Iterator[str]:
 
 def _checkpoint(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
+    if checkpoint.last_save_in_hf and (not checkpoint.enable or checkpoint.load_only):
+        yield (
+            "checkpoint.last_save_in_hf = true exports the last checkpoint, and none is saved. Set "
+            "checkpoint.enable = true and checkpoint.load_only = false."
+        )
     if checkpoint.enable or checkpoint.load_only:
         return
     asked = []
@@ -214,6 +220,14 @@ def _checkpoint(config: Config) -> Iterator[str]:
             f"{' and '.join(asked)} {'have' if len(asked) > 1 else 'has'} no effect while "
             "checkpoint.enable is false. Set checkpoint.enable = true, or checkpoint.load_only = "
             "true to save nothing."
+        )
+
+
+def _export(config: Config, spec: ModelSpec) -> Iterator[str]:
+    if config.checkpoint.last_save_in_hf and spec.hugging_face is None:
+        yield (
+            f"checkpoint.last_save_in_hf = true, but {spec.name} {spec.flavor} is no model of "
+            "transformers. Set it to false."
         )
 
 

@@ -97,7 +97,7 @@ def test_the_checkpoint_tells_of_its_model_without_the_folder(tmp_path: Path) ->
 
 
 class BreakingFiles(Files):
-    """Fails at the n-th file of weights: with an error, or an interrupt."""
+    """Fails from the n-th file of weights on: with an error, or an interrupt."""
 
     def __init__(self, number: int, error: BaseException) -> None:
         self.left, self.error, self.written = number, error, []
@@ -112,7 +112,7 @@ class BreakingFiles(Files):
         return super().create(path)
 
     def pwritev(self, descriptor: int, contents: Any, offset: int) -> None:
-        if self.left == 0:
+        if self.left <= 0:
             os.pwrite(descriptor, b"the beginning", offset)
             raise self.error
         super().pwritev(descriptor, contents, offset)
@@ -164,7 +164,7 @@ def test_an_interrupted_conversion_goes_on(way: str, tmp_path: Path) -> None:
         make(files).run(num_workers=1, written=lambda count: None)
     assert not (tmp_path / "in" / "step-0").exists() and not (tmp_path / "out").exists()
     counted: list[int] = []
-    again = BreakingFiles(-1, KeyboardInterrupt())
+    again = BreakingFiles(1000, KeyboardInterrupt())
     conversion = make(again)
     conversion.run(num_workers=1, written=counted.append)
     assert sum(counted) == conversion.num_bytes
@@ -188,7 +188,7 @@ def test_another_conversion_does_not_go_on_with_what_is_there(tmp_path: Path) ->
     raw = bytearray(shard.read_bytes())
     raw[-1] ^= 1
     shard.write_bytes(raw)
-    again = BreakingFiles(-1, KeyboardInterrupt())
+    again = BreakingFiles(1000, KeyboardInterrupt())
     make(again).run(num_workers=1, written=lambda count: None)
     assert "rank-00000.safetensors" in again.written
     assert os.listdir(tmp_path / "in") == ["step-0"]
