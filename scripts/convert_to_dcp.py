@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from torch import nn
 
 from torchtitan_lite.checkpoint.foreign import refuse_foreign
@@ -18,9 +17,9 @@ from torchtitan_lite.checkpoint.interchange.keys import RELEASES
 from torchtitan_lite.checkpoint.interchange.to_dcp import convert_to_dcp
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.storage import split_storage
-from torchtitan_lite.config import Config
+from torchtitan_lite.config import Config, recorded_config
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.errors import CheckpointError, UserError
+from torchtitan_lite.errors import UserError
 from torchtitan_lite.log import configure_logging, logger
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.optim import WarmupStableDecay, build_optimizer, build_schedule
@@ -34,7 +33,7 @@ def main(argv: list[str]) -> int:
         storage, name = split_storage(options.checkpoint)
         refuse_foreign(storage, name)
         source = StoredSnapshot(storage, name)
-        config = _config_of(source)
+        config = recorded_config(source.manifest.config, source.where)
         number = convert_to_dcp(
             source,
             options.out_dir,
@@ -47,17 +46,6 @@ def main(argv: list[str]) -> int:
         return 1
     print(f"{options.out_dir}: {number} tensors, as torchtitan {options.torchtitan} names them.")
     return 0
-
-
-def _config_of(source: StoredSnapshot) -> Config:
-    try:
-        return Config.model_validate(source.manifest.config)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise CheckpointError(
-            f"{source.where} does not tell of which model it is: the configuration in its manifest "
-            f"is wrong at {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        ) from None
 
 
 def _param_group(source: StoredSnapshot, config: Config) -> dict[str, Any]:

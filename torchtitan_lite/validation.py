@@ -1,19 +1,30 @@
 """The loss on held-out documents. Layer: beside trainer."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
+from torch import nn
 
 from torchtitan_lite.data import ValidationData
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.spec import IGNORE, Schedule
-from torchtitan_lite.train_state import TrainState
 
 
-def validate(state: TrainState, schedule: Schedule, data: ValidationData, mesh: Mesh) -> float:
-    """Mean loss per target token over the validation data, in nats. Every rank must call it."""
-    state.model.eval()
+@dataclass(frozen=True, kw_only=True)
+class HeldOutLoss:
+    """What validation finds."""
+
+    mean: float
+    """Per target token, in nats."""
+    num_targets: int
+    """Over all ranks."""
+
+
+def validate(model: nn.Module, schedule: Schedule, data: ValidationData, mesh: Mesh) -> HeldOutLoss:
+    """The loss on the validation data of the `model` that `schedule` runs, which is left in
+    training mode. Every rank must call it."""
+    model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device.torch_device)
     rounds = data.microbatches(mesh.batch_rank, mesh.degrees.batch)
     microbatches = (microbatch for one_round in rounds for microbatch in one_round)
@@ -23,6 +34,7 @@ def validate(state: TrainState, schedule: Schedule, data: ValidationData, mesh: 
         at_once += [filler] * (schedule.min_microbatches - len(at_once))
         totals[0] += schedule.run(at_once, backward=False)
         totals[1] += sum(int((mb.targets_BS != IGNORE).sum()) for mb in at_once)
-    state.model.train()
+    model.train()
     loss_sum, num_targets = mesh.sum(totals).tolist()
-    return loss_sum / (num_targets / mesh.degrees.token_copies)
+    num_targets /= mesh.degrees.token_copies
+    return HeldOutLoss(mean=loss_sum / num_targets, num_targets=round(num_targets))

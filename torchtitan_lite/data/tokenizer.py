@@ -79,9 +79,7 @@ def open_tokenizer(
         folder = Path(hf_assets_path).expanduser()
         _require_file(folder)
     else:
-        parts = [str(_FORMAT), str(vocab_size), *(corpus.fingerprint for corpus in corpora)]
-        key = hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
-        folder = cache_folder / "tokenizers" / key
+        folder = _trained_folder(corpora, vocab_size, cache_folder)
 
         def build(temporary: Path) -> None:
             names = ", ".join(corpus.name for corpus in corpora)
@@ -89,6 +87,16 @@ def open_tokenizer(
             train_tokenizer(_first_documents(corpora), vocab_size).save(temporary)
 
         build_once(folder, "the trained tokenizer", build)
+    return TokenizerFiles(folder=folder, fingerprint=_fingerprint(folder))
+
+
+def trained_tokenizer(
+    corpora: Sequence[Corpus], vocab_size: int, cache_folder: Path
+) -> TokenizerFiles | None:
+    """The tokenizer that `open_tokenizer` has trained on `corpora`; None where it is not cached."""
+    folder = _trained_folder(corpora, vocab_size, cache_folder)
+    if not (folder / "tokenizer.json").is_file():
+        return None
     return TokenizerFiles(folder=folder, fingerprint=_fingerprint(folder))
 
 
@@ -148,6 +156,12 @@ def check_vocab_size(folder: Path, tokenizer_vocab_size: int, vocab_size: int) -
             f"vocabulary is {vocab_size}. Choose a model flavor with vocab_size >= "
             f"{tokenizer_vocab_size}, or another model.hf_assets_path."
         )
+
+
+def _trained_folder(corpora: Sequence[Corpus], vocab_size: int, cache_folder: Path) -> Path:
+    parts = [str(_FORMAT), str(vocab_size), *(corpus.fingerprint for corpus in corpora)]
+    key = hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
+    return cache_folder / "tokenizers" / key
 
 
 def _require_file(folder: Path) -> Path:

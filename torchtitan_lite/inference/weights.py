@@ -1,0 +1,110 @@
+"""Trained weights in files: which model they are of, and its tokenizer. Layer: above config, data,
+checkpoint and models.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from torchtitan_lite.checkpoint.foreign import refuse_foreign
+from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot
+from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
+from torchtitan_lite.checkpoint.storage.names import step_name
+from torchtitan_lite.checkpoint.storage.storage import is_there, open_storage, split_storage
+from torchtitan_lite.config import Config, recorded_config
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.tokenizer import TokenizerFiles, open_tokenizer, trained_tokenizer
+from torchtitan_lite.errors import CheckpointError, DataError, UserError
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.messages import leader_says
+from torchtitan_lite.models import model_spec
+from torchtitan_lite.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A model in files."""
+
+    snapshot: Snapshot
+    spec: ModelSpec
+    config: Config
+    """Of the run that they are from. What it says of the tokenizer holds for the weights."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of most of the weights."""
+        sizes: dict[torch.dtype, int] = {}
+        for name, placed in self.snapshot.tensors.items():
+            if name.startswith("model.") and placed.dtype.is_floating_point:
+                size = torch.Size(placed.shape).numel()
+                sizes[placed.dtype] = sizes.get(placed.dtype, 0) + size
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def open_weights(path: str, mesh: Mesh) -> Weights:
+    """The weights in `path`: the folder of a step, or one of steps, of which the newest is taken.
+    All ranks take the leader's, since a run may save another one meanwhile. Every rank must call
+    it. Raises CheckpointError."""
+    found, problem = path, ""
+    if mesh.is_leader:
+        try:
+            found = _newest(path)
+        except (UserError, OSError) as error:
+            problem = f"{path} cannot be read: {error}"
+    problem = leader_says(problem.encode()).decode()
+    if problem:
+        raise CheckpointError(problem)
+    return _opened(leader_says(found.encode()).decode())
+
+
+def tokenizer_of(weights: Weights, folder: str | None) -> TokenizerFiles:
+    """The tokenizer in `folder`; without one, that which the weights were trained with. Raises
+    DataError where it is out of reach."""
+    config = weights.config
+    given = folder or config.model.hf_assets_path
+    if given is not None:
+        if not (Path(given).expanduser() / "tokenizer.json").is_file():
+            whose = "" if folder else f", with which {weights.snapshot.where} was trained,"
+            raise DataError(
+                f"The tokenizer folder {given}{whose} has no tokenizer.json. Give --tokenizer DIR, "
+                "a folder with the tokenizer files of the model."
+            )
+        return open_tokenizer(given, (), weights.spec.vocab_size, Path())
+    cache_folder = Path(config.training.cache_folder).expanduser().absolute()
+    found, why = None, f"it is not in {cache_folder}/tokenizers, or the corpora have changed"
+    try:
+        corpora = [open_corpus(one, cache_folder) for one in config.training.resolved_corpora()]
+        found = trained_tokenizer(corpora, weights.spec.vocab_size, cache_folder)
+    except DataError as error:
+        why = str(error)
+    if found is None:
+        raise DataError(
+            f"{weights.snapshot.where} was trained with a tokenizer made from its corpora, which "
+            f"is out of reach: {why}. Give --tokenizer DIR, the folder of its tokenizer.json."
+        )
+    return found
+
+
+def _newest(path: str) -> str:
+    """The newest step's folder in `path`, or `path` where it holds no steps."""
+    storage = open_storage(path.rstrip("/") or "/")
+    try:
+        steps = storage.steps()
+    finally:
+        storage.close()
+    return f"{path.rstrip('/')}/{step_name(steps[-1])}" if steps else path
+
+
+def _opened(folder: str) -> Weights:
+    """What is in one folder of weights."""
+    storage, name = split_storage(folder)
+    refuse_foreign(storage, name)
+    if not is_there(storage, f"{name}/{MANIFEST}"):
+        raise CheckpointError(
+            f"{folder} holds no checkpoint: needed is the folder of a step, in which there is a "
+            f"{MANIFEST}, or one that holds such folders."
+        )
+    snapshot = StoredSnapshot(storage, name)
+    config = recorded_config(snapshot.manifest.config, snapshot.where)
+    return Weights(snapshot=snapshot, spec=model_spec(config.model), config=config)
