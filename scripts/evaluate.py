@@ -4,9 +4,9 @@ python -m scripts.evaluate CHECKPOINT [--dataset NAME] [--dataset-path FILES] [-
 torchrun --nproc-per-node 2 -m scripts.evaluate CHECKPOINT ...
 
 CHECKPOINT is a step's folder (".../step-1000"), or a folder of steps, of which the newest is taken.
-Without a data set it is what the run validated on. Samples are packed and masked as in training.
-Any key of [validation], [training] and [parallelism] may be given as train.py takes it, such as
---parallelism.tensor_parallel_degree 2; the model is that of the checkpoint.
+Without a data set it is all of what the run validated on. Samples are packed and masked as in
+training. Any key of [validation], [training] and [parallelism] may be given as train.py takes it,
+such as --parallelism.tensor_parallel_degree 2; the model is that of the checkpoint.
 """
 
 import argparse
@@ -146,7 +146,8 @@ def _config(weights: Weights, options: argparse.Namespace, others: Sequence[str]
         batch = {"local_batch_size", "global_batch_size"}
         data_keys = DataConfig.model_fields.keys() - batch
         tables["training"] |= _part_of(run.training.model_dump(), data_keys)
-        tables["validation"] = run.validation.model_dump() | {"enable": True, "samples": 0}
+        changes = {"enable": True, "samples": 0, "steps": -1}
+        tables["validation"] = run.validation.model_dump() | changes
         if run.validation.corpus() is None and not run.training.held_out_fraction:
             raise ConfigError(
                 f"{weights.snapshot.where} is of a run without validation data, and none are "
@@ -201,8 +202,8 @@ def parser() -> argparse.ArgumentParser:
     add("--text-column", help="column that holds the text")
     add("--seq-len", help="target tokens in a sample (default: as in the run)")
     add("--batch-size", help="samples that one rank runs at once")
-    add("--steps", help="rounds of such batches (default: all of the data, or as in the run)")
-    add("--dtype", choices=("float64", "float32", "bfloat16"), help="default: as in the run")
+    add("--steps", help="rounds of such batches on each rank (default: all of the data)")
+    add("--dtype", choices=("float32", "bfloat16"), help="to compute in (default: as in the run)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     add("--tokenizer", help="folder of tokenizer.json (default: that of the run)")
     add("--json", type=Path, help="write the numbers here too")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from scripts import evaluate, generate
-from tests.job import mesh_for, odd_config, run_job
+from tests.job import FIXTURE, mesh_for, odd_config, run_job
 from tests.parity.meshes import CP, TP
 from tests.pool import WorkerPool
-from tests.tolerances import PARITY_FLOAT64
+from tests.tolerances import PARITY_FLOAT32_LOSS, PARITY_FLOAT64
 from torchtitan_lite.errors import ConfigError, MeshError
 
 Pools = Callable[[int], WorkerPool]
@@ -91,6 +91,10 @@ def test_the_same_texts_on_every_mesh(trained: Path, pools: Pools) -> None:
     ):
         for found in pools(world_size).run(texts, trained, {}, (*arguments, *more)):
             assert found == alone[arguments]
+    # One of the copies has nothing to do.
+    single = ("--prompt=def ", "--max-new-tokens=3", "--tensor-parallel=1")
+    (expected,) = pools(1).run(texts, trained, {}, single)
+    assert pools(2).run(texts, trained, {}, single) == [expected] * 2
 
 
 @pytest.mark.parametrize("trained", ["llama", TIED, EXPERTS], indirect=True)
@@ -109,6 +113,20 @@ def test_the_loss_of_the_trainer_on_every_mesh(trained: Path, pools: Pools) -> N
         for found in pools(world_size).run(record, trained, mesh):
             assert found["loss"] == pytest.approx(told, rel=PARITY_FLOAT64)
             assert found["tokens"] == alone["tokens"]
+
+
+@pytest.mark.parametrize("trained", ["llama"], indirect=True)
+def test_the_loss_on_other_data(trained: Path, pools: Pools) -> None:
+    asked = (f"--dataset-path={FIXTURE}", "--seq-len=16", "--steps=2", "--batch-size=3")
+    two = pools(2).run(record, trained, {}, (*asked, "--dtype=float32"))
+    assert two[0]["loss"] == two[1]["loss"]
+    told = {key: two[0][key] for key in ("data", "seq_len", "dtype", "processes")}
+    assert told == {"data": str(FIXTURE), "seq_len": 16, "dtype": "float32", "processes": 2}
+    # The first token of a document is no target.
+    assert 0 < two[0]["tokens"] <= 2 * 2 * 3 * 16
+    (one,) = pools(1).run(record, trained, {}, (*asked[:2], "--steps=4", "--batch-size=3"))
+    assert one["tokens"] == two[0]["tokens"]
+    assert one["loss"] == pytest.approx(two[0]["loss"], rel=PARITY_FLOAT32_LOSS)
 
 
 def refused(folder: Path, overrides: Mapping[str, Any], arguments: tuple[str, ...]) -> str:

@@ -39,7 +39,7 @@ class Weights:
             if name.startswith("model.") and placed.dtype.is_floating_point:
                 size = torch.Size(placed.shape).numel()
                 sizes[placed.dtype] = sizes.get(placed.dtype, 0) + size
-        return max(sizes, key=lambda dtype: sizes[dtype])
+        return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
 def open_weights(path: str, mesh: Mesh) -> Weights:
