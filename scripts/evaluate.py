@@ -25,7 +25,7 @@ from torchtitan_lite.data import DataConfig, open_validation
 from torchtitan_lite.data.tokenizer import TokenizerFiles
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import ConfigError, UserError
-from torchtitan_lite.inference import Weights, open_weights, tokenizer_of
+from torchtitan_lite.inference import Weights, everywhere, open_weights, tokenizer_of
 from torchtitan_lite.log import configure_logging, tell_once
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import (
@@ -102,14 +102,16 @@ def _measured(
 ) -> tuple[HeldOutLoss, float]:
     """The loss, and the seconds that it took once the model was there. Every rank must call it."""
     spec = model_spec(config.model)
-    data = open_validation(
-        config.training,
-        config.validation,
-        tokenizer,
-        vocab_size=spec.vocab_size,
-        seed=config.debug.seed or 0,
-        document_mask=spec.document_mask,
-        pin_memory=mesh.device.pin_memory,
+    data = everywhere(
+        lambda: open_validation(
+            config.training,
+            config.validation,
+            tokenizer,
+            vocab_size=spec.vocab_size,
+            seed=config.debug.seed or 0,
+            document_mask=spec.document_mask,
+            pin_memory=mesh.device.pin_memory,
+        )
     )
     (model,) = build_model(config, spec, mesh, draw=False)
     load(weights.snapshot, model_tensors(model), {"model"}, mesh)

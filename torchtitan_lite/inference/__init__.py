@@ -2,6 +2,7 @@
 Layer: above config, checkpoint, models and parallel; beside trainer.
 """
 
+from torchtitan_lite.inference.agreement import everywhere
 from torchtitan_lite.inference.generation import BatchGenerator, Generated, Prompt, check_prompts
 from torchtitan_lite.inference.sampling import Sampling
 from torchtitan_lite.inference.serve import serve
@@ -16,6 +17,7 @@ __all__ = [
     "TextStream",
     "Weights",
     "check_prompts",
+    "everywhere",
     "open_weights",
     "serve",
     "tokenizer_of",

@@ -16,6 +16,7 @@ from torchtitan_lite.config import Config, recorded_config
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import TokenizerFiles, open_tokenizer, trained_tokenizer
 from torchtitan_lite.errors import CheckpointError, DataError, UserError
+from torchtitan_lite.inference.agreement import everywhere
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import leader_says
 from torchtitan_lite.models import model_spec
@@ -55,12 +56,17 @@ def open_weights(path: str, mesh: Mesh) -> Weights:
     problem = leader_says(problem.encode()).decode()
     if problem:
         raise CheckpointError(problem)
-    return _opened(leader_says(found.encode()).decode())
+    folder = leader_says(found.encode()).decode()
+    return everywhere(lambda: _opened(folder))
 
 
 def tokenizer_of(weights: Weights, folder: str | None) -> TokenizerFiles:
-    """The tokenizer in `folder`; without one, that which the weights were trained with. Raises
-    DataError where it is out of reach."""
+    """The tokenizer in `folder`; without one, that which the weights were trained with. Every rank
+    must call it. Raises DataError where it is out of reach."""
+    return everywhere(lambda: _tokenizer(weights, folder))
+
+
+def _tokenizer(weights: Weights, folder: str | None) -> TokenizerFiles:
     config = weights.config
     given = folder or config.model.hf_assets_path
     if given is not None:
