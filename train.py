@@ -12,12 +12,11 @@ if __name__ == "__main__":
 import logging
 import os
 import sys
-import time
 from typing import NoReturn
 
 from torchtitan_lite.config import check_against, parse_command_line
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.log import configure_logging, logger
+from torchtitan_lite.log import configure_logging, logger, tell_once
 
 
 def main(argv: list[str]) -> int:
@@ -27,7 +26,8 @@ def main(argv: list[str]) -> int:
         config, _ = parse_command_line(argv)
         check_against(config, int(os.environ.get("WORLD_SIZE", "1")))
     except UserError as error:
-        return _all_ranks_know(error)
+        tell_once(error)
+        return error.exit_status
     try:
         # Imported once the config is known to be right, so that a typo is told of at once.
         from torchtitan_lite.build import build
@@ -56,16 +56,6 @@ def main(argv: list[str]) -> int:
         logger.error("%s", error)
         return error.exit_status
     return 0
-
-
-def _all_ranks_know(error: UserError) -> int:
-    """Tell of an error that every rank has found alike, once."""
-    if os.environ.get("RANK", "0") == "0":
-        logger.error("%s", error)
-    else:
-        # torchrun ends the others as soon as one has failed: let rank 0 speak first.
-        time.sleep(5)
-    return error.exit_status
 
 
 def leave(status: int) -> NoReturn:

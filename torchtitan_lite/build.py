@@ -34,7 +34,7 @@ from torchtitan_lite.metrics import Books, Event, Metrics, open_books, open_metr
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.metrics.profiler import StepProfiler
 from torchtitan_lite.models import model_spec
-from torchtitan_lite.nn.initialize import give_memory, initialize
+from torchtitan_lite.nn.initialize import give_memory, initialize, on_meta
 from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.optim import build_schedule as build_lr_schedule
 from torchtitan_lite.parallel import build_schedule, parallelize
@@ -257,37 +257,36 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         )
 
 
-def build_model(config: Config, spec: ModelSpec, mesh: Mesh) -> list[nn.Module]:
-    """The parts of the model that this rank holds, with their initial weights: one, or one for
-    each of its stages of the pipeline."""
+def build_model(
+    config: Config, spec: ModelSpec, mesh: Mesh, *, draw: bool = True
+) -> list[nn.Module]:
+    """The parts of the model that this rank holds: one, or one for each of its stages of the
+    pipeline. With their initial weights; or, without `draw`, with memory to load them into."""
     whole = model_on_meta(config, spec)
     check_plan(whole, spec)
     if config.model.print_after_conversion:
         logger.info("%s", whole)
     if mesh.degrees.pp == 1:
-        return [_prepared(whole, config, spec, mesh)]
+        return [_prepared(whole, config, spec, mesh, draw=draw)]
     plan = plan_stages(spec, config.parallelism)
     parts = []
     for stage in plan.of_rank(mesh.device_mesh.get_local_rank("pp")):
         part = model_on_meta(config, spec)
         keep_only(part, spec, plan.modules[stage])
-        parts.append(_prepared(part, config, spec, mesh))
+        parts.append(_prepared(part, config, spec, mesh, draw=draw))
     return parts
 
 
 def model_on_meta(config: Config, spec: ModelSpec) -> nn.Module:
     """The whole model, without memory."""
-    dtype_before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, config.training.dtype))
-    try:
-        with torch.device("meta"):
-            return spec.build()
-    finally:
-        torch.set_default_dtype(dtype_before)
+    return on_meta(spec.build, getattr(torch, config.training.dtype))
 
 
-def _prepared(model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh) -> nn.Module:
-    """A model on the meta device, parallelized, in memory, and with its initial weights."""
+def _prepared(
+    model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh, *, draw: bool
+) -> nn.Module:
+    """A model on the meta device, parallelized, in memory, and if `draw` with its initial
+    weights."""
     parallelize(
         model,
         spec,
@@ -301,7 +300,8 @@ def _prepared(model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh) -> 
     device = mesh.device.torch_device
     offloaded = config.training.enable_cpu_offload
     give_memory(model, torch.device("cpu") if offloaded else device, buffer_device=device)
-    initialize(model, spec.init, config.debug.seed or 0)
+    if draw:
+        initialize(model, spec.init, config.debug.seed or 0)
     return model.train()
 
 

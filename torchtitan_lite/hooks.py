@@ -101,7 +101,7 @@ def validate_every(
 
     def hook(state: TrainState, report: StepReport) -> None:
         if report.committed and (state.step % freq == 0 or state.step == last_step):
-            loss = validate(state, schedule, data, mesh)
+            loss = validate(state.model, schedule, data, mesh).mean
             metrics.event(Event(name="validation", step=state.step, values={"loss": loss}))
             if sampler is not None:
                 texts = {str(number): text for number, text in enumerate(sampler.texts(state), 1)}

@@ -7,6 +7,7 @@ its rank when there is more than one process.
 import logging
 import os
 import sys
+import time
 
 logger = logging.getLogger("torchtitan_lite")
 
@@ -22,3 +23,12 @@ def configure_logging(level: str | None = None) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
     logger.handlers = [handler]
+
+
+def tell_once(error: Exception) -> None:
+    """Tell of an error that every rank has found alike."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.error("%s", error)
+    else:
+        # torchrun ends the others as soon as one has failed: let rank 0 speak first.
+        time.sleep(5)

@@ -1,21 +1,31 @@
 """The loss on held-out documents. Layer: beside trainer."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
+from torch import nn
 
 from torchtitan_lite.data import ValidationData
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.spec import IGNORE, Schedule
-from torchtitan_lite.train_state import TrainState
 
 
-def validate(state: TrainState, schedule: Schedule, data: ValidationData, mesh: Mesh) -> float:
-    """Mean loss per target token over the validation data, in nats; nan where no sample has a
-    target. Every rank must call it."""
-    state.model.eval()
+@dataclass(frozen=True, kw_only=True)
+class HeldOutLoss:
+    """What validation finds."""
+
+    mean: float
+    """Per target token, in nats; nan where no sample has a target."""
+    num_targets: int
+    """Over all ranks."""
+
+
+def validate(model: nn.Module, schedule: Schedule, data: ValidationData, mesh: Mesh) -> HeldOutLoss:
+    """The loss on the validation data of the `model` that `schedule` runs, which is left in
+    training mode. Every rank must call it."""
+    model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device.torch_device)
     rounds = data.microbatches(mesh.batch_rank, mesh.degrees.batch)
     microbatches = (microbatch for one_round in rounds for microbatch in one_round)
@@ -25,6 +35,8 @@ def validate(state: TrainState, schedule: Schedule, data: ValidationData, mesh: 
         at_once += [filler] * (schedule.min_microbatches - len(at_once))
         totals[0] += schedule.run(at_once, backward=False)
         totals[1] += sum(int((mb.targets_BS != IGNORE).sum()) for mb in at_once)
-    state.model.train()
+    model.train()
     loss_sum, num_targets = mesh.sum(totals).tolist()
-    return loss_sum / (num_targets / mesh.degrees.token_copies) if num_targets else math.nan
+    num_targets /= mesh.degrees.token_copies
+    mean = loss_sum / num_targets if num_targets else math.nan
+    return HeldOutLoss(mean=mean, num_targets=round(num_targets))

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_the_guide_from_a_folder_to_an_exported_model(tmp_path: Path) -> None:
     assert before.keys() == after.keys()
     assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())
     assert any(not torch.equal(before[n].bfloat16(), after[n]) for n in before)
-    model = AutoModelForCausalLM.from_pretrained(out / "exported")
+    model: Any = AutoModelForCausalLM.from_pretrained(out / "exported")
     tokenizer = AutoTokenizer.from_pretrained(out / "exported")
     ids = tokenizer("import os", return_tensors="pt").input_ids
     assert model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).shape[1] > 4

@@ -110,7 +110,8 @@ def validation_loss(folder: Path, overrides: dict[str, Any]) -> float:
     mesh = mesh_for(config)
     with build(config, mesh, StopRequest()) as built:
         assert built.data.validation is not None
-        return validate(built.job.state, built.job.schedule, built.data.validation, mesh)
+        model, schedule = built.job.state.model, built.job.schedule
+        return validate(model, schedule, built.data.validation, mesh).mean
 
 
 def test_validation_gives_the_same_loss_on_every_mesh(pools: Pools, tmp_path: Path) -> None:

@@ -22,9 +22,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError that names every problem: unknown keys and sections, values of a wrong type
     or out of range, and features that are not supported.
     """
-    path = Path(path)
+    return config_from(read_toml(Path(path)), str(path), overrides)
+
+
+def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of the tables `given`, which are from `source`, with command-line
+    `overrides` over them. Raises as `load_config` does."""
     found: list[str] = []
-    tables = _known(read_toml(path), Config, (), str(path), found)
+    tables = _known(given, Config, (), source, found)
     parsed = parse_overrides(overrides, Config)
     found += [override.problem for override in parsed if override.problem]
     for override in parsed:
@@ -33,10 +38,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     def where(key: problems.Path) -> str:
         names = tuple(part for part in key if isinstance(part, str))
-        if any(names[: len(given)] == given for given in overridden):
+        if any(names[: len(one)] == one for one in overridden):
             return COMMAND_LINE
-        below = any(given[: len(names)] == names for given in overridden)
-        return f"{path} and {COMMAND_LINE}" if below else str(path)
+        below = any(one[: len(names)] == names for one in overridden)
+        return f"{source} and {COMMAND_LINE}" if below else source
 
     try:
         config = Config.model_validate(tables)

@@ -7,7 +7,7 @@ seed and the cursor, whatever the ranks.
 
 from torchtitan_lite.data.config import CorpusConfig, DataConfig, DataLoaderConfig, ValidationConfig
 from torchtitan_lite.data.loader import DataLoader
-from torchtitan_lite.data.opening import OpenedData, open_data
+from torchtitan_lite.data.opening import OpenedData, open_data, open_validation
 from torchtitan_lite.data.order import SampleOrder, share_of_step
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.data.validation import ValidationData
@@ -24,5 +24,6 @@ __all__ = [
     "ValidationData",
     "load_tokenizer",
     "open_data",
+    "open_validation",
     "share_of_step",
 ]

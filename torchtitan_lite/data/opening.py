@@ -83,17 +83,36 @@ def open_data(
     )
     validation_data = None
     if validation.enable:
-        seq_len = validation.seq_len or config.seq_len
-        validation_data = ValidationData(
-            opened.validation_parts(validation, tokenised, seq_len),
-            seq_len=seq_len,
-            local_batch_size=validation.local_batch_size,
-            steps=validation.steps,
-            seed=seed,
-            document_mask=document_mask,
-            pin_memory=pin_memory,
+        validation_data = opened.validation_data(
+            validation, tokenised, seed=seed, document_mask=document_mask, pin_memory=pin_memory
         )
     return OpenedData(loader=loader, validation=validation_data, tokenizer_files=files)
+
+
+def open_validation(
+    config: DataConfig,
+    validation: ValidationConfig,
+    tokenizer: TokenizerFiles,
+    *,
+    vocab_size: int,
+    seed: int,
+    document_mask: bool,
+    pin_memory: bool,
+) -> ValidationData:
+    """The validation data alone, as `open_data` opens them: of the training corpora, their held-out
+    documents where `validation` names no set of its own. Every rank calls this alike. Raises
+    DataError."""
+    cache_folder = Path(config.cache_folder).expanduser().absolute()
+    opened = _Opener(
+        config=config, tokenizer=tokenizer, vocab_size=vocab_size, cache_folder=cache_folder
+    )
+    tokenised: list[TokenisedCorpus | None] = []
+    if validation.corpus() is None and config.held_out_fraction:
+        corpora = [open_corpus(corpus, cache_folder) for corpus in config.resolved_corpora()]
+        tokenised = [None if corpus.streaming else opened.tokenise(corpus) for corpus in corpora]
+    return opened.validation_data(
+        validation, tokenised, seed=seed, document_mask=document_mask, pin_memory=pin_memory
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +167,26 @@ class _Opener:
         )
         logger.info("corpus %s: a stream, in blocks of %d", corpus.name, self.config.seq_len)
         return Source(name=corpus.name, weight=weight, digest=None, blocks=blocks)
+
+    def validation_data(
+        self,
+        validation: ValidationConfig,
+        tokenised: list[TokenisedCorpus | None],
+        *,
+        seed: int,
+        document_mask: bool,
+        pin_memory: bool,
+    ) -> ValidationData:
+        seq_len = validation.seq_len or self.config.seq_len
+        return ValidationData(
+            self.validation_parts(validation, tokenised, seq_len),
+            seq_len=seq_len,
+            local_batch_size=validation.local_batch_size,
+            steps=validation.steps,
+            seed=seed,
+            document_mask=document_mask,
+            pin_memory=pin_memory,
+        )
 
     def validation_parts(
         self,

@@ -106,10 +106,7 @@ def open_tokenizer(
         _require_file(folder)
     else:
         chat = any(corpus.is_chat for corpus in corpora)
-        parts = [str(_FORMAT), str(vocab_size), *(corpus.fingerprint for corpus in corpora)]
-        parts += [DEFAULT_TEMPLATE] if chat else []
-        key = hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
-        folder = cache_folder / "tokenizers" / key
+        folder = _trained_folder(corpora, vocab_size, cache_folder)
 
         def build(temporary: Path) -> None:
             names = ", ".join(corpus.name for corpus in corpora)
@@ -119,6 +116,16 @@ def open_tokenizer(
                 (temporary / "chat_template.jinja").write_text(DEFAULT_TEMPLATE)
 
         build_once(folder, "the trained tokenizer", build)
+    return TokenizerFiles(folder=folder, fingerprint=_fingerprint(folder))
+
+
+def trained_tokenizer(
+    corpora: Sequence[Corpus], vocab_size: int, cache_folder: Path
+) -> TokenizerFiles | None:
+    """The tokenizer that `open_tokenizer` has trained on `corpora`; None where it is not cached."""
+    folder = _trained_folder(corpora, vocab_size, cache_folder)
+    if not (folder / "tokenizer.json").is_file():
+        return None
     return TokenizerFiles(folder=folder, fingerprint=_fingerprint(folder))
 
 
@@ -182,6 +189,13 @@ def check_vocab_size(folder: Path, tokenizer_vocab_size: int, vocab_size: int) -
             f"vocabulary is {vocab_size}. Choose a model flavor with vocab_size >= "
             f"{tokenizer_vocab_size}, or another model.hf_assets_path."
         )
+
+
+def _trained_folder(corpora: Sequence[Corpus], vocab_size: int, cache_folder: Path) -> Path:
+    parts = [str(_FORMAT), str(vocab_size), *(corpus.fingerprint for corpus in corpora)]
+    parts += [DEFAULT_TEMPLATE] if any(corpus.is_chat for corpus in corpora) else []
+    key = hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
+    return cache_folder / "tokenizers" / key
 
 
 def _require_file(folder: Path) -> Path:

@@ -6,7 +6,7 @@ starts from the same bits. Layer: above redistribute and spec.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -38,6 +38,17 @@ def initialize(model: nn.Module, rules: Sequence[InitRule], seed: int) -> None:
                 local.copy_(draw_box(name, parameter.shape, box, rule, seed))
         else:
             local.fill_(1.0 if rule.kind == "ones" else 0.0)
+
+
+def on_meta(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """What `build` makes, in `dtype` and without memory."""
+    dtype_before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            return build()
+    finally:
+        torch.set_default_dtype(dtype_before)
 
 
 def give_memory(

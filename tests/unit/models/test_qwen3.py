@@ -17,6 +17,8 @@ from transformers import (
 )
 
 from tests.tolerances import COUNTED_FLOPS, LOGITS_FLOAT32, LOGITS_FLOAT64
+from tests.unit.models.tiny import QWEN3 as DENSE
+from tests.unit.models.tiny import QWEN3_EXPERTS as SPARSE
 from tests.unit.models.tiny import tiny_samples, tiny_targets
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.loss import cross_entropy
@@ -26,17 +28,6 @@ from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.moe import MoE, MoEDims
 
-DENSE = Qwen3Dims(
-    dim=18,
-    num_layers=3,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=10,
-    hidden_dim=38,
-    vocab_size=53,
-    rope_theta=1000.0,
-)
-SPARSE = replace(DENSE, hidden_dim=None, moe=MoEDims(num_experts=7, top_k=3, hidden_dim=11))
 BOTH = pytest.mark.parametrize("dims", [DENSE, SPARSE], ids=["dense", "experts"])
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import Degrees
 from torchtitan_lite.models import llama3, qwen3
 from torchtitan_lite.parallel.serving import serving_degrees
@@ -37,3 +38,11 @@ def test_experts_are_cut_where_their_features_divide() -> None:
     assert serving_degrees(spec, 8) == Degrees(dp_replicate=2, tp=4, etp=4)
     odd = replace(spec, expert_width=22)
     assert serving_degrees(odd, 8) == Degrees(dp_replicate=2, tp=4)
+
+
+def test_a_degree_that_is_asked_for_is_taken_or_refused() -> None:
+    spec = llama3.spec_of(llama3.FLAVORS["8B"], "8B")
+    assert serving_degrees(spec, 8, 2) == Degrees(dp_replicate=4, tp=2)
+    told = r"over 3 ranks .* processes \(8\) .* 8 key/value heads.* Use one of 1, 2, 4, 8\."
+    with pytest.raises(MeshError, match=told):
+        serving_degrees(spec, 8, 3)

@@ -70,7 +70,7 @@ def test_what_is_exported_generates_the_same_with_transformers(family: str, tmp_
     theirs: Any = make_model(family)
     wanted = theirs.generate(prompt, **settings)
     for one in (exported, bare):
-        loaded = AutoModelForCausalLM.from_pretrained(one)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(one)
         assert torch.equal(loaded.generate(prompt, **settings), wanted)
 
 

@@ -1,0 +1,60 @@
+"""A run's checkpoint gives text and a loss, by the commands that a user gives."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.job import run_job
+from tests.launch import run
+from tests.pool import WorkerPool
+
+GENERATE = ("-m", "scripts.generate")
+EVALUATE = ("-m", "scripts.evaluate")
+RUN = {
+    "model.flavor": "tiny",
+    "training.dtype": "float32",
+    "training.steps": 1,
+    "training.held_out_fraction": 0.3,
+    "validation.enable": True,
+    "checkpoint.enable": True,
+    "checkpoint.async_mode": "disabled",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(pools: Callable[[int], WorkerPool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has saved its last step."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    pools(1).run(run_job, folder, RUN)
+    return folder
+
+
+def test_text(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "texts.json"
+    arguments = [
+        f"{trained}/checkpoint",
+        "--prompt=import os",
+        "--max-new-tokens=16",
+        "--top-p=0.9",
+        "--device=cpu",
+        f"--json={out}",
+    ]
+    text = run(2, arguments, tmp_path / "log", program=GENERATE)
+    (found,) = json.loads(out.read_text())
+    assert found["prompt"] == "import os" and len(found["ids"]) == 16
+    assert "import os" + found["text"] in text and "tokens/s" in text
+    assert "Traceback" not in text
+
+
+def test_loss(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "loss.json"
+    arguments = [f"{trained}/checkpoint/step-1", "--device=cpu", f"--json={out}"]
+    text = run(1, arguments, tmp_path / "log", program=EVALUATE)
+    record = json.loads(out.read_text())
+    lines = map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())
+    (told,) = [line["loss"] for line in lines if line.get("event") == "validation"]
+    # The same model, data and kernels.
+    assert record["loss"] == told
+    assert f"loss        {told:.6f}" in text and f"perplexity  {record['perplexity']:.4f}" in text

@@ -1,0 +1,170 @@
+"""A checkpoint gives the same texts and the same loss on every mesh."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts import evaluate, generate
+from tests.job import FIXTURE, mesh_for, odd_config, run_job
+from tests.parity.meshes import CP, TP
+from tests.pool import WorkerPool
+from tests.tolerances import PARITY_FLOAT32_LOSS, PARITY_FLOAT64
+from torchtitan_lite.errors import ConfigError, DataError, MeshError, UserError
+from torchtitan_lite.inference import everywhere
+
+Pools = Callable[[int], WorkerPool]
+RUN: dict[str, Any] = {
+    "training.steps": 2,
+    "training.held_out_fraction": 0.3,
+    "validation.enable": True,
+    "validation.local_batch_size": 3,
+    "validation.freq": 2,
+    "checkpoint.enable": True,
+    "checkpoint.async_mode": "disabled",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied": {"model.flavor": "odd_tied"},
+    "experts": {"model.name": "qwen3", "model.flavor": "many_experts"},
+}
+TIED = pytest.param("llama-tied", marks=pytest.mark.matrix)
+EXPERTS = pytest.param("experts", marks=pytest.mark.matrix)
+PROMPTS = ("--prompt=def ", "--prompt=import os\n\nclass A:", "--prompt=", "--num-samples=2")
+
+
+@pytest.fixture(scope="module")
+def trained(
+    request: pytest.FixtureRequest, pools: Pools, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a run that has saved its last step."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    pools(2).run(run_job, folder, {**RUN, **MODELS[request.param]})
+    return folder
+
+
+def texts(
+    folder: Path, overrides: Mapping[str, Any], arguments: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """What the command gives on one rank."""
+    world = _world(folder, overrides)
+    options = generate.options_of([str(folder / "checkpoint"), *arguments])
+    return [asdict(text) for text in generate.generate(options, world)[0]]
+
+
+def record(
+    folder: Path, overrides: Mapping[str, Any], arguments: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """What the command says on one rank."""
+    world = _world(folder, {})
+    keys = [f"--{key}={value}" for key, value in overrides.items()]
+    options, others = evaluate.parser().parse_known_args(
+        [str(folder / "checkpoint" / "step-2"), *arguments, *keys]
+    )
+    return evaluate.evaluate(options, others, world)
+
+
+def _world(folder: Path, overrides: Mapping[str, Any]) -> Any:
+    logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
+    # It makes the odd flavors known.
+    return mesh_for(odd_config(folder, overrides))
+
+
+@pytest.mark.parametrize("trained", ["llama", TIED, "experts"], indirect=True)
+def test_the_same_texts_on_every_mesh(trained: Path, pools: Pools) -> None:
+    greedy = (*PROMPTS, "--max-new-tokens=8", "--temperature=0")
+    drawn = (*PROMPTS, "--max-new-tokens=8", "--temperature=1.5", "--top-p=0.8")
+    alone = {}
+    for arguments in (greedy, drawn):
+        (alone[arguments],) = pools(1).run(texts, trained, {}, arguments)
+        assert len(alone[arguments]) == 6
+        assert all(1 <= len(one["ids"]) <= 8 for one in alone[arguments])
+        assert (alone[arguments][0] != alone[arguments][1]) == (arguments == drawn)
+    # Cut over all, as copies that share the prompts, and both.
+    for world_size, arguments, more in (
+        (2, greedy, ()),
+        (2, drawn, ("--tensor-parallel=1",)),
+        (4, drawn, ("--dtype=float64",)),
+    ):
+        for found in pools(world_size).run(texts, trained, {}, (*arguments, *more)):
+            assert found == alone[arguments]
+    # One of the copies has nothing to do.
+    single = ("--prompt=def ", "--max-new-tokens=3", "--tensor-parallel=1")
+    (expected,) = pools(1).run(texts, trained, {}, single)
+    assert pools(2).run(texts, trained, {}, single) == [expected] * 2
+
+
+@pytest.mark.parametrize("trained", ["llama", TIED, EXPERTS], indirect=True)
+def test_the_loss_of_the_trainer_on_every_mesh(trained: Path, pools: Pools) -> None:
+    lines = map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())
+    (told,) = [line["loss"] for line in lines if line.get("event") == "validation"]
+    (alone,) = pools(1).run(record, trained, {})
+    assert alone["data"] == "held-out documents" and alone["seq_len"] == 24
+    assert alone["loss"] == pytest.approx(told, rel=PARITY_FLOAT64)
+    for world_size, mesh in (
+        (2, {}),
+        (2, {"parallelism.data_parallel_replicate_degree": 2}),
+        (2, TP),
+        (2, CP),
+    ):
+        for found in pools(world_size).run(record, trained, mesh):
+            assert found["loss"] == pytest.approx(told, rel=PARITY_FLOAT64)
+            assert found["tokens"] == alone["tokens"]
+
+
+@pytest.mark.parametrize("trained", ["llama"], indirect=True)
+def test_the_loss_on_other_data(trained: Path, pools: Pools) -> None:
+    asked = (f"--dataset-path={FIXTURE}", "--seq-len=16", "--steps=2", "--batch-size=3")
+    two = pools(2).run(record, trained, {}, (*asked, "--dtype=float32"))
+    assert two[0]["loss"] == two[1]["loss"]
+    told = {key: two[0][key] for key in ("data", "seq_len", "dtype", "processes")}
+    assert told == {"data": str(FIXTURE), "seq_len": 16, "dtype": "float32", "processes": 2}
+    # The first token of a document is no target.
+    assert 0 < two[0]["tokens"] <= 2 * 2 * 3 * 16
+    (one,) = pools(1).run(record, trained, {}, (*asked[:2], "--steps=4", "--batch-size=3"))
+    assert one["tokens"] == two[0]["tokens"]
+    assert one["loss"] == pytest.approx(two[0]["loss"], rel=PARITY_FLOAT32_LOSS)
+
+
+def refused(folder: Path, overrides: Mapping[str, Any], arguments: tuple[str, ...]) -> str:
+    """Why a mesh is refused."""
+    try:
+        texts(folder, {}, arguments) if arguments else record(folder, overrides)
+    except (ConfigError, MeshError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("trained", ["llama"], indirect=True)
+def test_meshes_that_do_not_fit_are_refused(trained: Path, pools: Pools) -> None:
+    three = (*PROMPTS, "--tensor-parallel=3")
+    for told in pools(2).run(refused, trained, {}, three):
+        assert "over 3 ranks" in told and "processes (2)" in told and "one of 1, 2" in told
+    pipeline = {"parallelism.pipeline_parallel_degree": 2}
+    for told in pools(2).run(refused, trained, pipeline, ()):
+        assert "pipeline_parallel_degree = 2" in told and "data_parallel_shard_degree" in told
+
+
+def seen_by_one(folder: Path) -> str:
+    """What each rank raises where one finds no file."""
+    _world(folder, {})
+
+    def make() -> str:
+        if torch.distributed.get_rank() == 1:
+            raise DataError("rank 1 has no such file.")
+        return "made"
+
+    try:
+        return everywhere(make)
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_what_one_rank_misses_all_tell_of(pools: Pools, tmp_path: Path) -> None:
+    told = pools(2).run(seen_by_one, tmp_path / "run")
+    assert told == [f"{kind}: rank 1 has no such file." for kind in ("UserError", "DataError")]

@@ -1,0 +1,188 @@
+"""Text with kept keys and values is that of a whole forward pass for each token."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tolerances import LOGITS_FLOAT32, PARITY_FLOAT64
+from tests.unit.models.tiny import DIMS, QWEN3, QWEN3_EXPERTS
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.inference import BatchGenerator, Prompt, Sampling, generation
+from torchtitan_lite.inference.kv_cache import KeyValueCache
+from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
+from torchtitan_lite.models import llama3, qwen3
+from torchtitan_lite.nn.initialize import initialize
+from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.spec import ModelSpec
+
+GREEDY = Sampling(temperature=0.0)
+SPECS = {
+    # Five rotations, stretched; three query heads to one of keys and values.
+    "llama": llama3.spec_of(DIMS, "tiny"),
+    "llama-tied": llama3.spec_of(replace(DIMS, tied_embeddings=True), "tiny"),
+    "llama-flex-masked": llama3.spec_of(
+        replace(DIMS, attention_backend="flex", document_mask=True, dropout=0.5), "tiny"
+    ),
+    "qwen3": qwen3.spec_of(QWEN3, "tiny"),
+    "qwen3-experts": qwen3.spec_of(QWEN3_EXPERTS, "tiny"),
+}
+PROMPTS = ([5, 2, 9, 1, 30, 7, 7], [4], [11, 12, 13])
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as started:
+        yield started
+
+
+def drawn(spec: ModelSpec, dtype: torch.dtype = torch.float64) -> nn.Module:
+    model = spec.build()
+    initialize(model, spec.init, seed=3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Else the embedding of the last token alone would settle what follows.
+            factor = 15 if parameter.dim() > 1 and "embeddings" not in name else 1
+            parameter.data = parameter.data.to(dtype) * factor
+    return model.eval()
+
+
+def whole_logits(model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
+    """[S, V] of one sequence, everything computed at once."""
+    with torch.no_grad():
+        return model(
+            torch.tensor([ids]),
+            positions_BS=torch.arange(len(ids))[None],
+            keys_B=torch.zeros(1, dtype=torch.int64),
+        )[0]
+
+
+def greedily(model: nn.Module, ids: Sequence[int], num_tokens: int) -> list[int]:
+    """Each token by a whole forward pass."""
+    found = list(ids)
+    for _ in range(num_tokens):
+        found.append(int(whole_logits(model, found)[-1].argmax()))
+    return found[len(ids) :]
+
+
+def texts_of(generator: BatchGenerator, prompts: Sequence[Sequence[int]], **changes: Any) -> Any:
+    settings: dict[str, Any] = {"max_new_tokens": 9, "sampling": GREEDY} | changes
+    return [one.ids for one in generator.generate([Prompt(ids) for ids in prompts], **settings)]
+
+
+@pytest.mark.parametrize("read_at_once", [1024, 3])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_batch_gives_what_whole_forward_passes_give(
+    name: str, read_at_once: int, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_READ_AT_ONCE", read_at_once)
+    plain = drawn(replace_flex(SPECS[name]))
+    generator = BatchGenerator(drawn(SPECS[name]), SPECS[name], mesh)
+    expected = [greedily(plain, ids, 9) for ids in PROMPTS]
+    assert texts_of(generator, PROMPTS) == expected
+    assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
+    # The memory is used again, for another batch.
+    assert texts_of(generator, PROMPTS[1:]) == expected[1:]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, PARITY_FLOAT64), (torch.float32, LOGITS_FLOAT32)]
+)
+@pytest.mark.parametrize("name", SPECS)
+def test_each_steps_logits_are_those_of_a_whole_forward_pass(
+    name: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    spec = SPECS[name]
+    ids = torch.randint(0, 53, (21,), generator=torch.Generator().manual_seed(2))
+    expected_SV = whole_logits(drawn(replace_flex(spec), dtype), ids.tolist())
+    model = drawn(spec, dtype)
+    cache = KeyValueCache(model)
+    cache.make_room(1, 32)
+    found, first = [], 0
+    for count in (12, 1, 1, 5, 1, 1):
+        positions_BS = torch.arange(first, first + count)[None]
+        with torch.no_grad():
+            found.append(
+                model(
+                    ids[None, first : first + count],
+                    positions_BS=positions_BS,
+                    keys_B=torch.zeros(1, dtype=torch.int64),
+                )[0]
+            )
+        first += count
+    scale = expected_SV.abs().max().item()
+    torch.testing.assert_close(torch.cat(found), expected_SV, rtol=0, atol=tolerance * scale)
+    itemsize = torch.tensor([], dtype=dtype).itemsize
+    assert cache.num_bytes == 2 * 3 * 32 * 2 * 10 * itemsize
+
+
+def test_a_sample_in_a_batch_is_what_it_is_alone(mesh: Mesh) -> None:
+    spec = SPECS["llama"]
+    generator = BatchGenerator(drawn(spec), spec, mesh)
+    sampling = Sampling(temperature=20.0, top_p=0.9, seed=4)
+    prompts = [Prompt(PROMPTS[0], 0), Prompt(PROMPTS[0], 1), Prompt(PROMPTS[2], 0)]
+
+    def ids_of(chosen: Sequence[Prompt], sampling: Sampling = sampling) -> list[list[int]]:
+        found = generator.generate(chosen, max_new_tokens=12, sampling=sampling)
+        return [one.ids for one in found]
+
+    together = ids_of(prompts)
+    assert together == [ids_of([prompt])[0] for prompt in prompts]
+    assert together[0] != together[1]
+    assert ids_of(prompts, replace(sampling, seed=5)) != together
+
+
+def test_a_text_ends_at_a_stop_token_or_where_the_model_ends(mesh: Mesh) -> None:
+    spec = replace(SPECS["llama"], max_seq_len=12)
+    generator = BatchGenerator(drawn(spec), spec, mesh)
+    free = texts_of(generator, PROMPTS, max_new_tokens=5)
+    stop = free[1][2]
+    heard: list[tuple[int, int]] = []
+    found = generator.generate(
+        [Prompt(ids) for ids in PROMPTS],
+        max_new_tokens=30,
+        sampling=GREEDY,
+        stop_ids={stop},
+        heard=lambda number, token: heard.append((number, token)),
+    )
+    assert found[1].stopped and found[1].ids == free[1][: free[1].index(stop)]
+    for number, (prompt, one) in enumerate(zip(PROMPTS, found, strict=True)):
+        assert one.stopped or len(prompt) + len(one.ids) == 12
+        assert one.ids[:5] == free[number][: len(one.ids)]
+        assert [token for who, token in heard if who == number] == one.ids
+
+
+def test_no_token_is_dropped_for_want_of_capacity(mesh: Mesh) -> None:
+    moe = MoEDims(num_experts=4, top_k=2, hidden_dim=11)
+    # Each expert would take two of the copies of a prompt.
+    capped = replace(QWEN3_EXPERTS, moe=replace(moe, capacity_factor=0.1))
+    spec = qwen3.spec_of(capped, "tiny")
+    plain = drawn(qwen3.spec_of(replace(QWEN3_EXPERTS, moe=moe), "tiny"))
+    prompts = [list(range(first, first + 32)) for first in (0, 7, 20)]
+    expected = [greedily(plain, ids, 9) for ids in prompts]
+    assert [greedily(drawn(spec), ids, 9) for ids in prompts] != expected
+    assert texts_of(BatchGenerator(drawn(spec), spec, mesh), prompts) == expected
+
+
+@pytest.mark.parametrize("length", [0, 12])
+def test_a_prompt_without_room_is_refused(mesh: Mesh, length: int) -> None:
+    spec = replace(SPECS["llama"], max_seq_len=12)
+    generator = BatchGenerator(drawn(spec), spec, mesh)
+    with pytest.raises(ConfigError, match=f"Prompt 2 has {length} tokens.* 12 positions"):
+        texts_of(generator, [[1], [1] * length])
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Linear has no Attention"):
+        KeyValueCache(nn.Linear(1, 1))
+
+
+def replace_flex(spec: ModelSpec) -> ModelSpec:
+    """The same weights on the kernel that runs here."""
+    if spec.name == "qwen3":
+        return spec
+    return llama3.spec_of(replace(spec.dims, attention_backend="sdpa", dropout=0.0), "tiny")

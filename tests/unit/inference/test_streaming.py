@@ -1,0 +1,35 @@
+"""Text is written as soon as it is sure."""
+
+import io
+
+from torchtitan_lite.data.tokenizer import train_tokenizer
+from torchtitan_lite.inference import TextStream
+
+TEXT = "naïve\n    größe 日本 \U0001f600\n\n  end"
+
+
+def test_the_pieces_make_up_the_text() -> None:
+    # A token for each byte: characters come in parts.
+    tokenizer = train_tokenizer(["a"], 258)
+    (ids,) = tokenizer.encode_batch([TEXT])
+    out, lengths = io.StringIO(), []
+    stream = TextStream(tokenizer, out)
+    for token in ids:
+        stream.take(token)
+        lengths.append(len(out.getvalue()))
+        assert TEXT.startswith(out.getvalue())
+    stream.close()
+    assert out.getvalue() == TEXT
+    assert lengths[-1] == len(TEXT) and lengths[0] == 1
+
+
+def test_an_unfinished_character_is_written_at_the_end() -> None:
+    tokenizer = train_tokenizer(["a"], 258)
+    (ids,) = tokenizer.encode_batch(["a日"])
+    out = io.StringIO()
+    stream = TextStream(tokenizer, out)
+    for token in ids[:-1]:
+        stream.take(token)
+    assert out.getvalue() == "a"
+    stream.close()
+    assert out.getvalue().startswith("a\ufffd")

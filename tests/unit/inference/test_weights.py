@@ -1,0 +1,150 @@
+"""What is found in a folder of weights, and what is said where nothing is."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts import evaluate, generate
+from tests.hugging_face import add_tokenizer, make_folder
+from tests.job import FIXTURE
+from tests.stored import change, store
+from torchtitan_lite.config import Config
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.tokenizer import open_tokenizer
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.errors import CheckpointError, DataError, UserError
+from torchtitan_lite.inference import open_weights, stop_ids, tokenizer_of
+from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as started:
+        yield started
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Two steps of what says that it is the smallest Llama."""
+    for step in (5, 12):
+        store(tmp_path / "saved", step)
+        record(tmp_path / "saved" / f"step-{step}", config_of(tmp_path))
+    return tmp_path / "saved"
+
+
+def config_of(folder: Path, **model: Any) -> dict[str, Any]:
+    training = {"dataset_path": str(FIXTURE), "cache_folder": str(folder / "cache")}
+    tables = {"model": {"flavor": "tiny", **model}, "training": training}
+    return Config.model_validate(tables).model_dump(mode="json")
+
+
+def record(folder: Path, config: dict[str, Any]) -> None:
+    """Let a checkpoint say that it is of a run with this configuration."""
+    raw = json.loads((folder / "manifest.json").read_text())
+    change(folder, raw | {"config": config})
+
+
+def test_a_folder_of_steps_gives_its_newest(saved: Path, mesh: Mesh) -> None:
+    newest = open_weights(f"{saved}/", mesh)
+    assert newest.snapshot.where == f"{saved}/step-12"
+    assert newest.spec.name == "llama3" and newest.spec.flavor == "tiny"
+    assert newest.dtype == torch.float32
+    assert open_weights(str(saved / "step-5"), mesh).snapshot.saved.step == 5
+
+
+def test_what_is_no_checkpoint_is_named(saved: Path, mesh: Mesh, tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(CheckpointError, match=f"{path} holds no checkpoint"):
+            open_weights(str(path), mesh)
+    record(saved / "step-12", {"model": {"flavour": "tiny"}})
+    with pytest.raises(CheckpointError, match=r"step-12 does not tell .* model.flavour"):
+        open_weights(str(saved), mesh)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").touch()
+    with pytest.raises(UserError, match=r"config.json"):
+        open_weights(str(tmp_path / "hf"), mesh)
+
+
+def test_a_hugging_face_folder_is_read_as_it_is(mesh: Mesh, tmp_path: Path) -> None:
+    folder = add_tokenizer(make_folder(tmp_path / "hf", "qwen3_moe", dtype=torch.bfloat16))
+    weights = open_weights(str(folder), mesh)
+    assert (weights.spec.name, weights.dtype) == ("qwen3", torch.bfloat16)
+    assert weights.config.training.dtype == "bfloat16"
+    tokenizer = tokenizer_of(weights, None).load()
+    assert tokenizer.eos_id is not None
+    settings = {"eos_token_id": [7, 9]}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    assert stop_ids(weights, tokenizer) == {tokenizer.eos_id, 7, 9}
+
+
+def test_the_tokenizer_of_the_run_is_found_or_asked_for(
+    saved: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    weights = open_weights(str(saved), mesh)
+    with pytest.raises(DataError, match=r"step-12 was trained .* Give --tokenizer DIR"):
+        tokenizer_of(weights, None)
+    training, cache = weights.config.training, tmp_path / "cache"
+    corpora = [open_corpus(one, cache) for one in training.resolved_corpora()]
+    trained = open_tokenizer(None, corpora, weights.spec.vocab_size, cache)
+    assert tokenizer_of(weights, None) == trained
+    shutil.copytree(trained.folder, tmp_path / "elsewhere")
+    assert tokenizer_of(weights, str(tmp_path / "elsewhere")).fingerprint == trained.fingerprint
+    with pytest.raises(DataError, match=f"{tmp_path} has no tokenizer.json"):
+        tokenizer_of(weights, str(tmp_path))
+    record(saved / "step-12", config_of(tmp_path, hf_assets_path=str(tmp_path / "gone")))
+    with pytest.raises(DataError, match=r"gone, with which .*step-12 was trained, has no"):
+        tokenizer_of(open_weights(str(saved), mesh), None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--prompt=a", "--top-p=0"], "top-p (0.0)"),
+        (["--prompt=a", "--temperature=-1"], "temperature (-1.0)"),
+        (["--prompt=a"], "Give --tokenizer DIR"),
+    ],
+)
+def test_generate_says_what_is_wrong(
+    saved: Path, arguments: list[str], told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert generate.main([str(saved), "--device=cpu", *arguments]) == 1
+    assert told in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "no prompt"),
+        (["--prompt=a", "--max-new-tokens=0"], "0 is not at least 1"),
+        (["--prompt=a", "--parallelism.context_parallel_degree=2"], "--tensor-parallel N"),
+        (["--prompt=a", "--chat"], "unrecognized arguments: --chat"),
+    ],
+)
+def test_generate_refuses_arguments(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        generate.main(["somewhere", *arguments])
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "--dataset NAME or --dataset-path FILES"),
+        (["--dataset-path=nowhere/*.jsonl"], "validation.dataset_path"),
+        (["--dataset=python_stdlib", "--validation.sede=3"], "validation.sede"),
+        (["--dataset=python_stdlib", "--seq-len=long"], "seq_len"),
+        (["--dataset=python_stdlib"], "Give --tokenizer DIR"),
+    ],
+)
+def test_evaluate_says_what_is_wrong(
+    saved: Path, arguments: list[str], told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate.main([str(saved), "--device=cpu", *arguments]) == 1
+    assert told in capfd.readouterr().err

@@ -1,0 +1,25 @@
+"""Trained weights at work: text from a model that keeps the keys and values of what it has read.
+Layer: above config, checkpoint, models and parallel; beside trainer.
+"""
+
+from torchtitan_lite.inference.agreement import everywhere
+from torchtitan_lite.inference.generation import BatchGenerator, Generated, Prompt, check_prompts
+from torchtitan_lite.inference.sampling import Sampling
+from torchtitan_lite.inference.serve import serve
+from torchtitan_lite.inference.streaming import TextStream
+from torchtitan_lite.inference.weights import Weights, open_weights, stop_ids, tokenizer_of
+
+__all__ = [
+    "BatchGenerator",
+    "Generated",
+    "Prompt",
+    "Sampling",
+    "TextStream",
+    "Weights",
+    "check_prompts",
+    "everywhere",
+    "open_weights",
+    "serve",
+    "stop_ids",
+    "tokenizer_of",
+]

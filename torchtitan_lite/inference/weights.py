@@ -1,0 +1,162 @@
+"""Trained weights in files: which model they are of, and its tokenizer. Layer: above config, data,
+checkpoint and models.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from torchtitan_lite.checkpoint.foreign import refuse_foreign
+from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face
+from torchtitan_lite.checkpoint.opening import open_snapshot
+from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot
+from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
+from torchtitan_lite.checkpoint.storage.names import step_name
+from torchtitan_lite.checkpoint.storage.storage import is_there, open_storage, split_storage
+from torchtitan_lite.config import Config, recorded_config
+from torchtitan_lite.data.corpus import open_corpus
+from torchtitan_lite.data.tokenizer import (
+    Tokenizer,
+    TokenizerFiles,
+    open_tokenizer,
+    trained_tokenizer,
+)
+from torchtitan_lite.errors import CheckpointError, DataError, UserError
+from torchtitan_lite.inference.agreement import everywhere
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.messages import leader_says
+from torchtitan_lite.models import (
+    ModelConfig,
+    hugging_face_dims,
+    model_spec,
+    read_hugging_face_config,
+)
+from torchtitan_lite.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A model in files."""
+
+    snapshot: Snapshot
+    spec: ModelSpec
+    config: Config
+    """Of the run that they are from. What it says of the tokenizer holds for the weights."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of most of the weights."""
+        sizes: dict[torch.dtype, int] = {}
+        for name, placed in self.snapshot.tensors.items():
+            if name.startswith("model.") and placed.dtype.is_floating_point:
+                size = torch.Size(placed.shape).numel()
+                sizes[placed.dtype] = sizes.get(placed.dtype, 0) + size
+        return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+
+
+def open_weights(path: str, mesh: Mesh) -> Weights:
+    """The weights in `path`: the folder of a step, or one of steps, of which the newest is taken.
+    All ranks take the leader's, since a run may save another one meanwhile. Every rank must call
+    it. Raises CheckpointError."""
+    found, problem = path, ""
+    if mesh.is_leader:
+        try:
+            found = _newest(path)
+        except (UserError, OSError) as error:
+            problem = f"{path} cannot be read: {error}"
+    problem = leader_says(problem.encode()).decode()
+    if problem:
+        raise CheckpointError(problem)
+    folder = leader_says(found.encode()).decode()
+    return everywhere(lambda: _opened(folder))
+
+
+def tokenizer_of(weights: Weights, folder: str | None) -> TokenizerFiles:
+    """The tokenizer in `folder`; without one, that which the weights were trained with. Every rank
+    must call it. Raises DataError where it is out of reach."""
+    return everywhere(lambda: _tokenizer(weights, folder))
+
+
+def _tokenizer(weights: Weights, folder: str | None) -> TokenizerFiles:
+    config = weights.config
+    given = folder or config.model.hf_assets_path
+    if given is not None:
+        if not (Path(given).expanduser() / "tokenizer.json").is_file():
+            whose = "" if folder else f", with which {weights.snapshot.where} was trained,"
+            raise DataError(
+                f"The tokenizer folder {given}{whose} has no tokenizer.json. Give --tokenizer DIR, "
+                "a folder with the tokenizer files of the model."
+            )
+        return open_tokenizer(given, (), weights.spec.vocab_size, Path())
+    cache_folder = Path(config.training.cache_folder).expanduser().absolute()
+    found, why = None, f"it is not in {cache_folder}/tokenizers, or the corpora have changed"
+    try:
+        corpora = [open_corpus(one, cache_folder) for one in config.training.resolved_corpora()]
+        found = trained_tokenizer(corpora, weights.spec.vocab_size, cache_folder)
+    except DataError as error:
+        why = str(error)
+    if found is None:
+        raise DataError(
+            f"{weights.snapshot.where} was trained with a tokenizer made from its corpora, which "
+            f"is out of reach: {why}. Give --tokenizer DIR, the folder of its tokenizer.json."
+        )
+    return found
+
+
+def _newest(path: str) -> str:
+    """The newest step's folder in `path`, or `path` where it holds no steps."""
+    storage = open_storage(path.rstrip("/") or "/")
+    try:
+        steps = storage.steps()
+    finally:
+        storage.close()
+    return f"{path.rstrip('/')}/{step_name(steps[-1])}" if steps else path
+
+
+def _opened(folder: str) -> Weights:
+    """What is in one folder of weights."""
+    storage, name = split_storage(folder)
+    has_manifest = is_there(storage, f"{name}/{MANIFEST}")
+    if not has_manifest and is_hugging_face(storage, name):
+        return _hugging_face(folder)
+    refuse_foreign(storage, name)
+    if not has_manifest:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint: needed is the folder of a step, in which there is a "
+            f"{MANIFEST}, one that holds such folders, or a Hugging Face folder."
+        )
+    snapshot = StoredSnapshot(storage, name)
+    config = recorded_config(snapshot.manifest.config, snapshot.where)
+    return Weights(snapshot=snapshot, spec=model_spec(config.model), config=config)
+
+
+def _hugging_face(folder: str) -> Weights:
+    """What is in a Hugging Face folder, with the configuration of a run that would train it."""
+    family, dims = hugging_face_dims(read_hugging_face_config(Path(folder)))
+    model = ModelConfig(name=family, flavor="hf", dims=dims, hf_assets_path=folder)
+    spec = model_spec(model)
+    snapshot = open_snapshot(*split_storage(folder), spec)
+    found = Weights(snapshot=snapshot, spec=spec, config=Config(model=model))
+    dtype = str(found.dtype).removeprefix("torch.")
+    # float16 is none to compute in here.
+    training = {} if dtype == "float16" else {"dtype": dtype}
+    given = {"model": model.model_dump(), "training": training}
+    return replace(found, config=Config.model_validate(given))
+
+
+def stop_ids(weights: Weights, tokenizer: Tokenizer) -> set[int]:
+    """The ids after which a text has come to its end: what the tokenizer ends a document with, and
+    what `generation_config.json` beside it names (a chat model has several)."""
+    found = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+    folder = weights.config.model.hf_assets_path
+    if folder is None:
+        return found
+    try:
+        settings = json.loads((Path(folder).expanduser() / "generation_config.json").read_bytes())
+    except (OSError, ValueError):
+        return found
+    named = settings.get("eos_token_id") if isinstance(settings, dict) else None
+    ids = named if isinstance(named, list) else [named]
+    return found | {one for one in ids if type(one) is int}
