@@ -124,13 +124,13 @@ class QuorumManager(Manager):
         and says counts."""
         return True
 
-    def sum_(self, flat: torch.Tensor) -> "Sum":
+    def sum_(self, flat: torch.Tensor) -> "Exchange":
         """Begin to add `flat` over all that take part, in place."""
-        return Sum(self.allreduce(flat, reduce_op=dist.ReduceOp.SUM))  # pyright: ignore[reportArgumentType]
+        return Exchange(self.allreduce(flat, reduce_op=dist.ReduceOp.SUM))  # pyright: ignore[reportArgumentType]
 
-    def max_(self, flat: torch.Tensor) -> dist.Work:
+    def max_(self, flat: torch.Tensor) -> "Exchange":
         """Begin to find the largest of all that take part, in place."""
-        return self.allreduce(flat, reduce_op=dist.ReduceOp.MAX)  # pyright: ignore[reportArgumentType]
+        return Exchange(self.allreduce(flat, reduce_op=dist.ReduceOp.MAX))  # pyright: ignore[reportArgumentType]
 
     def fail(self, reason: str) -> None:
         """Give this step up, here and at once in all other replicas."""
@@ -139,8 +139,8 @@ class QuorumManager(Manager):
         self.group.abort()
 
 
-class Sum:
-    """One that is under way. Its failure is the manager's to tell."""
+class Exchange:
+    """A sum or a maximum that is under way. Its failure is the manager's to tell."""
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
@@ -149,7 +149,7 @@ class Sum:
 
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
-        # What torchft hands out does not know it, but holds who does; a sum that it has given up
+        # What torchft hands out does not know it, but holds who does; one that it has given up
         # holds nobody.
         inner = getattr(self._work, "_work", None)
         return inner is None or inner.is_completed()
