@@ -10,12 +10,12 @@ import psutil
 
 from torchtitan_lite.chaos.kind import Kind, Target, kinds_of
 from torchtitan_lite.chaos.scene import Missed
+from torchtitan_lite.outputs import RECEIVES_STATE
 
 _BOOT_S = 60.0
 _PAUSE_S = 1.5
 _HANG_S = 120.0
 _ALLOWANCE_BYTES = 4 << 20
-_HEALING = "Receiving the state of another replica"
 
 
 def rank_killed(target: Target) -> None:
@@ -240,7 +240,8 @@ def _until_it_heals(target: Target) -> None:
     rank_killed(target)
     scene.wait_until(
         lambda: (
-            {rank.pid for rank in scene.ranks(replica)} - before and _HEALING in scene.log(replica)
+            {rank.pid for rank in scene.ranks(replica)} - before
+            and RECEIVES_STATE in scene.log(replica)
         ),
         "a heal",
         _BOOT_S,
