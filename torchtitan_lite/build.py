@@ -13,7 +13,7 @@ from torch import nn
 from torchtitan_lite import rng
 from torchtitan_lite.anomalies import Judge
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.config import Config, to_toml
+from torchtitan_lite.config import Config, likeness, to_toml
 from torchtitan_lite.data import OpenedData, open_data
 from torchtitan_lite.debug import (
     ScheduleInside,
@@ -239,6 +239,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 config.fault_tolerance,
                 state,
                 mesh,
+                likeness=likeness(config, mesh.world_size),
                 newest_stored=checkpoints.newest_stored,
                 before_change=checkpoints.hold_still,
                 leaves=lambda: stop.requested,

@@ -74,7 +74,9 @@ def test_another_donor_is_found_where_one_dies_while_it_gives(tmp_path: Path) ->
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("differs", "num_ranks"), [(["--training.dtype=float32"], 1), ([], 2)], ids=["dtype", "ranks"]
+    ("differs", "num_ranks"),
+    [(["--training.dtype=float32"], 1), (["--optimizer.lr=1e-5"], 1), ([], 2)],
+    ids=["dtype", "lr", "ranks"],
 )
 def test_one_that_differs_ends_alone(tmp_path: Path, differs: list[str], num_ranks: int) -> None:
     with replicas(tmp_path / "run", 1, ENDLESS) as run:

@@ -11,6 +11,7 @@ from torchtitan_lite.config.constraints import (
     check_against,
     check_pipeline,
 )
+from torchtitan_lite.config.likeness import likeness
 from torchtitan_lite.config.loading import load_config
 from torchtitan_lite.config.mesh_constraints import pipeline_microbatches
 from torchtitan_lite.config.schema import (
@@ -32,6 +33,7 @@ __all__ = [
     "TrainingConfig",
     "check_against",
     "check_pipeline",
+    "likeness",
     "load_config",
     "parse_command_line",
     "pipeline_microbatches",

@@ -13,6 +13,7 @@ import torch
 from tests.unit.replica.managers import Replica, lighthouse, meet
 from tests.unit.replica.test_healing import Run
 from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.replica.alike import OthersDiffer
 
 # torchft calls a method of its logger that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:The .warn. method:DeprecationWarning")
@@ -116,3 +117,23 @@ def test_a_replica_that_is_alone_with_an_old_state_uses_nothing_of_the_quorum() 
             replica.manager.start_quorum()
         assert replica.manager.quorum is None
         replica.close()
+
+
+def test_who_differs_leaves_before_anything_is_connected() -> None:
+    """Another number of ranks, or another learning rate: nobody waits for a time limit."""
+    with lighthouse(1) as address, ThreadPoolExecutor(2) as threads:
+        first, second = (
+            Replica(address, n, Run(elements=8), likeness=one) for n, one in enumerate("ab")
+        )
+        asked = [threads.submit(one.manager.start_quorum) for one in (first, second)]
+        with pytest.raises(OthersDiffer, match="replica_00001 has another config"):
+            asked[0].result(timeout=30)
+        with pytest.raises(ReplicaError, match="same config and the same number of ranks"):
+            asked[1].result(timeout=30)
+        assert first.manager.quorum is second.manager.quorum is None
+        second.close()
+        first.manager.forget_failed_quorum()
+        meet([first])
+        assert first.manager.quorum.replica_world_size == 1
+        assert first.manager.should_commit()
+        first.close()
