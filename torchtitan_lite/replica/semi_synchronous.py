@@ -10,6 +10,7 @@ an average is behind, and receives.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,10 +33,13 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
         self._round: Share | None = None
         """What this replica takes of each step up to the next average."""
         self._coworkers = ALONE
+        self._is_averaged = False
+        """Since the last average no step was taken."""
 
     def agree(self) -> Share:
         while self._round is None:
             self._meet()
+        self._is_averaged = False
         return self._round
 
     def synchronize(self) -> None:
@@ -84,6 +88,7 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
         if committed is None:
             return
         if committed:
+            self._is_averaged = True
             self._news.append(News("averaged", {"replicas": self._coworkers.count}))
         else:
             self._round = None
@@ -91,7 +96,7 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
 
     @property
     def coworkers(self) -> Coworkers:
-        return self._coworkers
+        return replace(self._coworkers, alike=self._is_averaged)
 
     def sum_during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
         return None
