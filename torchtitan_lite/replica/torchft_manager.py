@@ -1,5 +1,5 @@
 """torchft's manager, made as this project needs it. The one file that touches its private parts
-(torchft 0.2.0). Layer: above guard and alike.
+(torchft 0.2.0). Layer: above guard, alike and descriptors.
 
 What a replica that is behind receives is only noted here, and fetched by the main thread once
 nothing reads the state: torchft would load it in whatever thread has asked for the quorum.
@@ -20,6 +20,7 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.alike import check_alike, id_of
 from torchtitan_lite.replica.config import FaultToleranceConfig
+from torchtitan_lite.replica.descriptors import check_descriptors
 from torchtitan_lite.replica.guard import Floor
 
 _CALL_JOIN_TIMEOUTS = 1.5
@@ -191,6 +192,8 @@ class _GuardedClient:
         found = self._client._quorum(**asked)
         check_alike(self._likeness, found)
         self._floor.admit(found.max_step)
+        if self.last is None or found.quorum_id != self.last.quorum_id:
+            check_descriptors()
         self.last = found
         return found
 
