@@ -39,7 +39,7 @@ def rank_gets_bus_error(target: Target) -> None:
 
 def replica_killed(target: Target) -> None:
     """As a machine that is lost: its writers go too."""
-    _kill_all(_replica(target))
+    _kill_all(processes_of_replica(target))
 
 
 def two_ranks_killed(target: Target) -> None:
@@ -117,7 +117,7 @@ def rank_paused(target: Target) -> None:
 
 def replica_paused(target: Target) -> None:
     """Longer than a heartbeat may take."""
-    _pause(_replica(target), 7)
+    _pause(processes_of_replica(target), 7)
 
 
 def rank_stopped_for_good(target: Target) -> None:
@@ -226,7 +226,7 @@ def _a_writer(target: Target) -> psutil.Process:
     return target.draw.choice(writers)
 
 
-def _replica(target: Target) -> list[psutil.Process]:
+def processes_of_replica(target: Target) -> list[psutil.Process]:
     """All processes of a replica."""
     torchrun = target.scene.torchrun(target.replica)
     with _gone_is_missed():
