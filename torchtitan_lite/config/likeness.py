@@ -2,7 +2,7 @@
 
 Everything counts that may change what is trained or what replicas do together, and a key that is
 added later does by itself. What does not: paths, which machines have each their own; time limits;
-what is written and told.
+what only saves time or memory; what is written and told.
 """
 
 import hashlib
