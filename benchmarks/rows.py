@@ -33,9 +33,9 @@ class Row:
     metric: str
     unit: str
     ours: float
-    floor: float | None
-    peer: float | None
-    goal: float | None
+    floor: float | None = None
+    peer: float | None = None
+    goal: float | None = None
     """What the ratio of `ours` to the reference may be, or `ours` itself: see `kind`."""
     met: bool
     kind: Kind
@@ -93,7 +93,6 @@ def demand(
         metric=metric,
         unit=unit,
         ours=ours,
-        floor=None,
         peer=peer,
         goal=goal,
         met=comparable and kind.holds(ours, goal),
@@ -117,9 +116,7 @@ def tell(
         metric=metric,
         unit=unit,
         ours=ours,
-        floor=None,
         peer=peer,
-        goal=None,
         met=comparable,
         kind=Kind.NOTHING,
     )

@@ -128,7 +128,8 @@ class CheckpointManager:
             self._saver.join(self._coworkers.together)
         if self._saves:
             due = due and self._coworkers.writes
-            self._saver.after_step(save_due=due or self._is_wanted)
+            late = self._is_wanted and self._coworkers.alike
+            self._saver.after_step(save_due=due or late)
         self._step_ended = time.perf_counter()
         return self._step_ended - started
 

@@ -95,10 +95,7 @@ class Restorer:
             steps = [config.load_step]
         elif self._remembers:
             remembered = newest_remembered(self._saved.identity.run_id, self._mesh.rank)
-        candidates: list[_Candidate] = [(storage, step_name(step)) for step in steps]
-        if remembered is not None:
-            newer = sum(step > remembered.saved.step for step in steps)
-            candidates.insert(newer, remembered)
+        candidates = self._newest_first(steps, remembered)
         if not candidates and config.initial_load_path is not None:
             storage, name = split_storage(config.initial_load_path)
             candidates = [(storage, name)]
@@ -128,10 +125,7 @@ class Restorer:
             remembered = newest_remembered(run_id, self._mesh.rank, newest)
         storage = self._saved.storage
         steps = [step for step in self._stored_steps() if step <= newest]
-        candidates: list[_Candidate] = [(storage, step_name(step)) for step in steps]
-        if remembered is not None:
-            newer = sum(step > remembered.saved.step for step in steps)
-            candidates.insert(newer, remembered)
+        candidates = self._newest_first(steps, remembered)
         try:
             parts = set(PARTS) - {"dataloader"}
             found = self._load_first_intact(candidates, parts, accepts)
@@ -163,6 +157,17 @@ class Restorer:
         self._agree(error)
         told = leader_says(" ".join(map(str, reversed(seen))).encode())
         return list(map(int, told.split()))
+
+    def _newest_first(
+        self, steps: Sequence[int], remembered: RememberedSnapshot | None
+    ) -> list[_Candidate]:
+        """What there is of this run: the stored `steps`, which begin with the newest, and what lies
+        in shared memory."""
+        found: list[_Candidate] = [(self._saved.storage, step_name(step)) for step in steps]
+        if remembered is not None:
+            newer = sum(step > remembered.saved.step for step in steps)
+            found.insert(newer, remembered)
+        return found
 
     def _load_first_intact(
         self,

@@ -3,10 +3,11 @@
 python -m scripts.evaluate CHECKPOINT [--dataset NAME] [--dataset-path FILES] [--section.key value]
 torchrun --nproc-per-node 2 -m scripts.evaluate CHECKPOINT ...
 
-CHECKPOINT is a step's folder (".../step-1000"), a folder of steps, of which the newest is taken, or a
-Hugging Face folder, with which a data set has to be given. Without a data set it is all of what the run validated on. Samples are packed and masked as in
-training. Any key of [validation], [training] and [parallelism] may be given as train.py takes it,
-such as --parallelism.tensor_parallel_degree 2; the model is that of the checkpoint.
+CHECKPOINT is a step's folder (".../step-1000"), a folder of steps, of which the newest is taken, or
+a Hugging Face folder. Without a data set it is all of what the run validated on. Samples are packed
+and masked as in training. Any key of [validation], [training] and [parallelism] may be given as
+train.py takes it, such as --parallelism.tensor_parallel_degree 2; the model is that of the
+checkpoint.
 """
 
 import argparse

@@ -3,8 +3,8 @@
 python -m scripts.generate CHECKPOINT --prompt TEXT [--prompt TEXT ...] [--temperature 0.7] ...
 torchrun --nproc-per-node 2 -m scripts.generate CHECKPOINT --prompt-file FILE ...
 
-CHECKPOINT is a step's folder (".../step-1000"), a folder of steps, of which the newest is taken, or a
-Hugging Face folder.
+CHECKPOINT is a step's folder (".../step-1000"), a folder of steps, of which the newest is taken, or
+a Hugging Face folder.
 Under torchrun the processes share the model by tensor parallelism; where it cannot be cut over all
 of them, they hold several copies, which share the prompts.
 """

@@ -20,6 +20,17 @@ from torchtitan_lite.checkpoint.memory.folder import free, runs
 from torchtitan_lite.checkpoint.memory.lock import RankLock
 
 HEARTBEAT_TIMEOUT_MS = 1500
+ENDLESS: tuple[str, ...] = (
+    *launch.SMALL,
+    "--training.dtype=float64",
+    "--training.seq_len=64",
+    "--metrics.log_freq=1",
+    "--debug.sample_ledger=true",
+    "--training.steps=100000",
+    "--checkpoint.interval=5",
+    "--fault_tolerance.process_group_timeout_ms=20000",
+)
+"""A run that lasts until it is stopped, and can be compared with a straight one."""
 
 
 class Replicas:

@@ -13,7 +13,7 @@ from torch import nn
 from torchtitan_lite import rng
 from torchtitan_lite.anomalies import Judge
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.config import Config, to_toml
+from torchtitan_lite.config import Config, likeness, to_toml
 from torchtitan_lite.data import OpenedData, open_data
 from torchtitan_lite.debug import (
     ScheduleInside,
@@ -37,6 +37,7 @@ from torchtitan_lite.models import model_spec
 from torchtitan_lite.nn.initialize import give_memory, initialize, on_meta
 from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.optim import build_schedule as build_lr_schedule
+from torchtitan_lite.outputs import replica_folder
 from torchtitan_lite.parallel import build_schedule, parallelize
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
 from torchtitan_lite.parallel.router_balance import RouterBalance, routers_of
@@ -82,7 +83,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     dump_folder = Path(config.job.dump_folder)
     replica = config.fault_tolerance.replica_id if config.fault_tolerance.enable else None
     # What a replica saves belongs to all of them, what it says of itself does not.
-    own_folder = dump_folder if replica is None else dump_folder / f"replica_{replica:03d}"
+    own_folder = dump_folder if replica is None else replica_folder(dump_folder, replica)
     with ExitStack() as opened:
         books = _books(config, own_folder, opened) if mesh.is_leader else None
         phases = Phases(_phase_listeners(config, mesh, books, own_folder, opened))
@@ -239,6 +240,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 config.fault_tolerance,
                 state,
                 mesh,
+                likeness=likeness(config, mesh.world_size),
                 newest_stored=checkpoints.newest_stored,
                 before_change=checkpoints.hold_still,
                 leaves=lambda: stop.requested,

@@ -26,6 +26,8 @@ class Coworkers:
     token: str = ""
     """Hexadecimal digits that tell these replicas, and the time in which they train together, from
     all others; the same on each of them. Empty where one writes alone."""
+    alike: bool = True
+    """All hold the same at this moment: what is saved is not one replica's own."""
 
     @property
     def together(self) -> "Coworkers":

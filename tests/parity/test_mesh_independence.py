@@ -51,6 +51,14 @@ def test_initial_weights_are_the_same_bits_on_every_mesh(
     assert other_seed["output.weight"] != alone["output.weight"]
 
 
+def test_initial_weights_are_the_same_bits_in_every_replica(pools: Pools, tmp_path: Path) -> None:
+    """torchft's init_sync would mix those of two seeds."""
+    (alone,) = pools(1).run(initial_weights, tmp_path, {})
+    for number in (0, 7):
+        replica = {"fault_tolerance.enable": True, "fault_tolerance.replica_id": number}
+        assert pools(1).run(initial_weights, tmp_path, replica) == [alone]
+
+
 def test_each_step_uses_the_same_samples_on_any_number_of_ranks(
     pools: Pools, tmp_path: Path
 ) -> None:

@@ -6,26 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests import launch
-from tests.replicas import check_against_a_straight_run, replicas
+from tests.replicas import ENDLESS, check_against_a_straight_run, replicas
 from tests.resilience.test_launch import REPLICAS, ending, start
 from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
-
-_ARGUMENTS: tuple[str, ...] = (
-    *launch.SMALL,
-    "--training.dtype=float64",
-    "--training.seq_len=64",
-    "--metrics.log_freq=1",
-    "--debug.sample_ledger=true",
-    "--training.steps=100000",
-    "--checkpoint.interval=5",
-    "--fault_tolerance.process_group_timeout_ms=20000",
-)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 def test_a_lone_replica_whose_ranks_are_at_two_places_commits_nothing(tmp_path: Path) -> None:
-    with replicas(tmp_path / "run", 2, _ARGUMENTS) as run:
+    with replicas(tmp_path / "run", 2, ENDLESS) as run:
         run.start(0, faults="loses_its_place=1:40")
         assert run.wait(0) == 1
         assert run.steps(0)[-1]["step"] == 10
@@ -35,7 +24,7 @@ def test_a_lone_replica_whose_ranks_are_at_two_places_commits_nothing(tmp_path: 
         run.stop()
         assert run.wait(0) == 0
         assert "at step 10" in run.log(0).read_text()
-        check_against_a_straight_run(run, 2, _ARGUMENTS, tmp_path, num_incomplete=0)
+        check_against_a_straight_run(run, 2, ENDLESS, tmp_path, num_incomplete=0)
 
 
 @pytest.mark.matrix
@@ -43,7 +32,7 @@ def test_a_lone_replica_whose_ranks_are_at_two_places_commits_nothing(tmp_path: 
 def test_a_machine_that_computes_wrong_numbers_leaves_and_the_others_repeat_the_step(
     tmp_path: Path,
 ) -> None:
-    arguments = [*_ARGUMENTS, "--fault_tolerance.replay_check=true"]
+    arguments = [*ENDLESS, "--fault_tolerance.replay_check=true"]
     with replicas(tmp_path / "run", 1, arguments) as run:
         run.start_together({0: "", 1: "flips=40"})
         assert run.wait(1) == MACHINE_FAULT, run.text(1)
@@ -55,7 +44,7 @@ def test_a_machine_that_computes_wrong_numbers_leaves_and_the_others_repeat_the_
         assert run.steps(1)[-1]["step"] == 10
         assert {"replay_differs", "quorum"} <= set(run.events(0))
         assert "refused" not in run.events(0)
-        check_against_a_straight_run(run, 1, _ARGUMENTS, tmp_path, num_incomplete=0)
+        check_against_a_straight_run(run, 1, ENDLESS, tmp_path, num_incomplete=0)
 
 
 @pytest.mark.matrix
@@ -65,7 +54,7 @@ def test_a_run_that_diverges_has_a_status_of_its_own(tmp_path: Path) -> None:
     bad = ["--anomalies.on_non_finite=stop", "--checkpoint.enable=true"]
     own = [f"--job.dump_folder={tmp_path / 'one'}", *bad]
     faults = {"program": launch.FAULTY, "FAULTS": "nan=20"}
-    launch.run(1, [*_ARGUMENTS, *own], tmp_path / "one.log", status=DIVERGED, **faults)
+    launch.run(1, [*ENDLESS, *own], tmp_path / "one.log", status=DIVERGED, **faults)
     folder, log = tmp_path / "run", tmp_path / "log"
     # So large a step that the next one is not finite.
     process = start(folder, log, *bad, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0")

@@ -4,20 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
-from tests.replicas import Replicas, replicas
+from tests.replicas import ENDLESS, Replicas, replicas
 from torchtitan_lite.checkpoint.storage.storage import open_storage
 from torchtitan_lite.checkpoint.verify import verify
 
-_ARGUMENTS: tuple[str, ...] = (
-    *launch.SMALL,
-    "--training.dtype=float64",
-    "--training.seq_len=64",
-    "--metrics.log_freq=1",
-    "--training.steps=100000",
-    "--checkpoint.interval=1000000",
-    "--fault_tolerance.process_group_timeout_ms=20000",
-)
+_ARGUMENTS = (*ENDLESS, "--checkpoint.interval=1000000")
 _OVER = "This run has taken all of its 12 steps"
 
 

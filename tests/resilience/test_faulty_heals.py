@@ -7,25 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests import launch
-from tests.replicas import check_against_a_straight_run, replicas
-
-_ARGUMENTS: tuple[str, ...] = (
-    *launch.SMALL,
-    "--training.dtype=float64",
-    "--training.seq_len=64",
-    "--metrics.log_freq=1",
-    "--debug.sample_ledger=true",
-    "--training.steps=100000",
-    "--checkpoint.interval=5",
-    "--fault_tolerance.process_group_timeout_ms=20000",
-)
-_RECEIVES = "Receiving the state of another replica"
+from tests.replicas import ENDLESS, check_against_a_straight_run, replicas
+from torchtitan_lite.outputs import RECEIVES_STATE
 
 
 @pytest.mark.timeout(200)
 def test_a_rank_that_cannot_heal_keeps_its_neighbour_from_training(tmp_path: Path) -> None:
     """Silent corruption with torchft alone: the two would commit different steps."""
-    with replicas(tmp_path / "run", 2, _ARGUMENTS) as run:
+    with replicas(tmp_path / "run", 2, ENDLESS) as run:
         run.start(0)
         run.wait_for_step(0, 3)
         run.start(1, faults="heal_breaks_off=1")
@@ -38,19 +27,19 @@ def test_a_rank_that_cannot_heal_keeps_its_neighbour_from_training(tmp_path: Pat
         # The leader had received it, and does so again.
         assert happened[:3] == ["healed", "step_failed", "healed"]
         assert "the network is gone" in run.log(1).read_text()
-        check_against_a_straight_run(run, 2, _ARGUMENTS, tmp_path, num_incomplete=0)
+        check_against_a_straight_run(run, 2, ENDLESS, tmp_path, num_incomplete=0)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(200)
 def test_the_only_donor_dies_while_it_gives(tmp_path: Path) -> None:
-    with replicas(tmp_path / "run", 1, _ARGUMENTS) as run:
+    with replicas(tmp_path / "run", 1, ENDLESS) as run:
         run.start(0, faults="dies_as_donor")
         run.wait_for_step(0, 7)
         run.start(1)
         assert run.wait(0) == -signal.SIGKILL
         assert run.wait(1) == 1
-        assert _RECEIVES in run.log(1).read_text()
+        assert RECEIVES_STATE in run.log(1).read_text()
         assert run.steps(1) == []
         given = run.steps(0)[-1]["step"]
         run.start(1)
@@ -60,13 +49,13 @@ def test_the_only_donor_dies_while_it_gives(tmp_path: Path) -> None:
         first = run.steps(1)[0]["step"]
         assert 6 <= first <= given + 2
         assert f"at step {first - 1}" in run.log(1).read_text()
-        check_against_a_straight_run(run, 1, _ARGUMENTS, tmp_path)
+        check_against_a_straight_run(run, 1, ENDLESS, tmp_path)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 def test_another_donor_is_found_where_one_dies_while_it_gives(tmp_path: Path) -> None:
-    with replicas(tmp_path / "run", 1, _ARGUMENTS) as run:
+    with replicas(tmp_path / "run", 1, ENDLESS) as run:
         run.start(1)
         run.wait_for_step(1, 2)
         # The first in the order of names, and so the one who is asked first.
@@ -78,17 +67,19 @@ def test_another_donor_is_found_where_one_dies_while_it_gives(tmp_path: Path) ->
         run.wait_for_step(2, run.steps(2)[0]["step"] + 3)
         run.stop()
         assert [run.wait(number) for number in (1, 2)] == [0, 0]
-        assert run.log(2).read_text().count(_RECEIVES) >= 2
-        check_against_a_straight_run(run, 1, _ARGUMENTS, tmp_path)
+        assert run.log(2).read_text().count(RECEIVES_STATE) >= 2
+        check_against_a_straight_run(run, 1, ENDLESS, tmp_path)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("differs", "num_ranks"), [(["--training.dtype=float32"], 1), ([], 2)], ids=["dtype", "ranks"]
+    ("differs", "num_ranks"),
+    [(["--training.dtype=float32"], 1), (["--optimizer.lr=1e-5"], 1), ([], 2)],
+    ids=["dtype", "lr", "ranks"],
 )
 def test_one_that_differs_ends_alone(tmp_path: Path, differs: list[str], num_ranks: int) -> None:
-    with replicas(tmp_path / "run", 1, _ARGUMENTS) as run:
+    with replicas(tmp_path / "run", 1, ENDLESS) as run:
         run.start(0)
         run.wait_for_step(0, 2)
         run.start(1, *differs, num_ranks=num_ranks)
@@ -102,14 +93,14 @@ def test_one_that_differs_ends_alone(tmp_path: Path, differs: list[str], num_ran
         run.wait_for_step(0, before + 5)
         run.stop()
         assert run.wait(0) == 0
-        check_against_a_straight_run(run, 1, _ARGUMENTS, tmp_path, num_incomplete=0)
+        check_against_a_straight_run(run, 1, ENDLESS, tmp_path, num_incomplete=0)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 def test_who_was_overtaken_while_it_started_refuses_to_train(tmp_path: Path) -> None:
     """What is stored meanwhile is a floor."""
-    with replicas(tmp_path / "run", 1, _ARGUMENTS) as run:
+    with replicas(tmp_path / "run", 1, ENDLESS) as run:
         run.start(1, faults=f"comes_late={run.folder / 'go_1'}")
         run.wait_until_ready(1)
         run.start(0)
@@ -132,7 +123,7 @@ def test_who_was_overtaken_while_it_started_refuses_to_train(tmp_path: Path) -> 
 @pytest.mark.timeout(300)
 def test_a_state_before_the_first_step_is_received(tmp_path: Path) -> None:
     """Steps are refused from the first one on, so that the optimizer has nothing to give."""
-    arguments = [*_ARGUMENTS, "--debug.max_skipped_steps=100000"]
+    arguments = [*ENDLESS, "--debug.max_skipped_steps=100000"]
     with replicas(tmp_path / "run", 1, arguments) as run:
         file = tmp_path / "data_is_good"
         for number in (0, 1):
@@ -155,7 +146,7 @@ def test_a_state_before_the_first_step_is_received(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_step_that_is_refused_while_a_replica_dies(tmp_path: Path) -> None:
     """The step is taken again without it, and refused again."""
-    arguments = [*_ARGUMENTS, "--training.global_batch_size=4"]
+    arguments = [*ENDLESS, "--training.global_batch_size=4"]
     with replicas(tmp_path / "run", 1, arguments) as run:
         nan = "nan=32-40"
         run.start_together({0: nan, 1: f"{nan} dies=36"})

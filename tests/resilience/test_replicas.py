@@ -7,21 +7,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import launch
-from tests.replicas import Replicas, check_against_a_straight_run, replicas
+from tests.replicas import ENDLESS, Replicas, check_against_a_straight_run, replicas
 
 _ARGUMENTS: tuple[str, ...] = (
-    *launch.SMALL,
-    "--training.dtype=float64",
+    *ENDLESS,
     "--training.seq_len=128",
-    "--training.local_batch_size=2",
     # Three rounds, which two replicas cannot share evenly.
     "--training.global_batch_size=6",
-    "--metrics.log_freq=1",
     "--metrics.enable_tensorboard=true",
-    "--debug.sample_ledger=true",
-    "--training.steps=100000",
     "--checkpoint.interval=10",
-    "--fault_tolerance.process_group_timeout_ms=20000",
 )
 _MESHES: dict[str, tuple[int, list[str]]] = {
     "FSDP": (2, ["--training.global_batch_size=12"]),

@@ -5,22 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import launch
-from tests.replicas import Replicas, check_against_a_straight_run, replicas
+from tests.replicas import ENDLESS, Replicas, check_against_a_straight_run, replicas
+from torchtitan_lite.outputs import RECEIVES_STATE
 
 _BATCH = 4
-_ARGUMENTS: tuple[str, ...] = (
-    *launch.SMALL,
-    "--training.dtype=float64",
-    "--training.seq_len=64",
-    f"--training.global_batch_size={_BATCH}",
-    "--metrics.log_freq=1",
-    "--debug.sample_ledger=true",
-    "--training.steps=100000",
-    "--checkpoint.interval=5",
-    "--fault_tolerance.process_group_timeout_ms=20000",
-)
-_HEALED = "Receiving the state of another replica"
+_ARGUMENTS = (*ENDLESS, f"--training.global_batch_size={_BATCH}")
 
 
 def _used(run: Replicas, number: int) -> dict[int, list[int]]:
@@ -37,9 +26,9 @@ def _kill_and_return(run: Replicas, number: int) -> None:
         run.wait_for_step(one, 4)
     run.kill(number)
     run.wait_for_step(other, run.steps(other)[-1]["step"] + 4)
-    seen = run.log(number).read_text().count(_HEALED)
+    seen = run.log(number).read_text().count(RECEIVES_STATE)
     run.start(number, faults="slow=0.05")
-    while run.log(number).read_text().count(_HEALED) == seen:
+    while run.log(number).read_text().count(RECEIVES_STATE) == seen:
         run.wait_for_step(other, run.steps(other)[-1]["step"] + 1)
     run.wait_for_step(number, run.steps(other)[-1]["step"] + 3)
     run.stop()

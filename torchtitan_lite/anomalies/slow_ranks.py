@@ -1,7 +1,7 @@
 """Names ranks that are slower than those that do the same work, and go on being so.
 
 Each rank says how long its own work took, before it waited for others; all ranks see all of that in
-the exchange of numbers of a step, and come to the same. Layer: imports nothing of the project.
+the exchange of numbers of a step, and come to the same. Layer: above robust.
 """
 
 import math
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from torchtitan_lite.anomalies.robust import middle_and_deviation
 
 _WINDOWS = (64, 256)
 """Steps that are judged together: few find much quickly, many find little."""
@@ -21,7 +23,6 @@ second no more."""
 _CERTAINTY = 6.0
 """Standard errors by which a rank must be beyond the first. Ten thousand steps of 64 ranks are
 40,000 judgements, and a noise that lasts makes single steps depend on each other."""
-_PER_DEVIATION = 1.4826
 _MEDIAN_ERROR = 1.2533
 """Standard error of a median, in those of a mean, of normal noise."""
 
@@ -114,8 +115,7 @@ class SlowRanks:
 
 def _least(slower: np.ndarray) -> np.ndarray:
     """What the median over the steps is at least, for each rank, as far as the scatter can tell."""
-    middle = np.median(slower, axis=0)
-    deviation = _PER_DEVIATION * np.median(np.abs(slower - middle), axis=0)
+    middle, deviation = middle_and_deviation(slower)
     return middle - _CERTAINTY * _MEDIAN_ERROR * deviation / math.sqrt(len(slower))
 
 

@@ -4,14 +4,14 @@ Invariant: every line is kept that was ever written, also where a file is replac
 that was taken twice must have had the same loss twice.
 """
 
-import json
 import threading
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.launcher.tail import Tail
+from torchtitan_lite.launcher.tail import Tail, is_step
+from torchtitan_lite.outputs import METRICS, replica_folder
 
 _LOOK_S = 0.02
 
@@ -33,8 +33,7 @@ class Follower:
     def __init__(self, folder: Path, num_replicas: int) -> None:
         """`folder` is the job.dump_folder of the run. A context manager."""
         self._tails = [
-            Tail(folder / f"replica_{number:03d}" / "metrics.jsonl")
-            for number in range(num_replicas)
+            Tail(replica_folder(folder, number) / METRICS) for number in range(num_replicas)
         ]
         self.told: list[ToldStep] = []
         self.failed_steps = [0] * num_replicas
@@ -63,16 +62,17 @@ class Follower:
 
     def _look(self) -> None:
         for replica, tail in enumerate(self._tails):
-            for line in tail.lines():
-                with suppress(ValueError):
-                    self._take(replica, json.loads(line))
+            records = list(tail.records())
+            failed = [one for one in records if one.get("event") == "step_failed"]
+            self.failed_steps[replica] += len(failed)
+            for step in committed_steps(replica, records):
+                self.told.append(step)
+                self.newest[replica] = step
 
-    def _take(self, replica: int, told: dict[str, Any]) -> None:
-        if told.get("event") == "step_failed":
-            self.failed_steps[replica] += 1
-        if "event" in told or told["skipped"]:
-            return
-        names = ("step", "loss", "num_target_tokens", "num_replicas")
-        step = ToldStep(replica=replica, **{name: told[name] for name in names})
-        self.told.append(step)
-        self.newest[replica] = step
+
+def committed_steps(replica: int, records: Iterable[dict[str, Any]]) -> Iterator[ToldStep]:
+    """Those that the lines of its metrics.jsonl tell of."""
+    names = ("step", "loss", "num_target_tokens", "num_replicas")
+    for record in records:
+        if is_step(record) and not record["skipped"]:
+            yield ToldStep(replica=replica, **{name: record[name] for name in names})

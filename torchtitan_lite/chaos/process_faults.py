@@ -10,12 +10,12 @@ import psutil
 
 from torchtitan_lite.chaos.kind import Kind, Target, kinds_of
 from torchtitan_lite.chaos.scene import Missed
+from torchtitan_lite.outputs import RECEIVES_STATE
 
 _BOOT_S = 60.0
 _PAUSE_S = 1.5
 _HANG_S = 120.0
 _ALLOWANCE_BYTES = 4 << 20
-_HEALING = "Receiving the state of another replica"
 
 
 def rank_killed(target: Target) -> None:
@@ -39,7 +39,7 @@ def rank_gets_bus_error(target: Target) -> None:
 
 def replica_killed(target: Target) -> None:
     """As a machine that is lost: its writers go too."""
-    _kill_all(_replica(target))
+    _kill_all(processes_of_replica(target))
 
 
 def two_ranks_killed(target: Target) -> None:
@@ -117,7 +117,7 @@ def rank_paused(target: Target) -> None:
 
 def replica_paused(target: Target) -> None:
     """Longer than a heartbeat may take."""
-    _pause(_replica(target), 7)
+    _pause(processes_of_replica(target), 7)
 
 
 def rank_stopped_for_good(target: Target) -> None:
@@ -226,7 +226,7 @@ def _a_writer(target: Target) -> psutil.Process:
     return target.draw.choice(writers)
 
 
-def _replica(target: Target) -> list[psutil.Process]:
+def processes_of_replica(target: Target) -> list[psutil.Process]:
     """All processes of a replica."""
     torchrun = target.scene.torchrun(target.replica)
     with _gone_is_missed():
@@ -240,7 +240,8 @@ def _until_it_heals(target: Target) -> None:
     rank_killed(target)
     scene.wait_until(
         lambda: (
-            {rank.pid for rank in scene.ranks(replica)} - before and _HEALING in scene.log(replica)
+            {rank.pid for rank in scene.ranks(replica)} - before
+            and RECEIVES_STATE in scene.log(replica)
         ),
         "a heal",
         _BOOT_S,

@@ -20,6 +20,10 @@ _HEAD_BYTES = 128
 _FULL_S = 3.0
 _SAVE_S = 60.0
 _WRITERS_S = 30.0
+_START_S = 90.0
+_SMALL_BYTES = 16 << 20
+"""Less than a snapshot, and more than all else that a rank writes by itself."""
+_WITHOUT = "Snapshots are off"
 
 
 def killed_in_the_middle_of_a_save(target: Target) -> None:
@@ -76,6 +80,27 @@ def memory_damaged(target: Target) -> None:
             _damage(region, target, within=_HEAD_BYTES)
 
 
+def shared_memory_full(target: Target) -> None:
+    """A replica that starts finds no place for its snapshots, trains on without, and starts again.
+    What its processes may write is limited instead: others use the same memory."""
+    scene, replica = target.scene, target.replica
+    before = {rank.pid for rank in scene.ranks(replica)}
+    victims = [*scene.ranks(replica), *scene.writers(replica)]
+    _kill(victims)
+    for region in scene.snapshots(replica):
+        region.unlink(missing_ok=True)
+
+    def started() -> list[psutil.Process]:
+        found = [one for one in scene.ranks(replica) if one.pid not in before]
+        return found if len(found) == len(before) else []
+
+    for rank in scene.wait_until(started, "new ranks", _START_S):
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            resource.prlimit(rank.pid, resource.RLIMIT_FSIZE, (_SMALL_BYTES, _SMALL_BYTES))
+    scene.wait_until(lambda: _WITHOUT in scene.log(replica), "a run without snapshots", _START_S)
+    rank_killed(target)
+
+
 def storage_full(target: Target) -> None:
     """Nothing can be written for a while."""
     writers = target.scene.writers(target.replica)
@@ -103,6 +128,7 @@ KINDS: dict[str, Kind] = kinds_of(
     manifest_damaged,
     memory_lost,
     memory_damaged,
+    shared_memory_full,
     storage_full,
 )
 
@@ -128,12 +154,17 @@ def _kill_with_writers(target: Target) -> None:
     scene = target.scene
     writers = [one for number in range(scene.num_replicas) for one in scene.writers(number)]
     all_replicas_killed(target)
-    for writer in writers:
+    _kill(writers)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    """And wait for their end."""
+    for one in processes:
         with suppress(psutil.NoSuchProcess):
-            writer.kill()
-    _, left = psutil.wait_procs(writers, timeout=_WRITERS_S)
+            one.kill()
+    _, left = psutil.wait_procs(processes, timeout=_WRITERS_S)
     if left:
-        raise Missed("a writer would not end")
+        raise Missed("a process would not end")
 
 
 def _damage(path: Path, target: Target, within: int | None = None) -> None:

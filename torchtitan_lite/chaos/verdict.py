@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torchtitan_lite.chaos.follower import ToldStep
+from torchtitan_lite.chaos.follower import ToldStep, committed_steps
 from torchtitan_lite.checkpoint.interchange.to_dcp import whole
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.names import step_of
 from torchtitan_lite.checkpoint.storage.storage import open_storage
 from torchtitan_lite.checkpoint.verify import verify
+from torchtitan_lite.launcher.tail import records
+from torchtitan_lite.outputs import METRICS
 
 _SHOWN = 5
 _STRAIGHT_S = 3600.0
@@ -47,13 +49,8 @@ def straight_run(arguments: Sequence[str], folder: Path, steps: int) -> list[Tol
     )
     if ended.returncode:
         raise StraightRunFailed(ended.stdout[-3000:])
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    names = ("step", "loss", "num_target_tokens", "num_replicas")
-    return [
-        ToldStep(replica=0, **{name: line[name] for name in names})
-        for line in lines
-        if "event" not in line and not line["skipped"]
-    ]
+    lines = (folder / METRICS).read_bytes().splitlines()
+    return list(committed_steps(0, records(lines)))
 
 
 def differences(

@@ -11,6 +11,7 @@ from torchtitan_lite.config.constraints import (
     check_against,
     check_pipeline,
 )
+from torchtitan_lite.config.likeness import likeness
 from torchtitan_lite.config.loading import config_from, load_config
 from torchtitan_lite.config.mesh_constraints import pipeline_microbatches
 from torchtitan_lite.config.recorded import recorded_config
@@ -34,6 +35,7 @@ __all__ = [
     "check_against",
     "check_pipeline",
     "config_from",
+    "likeness",
     "load_config",
     "parse_command_line",
     "pipeline_microbatches",

@@ -11,6 +11,7 @@ from pathlib import Path
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.arguments import dump_folder
 from torchtitan_lite.launcher.group import torchrun_command
+from torchtitan_lite.outputs import BOOKS, METRICS, replica_folder
 
 _TORCHRUN_VARIABLES = (
     "RANK",
@@ -65,15 +66,15 @@ class Plan:
 
     def metrics(self, replica: int) -> Path:
         """What a replica writes of its steps."""
-        return self.dump_folder / f"replica_{replica:03d}" / "metrics.jsonl"
+        return replica_folder(self.dump_folder, replica) / METRICS
 
     def books(self, replica: int) -> Path:
         """What its time has gone into."""
-        return self.metrics(replica).with_name("books.json")
+        return replica_folder(self.dump_folder, replica) / BOOKS
 
     def logs(self, replica: int) -> Path:
         """A folder for each attempt of a replica lies in this one."""
-        return self.log_dir / f"replica_{replica:03d}"
+        return replica_folder(self.log_dir, replica)
 
     def first_environment(self) -> dict[str, str]:
         """What all that is started has in common, but for the lighthouse's address."""

@@ -4,16 +4,12 @@ Invariant: what an earlier attempt has written is not taken for progress of this
 may replace `metrics.jsonl` at its start, by a copy without the steps that it will take again.
 """
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.launcher.tail import Tail
-
-_HEALING = b"Receiving the state of another replica"
-_HEALED = b"Replicas that take part from sample"
+from torchtitan_lite.launcher.tail import Tail, is_step
+from torchtitan_lite.outputs import RECEIVES_STATE, TAKES_PART
 
 
 class Progress:
@@ -31,12 +27,9 @@ class Progress:
     def look(self) -> None:
         """Read what was written since."""
         for line in self._log.lines():
-            if _HEALING in line:
+            if RECEIVES_STATE.encode() in line:
                 self.is_healing = True
-            elif _HEALED in line:
+            elif TAKES_PART.encode() in line:
                 self.is_healing = False
-        for line in self._metrics.lines():
-            with suppress(ValueError):
-                values = json.loads(line)
-                if isinstance(values, dict) and "loss" in values and "event" not in values:
-                    self.record, self.is_healing = values, False
+        for record in filter(is_step, self._metrics.records()):
+            self.record, self.is_healing = record, False

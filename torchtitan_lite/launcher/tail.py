@@ -1,7 +1,10 @@
 """Follows a file that grows. Layer: imports nothing of the project."""
 
+import json
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 class Tail:
@@ -29,6 +32,10 @@ class Tail:
             return lines
         return []
 
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Of a file of JSON lines: the objects in them."""
+        return records(self.lines())
+
     def _now(self) -> tuple[int | None, int]:
         """Which file lies there, and its size in bytes."""
         try:
@@ -36,3 +43,17 @@ class Tail:
         except OSError:
             return None, 0
         return stat.st_ino, stat.st_size
+
+
+def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The JSON objects among `lines`."""
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                yield found
+
+
+def is_step(record: dict[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl tells of a step, and not of something else."""
+    return "event" not in record and "loss" in record

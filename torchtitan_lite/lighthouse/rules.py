@@ -2,8 +2,8 @@
 
 The rules are those of torchft's lighthouse (0.2.0), with four differences:
 
-- A replica may be told to have left: it counts no more, at once. An id with a uuid, "NAME:UUID",
-  is a process that is gone for good; what still arrives under it is not counted.
+- A replica may be told to have left: it counts no more, at once. An id with a uuid, that is
+  with a colon, is a process that is gone for good; what still arrives under it is not counted.
 - A replica that asks no more (its call has ended) is in no quorum until it asks again. torchft's
   keeps such a one as long as its last heartbeat counts, and gives others a quorum with it.
 - Who asks again, since its call took too long, does not make the others wait anew. By torchft's, a
@@ -136,10 +136,10 @@ class Rules:
         self.asking.pop(replica_id, None)
 
     def left(self, replica_id: str) -> list[str]:
-        """A replica has left: its whole id, or its name, which is what stands before the last
+        """A replica has left: its whole id, or its name, which is what stands before the first
         colon. Returns the ids that were known and now count no more."""
         known = self.heartbeats.keys() | self.asking.keys()
-        found = sorted(one for one in known if replica_id in (one, one.rpartition(":")[0]))
+        found = sorted(one for one in known if replica_id in (one, one.partition(":")[0]))
         for one in found:
             self.heartbeats.pop(one, None)
             self.asking.pop(one, None)

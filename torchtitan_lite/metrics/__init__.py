@@ -21,6 +21,7 @@ from torchtitan_lite.metrics.sink import Cadence, Sink
 from torchtitan_lite.metrics.tensorboard import TensorBoard
 from torchtitan_lite.metrics.throughput import mfu
 from torchtitan_lite.metrics.wandb import WeightsAndBiases, require_wandb
+from torchtitan_lite.outputs import METRICS
 
 __all__ = [
     "Books",
@@ -97,7 +98,7 @@ def open_metrics(
     when_due: list[Sink] = []
     if is_leader or config.save_for_all_ranks:
         label = "" if is_leader else f"rank_{rank}"
-        name = "metrics.jsonl" if is_leader else f"metrics_{label}.jsonl"
+        name = METRICS if is_leader else f"metrics_{label}.jsonl"
         if config.enable_wandb:
             when_due.append(
                 WeightsAndBiases(

@@ -22,10 +22,10 @@ import psutil
 
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.ledger import LOST, Ledger, lose_work
+from torchtitan_lite.outputs import BOOKS
 from torchtitan_lite.phases import Phase
 from torchtitan_lite.torch_compat import compile_time_ns
 
-NAME = "books.json"
 COMPILE, IDLE = "compile", "idle"
 KINDS = (*(phase.value for phase in Phase), COMPILE, LOST, IDLE)
 USEFUL = (Phase.COMPUTE.value, Phase.COMMUNICATION.value)
@@ -178,7 +178,7 @@ def open_books(folder: Path, *, goes_on: bool) -> Books:
     """The books in `folder`, of a run that this process began or, where `goes_on`, continues."""
     began_ns = time.time_ns() - time.monotonic_ns()
     return Books(
-        folder / NAME,
+        folder / BOOKS,
         started_ns=time.time_ns() - round(process_age_s() * 1e9),
         goes_on=goes_on,
         # Within a process a clock that nobody sets.

@@ -23,6 +23,7 @@ from torchtitan_lite.checkpoint.background.coworkers import Coworkers
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.outputs import RECEIVES_STATE, TAKES_PART
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.gradient_sums import GradientSums
@@ -178,13 +179,13 @@ class FaultTolerantReplicas:
         self._refuse_what_is_behind(stored)
         self._heals = 0
         count = manager.num_participants()
-        logger.info("Replicas that take part from sample %d on: %d.", self._run.cursor, count)
+        logger.info("%s %d on: %d.", TAKES_PART, self._run.cursor, count)
         self._news.append(News("quorum", {"sample": self._run.cursor, "replicas": count}))
         return True
 
     def _receive(self, source: Source) -> ReplicaError | None:
         """Take over the state of another; what went wrong, if anything did."""
-        logger.info("Receiving the state of another replica, at sample %d.", source.progress)
+        logger.info("%s, at sample %d.", RECEIVES_STATE, source.progress)
         self._phases.enter(Phase.HEALING, self._run.step)
         self._before_change()
         started_s = time.perf_counter()
@@ -251,20 +252,26 @@ class FaultTolerantReplicas:
             # One of them has judged a step unlike the others, and by their places nobody is behind.
             manager.fail("a rank had come to another step at the same place in the run")
             self._is_whole = manager.participating_rank() == 0
-        if manager.should_commit():
+        committed = manager.should_commit()
+        # One that comes and cannot take part gives up by itself, and must not end the others.
+        self._count("steps", committed=committed, is_excused=self._is_first_step)
+        return committed
+
+    def _count(self, what: str, *, committed: bool, is_excused: bool = False) -> None:
+        """Take note of how one of `what` came out. Raises ReplicaError after too many that failed
+        in a row, those aside that are excused."""
+        if committed:
             self._failures = 0
-            return True
-        problem = manager.errored()
+            return
+        problem = self._manager.errored()
         reason = str(problem.original_exception) if problem else "another rank has given it up"
         self._say_failed(reason)
-        # One that comes and cannot take part gives up by itself, and must not end the others.
-        self._failures += not self._is_first_step
+        self._failures += not is_excused
         if self._failures == _MOST_FAILURES:
             raise ReplicaError(
-                f"{_MOST_FAILURES} steps in a row with the other replicas failed, at last since "
+                f"{_MOST_FAILURES} {what} in a row with the other replicas failed, at last since "
                 f"{reason}"
             )
-        return False
 
     def synchronize(self) -> None:
         return None

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.redistribute import align_gradient
-from torchtitan_lite.replica.torchft_manager import QuorumManager, Sum
+from torchtitan_lite.replica.torchft_manager import Exchange, QuorumManager
 from torchtitan_lite.torch_compat import foreach_copy_
 
 _IN_FLIGHT = 3
@@ -35,7 +35,7 @@ class GradientSums:
         self._missing: list[int] | None = None
         """Gradients that each bucket waits for; None when no backward is listened to."""
         self._num_sent = 0
-        self._moving: deque[tuple[list[torch.Tensor], torch.Tensor, Sum]] = deque()
+        self._moving: deque[tuple[list[torch.Tensor], torch.Tensor, Exchange]] = deque()
         self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -126,7 +126,7 @@ class GradientSums:
         elements = max(length, self._bucket_bytes // first.dtype.itemsize)
         return torch.empty(elements, dtype=first.dtype, device=first.device)[:length]
 
-    def _empty(self, bucket: list[torch.Tensor], flat: torch.Tensor, work: Sum) -> None:
+    def _empty(self, bucket: list[torch.Tensor], flat: torch.Tensor, work: Exchange) -> None:
         work.wait()
         foreach_copy_(bucket, _views(flat, bucket))
         whole = flat.as_strided((flat.untyped_storage().nbytes() // flat.itemsize,), (1,))

@@ -39,6 +39,7 @@ def join(
     run: Run,
     mesh: Mesh,
     *,
+    likeness: str,
     newest_stored: Callable[[], int],
     before_change: Callable[[], None],
     leaves: Callable[[], bool],
@@ -48,7 +49,8 @@ def join(
 ) -> Iterator[Replicas]:
     """The replicas of a run whose state is ready, until the end of the block. Every rank must call
     it, as the last before the first step: who has joined is waited for. With `averaging` they are
-    averaged every few steps. The rest is as in `FaultTolerantReplicas`.
+    averaged every few steps. `likeness` is as in `config.likeness`, the rest as in
+    `FaultTolerantReplicas`.
 
     Raises ReplicaError when the environment does not say where the others are, or nobody is there.
     """
@@ -71,6 +73,7 @@ def join(
             config,
             transport,
             floor,
+            likeness=likeness,
             lighthouse=lighthouse,
             store=(host, int(port)),
             rank=mesh.rank,

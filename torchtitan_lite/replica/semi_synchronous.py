@@ -10,19 +10,17 @@ an average is behind, and receives.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
-from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.phases import Phase
 from torchtitan_lite.replica.averaging import Averaging
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.replica.participation import News, Share
-
-_MOST_FAILURES = 20
 
 
 class SemiSynchronousReplicas(FaultTolerantReplicas):
@@ -35,10 +33,13 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
         self._round: Share | None = None
         """What this replica takes of each step up to the next average."""
         self._coworkers = ALONE
+        self._is_averaged = False
+        """Since the last average no step was taken."""
 
     def agree(self) -> Share:
         while self._round is None:
             self._meet()
+        self._is_averaged = False
         return self._round
 
     def synchronize(self) -> None:
@@ -68,6 +69,8 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
             manager.fail("the numbers of the replicas could not be added up")
         elif (present, steps) != (count, count * run.step) or not weights:
             manager.fail("a replica was at another step")
+        # All ranks have found the furthest place, or none of them goes there.
+        is_known = not self._mesh.any(manager.errored() is not None)
         self._before_change()
         index = manager.quorum.replica_rank
         self._round, self._coworkers = share, Coworkers(index, count)
@@ -76,7 +79,7 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
         else:
             # Only to know that nobody receives any more what is about to change.
             outcome = manager.should_commit()
-        if outcome is not False:
+        if is_known and outcome is not False:
             # A replica that refused a step has used more samples than the others.
             run.cursor = int(cursor.item())
         self._end(outcome)
@@ -85,20 +88,15 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
         if committed is None:
             return
         if committed:
-            self._failures = 0
+            self._is_averaged = True
             self._news.append(News("averaged", {"replicas": self._coworkers.count}))
-            return
-        self._round = None
-        problem = self._manager.errored()
-        reason = str(problem.original_exception) if problem else "another rank has given it up"
-        self._say_failed(reason)
-        self._failures += 1
-        if self._failures == _MOST_FAILURES:
-            raise ReplicaError(f"{_MOST_FAILURES} averages in a row failed, at last since {reason}")
+        else:
+            self._round = None
+        self._count("averages", committed=committed)
 
     @property
     def coworkers(self) -> Coworkers:
-        return self._coworkers
+        return replace(self._coworkers, alike=self._is_averaged)
 
     def sum_during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
         return None

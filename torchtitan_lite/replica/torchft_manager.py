@@ -1,5 +1,5 @@
 """torchft's manager, made as this project needs it. The one file that touches its private parts
-(torchft 0.2.0). Layer: above guard.
+(torchft 0.2.0). Layer: above guard, alike and descriptors.
 
 What a replica that is behind receives is only noted here, and fetched by the main thread once
 nothing reads the state: torchft would load it in whatever thread has asked for the quorum.
@@ -18,7 +18,9 @@ from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
 from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.replica.alike import check_alike, id_of
 from torchtitan_lite.replica.config import FaultToleranceConfig
+from torchtitan_lite.replica.descriptors import check_descriptors
 from torchtitan_lite.replica.guard import Floor
 
 _CALL_JOIN_TIMEOUTS = 1.5
@@ -41,13 +43,15 @@ class QuorumManager(Manager):
         transport: CheckpointTransport[Any],
         floor: Floor,
         *,
+        likeness: str,
         lighthouse: str,
         store: tuple[str, int],
         rank: int,
         world_size: int,
         hostname: str,
     ) -> None:
-        """`store` is where a TCPStore of this replica listens. Raises ReplicaError when nobody
+        """`likeness` is what this replica has in common with the others, without a colon in it;
+        `store` is where a TCPStore of this replica listens. Raises ReplicaError when nobody
         answers at `lighthouse` in `quorum_timeout_s`."""
         _quiet()
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
@@ -81,7 +85,7 @@ class QuorumManager(Manager):
                     store_port=store[1],
                     lighthouse_addr=lighthouse,
                     # Its place among the participants follows the order of these texts.
-                    replica_id=f"replica_{config.replica_id:05d}",
+                    replica_id=id_of(f"replica_{config.replica_id:05d}", likeness),
                     hostname=hostname,
                     checkpoint_transport=transport,
                     init_sync=False,
@@ -98,7 +102,7 @@ class QuorumManager(Manager):
                 time.sleep(_RETRY_S)
         self.register_state_dict_fn("state", lambda given: None, lambda: None)
         self.group = group
-        self._client = _GuardedClient(self._client, floor)
+        self._client = _GuardedClient(self._client, floor, likeness)
 
     @property
     def full_id(self) -> str:
@@ -124,13 +128,13 @@ class QuorumManager(Manager):
         and says counts."""
         return True
 
-    def sum_(self, flat: torch.Tensor) -> "Sum":
+    def sum_(self, flat: torch.Tensor) -> "Exchange":
         """Begin to add `flat` over all that take part, in place."""
-        return Sum(self.allreduce(flat, reduce_op=dist.ReduceOp.SUM))  # pyright: ignore[reportArgumentType]
+        return Exchange(self.allreduce(flat, reduce_op=dist.ReduceOp.SUM))  # pyright: ignore[reportArgumentType]
 
-    def max_(self, flat: torch.Tensor) -> dist.Work:
+    def max_(self, flat: torch.Tensor) -> "Exchange":
         """Begin to find the largest of all that take part, in place."""
-        return self.allreduce(flat, reduce_op=dist.ReduceOp.MAX)  # pyright: ignore[reportArgumentType]
+        return Exchange(self.allreduce(flat, reduce_op=dist.ReduceOp.MAX))  # pyright: ignore[reportArgumentType]
 
     def fail(self, reason: str) -> None:
         """Give this step up, here and at once in all other replicas."""
@@ -139,8 +143,8 @@ class QuorumManager(Manager):
         self.group.abort()
 
 
-class Sum:
-    """One that is under way. Its failure is the manager's to tell."""
+class Exchange:
+    """A sum or a maximum that is under way. Its failure is the manager's to tell."""
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
@@ -149,7 +153,7 @@ class Sum:
 
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
-        # What torchft hands out does not know it, but holds who does; a sum that it has given up
+        # What torchft hands out does not know it, but holds who does; one that it has given up
         # holds nobody.
         inner = getattr(self._work, "_work", None)
         return inner is None or inner.is_completed()
@@ -180,13 +184,16 @@ def same_device_in_thread() -> Callable[[], None]:
 class _GuardedClient:
     """The manager's client, with an eye on its quorums."""
 
-    def __init__(self, client: Any, floor: Floor) -> None:
-        self._client, self._floor = client, floor
+    def __init__(self, client: Any, floor: Floor, likeness: str) -> None:
+        self._client, self._floor, self._likeness = client, floor, likeness
         self.last: Any = None
 
     def _quorum(self, **asked: Any) -> Any:
         found = self._client._quorum(**asked)
+        check_alike(self._likeness, found)
         self._floor.admit(found.max_step)
+        if self.last is None or found.quorum_id != self.last.quorum_id:
+            check_descriptors()
         self.last = found
         return found
 

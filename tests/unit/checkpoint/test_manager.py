@@ -17,6 +17,7 @@ from tests.unit.checkpoint.conftest import (
     same,
     steps_in,
 )
+from torchtitan_lite.checkpoint.background.coworkers import Coworkers
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 
 _DATA = "rank-00000.safetensors"
@@ -241,6 +242,33 @@ def test_training_goes_on_when_a_save_fails_but_the_last_save_must_not(
         manager.final_save(finished=True)
     Path(manager.root).unlink()
     assert manager.final_save(finished=True) == f"{manager.root}/step-1"
+
+
+def test_a_save_that_failed_waits_until_all_replicas_hold_the_same(
+    manage: Manage, logged: pytest.LogCaptureFixture
+) -> None:
+    """Between two averages a replica's state is its own."""
+    state = SmallState()
+    manager = manage(state, interval=4, enable_first_step_checkpoint=False)
+    root = Path(manager.root)
+
+    def step(*, alike: bool) -> None:
+        state.take_step()
+        manager.settle(manager.counted(torch.device("cpu")))
+        manager.join(Coworkers(0, 2, alike=alike))
+        manager.after_step()
+
+    for number in range(1, 5):
+        if number == 4:
+            root.write_text("a file where the folder should be")
+        step(alike=number == 4)
+    assert [one for one in logged.records if "Step 4 was not saved" in one.getMessage()]
+    root.unlink()
+    for _ in range(2):
+        step(alike=False)
+    assert not root.exists() or steps_in(root) == []
+    step(alike=True)
+    assert steps_in(root) == ["step-7"]
 
 
 def test_a_folder_that_cannot_be_read_is_named_at_the_start(manage: Manage) -> None:

@@ -90,7 +90,7 @@ def test_a_dead_rank_takes_its_group_and_that_comes_back(tmp_path: Path) -> None
         process.send_signal(signal.SIGTERM)
         output = end_of(process, 0)
     assert "replica 1: failed, rank 1: killed by SIGKILL" in output
-    assert "replica 1: restarts in 1 s" in output
+    assert "replica 1: restarts in 0.2 s" in output
     for attempt in ("attempt_00", "attempt_01"):
         log = tmp_path / "logs" / "replica_001" / attempt / "rank_1.log"
         assert log.read_text() == "rank 1 with http://127.0.0.1:4321\n"

@@ -220,8 +220,8 @@ def test_an_id_without_a_uuid_may_return() -> None:
 
 def test_other_names_do_not_leave() -> None:
     rules = Rules(SETTINGS)
-    assert _ask(rules, 0, "replica_1:x", "replica_10:x", "replica_1:x:y")
-    assert rules.left("replica_1") == ["replica_1:x"]
+    assert _ask(rules, 0, "replica_1:x", "replica_10:x", "replica_1:y:z", "y:replica_1:x")
+    assert rules.left("replica_1") == ["replica_1:x", "replica_1:y:z"]
     assert rules.left("x") == []
 
 

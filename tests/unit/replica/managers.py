@@ -1,0 +1,76 @@
+"""Managers as processes of replicas have them, in one process: real stores, servers and sockets."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.unit.replica.test_healing import Run
+from torchtitan_lite.lighthouse.client import tell_left
+from torchtitan_lite.lighthouse.rules import QuorumSettings
+from torchtitan_lite.lighthouse.server import LighthouseService
+from torchtitan_lite.replica.config import FaultToleranceConfig
+from torchtitan_lite.replica.guard import Floor
+from torchtitan_lite.replica.healing import HealingTransport
+from torchtitan_lite.replica.torchft_manager import QuorumManager
+
+_HOST = "127.0.0.1"
+_TOKEN = "a secret of all replicas"
+
+
+class Replica:
+    """One of one rank, whose state is `run`."""
+
+    def __init__(
+        self, lighthouse: str, number: int, run: Run, *, likeness: str = "1-a", **changes: Any
+    ) -> None:
+        """`lighthouse` is "HOST:PORT"; `changes` are settings. Raises ReplicaError."""
+        settings: dict[str, Any] = {
+            "process_group_timeout_ms": 5000,
+            "quorum_timeout_s": 30,
+        } | changes
+        self.run, self._lighthouse = run, lighthouse
+        self.transport = HealingTransport(run, _HOST, _TOKEN)
+        self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            _HOST, 0, is_master=True, wait_for_workers=False
+        )
+        try:
+            self.manager = QuorumManager(
+                FaultToleranceConfig(replica_id=number, **settings),
+                self.transport,
+                Floor(run.cursor),
+                likeness=likeness,
+                lighthouse=f"http://{lighthouse}",
+                store=(_HOST, self._store.port),
+                rank=0,
+                world_size=1,
+                hostname=_HOST,
+            )
+        except BaseException:
+            self.transport.shutdown()
+            raise
+        self.manager.set_progress(run.cursor)
+
+    def close(self) -> None:
+        """Leave the others, who do not wait for this one any more."""
+        self.manager.shutdown(wait=False)
+        tell_left(self._lighthouse, self.manager.full_id, _TOKEN, timeout_s=5)
+
+
+@contextmanager
+def lighthouse(num_replicas: int, bind: str = f"{_HOST}:0") -> Iterator[str]:
+    """One that waits for so many, and its address."""
+    settings = QuorumSettings(
+        min_replicas=num_replicas, join_timeout_ms=5000, heartbeat_timeout_ms=5000
+    )
+    with LighthouseService(bind, settings, _TOKEN) as service:
+        yield service.address
+
+
+def meet(replicas: list[Replica]) -> None:
+    """All ask for a quorum, and get it."""
+    with ThreadPoolExecutor(len(replicas)) as threads:
+        for asked in [threads.submit(one.manager.start_quorum) for one in replicas]:
+            asked.result(timeout=30)

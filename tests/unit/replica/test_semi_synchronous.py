@@ -1,0 +1,97 @@
+"""Where replicas that train alone go on from when they meet."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.replica.test_healing import Run
+from torchtitan_lite.phases import Phases
+from torchtitan_lite.replica.averaging import Averaging
+from torchtitan_lite.replica.config import FaultToleranceConfig
+from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
+from torchtitan_lite.replica.guard import Floor
+from torchtitan_lite.replica.participation import Share
+from torchtitan_lite.replica.semi_synchronous import SemiSynchronousReplicas
+
+_FURTHEST = 40
+
+
+class _Manager:
+    """Of one rank of this replica, in a quorum with another that is at `_FURTHEST`."""
+
+    def __init__(self, *, loses_max: bool) -> None:
+        self.quorum = SimpleNamespace(heal=False, replica_rank=0, replica_world_size=2)
+        self._loses_max = loses_max
+        self._error: Exception | None = None
+
+    def sum_(self, flat: torch.Tensor) -> Any:
+        flat *= 2
+        return SimpleNamespace(wait=lambda: None)
+
+    def max_(self, flat: torch.Tensor) -> Any:
+        if self._loses_max:
+            self.fail("the other replica has died")
+        else:
+            flat.fill_(_FURTHEST)
+        return SimpleNamespace(wait=lambda: None)
+
+    def errored(self) -> Any:
+        return None if self._error is None else SimpleNamespace(original_exception=self._error)
+
+    def fail(self, reason: str) -> None:
+        self._error = RuntimeError(reason)
+
+    def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> Any:
+        return SimpleNamespace(wait=lambda: True)
+
+
+def _replicas(
+    run: Run, manager: _Manager, any_rank: Callable[[bool], bool]
+) -> SemiSynchronousReplicas:
+    config = FaultToleranceConfig(
+        semi_sync_method="streaming_diloco", sync_steps=2, num_fragments=1, fragment_sync_delay=1
+    )
+    mesh: Any = SimpleNamespace(
+        any=any_rank, device=SimpleNamespace(torch_device=torch.device("cpu"))
+    )
+    given: Any = manager
+    nobody: Any = None
+    return SemiSynchronousReplicas(
+        config,
+        run,
+        mesh,
+        averaging=Averaging(config, nn.Linear(2, 2)),
+        manager=given,
+        transport=nobody,
+        floor=Floor(0),
+        link=nobody,
+        newest_stored=nobody,
+        before_change=lambda: None,
+        say_goodbye=nobody,
+        leaves=nobody,
+        stored_before=0,
+        phases=Phases([]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("loses_max", "another_rank_lost_it", "goes_to"),
+    [(False, False, _FURTHEST), (True, False, 24), (False, True, 24)],
+)
+def test_all_ranks_go_to_the_furthest_place_or_none(
+    monkeypatch: pytest.MonkeyPatch, loses_max: bool, another_rank_lost_it: bool, goes_to: int
+) -> None:
+    """Also while an average is under way, whose end nobody knows yet."""
+    monkeypatch.setattr(FaultTolerantReplicas, "agree", lambda self: Share(index=0, count=2))
+    run = Run(elements=8)
+    for _ in range(3):
+        run.take_step()
+    assert (run.step, run.cursor) == (3, 24)
+    manager = _Manager(loses_max=loses_max)
+    replicas = _replicas(run, manager, lambda mine: mine or another_rank_lost_it)
+    replicas.synchronize()
+    assert run.cursor == goes_to

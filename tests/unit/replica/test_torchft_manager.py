@@ -1,0 +1,139 @@
+"""What torchft 0.2.0 does otherwise, or not at all."""
+
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.unit.replica.managers import Replica, lighthouse, meet
+from tests.unit.replica.test_healing import Run
+from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.replica.alike import OthersDiffer
+
+# torchft calls a method of its logger that is deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:The .warn. method:DeprecationWarning")
+
+
+@contextmanager
+def _replicas(*numbers: int) -> Iterator[list[Replica]]:
+    """That have not taken a step."""
+    with lighthouse(len(numbers)) as address:
+        made = [Replica(address, number, Run(elements=8)) for number in numbers]
+        try:
+            yield made
+        finally:
+            for one in made:
+                one.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def test_a_replica_may_be_started_before_the_lighthouse() -> None:
+    address = f"127.0.0.1:{_free_port()}"
+    with ThreadPoolExecutor(1) as threads:
+        making = threads.submit(Replica, address, 0, Run(elements=8), process_group_timeout_ms=300)
+        # Longer than torchft's own attempt at a connection.
+        time.sleep(1)
+        assert not making.done()
+        with lighthouse(1, address):
+            replica = making.result(timeout=30)
+            meet([replica])
+            assert replica.manager.num_participants() == 1
+            replica.close()
+
+
+def test_a_lighthouse_that_never_comes_is_named() -> None:
+    address = f"127.0.0.1:{_free_port()}"
+    with pytest.raises(ReplicaError, match=rf"Nobody answers at .*{address}"):
+        Replica(address, 0, Run(elements=8), quorum_timeout_s=0.1, process_group_timeout_ms=200)
+
+
+def test_the_tenth_replica_comes_after_the_second() -> None:
+    """Places among the participants follow the order of names as texts."""
+    with _replicas(10, 2) as (tenth, second):
+        meet([tenth, second])
+        assert [one.manager.participating_rank() for one in (second, tenth)] == [0, 1]
+
+
+def test_a_step_is_not_told_of_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """torchft has about eight lines for each."""
+    with caplog.at_level(logging.INFO), _replicas(0) as (replica,):
+        meet([replica])
+        assert replica.manager.should_commit()
+        meet([replica])
+    assert not [one for one in caplog.records if one.name.startswith("torchft")]
+
+
+class _SlowRun(Run):
+    """Takes its time to give its tensors, and notes when they were given."""
+
+    num_read = 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        time.sleep(0.1)
+        found = super().tensors()
+        self.num_read += 1
+        return found
+
+
+def test_the_state_is_not_touched_after_a_quorum_was_found() -> None:
+    """torchft's asynchronous quorum reads it in a thread of its own, while FSDP's forward has whole
+    weights in the place of shards; and writes what it receives."""
+    ahead, behind = _SlowRun(elements=8), Run(seed=1, elements=8)
+    ahead.take_step()
+    before = {name: tensor.clone() for name, tensor in behind.tensors().items()}
+    with lighthouse(2) as address:
+        giving, taking = (Replica(address, n, run) for n, run in enumerate((ahead, behind)))
+        ahead.num_read = 0
+        meet([giving, taking])
+        assert ahead.num_read == 1
+        time.sleep(0.3)
+        assert ahead.num_read == 1
+        # Only noted: the main thread receives it, when nothing uses the state.
+        assert taking.transport.source is not None
+        assert taking.transport.source.progress == ahead.cursor
+        assert behind.cursor == 0
+        assert all(torch.equal(before[name], one) for name, one in behind.tensors().items())
+        for one in (giving, taking):
+            one.close()
+
+
+def test_a_replica_that_is_alone_with_an_old_state_uses_nothing_of_the_quorum() -> None:
+    """As on a starved machine, where it does not see those who are ahead."""
+    run = Run(elements=8)
+    run.take_step()
+    with lighthouse(1) as address:
+        replica = Replica(address, 0, run)
+        replica.manager.set_progress(0)
+        with pytest.raises(ReplicaError, match="at sample 0 at most, .* at sample 8"):
+            replica.manager.start_quorum()
+        assert replica.manager.quorum is None
+        replica.close()
+
+
+def test_who_differs_leaves_before_anything_is_connected() -> None:
+    """Another number of ranks, or another learning rate: nobody waits for a time limit."""
+    with lighthouse(1) as address, ThreadPoolExecutor(2) as threads:
+        first, second = (
+            Replica(address, n, Run(elements=8), likeness=one) for n, one in enumerate("ab")
+        )
+        asked = [threads.submit(one.manager.start_quorum) for one in (first, second)]
+        with pytest.raises(OthersDiffer, match="replica_00001 has another config"):
+            asked[0].result(timeout=30)
+        with pytest.raises(ReplicaError, match="same config and the same number of ranks"):
+            asked[1].result(timeout=30)
+        assert first.manager.quorum is second.manager.quorum is None
+        second.close()
+        first.manager.forget_failed_quorum()
+        meet([first])
+        assert first.manager.quorum.replica_world_size == 1
+        assert first.manager.should_commit()
+        first.close()

@@ -1,0 +1,16 @@
+"""What a run writes of itself, for whoever follows it from outside. Layer: imports nothing of the
+project."""
+
+from pathlib import Path
+
+METRICS = "metrics.jsonl"
+BOOKS = "books.json"
+RECEIVES_STATE = "Receiving the state of another replica"
+"""A line of the leader begins so when it heals."""
+TAKES_PART = "Replicas that take part from sample"
+"""And so when it has."""
+
+
+def replica_folder(dump_folder: Path, replica: int) -> Path:
+    """Where one of several replicas writes."""
+    return dump_folder / f"replica_{replica:03d}"
