@@ -87,7 +87,6 @@ class ToHuggingFace:
         Raises DamagedCheckpoint and OSError as reading and writing do; then nothing is left. After
         KeyboardInterrupt whole files are left, with which another run goes on.
         """
-        self._folder.begin()
 
         def write(shard: Shard, tick: Tick) -> None:
             if self._folder.is_noted(shard.file):
@@ -108,6 +107,7 @@ class ToHuggingFace:
             )
             self._folder.note(shard.file, {"xxh3": [place.xxh3 for place in places]})
 
+        self._folder.begin()
         try:
             share_out(self._shards, write, num_workers=num_workers)
             copied = self._write_rest()
@@ -115,6 +115,8 @@ class ToHuggingFace:
         except Exception:
             self._folder.abandon()
             raise
+        finally:
+            self._folder.close()
         return copied
 
     def _content(

@@ -38,7 +38,7 @@ class UnfinishedFolder:
                 self._files.rmtree(other)
 
     def _lock(self, folder: Path) -> bool:
-        """Until this process ends, or closes its folder."""
+        """Until `close`, or the end of this process."""
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,10 +47,6 @@ class UnfinishedFolder:
             return False
         self._locked.append(descriptor)
         return True
-
-    def _unlock(self) -> None:
-        while self._locked:
-            os.close(self._locked.pop())
 
     def note(self, file: str, about: dict[str, Any]) -> None:
         """A file is written whole and durably."""
@@ -69,9 +65,12 @@ class UnfinishedFolder:
         self._files.sync_folder(self.path)
         self._files.rename(self.path, self._target)
         self._files.sync_folder(self._target.parent)
-        self._unlock()
 
     def abandon(self) -> None:
         """Remove it."""
         self._files.rmtree(self.path)
-        self._unlock()
+
+    def close(self) -> None:
+        """Let go of it: another process may go on with what there is."""
+        while self._locked:
+            os.close(self._locked.pop())

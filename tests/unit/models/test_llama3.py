@@ -151,7 +151,7 @@ def test_an_unknown_family_or_flavor_names_the_known_and_the_nearest() -> None:
         model_spec(ModelConfig(name="lama3"))
     assert (
         str(error.value)
-        == 'model.name = "lama3" is not one of llama3, qwen3. Did you mean "llama3"?'
+        == 'model.name = "lama3" is not one of llama3, mixtral, qwen3. Did you mean "llama3"?'
     )
     with pytest.raises(ConfigError, match=r'"debugmodl" is not one of tiny, .*"debugmodel"\?'):
         model_spec(ModelConfig(flavor="debugmodl"))

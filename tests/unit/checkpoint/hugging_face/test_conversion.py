@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
 from torchtitan_lite.checkpoint.verify import verify
 from torchtitan_lite.config import recorded_config
+from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.models import (
     ModelConfig,
     hugging_face_dims,
@@ -212,3 +213,19 @@ def test_a_full_disk_is_seen_before_anything_is_written(
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     assert convert_from_hf.main([str(folder), str(tmp_path / "ours")]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "hf", "llama")
+    there(folder, tmp_path / "ours")
+    make = conversions(folder, tmp_path)["out"]
+    refused: list[str] = []
+
+    def meanwhile(count: int) -> None:
+        if not refused:
+            with pytest.raises(CheckpointError, match="Another process is writing") as caught:
+                make(Files()).run(num_workers=1, written=lambda count: None)
+            refused.append(str(caught.value))
+
+    make(Files()).run(num_workers=1, written=meanwhile)
+    assert refused and tensors_of(tmp_path / "out").keys() == tensors_of(folder).keys()
