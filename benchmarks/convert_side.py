@@ -8,6 +8,7 @@ above that before the conversion, mapped files included.
 
 import argparse
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -77,6 +78,15 @@ def floor(source: Path, target: Path) -> None:
         save_file(load_file(file), target / file.name, metadata={"format": "pt"})
 
 
+def durable_floor(source: Path, target: Path) -> None:
+    """The same, on the disk when it ends."""
+    floor(source, target)
+    for file in target.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
 def dcp_in(source: Path, target: Path) -> None:
     """By torch DCP's reader of such folders, as torchtitan's conversion calls it."""
     found = HuggingFaceFolder(*split_storage(str(source))).tensors
@@ -108,6 +118,7 @@ SIDES: dict[str, Callable[[Path, Path], None]] = {
     "ours in": ours_in,
     "ours out": ours_out,
     "floor": floor,
+    "durable floor": durable_floor,
     "DCP in": dcp_in,
     "DCP out": dcp_out,
 }

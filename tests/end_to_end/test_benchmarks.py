@@ -10,7 +10,7 @@ import pytest
 
 from tests.launch import REPOSITORY
 
-_NUM_ROWS = {"step": 4, "parallel": 6, "redistribute": 53}
+_NUM_ROWS = {"step": 4, "parallel": 6, "redistribute": 53, "convert": 14}
 
 
 @pytest.mark.matrix
@@ -26,4 +26,4 @@ def test_quick_mode_writes_rows(name: str, tmp_path: Path) -> None:
     for row in rows:
         assert list(row) == ["case", "metric", "unit", "ours", "floor", "peer", "goal", "met"]
         assert row["ours"] >= 0
-        assert (row["floor"] is None) != (row["peer"] is None)
+        assert row["floor"] is None or row["peer"] is None
