@@ -74,7 +74,7 @@ class ModelConfig(Section):
                 "Set it to the Hugging Face folder"
             )
         try:
-            family, dims = hugging_face_dims(read_hugging_face_config(Path(folder)))
+            family, dims = hugging_face_dims(read_hugging_face_config(Path(folder).expanduser()))
         except ConfigError as error:
             raise ValueError(str(error).rstrip(".")) from None
         if given.get("name", family) != family:

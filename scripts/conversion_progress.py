@@ -7,7 +7,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +59,27 @@ def check_room(where: Path, num_bytes: int) -> None:
 def run_with_bar(num_bytes: int, run: Callable[[Callable[[int], None]], Any]) -> Any:
     """Run a conversion that tells of the bytes that it has written. An interrupt ends the program
     with a word on how to go on."""
-    # A batch system ends jobs so; it is to be like Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     columns = (
         TextColumn("{task.description}"),
         *(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with _sigterm_interrupts(), Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("writing", total=num_bytes)
         try:
             return run(lambda count: bar.advance(task, count))
         except KeyboardInterrupt:
             print("Interrupted. The same command goes on from here.", file=sys.stderr)
             sys.exit(_INTERRUPTED)
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """A batch system ends jobs so; it is to be like Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _positive(text: str) -> int:

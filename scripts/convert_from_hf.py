@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     try:
         conversion = _prepare(options)
         if "://" not in options.out_dir:
-            check_room(Path(options.out_dir), conversion.num_bytes)
+            check_room(Path(options.out_dir), conversion.num_bytes_left)
         run_with_bar(
             conversion.num_bytes,
             lambda written: conversion.run(num_workers=options.workers, written=written),

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
             assets=assets,
             drop_expert_bias=options.drop_expert_bias,
         )
-        check_room(options.out_dir, conversion.num_bytes)
+        check_room(options.out_dir, conversion.num_bytes_left)
         copied = run_with_bar(
             conversion.num_bytes,
             lambda written: conversion.run(num_workers=options.workers, written=written),

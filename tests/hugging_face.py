@@ -33,6 +33,10 @@ from torchtitan_lite.checkpoint.whole import whole
 from torchtitan_lite.models import ModelConfig, model_spec
 
 VOCAB_SIZE = 517
+CHAT_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}] {{ message.content }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
 _COMMON: dict[str, Any] = {
     "hidden_size": 48,
     "num_hidden_layers": 2,
@@ -133,6 +137,7 @@ def add_tokenizer(folder: Path) -> Path:
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=raw._tokenizer, bos_token="<s>", eos_token="</s>"
     )
+    wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(folder)
     return folder
 

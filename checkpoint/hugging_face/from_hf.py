@@ -10,7 +10,7 @@ was announced before an interrupt is not written again.
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -60,7 +60,14 @@ class FromHuggingFace:
     @property
     def num_bytes(self) -> int:
         """Of all weights, as they are written."""
-        return sum(self._box(name).bytes for name in self.source.tensors)
+        return self._size(self.source.tensors)
+
+    @property
+    def num_bytes_left(self) -> int:
+        """Of those that no earlier attempt has written."""
+        done = self.storage.parts_present(_STEP, self._token())
+        batches = enumerate(self._batches())
+        return sum(self._size(names) for number, names in batches if number not in done)
 
     def run(self, *, num_workers: int, written: Callable[[int], None]) -> None:
         """Write what is missing. `written` is told of bytes, by any thread.
@@ -81,7 +88,7 @@ class FromHuggingFace:
         batches = list(self._batches())
         done = self.storage.parts_present(_STEP, token)
         for number in done:
-            written(sum(self._box(name).bytes for name in batches[number]))
+            written(self._size(batches[number]))
 
         def write(number: int, tick: Tick) -> None:
             part = self._write(token, number, batches[number], written, tick)
@@ -135,6 +142,9 @@ class FromHuggingFace:
     def _box(self, name: str) -> PartBox:
         shape, dtype = self.source.tensors[name].shape, self._dtype(name)
         return PartBox(name, NAME_OF[dtype], shape, 0, prod(shape) * dtype.itemsize)
+
+    def _size(self, names: Iterable[str]) -> int:
+        return sum(self._box(name).bytes for name in names)
 
     def _batches(self) -> Iterator[list[str]]:
         """The parameters of each file: of about the same size, however many workers there are."""

@@ -39,6 +39,10 @@ class Shard:
     file: str
     units: tuple[Unit, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(unit.num_bytes for unit in self.units)
+
 
 def units_of(
     rules: Sequence[HuggingFaceKey], tensors: Mapping[str, Placed], dtype: torch.dtype | None

@@ -78,7 +78,13 @@ class ToHuggingFace:
     @property
     def num_bytes(self) -> int:
         """Of all weights, as they are written."""
-        return sum(unit.num_bytes for shard in self._shards for unit in shard.units)
+        return sum(shard.num_bytes for shard in self._shards)
+
+    @property
+    def num_bytes_left(self) -> int:
+        """Of those that no earlier attempt has written."""
+        left = (shard for shard in self._shards if not self._folder.is_noted(shard.file))
+        return sum(shard.num_bytes for shard in left)
 
     def run(self, *, num_workers: int, written: Callable[[int], None]) -> list[str]:
         """Write what is missing, and return the names of the copied files. `written` is told of
@@ -90,7 +96,7 @@ class ToHuggingFace:
 
         def write(shard: Shard, tick: Tick) -> None:
             if self._folder.is_noted(shard.file):
-                written(sum(unit.num_bytes for unit in shard.units))
+                written(shard.num_bytes)
                 return
             boxes = [
                 PartBox(unit.key, NAME_OF[unit.dtype], unit.shape, 0, unit.num_bytes)

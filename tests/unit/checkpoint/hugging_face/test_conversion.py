@@ -2,7 +2,9 @@
 
 import errno
 import json
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts import convert_from_hf, convert_to_hf
 from tests.hugging_face import FAMILIES, make_folder, make_model, tensors_of, tokens
+from tests.writer_faults import DyingFiles
 from torchtitan_lite.checkpoint.hugging_face.from_hf import FromHuggingFace
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.hugging_face.to_hf import ToHuggingFace
@@ -178,6 +181,36 @@ def test_an_interrupted_conversion_goes_on(way: str, tmp_path: Path) -> None:
     before, after = tensors_of(folder), tensors_of(exported)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def killed_conversion(folder: Path, tmp_path: Path, way: str, operation: int) -> None:
+    """In a process of its own, which is killed at that operation on files."""
+    conversions(folder, tmp_path)[way](DyingFiles(operation)).run(
+        num_workers=2, written=lambda count: None
+    )
+
+
+@pytest.mark.parametrize("way", ["in", pytest.param("out", marks=pytest.mark.matrix)])
+def test_a_killed_conversion_goes_on(way: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "hf", "mixtral")
+    there(folder, tmp_path / "ours")
+    context = multiprocessing.get_context("spawn")
+    arguments = (folder, tmp_path, way, 40)
+    process = context.Process(target=killed_conversion, args=arguments)
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "in" / "step-0").exists() and not (tmp_path / "out").exists()
+    conversion = conversions(folder, tmp_path)[way](Files())
+    assert 0 < conversion.num_bytes_left < conversion.num_bytes
+    conversion.run(num_workers=2, written=lambda count: None)
+    exported = tmp_path / "out"
+    if way == "in":
+        exported = back(tmp_path / "in" / "step-0", tmp_path / "back")
+    before, after = tensors_of(folder), tensors_of(exported)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
 
 
 def test_another_conversion_does_not_go_on_with_what_is_there(tmp_path: Path) -> None:
