@@ -214,7 +214,7 @@ class Restorer:
         found, error = None, None
         try:
             found = open_snapshot(storage, name, self._saved.spec, num_ranks=self._mesh.world_size)
-        except (CheckpointError, OSError) as caught:
+        except (UserError, OSError) as caught:
             error = caught
         self._agree(error)
         assert found is not None
@@ -256,9 +256,7 @@ class Restorer:
         kinds = {"damage": DamagedCheckpoint, "misfit": CheckpointError}
         told = ""
         if error is not None:
-            is_misfit = isinstance(error, CheckpointError) and not isinstance(
-                error, DamagedCheckpoint
-            )
+            is_misfit = isinstance(error, UserError) and not isinstance(error, DamagedCheckpoint)
             told = f"{'misfit' if is_misfit else 'damage'} {error}"
         for text in gather_texts(told.encode()):
             if text:

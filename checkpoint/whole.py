@@ -15,6 +15,7 @@ from torchtitan_lite.checkpoint.snapshots import Snapshot
 from torchtitan_lite.checkpoint.storage.manifest_json import box_entry
 from torchtitan_lite.checkpoint.storage.part_file import PartBox, Written
 from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
+from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.redistribute import HolderMesh, Layout, layout_to_json
 from torchtitan_lite.redistribute.acting import Taking, take
 
@@ -43,12 +44,26 @@ def whole(source: Snapshot, name: str) -> torch.Tensor:
     return tensor
 
 
-def cast_pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The bytes of a contiguous tensor in another dtype, piece by piece."""
+def cast_pieces(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The bytes of a contiguous tensor in another dtype, piece by piece. A piece is a copy, so that
+    the tensor can go while the last one is being written. Raises as `cast` does."""
     elements = tensor.reshape(-1)
     step = _PIECE_BYTES // dtype.itemsize
     for first in range(0, len(elements), step):
-        yield bytes_of(elements[first : first + step].to(dtype))
+        yield bytes_of(cast(name, elements[first : first + step], dtype, copy=True))
+
+
+def cast(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False
+) -> torch.Tensor:
+    """`tensor` in another dtype. Raises CheckpointError, which names it, where a number that is
+    finite is too large for that (65,504 in float16)."""
+    found = tensor.to(dtype, copy=copy)
+    if dtype == torch.float16 and tensor.dtype != dtype and (found.isinf() & ~tensor.isinf()).any():
+        raise CheckpointError(
+            f"{name} has numbers that float16 cannot hold. Give --dtype bf16, or leave it out."
+        )
+    return found
 
 
 def part_of_whole(

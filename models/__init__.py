@@ -79,8 +79,8 @@ class ModelConfig(Section):
             raise ValueError(str(error).rstrip(".")) from None
         if given.get("name", family) != family:
             raise ValueError(
-                f'name is "{given["name"]}", but {folder}/config.json is of "{family}". Leave name '
-                "out"
+                f'name is "{given["name"]}", but {folder}/config.json is of "{family}". Set '
+                f"model.name to it, or leave it out"
             )
         return given | {"name": family, "dims": dims}
 
@@ -98,6 +98,11 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     if config.name not in families():
         raise ConfigError(_unknown("model.name", config.name, families()))
     family = importlib.import_module(f"{__name__}.{config.name}")
+    if config.flavor in family.FLAVORS and config.dims:
+        raise ConfigError(
+            f'model.flavor = "{config.flavor}" has sizes of its own, and model.dims gives others. '
+            "Leave out one of them."
+        )
     if config.flavor not in family.FLAVORS and not config.dims:
         raise ConfigError(_unknown("model.flavor", config.flavor, list(family.FLAVORS)))
     return family.model_spec(config)

@@ -192,6 +192,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama3Dims:
     """The dimensions that a config.json names. Raises ConfigError that lists what cannot be built
     here."""
     config = HuggingFaceConfig(values)
+    config.architecture(ARCHITECTURES)
     sizes = read_decoder(config)
     theta, scaling = config.rope(10000.0, stretched=True)
     usual = sizes["dim"] // sizes["num_heads"]

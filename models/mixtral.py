@@ -127,7 +127,7 @@ def spec_of(dims: MixtralDims, flavor: str) -> ModelSpec:
         cut_sizes=(("key/value heads", dims.num_kv_heads),),
         # Tied weights are one parameter of two modules, which only their parent can gather once.
         extra_fsdp_units=() if dims.tied_embeddings else ("tok_embeddings", "output"),
-        hugging_face=_hugging_face(dims) if is_known_routing(dims.moe) else None,
+        hugging_face=_hugging_face(dims),
         cost=lambda seq_len: _cost(dims, seq_len),
     )
 
@@ -136,6 +136,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> MixtralDims:
     """The dimensions that a config.json names. Raises ConfigError that lists what cannot be built
     here."""
     config = HuggingFaceConfig(values)
+    config.architecture(ARCHITECTURES)
     sizes = read_decoder(config)
     theta, _ = config.rope(None, stretched=False)
     config.only("sliding_window", None)
@@ -149,7 +150,9 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> MixtralDims:
     return MixtralDims(**sizes, moe=MoEDims(**experts), head_dim=head_dim, rope_theta=theta)
 
 
-def _hugging_face(dims: MixtralDims) -> HuggingFaceModel:
+def _hugging_face(dims: MixtralDims) -> HuggingFaceModel | None:
+    if not is_known_routing(dims.moe) or not dims.moe.normalize_weights:
+        return None
     return HuggingFaceModel(
         config={
             "architectures": list(ARCHITECTURES),

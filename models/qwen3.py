@@ -186,13 +186,14 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3Dims:
     """The dimensions that a config.json names. Raises ConfigError that lists what cannot be built
     here."""
     config = HuggingFaceConfig(values)
+    architecture = config.architecture(ARCHITECTURES)
     sizes = read_decoder(config)
     theta, _ = config.rope(None, stretched=False)
     head_dim = config.integer("head_dim", 128)
     config.only("use_sliding_window", False)
     hidden_dim: int | None = None
     moe: dict[str, Any] | None = None
-    if _MOE in values.get("architectures", ()):
+    if architecture == _MOE:
         # Every block has experts.
         config.only("decoder_sparse_step", 1)
         config.only("mlp_only_layers", [], None)

@@ -1,10 +1,9 @@
-"""What the commands of conversions share: their options, a bar with MB/s, room on the disk, and an
-end by Ctrl-C or SIGTERM that can be continued.
+"""What the commands of conversions share: their options, a bar with MB/s, and an end by Ctrl-C or
+SIGTERM that can be continued.
 """
 
 import argparse
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -23,8 +22,6 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from torchtitan_lite.errors import CheckpointError
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _INTERRUPTED = 130
 """As a shell tells of SIGINT."""
@@ -41,19 +38,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=len(os.sched_getaffinity(0)),
         help="files that are written at a time (default: the number of cores, %(default)s)",
     )
-
-
-def check_room(where: Path, num_bytes: int) -> None:
-    """Raise CheckpointError where the disk of `where`, which need not exist yet, has no room."""
-    folder = where.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise CheckpointError(
-            f"{where} needs {num_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free. "
-            "Make room, or give a folder on another disk."
-        )
 
 
 def run_with_bar(num_bytes: int, run: Callable[[Callable[[int], None]], Any]) -> Any:
@@ -82,8 +66,14 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def local_path(text: str) -> Path:
+    """A path of this machine, absolute. Raises ArgumentTypeError for a URL."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is a URL, and a folder of this machine is needed")
+    return Path(text).expanduser().absolute()
+
+
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)

@@ -8,24 +8,17 @@ settings to OUT_DIR/assets. A run that was interrupted goes on when it is starte
 
 import argparse
 import sys
-from pathlib import Path
 
-from scripts.conversion_progress import DTYPES, add_options, check_room, run_with_bar
-from torchtitan_lite.checkpoint.hugging_face.assets import copy_assets
-from torchtitan_lite.checkpoint.hugging_face.folder import CONFIG, is_hugging_face
+from scripts.conversion_progress import DTYPES, add_options, local_path, run_with_bar
+from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face, read_config
 from torchtitan_lite.checkpoint.hugging_face.from_hf import BLOCK_BYTES, FromHuggingFace
+from torchtitan_lite.checkpoint.hugging_face.room import check_room
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
-from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import CheckpointError, UserError
 from torchtitan_lite.log import configure_logging, logger
-from torchtitan_lite.models import (
-    ModelConfig,
-    hugging_face_dims,
-    model_spec,
-    read_hugging_face_config,
-)
+from torchtitan_lite.models import ModelConfig, hugging_face_dims, model_spec
 
 
 def main(argv: list[str]) -> int:
@@ -34,15 +27,12 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     try:
         conversion = _prepare(options)
-        if "://" not in options.out_dir:
-            check_room(Path(options.out_dir), conversion.num_bytes_left)
+        if conversion.assets is not None:
+            check_room(conversion.assets, conversion.num_bytes_left)
         run_with_bar(
             conversion.num_bytes,
             lambda written: conversion.run(num_workers=options.workers, written=written),
         )
-        if "://" not in options.out_dir:
-            assets = Path(options.out_dir).absolute() / "assets"
-            copy_assets(options.hf_dir, assets, Files(), also=(CONFIG,))
     except (UserError, OSError) as error:
         logger.error("%s", error)
         return 1
@@ -51,23 +41,23 @@ def main(argv: list[str]) -> int:
 
 
 def _prepare(options: argparse.Namespace) -> FromHuggingFace:
-    folder = options.hf_dir.absolute()
+    folder = options.hf_dir
     storage, name = split_storage(str(folder))
     if not is_hugging_face(storage, name):
         raise CheckpointError(
             f"{folder} is no Hugging Face folder: it holds neither model.safetensors nor "
             "model.safetensors.index.json."
         )
-    family, dims = hugging_face_dims(read_hugging_face_config(folder))
-    is_local = "://" not in options.out_dir
-    assets = Path(options.out_dir).absolute() / "assets" if is_local else folder
-    model = ModelConfig(name=family, flavor="hf", dims=dims, hf_assets_path=str(assets))
-    spec = model_spec(model)
+    family, dims = hugging_face_dims(read_config(storage, name))
+    # An object store has no place for what is read from a folder.
+    assets = None if "://" in options.out_dir else local_path(options.out_dir) / "assets"
+    model = ModelConfig(name=family, flavor="hf", dims=dims, hf_assets_path=str(assets or folder))
     return FromHuggingFace(
-        source=HuggingFaceSnapshot(storage, name, spec, block_bytes=BLOCK_BYTES),
+        source=HuggingFaceSnapshot(storage, name, model_spec(model), block_bytes=BLOCK_BYTES),
         storage=open_storage(options.out_dir),
         dtype=options.dtype and DTYPES[options.dtype],
         run_config=Config(model=model).model_dump(),
+        assets=assets,
     )
 
 
@@ -78,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("hf_dir", type=Path, help="the folder that holds config.json")
+    parser.add_argument("hf_dir", type=local_path, help="the folder that holds config.json")
     parser.add_argument("out_dir", help="folder or URL in which step-0 is written")
     add_options(parser)
     return parser

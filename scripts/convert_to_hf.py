@@ -3,8 +3,8 @@
 python -m scripts.convert_to_hf CHECKPOINT OUT_DIR [--dtype bf16] [--max-shard-size 5GB]
 
 CHECKPOINT is a step's folder (".../step-1000"), which says itself of which model it is. Tokenizer
-and settings of generation come from model.hf_assets_path in its configuration, or from --assets. A
-run that was interrupted goes on when it is started again.
+and settings of generation come from where the run had them, or from --assets. A run that was
+interrupted goes on when it is started again.
 """
 
 import argparse
@@ -12,13 +12,16 @@ import re
 import sys
 from pathlib import Path
 
-from scripts.conversion_progress import DTYPES, add_options, check_room, run_with_bar
+from scripts.conversion_progress import DTYPES, add_options, local_path, run_with_bar
 from torchtitan_lite.checkpoint.foreign import refuse_foreign
+from torchtitan_lite.checkpoint.hugging_face.room import check_room
 from torchtitan_lite.checkpoint.hugging_face.to_hf import ToHuggingFace
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.storage import split_storage
 from torchtitan_lite.config import recorded_config
-from torchtitan_lite.errors import UserError
+from torchtitan_lite.data.tokenizer import special_ids
+from torchtitan_lite.errors import DataError, UserError
+from torchtitan_lite.inference.weights import Weights, find_tokenizer
 from torchtitan_lite.log import configure_logging, logger
 from torchtitan_lite.models import model_spec
 
@@ -33,17 +36,18 @@ def main(argv: list[str]) -> int:
         storage, name = split_storage(options.checkpoint)
         refuse_foreign(storage, name)
         source = StoredSnapshot(storage, name)
-        model = recorded_config(source.manifest.config, source.where).model
-        assets = options.assets
-        if assets is None and model.hf_assets_path is not None:
-            assets = Path(model.hf_assets_path)
+        config = recorded_config(source.manifest.config, source.where)
+        spec = model_spec(config.model)
+        weights = Weights(snapshot=source, spec=spec, config=config)
+        assets = options.assets or _tokenizer_folder(weights)
         conversion = ToHuggingFace(
             source,
-            options.out_dir.absolute(),
-            model_spec(model),
+            options.out_dir,
+            spec,
             dtype=options.dtype and DTYPES[options.dtype],
             max_shard_bytes=options.max_shard_size,
             assets=assets,
+            special_ids=special_ids(assets),
             drop_expert_bias=options.drop_expert_bias,
         )
         check_room(options.out_dir, conversion.num_bytes_left)
@@ -56,13 +60,23 @@ def main(argv: list[str]) -> int:
         return 1
     if "tokenizer.json" not in copied and "tokenizer.model" not in copied:
         logger.warning(
-            "There is no tokenizer in %s: none was found in %s. Add its files, or export again "
-            "with --assets DIR.",
+            "There is no tokenizer in %s. Add its files, or export again with --assets DIR.",
             options.out_dir,
-            assets or "model.hf_assets_path, which is not set",
         )
     print(f"{options.out_dir}: {conversion.num_bytes / 1e6:.1f} MB of weights.")
     return 0
+
+
+def _tokenizer_folder(weights: Weights) -> Path | None:
+    """The folder of the tokenizer that the weights were trained with, where it is in reach."""
+    given = weights.config.model.hf_assets_path
+    if given is not None and Path(given).expanduser().is_dir():
+        return Path(given).expanduser()
+    try:
+        return find_tokenizer(weights, None).folder
+    except DataError as error:
+        logger.warning("%s", error)
+        return None
 
 
 def _size(text: str) -> int:
@@ -81,9 +95,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", help='a step\'s folder, such as ".../step-1000"')
-    parser.add_argument("out_dir", type=Path, help="a folder that does not exist yet")
+    parser.add_argument("out_dir", type=local_path, help="a folder that does not exist yet")
     parser.add_argument("--max-shard-size", type=_size, default="5GB", help="(default: 5GB)")
-    parser.add_argument("--assets", type=Path, help="folder with the files of the tokenizer")
+    parser.add_argument("--assets", type=local_path, help="folder with the files of the tokenizer")
     parser.add_argument(
         "--drop-expert-bias",
         action="store_true",

@@ -197,7 +197,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("checkpoint", help="a step's folder, or a folder of steps")
+    add("checkpoint", help="a step's folder, a folder of steps, or a Hugging Face one")
     add("--dataset", help='such as "python_stdlib", "c4_validation", or a name on the hub')
     add("--dataset-path", help="a local file, folder or glob")
     add("--dataset-config", help="configuration (subset) of a data set on the hub")

@@ -157,7 +157,7 @@ def options_of(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("checkpoint", help="a step's folder, or a folder of steps")
+    add("checkpoint", help="a step's folder, a folder of steps, or a Hugging Face one")
     add("--prompt", action="append", default=[], help="what a text begins with; several: a batch")
     add("--prompt-file", type=Path, help="a file with a prompt in each line")
     add("--max-new-tokens", type=_positive, default=128, help="default: %(default)s")

@@ -4,34 +4,47 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_lite.checkpoint.hugging_face.lock import TargetTaken
+from torchtitan_lite.checkpoint.hugging_face.room import check_room
 from torchtitan_lite.checkpoint.hugging_face.to_hf import ToHuggingFace
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.names import step_name
 from torchtitan_lite.checkpoint.storage.storage import open_storage
 from torchtitan_lite.config import Config
+from torchtitan_lite.data.tokenizer import special_ids
+from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.models import model_spec
 
 
-def export_last_save(config: Config, root: str, assets: Path | None) -> None:
+def export_last_save(config: Config, root: str, tokenizer: Path) -> None:
     """Convert the newest checkpoint in `root` into `hf/step-N` of the dump folder, as
-    `checkpoint.last_save_in_hf` asks for, in the dtype of `checkpoint.export_dtype`. `assets` has
-    the files of the tokenizer. For one process of a run, when nobody waits for it.
+    `checkpoint.last_save_in_hf` asks for, in the dtype of `checkpoint.export_dtype`. `tokenizer` is
+    its folder. For one process of a run, when nobody waits for it; of replicas that come here
+    together, one writes.
 
-    Raises what `ToHuggingFace` does; where replicas come here together, one of them writes.
+    Raises CheckpointError where it cannot be written.
     """
     storage = open_storage(root)
     step = storage.steps()[-1]
     target = Path(config.job.dump_folder).absolute() / "hf" / step_name(step)
-    if target.exists():
-        logger.info("%s is there already, and stays.", target)
-        return
-    export = ToHuggingFace(
-        StoredSnapshot(storage, step_name(step)),
-        target,
-        model_spec(config.model),
-        dtype=getattr(torch, config.checkpoint.export_dtype),
-        assets=assets,
-    )
-    export.run(num_workers=1, written=lambda count: None)
-    logger.info("Exported step %d to %s", step, target)
+    try:
+        export = ToHuggingFace(
+            StoredSnapshot(storage, step_name(step)),
+            target,
+            model_spec(config.model),
+            dtype=getattr(torch, config.checkpoint.export_dtype),
+            assets=tokenizer,
+            special_ids=special_ids(tokenizer),
+        )
+        check_room(target, export.num_bytes_left)
+        export.run(num_workers=1, written=lambda count: None)
+    except TargetTaken as taken:
+        logger.info("Step %d is not exported by this process: %s", step, taken)
+    except OSError as error:
+        raise CheckpointError(
+            f"Step {step} is saved in {root}, but could not be exported to {target}: {error}. "
+            f"Export it by python -m scripts.convert_to_hf {root}/{step_name(step)} {target}."
+        ) from None
+    else:
+        logger.info("Exported step %d to %s", step, target)

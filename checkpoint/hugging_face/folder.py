@@ -38,16 +38,9 @@ class HuggingFaceFolder:
         where files are missing or are not what index and headers say."""
         self.storage, self.name = storage, name
         self.where = f"{storage.root}/{name}"
-        self.config = _read_json(storage, f"{name}/{CONFIG}")
-        quantization = self.config.get("quantization_config")
-        if quantization is not None:
-            kind = quantization.get("quant_method") if isinstance(quantization, dict) else None
-            raise CheckpointError(
-                f"{self.where} holds quantised weights ({kind or 'of an unknown kind'}), which are "
-                "not loaded. Take the model as bfloat16, or have transformers dequantise it: "
-                "from_pretrained(..., dtype=torch.bfloat16), dequantize(), save_pretrained(OUT)."
-            )
-        self.tensors = self._read_index() if self._has(INDEX) else self._read_one(WEIGHTS)
+        self.config = read_config(storage, name)
+        # As transformers does, where there are both.
+        self.tensors = self._read_one(WEIGHTS) if self._has(WEIGHTS) else self._read_index()
 
     def path(self, file: str) -> str:
         """In the storage."""
@@ -62,13 +55,13 @@ class HuggingFaceFolder:
         return is_there(self.storage, self.path(file))
 
     def _read_one(self, file: str) -> dict[str, Found]:
-        if not self._has(file):
-            raise CheckpointError(f"{self.where} holds neither {WEIGHTS} nor {INDEX}.")
         header = read_header(self.storage, self.path(file))
         return {key: Found(file, tensor) for key, tensor in header.items()}
 
     def _read_index(self) -> dict[str, Found]:
         where = f"{self.where}/{INDEX}"
+        if not self._has(INDEX):
+            raise CheckpointError(f"{self.where} holds neither {WEIGHTS} nor {INDEX}.")
         names = _read_json(self.storage, self.path(INDEX)).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise DamagedCheckpoint(f"{where} is damaged: it has no weight_map.")
@@ -98,6 +91,11 @@ class HuggingFaceFolder:
         if problems:
             raise DamagedCheckpoint(f"{self.where} contradicts itself: {_some(problems, '; ')}.")
         return tensors
+
+
+def read_config(storage: Storage, name: str) -> Mapping[str, Any]:
+    """The config.json of a folder. Raises CheckpointError and DamagedCheckpoint."""
+    return _read_json(storage, f"{name}/{CONFIG}")
 
 
 def is_hugging_face(storage: Storage, name: str) -> bool:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -21,15 +22,18 @@ import torch
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.dtypes import NAME_OF
 from torchtitan_lite.checkpoint.file_names import file_name
+from torchtitan_lite.checkpoint.hugging_face.assets import copy_assets
+from torchtitan_lite.checkpoint.hugging_face.folder import CONFIG
+from torchtitan_lite.checkpoint.hugging_face.lock import TargetTaken, locked
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.hugging_face.workers import Tick, share_out
+from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.manifest_json import build_manifest, manifest_bytes
 from torchtitan_lite.checkpoint.storage.names import step_name
 from torchtitan_lite.checkpoint.storage.part_file import PartBox
 from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
-from torchtitan_lite.checkpoint.whole import part_of_whole
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.checkpoint.whole import cast, part_of_whole
 from torchtitan_lite.mesh import Degrees
 
 BLOCK_BYTES = 8 << 20
@@ -49,6 +53,8 @@ class FromHuggingFace:
     dtype: torch.dtype | None
     """Of the weights; None: as they are."""
     run_config: Mapping[str, Any]
+    assets: Path | None = None
+    """Folder that gets a copy of tokenizer and settings."""
     file_bytes: int | None = None
     """Of a file, about; None: so many that there are some files, and none is too large."""
 
@@ -72,19 +78,30 @@ class FromHuggingFace:
     def run(self, *, num_workers: int, written: Callable[[int], None]) -> None:
         """Write what is missing. `written` is told of bytes, by any thread.
 
-        Raises CheckpointError where the step is there already, DamagedCheckpoint and OSError as
-        reading and writing do; then nothing is left. After KeyboardInterrupt whole files are left,
-        with which another run goes on.
+        Raises TargetTaken where the step is there already or another process is at it,
+        DamagedCheckpoint and OSError as reading and writing do; then nothing is left. After
+        KeyboardInterrupt whole files are left, with which another run goes on.
         """
         if _STEP in self.storage.steps():
-            raise CheckpointError(
-                f"{self.where} is there already. Give another folder, or delete it."
-            )
+            raise TargetTaken(f"{self.where} is there already. Give another folder, or delete it.")
         token = self._token()
+        self.storage.begin(_STEP, token)
+        with self._alone():
+            had_assets = self.assets is not None and self.assets.exists()
+            try:
+                self._convert(token, num_workers, written)
+            except Exception:
+                self.storage.abandon(_STEP, token)
+                if self.assets is not None and not had_assets:
+                    Files().rmtree(self.assets)
+                raise
+
+    def _convert(self, token: str, num_workers: int, written: Callable[[int], None]) -> None:
         if not self.storage.steps():
             # What attempts at something else have left is of no use any more.
             self.storage.recover(token)
-        self.storage.begin(_STEP, token)
+        if self.assets is not None:
+            copy_assets(Path(self.source.where), self.assets, Files(), also=(CONFIG,))
         batches = list(self._batches())
         done = self.storage.parts_present(_STEP, token)
         for number in done:
@@ -94,16 +111,15 @@ class FromHuggingFace:
             part = self._write(token, number, batches[number], written, tick)
             self.storage.put_part(_STEP, token, number, part)
 
-        try:
-            todo = [number for number in range(len(batches)) if number not in done]
-            share_out(todo, write, num_workers=num_workers)
-            parts = [self.storage.read_part(_STEP, token, n) for n in range(len(batches))]
-            self.storage.commit(
-                _STEP, token, manifest_bytes(build_manifest(_STEP, parts, self._base()))
-            )
-        except Exception:
-            self.storage.abandon(_STEP, token)
-            raise
+        todo = [number for number in range(len(batches)) if number not in done]
+        share_out(todo, write, num_workers=num_workers)
+        parts = [self.storage.read_part(_STEP, token, n) for n in range(len(batches))]
+        manifest = build_manifest(_STEP, parts, self._base())
+        self.storage.commit(_STEP, token, manifest_bytes(manifest))
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Among the processes of this machine; an object store has no locks."""
+        return nullcontext() if "://" in self.storage.root else locked(Path(self.storage.root))
 
     def _base(self) -> dict[str, Any]:
         return {
@@ -131,7 +147,7 @@ class FromHuggingFace:
         for holder in placed.layout.mesh.holders:
             block = torch.empty(placed.layout.local_shape(placed.shape, holder), dtype=placed.dtype)
             self.source.read_part(name, holder, block)
-            piece = bytes_of(block.to(dtype))
+            piece = bytes_of(cast(name, block, dtype))
             yield piece
             written(len(piece))
 

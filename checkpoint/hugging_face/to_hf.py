@@ -5,7 +5,9 @@ Layer: above shards, unfinished, workers, assets and whole.
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torchtitan_lite.checkpoint.dtypes import NAME_OF
 from torchtitan_lite.checkpoint.hugging_face.assets import GENERATION, copy_assets, json_bytes
 from torchtitan_lite.checkpoint.hugging_face.folder import CONFIG, INDEX
+from torchtitan_lite.checkpoint.hugging_face.lock import TargetTaken
 from torchtitan_lite.checkpoint.hugging_face.shards import (
     Shard,
     Unit,
@@ -27,7 +30,7 @@ from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.part_file import PartBox, write_stream
 from torchtitan_lite.checkpoint.whole import cast_pieces, whole
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, UserError
 from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
 
 _MODEL = "model."
@@ -45,17 +48,20 @@ class ToHuggingFace:
         dtype: torch.dtype | None = None,
         max_shard_bytes: int = 5 * 10**9,
         assets: Path | None = None,
+        special_ids: Mapping[str, int | None] | None = None,
         drop_expert_bias: bool = False,
         files: Files | None = None,
     ) -> None:
-        """`dtype` is that of the weights (None: as they are), and `assets` a folder with the files
-        of the tokenizer.
+        """`dtype` is that of the weights (None: as they are), `assets` a folder with the files of
+        the tokenizer, and `special_ids` its `bos_token_id` and `eos_token_id`.
 
-        Raises CheckpointError where `target` is there, the model is none of transformers, or the
-        checkpoint holds another one.
+        Raises TargetTaken where `target` is there, and CheckpointError where the model is none of
+        transformers, or the checkpoint holds another one.
         """
-        if target.exists():
-            raise CheckpointError(f"{target} is there already. Give another folder, or delete it.")
+        if os.path.lexists(target):
+            raise TargetTaken(f"{target} is there already. Give another folder, or delete it.")
+        if assets is not None and not assets.is_dir():
+            raise CheckpointError(f"{assets}, which should have the tokenizer, is no folder.")
         if spec.hugging_face is None:
             raise CheckpointError(
                 f"{spec.name} {spec.flavor} is no model of transformers, so {source.where} cannot "
@@ -70,7 +76,7 @@ class ToHuggingFace:
         tensors = {name: source.tensors[f"{_MODEL}{name}"] for name in names}
         groups = units_of(self._model.keys, tensors, dtype)
         self._shards = share_out_units(groups, max_shard_bytes)
-        self._dtype = groups[0][0].dtype
+        self._config = self._config_json(groups[0][0].dtype, special_ids or {})
         told = json.dumps([source.where, source.manifest.xxh3, str(dtype), max_shard_bytes])
         token = hashlib.sha256(told.encode()).hexdigest()[:12]
         self._folder = UnfinishedFolder(target, token, self._files)
@@ -102,7 +108,7 @@ class ToHuggingFace:
                 PartBox(unit.key, NAME_OF[unit.dtype], unit.shape, 0, unit.num_bytes)
                 for unit in shard.units
             ]
-            places = write_stream(
+            write_stream(
                 self._files,
                 self._folder.path / shard.file,
                 boxes,
@@ -111,18 +117,12 @@ class ToHuggingFace:
                 # Without it transformers refuses a file.
                 metadata={"format": "pt"},
             )
-            self._folder.note(shard.file, {"xxh3": [place.xxh3 for place in places]})
+            self._folder.note(shard.file)
 
-        self._folder.begin()
-        try:
+        with self._folder.open():
             share_out(self._shards, write, num_workers=num_workers)
             copied = self._write_rest()
             self._folder.finish()
-        except Exception:
-            self._folder.abandon()
-            raise
-        finally:
-            self._folder.close()
         return copied
 
     def _content(
@@ -139,9 +139,10 @@ class ToHuggingFace:
     def _write_rest(self) -> list[str]:
         folder = self._folder.path
         copied = [] if self._assets is None else copy_assets(self._assets, folder, self._files)
-        texts = {CONFIG: self._config()}
+        texts = {CONFIG: self._config}
         if GENERATION not in copied:
-            texts[GENERATION] = {"_from_model_config": True}
+            ids = ("bos_token_id", "eos_token_id")
+            texts[GENERATION] = {key: self._config.get(key) for key in ids}
         if len(self._shards) > 1:
             total = {"total_size": self.num_bytes}
             places = {unit.key: shard.file for shard in self._shards for unit in shard.units}
@@ -150,16 +151,21 @@ class ToHuggingFace:
             self._files.write_file(folder / name, json_bytes(values))
         return copied
 
-    def _config(self) -> dict[str, Any]:
-        """That of the folder which the model came from, where it still describes it."""
-        values: Mapping[str, Any] = self._model.config
-        given = None if self._assets is None else self._assets / CONFIG
-        if given is not None and given.is_file():
-            original = json.loads(given.read_bytes())
-            if not self._model.differences(original):
-                values = original
+    def _config_json(
+        self, dtype: torch.dtype, special_ids: Mapping[str, int | None]
+    ) -> dict[str, Any]:
+        """That of the folder which the model came from, where it still describes it; else our
+        own."""
+        # What is not said, transformers takes from the defaults of the architecture.
+        unknown = {"bos_token_id": None, "eos_token_id": None}
+        values: Mapping[str, Any] = {**self._model.config, **unknown, **special_ids}
+        if self._assets is not None:
+            with suppress(OSError, ValueError, UserError):
+                original = json.loads((self._assets / CONFIG).read_bytes())
+                if not self._model.differences(original):
+                    values = original
         key = "dtype" if "dtype" in values else "torch_dtype"
-        return {**values, key: str(self._dtype).removeprefix("torch.")}
+        return {**values, key: str(dtype).removeprefix("torch.")}
 
     def _check_zero(self, names: list[str]) -> None:
         ends = [rule.name.rpartition("*")[2] for rule in self._model.keys if not rule.forms]
@@ -193,6 +199,7 @@ def _weights(source: StoredSnapshot, spec: ModelSpec) -> list[str]:
 def _pieces(
     unit: Unit, tensor: torch.Tensor, written: Callable[[int], None]
 ) -> Iterator[memoryview]:
-    for piece in cast_pieces(tensor if unit.row is None else tensor[unit.row], unit.dtype):
+    found = tensor if unit.row is None else tensor[unit.row]
+    for piece in cast_pieces(unit.key, found, unit.dtype):
         yield piece
         written(len(piece))

@@ -35,7 +35,7 @@ from torchtitan_lite.checkpoint.storage.part_file import (
     places,
 )
 from torchtitan_lite.checkpoint.storage.rate import TokenBucket
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import CheckpointError, UserError
 
 _TRIES = 8
 _FIRST_WAIT_S = 0.2
@@ -51,6 +51,7 @@ _PERMANENT = (
     TypeError,
     ValueError,
     NotImplementedError,
+    UserError,
 )
 
 _T = TypeVar("_T")

@@ -151,4 +151,5 @@ def split_storage(path: str) -> tuple[Storage, str]:
     """A checkpoint's folder, such as ".../step-1000", as its storage and its name there. Raises
     CheckpointError as `open_storage` does."""
     root, _, name = path.rstrip("/").rpartition("/")
-    return open_storage(root or "."), name
+    # A folder directly below "/" has no name before its own.
+    return open_storage(root or ("/" if path.startswith("/") else ".")), name

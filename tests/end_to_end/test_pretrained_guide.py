@@ -12,6 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.hugging_face import add_tokenizer, make_folder, tensors_of
+from tests.launch import SMALL, run
+from torchtitan_lite.config import load_config
+from torchtitan_lite.data.tokenizer import load_tokenizer
+from torchtitan_lite.last_export import export_last_save
 
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -56,7 +60,9 @@ def test_the_guide_from_a_folder_to_an_exported_model(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-6000:]
     said = done.stdout
     # It began from the folder, and then went on from its own state on another mesh.
-    assert f"{folder}" in said and "Resumed" in said, said[-6000:]
+    assert f"Resumed from {folder} at step 0" in said, said[-6000:]
+    assert f"Resumed from {out}/run/checkpoint/step-2 at step 2" in said, said[-6000:]
+    assert f"Resumed from {out}/converted/step-0 at step 0" in said, said[-6000:]
     assert "perplexity" in said
     before, after = tensors_of(folder), tensors_of(out / "exported")
     assert before.keys() == after.keys()
@@ -66,3 +72,29 @@ def test_the_guide_from_a_folder_to_an_exported_model(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(out / "exported")
     ids = tokenizer("import os", return_tensors="pt").input_ids
     assert model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).shape[1] > 4
+
+
+def test_the_last_save_is_a_folder_that_transformers_reads(tmp_path: Path) -> None:
+    arguments = [
+        *SMALL,
+        "--checkpoint.enable=true",
+        "--checkpoint.last_save_in_hf=true",
+        "--checkpoint.export_dtype=bfloat16",
+        f"--job.dump_folder={tmp_path}/run",
+        "--training.steps=2",
+    ]
+    run(2, arguments, tmp_path / "log")
+    exported = tmp_path / "run" / "hf" / "step-2"
+    model: Any = AutoModelForCausalLM.from_pretrained(exported)
+    assert model.dtype == torch.bfloat16
+    # The tokenizer was trained on the corpus.
+    ours = load_tokenizer(exported)
+    text = "def main() -> None:"
+    assert (
+        AutoTokenizer.from_pretrained(exported)(text).input_ids[-6:]
+        == (ours.encode_batch([text])[0][-6:])
+    )
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (ours.bos_id, ours.eos_id)
+    # Of replicas that come to the end together, the second finds it there.
+    config = load_config(tmp_path / "run" / "config.toml")
+    export_last_save(config, str(tmp_path / "run" / "checkpoint"), exported)

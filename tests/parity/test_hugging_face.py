@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.hugging_face import FAMILIES, add_tokenizer, make_folder, our_model
+from tests.hugging_face import FAMILIES, add_tokenizer, make_folder
 from tests.job import run_job
 from tests.parity.meshes import assert_same
 from tests.pool import WorkerPool
 from tests.tolerances import PARITY_FLOAT64
-from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
+from torchtitan_lite.checkpoint.hugging_face import snapshot
+from torchtitan_lite.checkpoint.storage.posix import LocalFolder
 
 Pools = Callable[[int], WorkerPool]
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -21,30 +21,34 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep-2": (2, {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}),
     "pp-2": (2, {"data_parallel_shard_degree": 1, "pipeline_parallel_degree": 2}),
     "fsdp-2-tp-2": (4, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}),
+    "fsdp-8": (8, {"data_parallel_shard_degree": 8}),
     "fsdp-4-ep-4": (4, {"data_parallel_shard_degree": 4, "expert_parallel_degree": 4}),
 }
 
 
 def load(run: Path, folder: Path, parallelism: dict[str, Any]) -> tuple[Any, int]:
-    """Start from the folder in this worker and take two steps; also the bytes of weights that this
-    rank has read."""
+    """Start from the folder in this worker and take two steps; also the bytes that this rank has
+    read of its files of weights. Every parameter is cut into blocks, however small it is."""
     num_bytes = 0
-    part, read_part = HuggingFaceSnapshot.part, HuggingFaceSnapshot.read_part
+    read, read_into = LocalFolder.read, LocalFolder.read_into
 
-    def counted_part(self: HuggingFaceSnapshot, name: str, holder: Any) -> torch.Tensor:
+    def counted_read(self: LocalFolder, path: str, start: int = 0, stop: int | None = None) -> Any:
         nonlocal num_bytes
-        found = part(self, name, holder)
-        num_bytes += found.nbytes * self.is_weight(name)
+        found = read(self, path, start, stop)
+        num_bytes += len(found) * path.startswith(f"{folder.name}/model-")
         return found
 
-    def counted_read(self: HuggingFaceSnapshot, name: str, holder: Any, into: torch.Tensor) -> None:
+    def counted_read_into(
+        self: LocalFolder, path: str, start: int, target: memoryview, seen: Any
+    ) -> None:
         nonlocal num_bytes
-        read_part(self, name, holder, into)
-        num_bytes += into.nbytes * self.is_weight(name)
+        num_bytes += len(target) * path.startswith(f"{folder.name}/model-")
+        read_into(self, path, start, target, seen)
 
-    HuggingFaceSnapshot.part = counted_part
-    HuggingFaceSnapshot.read_part = counted_read
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalFolder, "read", counted_read)
+        patch.setattr(LocalFolder, "read_into", counted_read_into)
+        patch.setattr(snapshot, "_SMALL_BYTES", 0)
         outcome = run_job(
             run,
             {
@@ -58,19 +62,20 @@ def load(run: Path, folder: Path, parallelism: dict[str, Any]) -> tuple[Any, int
             }
             | {f"parallelism.{key}": value for key, value in parallelism.items()},
         )
-    finally:
-        HuggingFaceSnapshot.part, HuggingFaceSnapshot.read_part = part, read_part
     return outcome, num_bytes
 
 
 def check(family: str, mesh: str, pools: Pools, tmp_path: Path) -> None:
     folder = add_tokenizer(make_folder(tmp_path / "hf", family))
     ((alone, read_alone),) = pools(1).run(load, tmp_path / "alone", folder, {})
-    unique = sum(p.numel() * 4 for p in our_model(folder).parameters())
-    assert read_alone == unique
+    headers = sum(
+        8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("model-*")
+    )
+    weights = sum(file.stat().st_size for file in folder.glob("model-*")) - headers
+    assert read_alone == headers + weights
     world_size, parallelism = MESHES[mesh]
     found = pools(world_size).run(load, tmp_path / "n", folder, parallelism)
-    assert sum(read for _, read in found) == unique
+    assert sum(read for _, read in found) == world_size * headers + weights
     for outcome, _ in found:
         assert_same(outcome, alone, PARITY_FLOAT64, unequal_targets=False)
 

@@ -229,6 +229,14 @@ def _export(config: Config, spec: ModelSpec) -> Iterator[str]:
             f"checkpoint.last_save_in_hf = true, but {spec.name} {spec.flavor} is no model of "
             "transformers. Set it to false."
         )
+    moe = getattr(spec.dims, "moe", None)
+    if config.checkpoint.last_save_in_hf and moe is not None and moe.bias_update_rate:
+        yield (
+            "checkpoint.last_save_in_hf = true, but the bias that balances the experts "
+            f"(model.router_bias_update_rate = {moe.bias_update_rate}) has no place in a Hugging "
+            "Face folder. Set one of them to false or 0; or export afterwards by "
+            "scripts.convert_to_hf --drop-expert-bias."
+        )
 
 
 def _anomalies(config: Config) -> Iterator[str]:

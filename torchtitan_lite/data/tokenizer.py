@@ -152,6 +152,15 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     )
 
 
+def special_ids(folder: Path | None) -> dict[str, int | None]:
+    """What transformers calls the ids that begin and end a document; nothing where `folder` has no
+    tokenizer. Raises DataError as `load_tokenizer` does."""
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return {}
+    tokenizer = load_tokenizer(folder)
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+
+
 def train_tokenizer(documents: Iterable[str], vocab_size: int, *, chat: bool = False) -> Tokenizer:
     """A byte-level BPE (Sennrich, Haddow and Birch 2016; over bytes as in GPT-2) of at most
     `vocab_size` tokens, the special ones included. The same documents give the same one. With

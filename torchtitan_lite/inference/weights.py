@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.checkpoint.foreign import refuse_foreign
-from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face
+from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face, read_config
 from torchtitan_lite.checkpoint.opening import open_snapshot
 from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
@@ -27,12 +27,7 @@ from torchtitan_lite.errors import CheckpointError, DataError, UserError
 from torchtitan_lite.inference.agreement import everywhere
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import leader_says
-from torchtitan_lite.models import (
-    ModelConfig,
-    hugging_face_dims,
-    model_spec,
-    read_hugging_face_config,
-)
+from torchtitan_lite.models import ModelConfig, hugging_face_dims, model_spec
 from torchtitan_lite.spec import ModelSpec
 
 
@@ -76,10 +71,11 @@ def open_weights(path: str, mesh: Mesh) -> Weights:
 def tokenizer_of(weights: Weights, folder: str | None) -> TokenizerFiles:
     """The tokenizer in `folder`; without one, that which the weights were trained with. Every rank
     must call it. Raises DataError where it is out of reach."""
-    return everywhere(lambda: _tokenizer(weights, folder))
+    return everywhere(lambda: find_tokenizer(weights, folder))
 
 
-def _tokenizer(weights: Weights, folder: str | None) -> TokenizerFiles:
+def find_tokenizer(weights: Weights, folder: str | None) -> TokenizerFiles:
+    """`tokenizer_of` for a process that is alone."""
     config = weights.config
     given = folder or config.model.hf_assets_path
     if given is not None:
@@ -134,10 +130,11 @@ def _opened(folder: str) -> Weights:
 
 def _hugging_face(folder: str) -> Weights:
     """What is in a Hugging Face folder, with the configuration of a run that would train it."""
-    family, dims = hugging_face_dims(read_hugging_face_config(Path(folder)))
+    storage, name = split_storage(folder)
+    family, dims = hugging_face_dims(read_config(storage, name))
     model = ModelConfig(name=family, flavor="hf", dims=dims, hf_assets_path=folder)
     spec = model_spec(model)
-    snapshot = open_snapshot(*split_storage(folder), spec)
+    snapshot = open_snapshot(storage, name, spec)
     found = Weights(snapshot=snapshot, spec=spec, config=Config(model=model))
     dtype = str(found.dtype).removeprefix("torch.")
     # float16 is none to compute in here.

@@ -2,7 +2,7 @@
 and is not known here is refused. Layer: above errors; `nn.rope`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,16 @@ class HuggingFaceConfig:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self.problems: list[str] = []
+
+    def architecture(self, known: Sequence[str]) -> str:
+        """The one of `known` that it is of."""
+        given = self._values.get("architectures")
+        found = next((one for one in given if one in known), "") if isinstance(given, list) else ""
+        if not found:
+            self.problems.append(
+                f"its architecture is {given!r:.200}, and {' or '.join(known)} is needed"
+            )
+        return found
 
     def given(self, key: str) -> Any:
         """The value as it stands; None where there is none."""
@@ -75,6 +85,8 @@ class HuggingFaceConfig:
         if not isinstance(given, dict):
             self.problems.append(f"rope_scaling is {given!r:.100}, and a table is needed")
             return 1.0, None
+        if given.get("partial_rotary_factor", 1.0) != 1.0:
+            self.problems.append("partial_rotary_factor is not 1, and heads are rotated as a whole")
         theta = given.get("rope_theta", self._values.get("rope_theta", default_theta))
         kind = given.get("rope_type", given.get("type", "default"))
         base = self._number("rope_theta", theta)
@@ -96,7 +108,14 @@ class HuggingFaceConfig:
 
     def check(self) -> None:
         """Raise ConfigError that lists what was wrong in what has been read so far."""
-        self.only("quantization_config", None)
+        quantization = self._values.get("quantization_config")
+        if quantization is not None:
+            kind = quantization.get("quant_method") if isinstance(quantization, dict) else None
+            self.problems.append(
+                f"its weights are quantised ({kind or 'in an unknown way'}), which are not loaded; "
+                "take the model as bfloat16, or have transformers dequantise it: "
+                "from_pretrained(DIR, dtype=torch.bfloat16), dequantize(), save_pretrained(OUT)"
+            )
         if self.problems:
             raise ConfigError(
                 f"config.json is of a model that cannot be built here: {'; '.join(self.problems)}."

@@ -5,25 +5,28 @@ import json
 import multiprocessing
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from scripts import convert_from_hf, convert_to_hf
 from tests.hugging_face import FAMILIES, make_folder, make_model, tensors_of, tokens
 from tests.writer_faults import DyingFiles
+from torchtitan_lite.checkpoint.hugging_face import to_hf
 from torchtitan_lite.checkpoint.hugging_face.from_hf import FromHuggingFace
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.hugging_face.to_hf import ToHuggingFace
-from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
+from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
 from torchtitan_lite.checkpoint.verify import verify
+from torchtitan_lite.checkpoint.whole import whole
 from torchtitan_lite.config import recorded_config
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.models import (
@@ -262,3 +265,60 @@ def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
 
     make(Files()).run(num_workers=1, written=meanwhile)
     assert refused and tensors_of(tmp_path / "out").keys() == tensors_of(folder).keys()
+
+
+def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path / "hf", "mixtral")
+    there(folder, tmp_path / "ours")
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(source: Snapshot, name: str) -> torch.Tensor:
+        assert not [one for one in alive if one() is not None], name
+        found = whole(source, name)
+        # A view of it keeps it alive.
+        alive.append(weakref.ref(found))
+        return found
+
+    export = conversions(folder, tmp_path)["out"](Files())
+    monkeypatch.setattr(to_hf, "whole", watched)
+    export.run(num_workers=1, written=lambda count: None)
+    assert len(alive) > 20
+
+
+def test_numbers_that_float16_cannot_hold_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_folder(tmp_path / "hf", "llama")
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(shard)
+    name = next(iter(tensors))
+    tensors[name].view(-1)[3] = 1e5
+    save_file(tensors, shard, metadata={"format": "pt"})
+    arguments = [str(folder), str(tmp_path / "ours"), "--dtype", "fp16"]
+    assert convert_from_hf.main(arguments) == 1
+    assert "has numbers that float16 cannot hold" in caplog.text
+    assert os.listdir(tmp_path / "ours") == []
+
+
+def test_a_settings_file_of_another_model_does_no_harm(tmp_path: Path) -> None:
+    checkpoint = there(make_folder(tmp_path / "hf", "llama"), tmp_path / "ours")
+    for number, content in enumerate(["{", '{"architectures": ["GPT2LMHeadModel"]}']):
+        assets = tmp_path / f"assets_{number}"
+        assets.mkdir()
+        (assets / "config.json").write_text(content)
+        exported = back(checkpoint, tmp_path / f"out_{number}", "--assets", str(assets))
+        config = json.loads((exported / "config.json").read_bytes())
+        assert config["architectures"] == ["LlamaForCausalLM"]
+        assert config["eos_token_id"] is None
+
+
+@pytest.mark.parametrize("option", ["out", "assets"])
+def test_urls_are_refused_where_folders_are_needed(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(tmp_path), "s3://bucket/out"]
+    if option == "assets":
+        arguments = [str(tmp_path), str(tmp_path / "out"), "--assets", "s3://bucket/assets"]
+    with pytest.raises(SystemExit):
+        convert_to_hf.main(arguments)
+    assert "is a URL, and a folder of this machine is needed" in capsys.readouterr().err

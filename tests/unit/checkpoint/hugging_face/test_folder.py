@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from scripts import convert_from_hf
 from tests.hugging_face import make_folder, our_model
-from torchtitan_lite.checkpoint.hugging_face.folder import (
-    INDEX,
-    HuggingFaceFolder,
-    is_hugging_face,
-)
+from torchtitan_lite.checkpoint.hugging_face import snapshot
+from torchtitan_lite.checkpoint.hugging_face.folder import INDEX, is_hugging_face
+from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
+from torchtitan_lite.checkpoint.opening import open_snapshot
 from torchtitan_lite.checkpoint.storage.storage import split_storage
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
-
-FIRST = "model-00001-of-00010.safetensors"
+from torchtitan_lite.checkpoint.whole import whole
+from torchtitan_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, UserError
+from torchtitan_lite.models import ModelConfig, model_spec
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +159,15 @@ def test_all_that_does_not_fit_is_listed(folder: Path) -> None:
     assert "inv_freq" not in told
 
 
-def test_quantised_folders_are_refused(folder: Path) -> None:
-    edit(folder / "config.json", lambda values: values.update(quantization_config={"bits": 4}))
-    with pytest.raises(CheckpointError, match="quantised"):
-        HuggingFaceFolder(*split_storage(str(folder)))
+def test_quantised_folders_are_refused_by_every_way_in(
+    folder: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    spec = model_spec(ModelConfig(flavor="hf", hf_assets_path=str(folder)))
+    edit(folder / "config.json", lambda v: v.update(quantization_config={"quant_method": "fp8"}))
+    with pytest.raises(ConfigError, match=r"quantised \(fp8\).*dequantize\(\)"):
+        open_snapshot(*split_storage(str(folder)), spec)
+    assert convert_from_hf.main([str(folder), str(tmp_path / "out")]) == 1
+    assert "dequantize()" in caplog.text
 
 
 def test_pickles_are_refused_with_a_way_out(tmp_path: Path) -> None:
@@ -171,16 +176,40 @@ def test_pickles_are_refused_with_a_way_out(tmp_path: Path) -> None:
         is_hugging_face(*split_storage(str(tmp_path)))
 
 
-def test_another_model_than_the_folder_holds_is_refused(folder: Path) -> None:
-    def change(values: dict[str, Any]) -> None:
-        values["num_experts_per_tok"] = 1
-
-    model = our_model(folder)
-    assert model is not None
-    from torchtitan_lite.checkpoint.opening import open_snapshot
-    from torchtitan_lite.models import ModelConfig, model_spec
-
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"num_experts_per_tok": 1}, "top_k is 1 in its config.json and 2 here"),
+        ({"architectures": ["MixtralForCausalLM"]}, "its architecture is ['MixtralForCausalLM']"),
+        ({"architectures": None}, "its architecture is None"),
+    ],
+)
+def test_another_model_than_the_folder_holds_is_refused(
+    change: dict[str, Any], told: str, folder: Path
+) -> None:
     spec = model_spec(ModelConfig(flavor="hf", hf_assets_path=str(folder)))
-    edit(folder / "config.json", change)
-    with pytest.raises(CheckpointError, match="top_k is 1 in its config.json and 2 here"):
+    edit(folder / "config.json", lambda values: values.update(change))
+    with pytest.raises(UserError) as caught:
         open_snapshot(*split_storage(str(folder)), spec)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("num_blocks", [1, 3, 8, 600])
+def test_blocks_make_up_every_parameter(
+    num_blocks: int, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "_SMALL_BYTES", 0)
+    folder = make_folder(tmp_path / "hf", family)
+    spec = model_spec(ModelConfig(flavor="hf", hf_assets_path=str(folder)))
+    one = HuggingFaceSnapshot(*split_storage(str(folder)), spec)
+    cut = HuggingFaceSnapshot(*split_storage(str(folder)), spec, num_blocks=num_blocks)
+    for name, placed in cut.tensors.items():
+        holders = placed.layout.mesh.holders
+        assert len(holders) >= num_blocks * cut.is_weight(name)
+        assert torch.equal(whole(cut, name), whole(one, name)), name
+        for holder in holders:
+            part = cut.part(name, holder)
+            into = torch.full_like(part, torch.nan)
+            cut.read_part(name, holder, into)
+            assert torch.equal(part, into)
