@@ -231,9 +231,7 @@ def test_another_conversion_does_not_go_on_with_what_is_there(tmp_path: Path) ->
     assert os.listdir(tmp_path / "in") == ["step-0"]
 
 
-def test_what_is_there_already_is_not_written_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_there_already_is_not_written_over(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
     checkpoint = there(folder, tmp_path / "ours")
     assert convert_from_hf.main([str(folder), str(tmp_path / "ours")]) == 1
@@ -286,7 +284,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_numbers_that_float16_cannot_hold_are_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
     shard = sorted(folder.glob("*.safetensors"))[0]
@@ -296,7 +294,7 @@ def test_numbers_that_float16_cannot_hold_are_refused(
     save_file(tensors, shard, metadata={"format": "pt"})
     arguments = [str(folder), str(tmp_path / "ours"), "--dtype", "fp16"]
     assert convert_from_hf.main(arguments) == 1
-    assert "has numbers that float16 cannot hold" in caplog.text
+    assert "has numbers that float16 cannot hold" in capsys.readouterr().err
     assert os.listdir(tmp_path / "ours") == []
 
 
