@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.hugging_face.to_hf import ToHuggingFace
 from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
+from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
 from torchtitan_lite.checkpoint.verify import verify
 from torchtitan_lite.checkpoint.whole import whole
 from torchtitan_lite.config import recorded_config
@@ -265,17 +266,22 @@ def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
     assert refused and tensors_of(tmp_path / "out").keys() == tensors_of(folder).keys()
 
 
+class Memory(bytearray):
+    """Can be referred to weakly."""
+
+
 def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_folder(tmp_path / "hf", "mixtral")
     there(folder, tmp_path / "ours")
-    alive: list[weakref.ref[torch.Tensor]] = []
+    alive: list[weakref.ref[Memory]] = []
 
     def watched(source: Snapshot, name: str) -> torch.Tensor:
         assert not [one for one in alive if one() is not None], name
         found = whole(source, name)
-        # A view of it keeps it alive.
-        alive.append(weakref.ref(found))
-        return found
+        # Memory that tells when nobody has a view of it any more.
+        memory = Memory(bytes_of(found))
+        alive.append(weakref.ref(memory))
+        return torch.frombuffer(memory, dtype=found.dtype).view(found.shape)
 
     export = conversions(folder, tmp_path)["out"](Files())
     monkeypatch.setattr(to_hf, "whole", watched)
