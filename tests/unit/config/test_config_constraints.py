@@ -203,6 +203,16 @@ def test_loading_while_checkpoints_are_off(config, tmp_path: Path) -> None:
     check_against(config(*arguments, "--checkpoint.load_only"), 1)
 
 
+def test_an_export_at_the_end_needs_a_checkpoint_that_transformers_can_read(config) -> None:
+    asked = "--checkpoint.last_save_in_hf"
+    assert "exports the last checkpoint, and none is saved" in refusal(config(asked))
+    check_against(config(asked, "--checkpoint.enable"), 1)
+    experts = ["--model.name", "qwen3", "--model.flavor", "debugmodel_moe", "--checkpoint.enable"]
+    check_against(config(asked, *experts), 1)
+    text = refusal(config(asked, *experts, "--model.router_bias_update_rate", "0.01"))
+    assert "router_bias_update_rate = 0.01) has no place in a Hugging Face folder" in text
+
+
 def test_missing_files_are_all_named(config, tmp_path: Path) -> None:
     (tmp_path / "there.txt").touch()
     arguments = ["--model.hf_assets_path", "no/assets", "--checkpoint.enable"]
