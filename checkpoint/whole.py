@@ -9,17 +9,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
 
 from torchtitan_lite.checkpoint.snapshots import Snapshot
 from torchtitan_lite.checkpoint.storage.manifest_json import box_entry
 from torchtitan_lite.checkpoint.storage.part_file import PartBox, Written
 from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.redistribute import HolderMesh, Layout, layout_to_json
+from torchtitan_lite.redistribute import Layout, layout_to_json
 from torchtitan_lite.redistribute.acting import Taking, take
 
-_HERE = Layout(HolderMesh.ranks(1), [Replicate()])
+_HERE = Layout.alone(0)
 _PIECE_BYTES = 8 << 20
 _taking = threading.Lock()
 
@@ -70,7 +69,7 @@ def part_of_whole(
     step: int, number: int, file: str, boxes: Sequence[PartBox], written: Sequence[Written]
 ) -> dict[str, Any]:
     """What a manifest says of a file that holds tensors as a whole, the `number`-th of its step."""
-    layout = layout_to_json(Layout(HolderMesh((1,), (file,)), [Replicate()]))
+    layout = layout_to_json(Layout.alone(file))
     tensors = {}
     for box, place in zip(boxes, written, strict=True):
         stored = box_entry([0] * len(box.size), box.size, file, place)

@@ -7,7 +7,6 @@ Invariant: every byte of a parameter belongs to one holder, and holders follow e
 from math import prod
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
 
 from torchtitan_lite.checkpoint.hugging_face.folder import HuggingFaceFolder
 from torchtitan_lite.checkpoint.hugging_face.pieces import Piece, Source, find_pieces
@@ -16,7 +15,7 @@ from torchtitan_lite.checkpoint.snapshots import SavedValues
 from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.checkpoint.tensor_bytes import as_tensor, bytes_of
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
-from torchtitan_lite.redistribute import HolderMesh, Layout, Placed
+from torchtitan_lite.redistribute import Layout, Placed
 from torchtitan_lite.redistribute.holder_mesh import Holder
 from torchtitan_lite.spec import ModelSpec
 
@@ -123,14 +122,13 @@ def _cut(source: Source, num_blocks: int) -> tuple[Layout, dict[Holder, Piece]]:
     """Pieces are cut along dim 0 between them, and each along its own rows."""
     pieces = source.pieces
     if not pieces:
-        return Layout(HolderMesh((1,), (_NOWHERE,)), [Replicate()]), {}
+        return Layout.alone(_NOWHERE), {}
     if len(pieces) == 1:
         owners = {_holder(pieces[0], block): pieces[0] for block in range(num_blocks)}
-        return Layout(HolderMesh((num_blocks,), tuple(owners)), [Shard(0)]), owners
+        return Layout.cut_by_dims((num_blocks,), tuple(owners)), owners
     each = -(-num_blocks // len(pieces))
     owners = {_holder(piece, block): piece for piece in pieces for block in range(each)}
-    mesh = HolderMesh((len(pieces), each), tuple(owners))
-    return Layout(mesh, [Shard(0), Shard(1)]), owners
+    return Layout.cut_by_dims((len(pieces), each), tuple(owners)), owners
 
 
 def _holder(piece: Piece, block: int) -> Holder:

@@ -136,6 +136,17 @@ class Layout:
         """The layout of a DTensor of `shape` that has these placements; see `from_dtensor`."""
         return _read(mesh, tuple(placements), (), tuple(shape), strided)
 
+    @staticmethod
+    def alone(holder: Holder) -> "Layout":
+        """One holder has all."""
+        return Layout(HolderMesh((1,), (holder,)), [Replicate()])
+
+    @staticmethod
+    def cut_by_dims(shape: Sequence[int], holders: Sequence[Holder]) -> "Layout":
+        """Axis k of an array of holders, of this shape, cuts dim k."""
+        mesh = HolderMesh(tuple(shape), tuple(holders))
+        return Layout(mesh, [Shard(dim) for dim in range(len(shape))])
+
     def held_by(self, holders: Sequence[Holder]) -> "Layout":
         """The same with other holders, each in the place of the one at its index."""
         return _held_by(self, tuple(holders))
