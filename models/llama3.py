@@ -9,8 +9,14 @@ from typing import Any
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import ModelConfig, flavor_dims
-from torchtitan_lite.nn.attention import Attention, Backend
-from torchtitan_lite.nn.decoder import Decoder, DecoderBlock
+from torchtitan_lite.nn.attention import Backend
+from torchtitan_lite.nn.decoder import Decoder
+from torchtitan_lite.nn.decoder_family import (
+    build_decoder,
+    check_head_width,
+    check_heads,
+    decoder_model_spec,
+)
 from torchtitan_lite.nn.decoder_hugging_face import (
     decoder_hugging_face_keys,
     decoder_values,
@@ -18,16 +24,11 @@ from torchtitan_lite.nn.decoder_hugging_face import (
     read_decoder,
 )
 from torchtitan_lite.nn.decoder_spec import (
-    decoder_cost,
-    decoder_init,
-    decoder_shard_plan,
-    decoder_stage_units,
     decoder_torchtitan_keys,
 )
-from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
-from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding
-from torchtitan_lite.spec import HuggingFaceModel, ModelCost, ModelSpec
+from torchtitan_lite.nn.rope import RopeScaling
+from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 """The models of transformers that `dims_of_hugging_face` builds."""
@@ -56,16 +57,12 @@ class Llama3Dims:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})."
-            )
+        check_heads(self.num_heads, self.num_kv_heads)
         if self.head_dim is None and self.dim % self.num_heads:
             raise ConfigError(
                 f"num_heads ({self.num_heads}) must divide dim ({self.dim}), or set head_dim."
             )
-        if self.head_size % 2:
-            raise ConfigError(f"The width of a head ({self.head_size}) must be even for RoPE.")
+        check_head_width(self.head_size)
 
     @property
     def head_size(self) -> int:
@@ -146,36 +143,13 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
     """The spec of any dimensions."""
-    return ModelSpec(
+    return decoder_model_spec(
+        dims,
         name="llama3",
         flavor=flavor,
-        dims=dims,
-        vocab_size=dims.vocab_size,
-        num_layers=dims.num_layers,
-        max_seq_len=dims.max_seq_len,
-        document_mask=dims.document_mask,
-        build=lambda: build(dims),
-        init=decoder_init(
-            dim=dims.dim,
-            num_layers=dims.num_layers,
-            residual_matrices=(
-                "attention.wo.weight",
-                "feed_forward.w2.weight",
-                "feed_forward.w3.weight",
-            ),
-            tied_embeddings=dims.tied_embeddings,
-        ),
-        shard_plan=decoder_shard_plan(),
-        stage_units=decoder_stage_units(dims.num_layers),
-        tied_units=("tok_embeddings", "output") if dims.tied_embeddings else None,
-        width=dims.dim,
-        num_heads=dims.num_heads,
-        cut_sizes=(
-            ("key/value heads", dims.num_kv_heads),
-            ("features of the feed-forward block", dims.hidden_dim),
-        ),
-        # Tied weights are one parameter of two modules, which only their parent can gather once.
-        extra_fsdp_units=() if dims.tied_embeddings else ("tok_embeddings", "output"),
+        head_dim=dims.head_size,
+        feed_forward=dims.hidden_dim,
+        rope_scaling=dims.rope_scaling,
         # It turns pairs of neighbours, as Meta's release does (docs/adr/0003).
         torchtitan_keys=decoder_torchtitan_keys(rope_heads=(dims.num_heads, dims.num_kv_heads)),
         hugging_face=HuggingFaceModel(
@@ -184,7 +158,6 @@ def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
             ignored=ignored_keys(tied_embeddings=dims.tied_embeddings),
             differences=lambda config: differences(dims, dims_of_hugging_face(config)),
         ),
-        cost=lambda seq_len: _cost(dims, seq_len),
     )
 
 
@@ -222,42 +195,9 @@ def _hugging_face_config(dims: Llama3Dims) -> dict[str, Any]:
 
 def build(dims: Llama3Dims) -> Decoder:
     """The module, with parameters as the current default device makes them."""
-    return Decoder(
-        dim=dims.dim,
-        vocab_size=dims.vocab_size,
-        norm_eps=dims.norm_eps,
-        rotary=RotaryEmbedding(dims.head_size, dims.rope_theta, dims.rope_scaling),
-        blocks=[_block(dims) for _ in range(dims.num_layers)],
-        attention_backend=dims.attention_backend,
-        tied_embeddings=dims.tied_embeddings,
-        dropout=dims.dropout,
-    )
-
-
-def _block(dims: Llama3Dims) -> DecoderBlock:
-    return DecoderBlock(
-        dim=dims.dim,
-        norm_eps=dims.norm_eps,
-        attention=Attention(
-            dims.dim, dims.num_heads, dims.num_kv_heads, dims.head_size, dims.attention_backend
-        ),
-        feed_forward=FeedForward(dims.dim, dims.hidden_dim),
-        dropout=dims.dropout,
-    )
-
-
-def _cost(dims: Llama3Dims, seq_len: int) -> ModelCost:
-    feed_forward_params = 3 * dims.dim * dims.hidden_dim
-    return decoder_cost(
-        dim=dims.dim,
-        num_layers=dims.num_layers,
-        num_heads=dims.num_heads,
-        num_kv_heads=dims.num_kv_heads,
+    return build_decoder(
+        dims,
         head_dim=dims.head_size,
-        qk_norm=False,
-        feed_forward_params=feed_forward_params,
-        active_feed_forward_params=feed_forward_params,
-        vocab_size=dims.vocab_size,
-        tied_embeddings=dims.tied_embeddings,
-        seq_len=seq_len,
+        feed_forward=dims.hidden_dim,
+        rope_scaling=dims.rope_scaling,
     )

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import ModelConfig, flavor_dims
-from torchtitan_lite.nn.attention import Attention, Backend
-from torchtitan_lite.nn.decoder import Decoder, DecoderBlock
+from torchtitan_lite.nn.attention import Backend
+from torchtitan_lite.nn.decoder_family import check_head_width, check_heads, decoder_model_spec
 from torchtitan_lite.nn.decoder_hugging_face import (
     MoEKeys,
     decoder_hugging_face_keys,
@@ -19,16 +18,9 @@ from torchtitan_lite.nn.decoder_hugging_face import (
     is_known_routing,
     read_decoder,
 )
-from torchtitan_lite.nn.decoder_spec import (
-    decoder_cost,
-    decoder_init,
-    decoder_shard_plan,
-    decoder_stage_units,
-)
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
-from torchtitan_lite.nn.moe import MoE, MoEDims
-from torchtitan_lite.nn.rope import RotaryEmbedding
-from torchtitan_lite.spec import HuggingFaceModel, ModelCost, ModelSpec
+from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 """The models of transformers that `dims_of_hugging_face` builds."""
@@ -55,12 +47,8 @@ class MixtralDims:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})."
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"The width of a head ({self.head_dim}) must be even for RoPE.")
+        check_heads(self.num_heads, self.num_kv_heads)
+        check_head_width(self.head_dim)
 
 
 FLAVORS = {
@@ -100,35 +88,13 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 def spec_of(dims: MixtralDims, flavor: str) -> ModelSpec:
     """The spec of any dimensions."""
-    experts = "feed_forward.experts"
-    return ModelSpec(
+    return decoder_model_spec(
+        dims,
         name="mixtral",
         flavor=flavor,
-        dims=dims,
-        vocab_size=dims.vocab_size,
-        num_layers=dims.num_layers,
-        max_seq_len=dims.max_seq_len,
-        document_mask=dims.document_mask,
-        build=lambda: build(dims),
-        init=decoder_init(
-            dim=dims.dim,
-            num_layers=dims.num_layers,
-            residual_matrices=("attention.wo.weight", f"{experts}.w2", f"{experts}.w3"),
-            tied_embeddings=dims.tied_embeddings,
-        ),
-        shard_plan=decoder_shard_plan(moe=dims.moe),
-        num_heads=dims.num_heads,
-        num_experts=dims.moe.num_experts,
-        expert_width=dims.moe.hidden_dim,
-        expert_capacity_factor=dims.moe.capacity_factor,
-        stage_units=decoder_stage_units(dims.num_layers),
-        tied_units=("tok_embeddings", "output") if dims.tied_embeddings else None,
-        width=dims.dim,
-        cut_sizes=(("key/value heads", dims.num_kv_heads),),
-        # Tied weights are one parameter of two modules, which only their parent can gather once.
-        extra_fsdp_units=() if dims.tied_embeddings else ("tok_embeddings", "output"),
+        head_dim=dims.head_dim,
+        feed_forward=dims.moe,
         hugging_face=_hugging_face(dims),
-        cost=lambda seq_len: _cost(dims, seq_len),
     )
 
 
@@ -168,46 +134,4 @@ def _hugging_face(dims: MixtralDims) -> HuggingFaceModel | None:
         keys=decoder_hugging_face_keys(tied_embeddings=dims.tied_embeddings, moe=_EXPERTS),
         ignored=ignored_keys(tied_embeddings=dims.tied_embeddings),
         differences=lambda config: differences(dims, dims_of_hugging_face(config)),
-    )
-
-
-def build(dims: MixtralDims) -> Decoder:
-    """The module, with parameters as the current default device makes them."""
-    return Decoder(
-        dim=dims.dim,
-        vocab_size=dims.vocab_size,
-        norm_eps=dims.norm_eps,
-        rotary=RotaryEmbedding(dims.head_dim, dims.rope_theta, scaling=None),
-        blocks=[_block(dims) for _ in range(dims.num_layers)],
-        attention_backend=dims.attention_backend,
-        tied_embeddings=dims.tied_embeddings,
-        dropout=dims.dropout,
-    )
-
-
-def _block(dims: MixtralDims) -> DecoderBlock:
-    return DecoderBlock(
-        dim=dims.dim,
-        norm_eps=dims.norm_eps,
-        attention=Attention(
-            dims.dim, dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.attention_backend
-        ),
-        feed_forward=MoE(dims.dim, dims.moe),
-        dropout=dims.dropout,
-    )
-
-
-def _cost(dims: MixtralDims, seq_len: int) -> ModelCost:
-    return decoder_cost(
-        dim=dims.dim,
-        num_layers=dims.num_layers,
-        num_heads=dims.num_heads,
-        num_kv_heads=dims.num_kv_heads,
-        head_dim=dims.head_dim,
-        qk_norm=False,
-        feed_forward_params=dims.moe.num_params(dims.dim),
-        active_feed_forward_params=dims.moe.num_active_params(dims.dim),
-        vocab_size=dims.vocab_size,
-        tied_embeddings=dims.tied_embeddings,
-        seq_len=seq_len,
     )

@@ -8,12 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import ModelConfig, flavor_dims
-from torchtitan_lite.nn.attention import Attention, Backend
-from torchtitan_lite.nn.decoder import Decoder, DecoderBlock
+from torchtitan_lite.nn.attention import Backend
+from torchtitan_lite.nn.decoder import Decoder
+from torchtitan_lite.nn.decoder_family import (
+    build_decoder,
+    check_head_width,
+    check_heads,
+    decoder_model_spec,
+)
 from torchtitan_lite.nn.decoder_hugging_face import (
     MoEKeys,
     decoder_hugging_face_keys,
@@ -23,17 +27,11 @@ from torchtitan_lite.nn.decoder_hugging_face import (
     read_decoder,
 )
 from torchtitan_lite.nn.decoder_spec import (
-    decoder_cost,
-    decoder_init,
-    decoder_shard_plan,
-    decoder_stage_units,
     decoder_torchtitan_keys,
 )
-from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
-from torchtitan_lite.nn.moe import MoE, MoEDims
-from torchtitan_lite.nn.rope import RotaryEmbedding
-from torchtitan_lite.spec import HuggingFaceModel, ModelCost, ModelSpec
+from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
 
 _DENSE, _MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 ARCHITECTURES = (_DENSE, _MOE)
@@ -63,17 +61,21 @@ class Qwen3Dims:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})."
-            )
-        if self.head_dim % 2:
-            raise ConfigError(f"The width of a head ({self.head_dim}) must be even for RoPE.")
+        check_heads(self.num_heads, self.num_kv_heads)
+        check_head_width(self.head_dim)
         if (self.hidden_dim is None) == (self.moe is None):
             raise ConfigError(
                 f"Give either hidden_dim ({self.hidden_dim}), for dense blocks, or moe "
                 f"({self.moe}), for experts."
             )
+
+    @property
+    def feed_forward(self) -> int | MoEDims:
+        """The width of a dense block, or the experts in its place."""
+        if self.moe is not None:
+            return self.moe
+        assert self.hidden_dim is not None
+        return self.hidden_dim
 
 
 _DEBUG = Qwen3Dims(
@@ -144,41 +146,15 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 def spec_of(dims: Qwen3Dims, flavor: str) -> ModelSpec:
     """The spec of any dimensions."""
-    inside = "feed_forward" if dims.moe is None else "feed_forward.experts"
-    suffix = ".weight" if dims.moe is None else ""
-    return ModelSpec(
+    return decoder_model_spec(
+        dims,
         name="qwen3",
         flavor=flavor,
-        dims=dims,
-        vocab_size=dims.vocab_size,
-        num_layers=dims.num_layers,
-        max_seq_len=dims.max_seq_len,
-        document_mask=dims.document_mask,
-        build=lambda: build(dims),
-        init=decoder_init(
-            dim=dims.dim,
-            num_layers=dims.num_layers,
-            residual_matrices=(
-                "attention.wo.weight",
-                f"{inside}.w2{suffix}",
-                f"{inside}.w3{suffix}",
-            ),
-            tied_embeddings=dims.tied_embeddings,
-        ),
-        shard_plan=decoder_shard_plan(qk_norm=True, moe=dims.moe),
-        num_heads=dims.num_heads,
-        num_experts=0 if dims.moe is None else dims.moe.num_experts,
-        expert_width=0 if dims.moe is None else dims.moe.hidden_dim,
-        expert_capacity_factor=None if dims.moe is None else dims.moe.capacity_factor,
-        stage_units=decoder_stage_units(dims.num_layers),
-        tied_units=("tok_embeddings", "output") if dims.tied_embeddings else None,
-        width=dims.dim,
-        cut_sizes=_cut_sizes(dims),
-        # Tied weights are one parameter of two modules, which only their parent can gather once.
-        extra_fsdp_units=() if dims.tied_embeddings else ("tok_embeddings", "output"),
+        head_dim=dims.head_dim,
+        feed_forward=dims.feed_forward,
+        qk_norm=True,
         torchtitan_keys=decoder_torchtitan_keys(qk_norm=True, moe=dims.moe is not None),
         hugging_face=_hugging_face(dims),
-        cost=lambda seq_len: _cost(dims, seq_len),
     )
 
 
@@ -254,65 +230,4 @@ def _feed_forward_values(dims: Qwen3Dims) -> dict[str, Any]:
 
 def build(dims: Qwen3Dims) -> Decoder:
     """The module, with parameters as the current default device makes them."""
-    return Decoder(
-        dim=dims.dim,
-        vocab_size=dims.vocab_size,
-        norm_eps=dims.norm_eps,
-        rotary=RotaryEmbedding(dims.head_dim, dims.rope_theta, scaling=None),
-        blocks=[_block(dims) for _ in range(dims.num_layers)],
-        attention_backend=dims.attention_backend,
-        tied_embeddings=dims.tied_embeddings,
-        dropout=dims.dropout,
-    )
-
-
-def _block(dims: Qwen3Dims) -> DecoderBlock:
-    return DecoderBlock(
-        dim=dims.dim,
-        norm_eps=dims.norm_eps,
-        attention=Attention(
-            dims.dim,
-            dims.num_heads,
-            dims.num_kv_heads,
-            dims.head_dim,
-            dims.attention_backend,
-            qk_norm_eps=dims.norm_eps,
-        ),
-        feed_forward=_feed_forward(dims),
-        dropout=dims.dropout,
-    )
-
-
-def _feed_forward(dims: Qwen3Dims) -> nn.Module:
-    if dims.moe is not None:
-        return MoE(dims.dim, dims.moe)
-    assert dims.hidden_dim is not None
-    return FeedForward(dims.dim, dims.hidden_dim)
-
-
-def _cut_sizes(dims: Qwen3Dims) -> tuple[tuple[str, int], ...]:
-    heads = ("key/value heads", dims.num_kv_heads)
-    if dims.hidden_dim is None:
-        return (heads,)
-    return heads, ("features of the feed-forward block", dims.hidden_dim)
-
-
-def _cost(dims: Qwen3Dims, seq_len: int) -> ModelCost:
-    if dims.moe is not None:
-        params, active = dims.moe.num_params(dims.dim), dims.moe.num_active_params(dims.dim)
-    else:
-        assert dims.hidden_dim is not None
-        params = active = 3 * dims.dim * dims.hidden_dim
-    return decoder_cost(
-        dim=dims.dim,
-        num_layers=dims.num_layers,
-        num_heads=dims.num_heads,
-        num_kv_heads=dims.num_kv_heads,
-        head_dim=dims.head_dim,
-        qk_norm=True,
-        feed_forward_params=params,
-        active_feed_forward_params=active,
-        vocab_size=dims.vocab_size,
-        tied_embeddings=dims.tied_embeddings,
-        seq_len=seq_len,
-    )
+    return build_decoder(dims, head_dim=dims.head_dim, feed_forward=dims.feed_forward, qk_norm=True)
