@@ -37,12 +37,7 @@ from torchtitan_lite.checkpoint.storage.storage import open_storage, split_stora
 from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
 from torchtitan_lite.checkpoint.whole import whole
 from torchtitan_lite.config import Config, recorded_config
-from torchtitan_lite.models import (
-    ModelConfig,
-    hugging_face_dims,
-    model_spec,
-    read_hugging_face_config,
-)
+from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
 
 _WORKERS = 2
 _SHARD_BYTES = 300 * 10**6
@@ -50,8 +45,7 @@ _SHARD_BYTES = 300 * 10**6
 
 def ours_in(source: Path, target: Path) -> None:
     """As scripts.convert_from_hf does."""
-    family, dims = hugging_face_dims(read_hugging_face_config(source))
-    model = ModelConfig(name=family, flavor="hf", dims=dims)
+    model = hugging_face_model(read_hugging_face_config(source), str(source))
     FromHuggingFace(
         source=HuggingFaceSnapshot(
             *split_storage(str(source)), model_spec(model), block_bytes=BLOCK_BYTES

@@ -143,6 +143,13 @@ def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     )
 
 
+def hugging_face_model(values: Mapping[str, Any], hf_assets_path: str) -> ModelConfig:
+    """The section of a run that trains what a config.json describes. Raises as `hugging_face_dims`
+    does."""
+    family, dims = hugging_face_dims(values)
+    return ModelConfig(name=family, flavor="hf", dims=dims, hf_assets_path=hf_assets_path)
+
+
 def plain_dims(dims: "DataclassInstance") -> dict[str, Any]:
     """The dimensions of a family as plain values, without those that are unset."""
 

@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.storage.storage import open_storage, split_stora
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import CheckpointError, UserError
 from torchtitan_lite.log import configure_logging, logger
-from torchtitan_lite.models import ModelConfig, hugging_face_dims, model_spec
+from torchtitan_lite.models import hugging_face_model, model_spec
 
 
 def main(argv: list[str]) -> int:
@@ -48,10 +48,9 @@ def _prepare(options: argparse.Namespace) -> FromHuggingFace:
             f"{folder} is no Hugging Face folder: it holds neither model.safetensors nor "
             "model.safetensors.index.json."
         )
-    family, dims = hugging_face_dims(read_config(storage, name))
     # An object store has no place for what is read from a folder.
     assets = None if "://" in options.out_dir else local_path(options.out_dir) / "assets"
-    model = ModelConfig(name=family, flavor="hf", dims=dims, hf_assets_path=str(assets or folder))
+    model = hugging_face_model(read_config(storage, name), str(assets or folder))
     return FromHuggingFace(
         source=HuggingFaceSnapshot(storage, name, model_spec(model), block_bytes=BLOCK_BYTES),
         storage=open_storage(options.out_dir),

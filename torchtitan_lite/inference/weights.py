@@ -10,11 +10,16 @@ import torch
 
 from torchtitan_lite.checkpoint.foreign import refuse_foreign
 from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face, read_config
-from torchtitan_lite.checkpoint.opening import open_snapshot
+from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.names import step_name
-from torchtitan_lite.checkpoint.storage.storage import is_there, open_storage, split_storage
+from torchtitan_lite.checkpoint.storage.storage import (
+    Storage,
+    is_there,
+    open_storage,
+    split_storage,
+)
 from torchtitan_lite.config import Config, recorded_config
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import (
@@ -27,7 +32,7 @@ from torchtitan_lite.errors import CheckpointError, DataError, UserError
 from torchtitan_lite.inference.agreement import everywhere
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import leader_says
-from torchtitan_lite.models import ModelConfig, hugging_face_dims, model_spec
+from torchtitan_lite.models import hugging_face_model, model_spec
 from torchtitan_lite.spec import ModelSpec
 
 
@@ -116,7 +121,7 @@ def _opened(folder: str) -> Weights:
     storage, name = split_storage(folder)
     has_manifest = is_there(storage, f"{name}/{MANIFEST}")
     if not has_manifest and is_hugging_face(storage, name):
-        return _hugging_face(folder)
+        return _hugging_face(storage, name)
     refuse_foreign(storage, name)
     if not has_manifest:
         raise CheckpointError(
@@ -128,13 +133,11 @@ def _opened(folder: str) -> Weights:
     return Weights(snapshot=snapshot, spec=model_spec(config.model), config=config)
 
 
-def _hugging_face(folder: str) -> Weights:
+def _hugging_face(storage: Storage, name: str) -> Weights:
     """What is in a Hugging Face folder, with the configuration of a run that would train it."""
-    storage, name = split_storage(folder)
-    family, dims = hugging_face_dims(read_config(storage, name))
-    model = ModelConfig(name=family, flavor="hf", dims=dims, hf_assets_path=folder)
+    model = hugging_face_model(read_config(storage, name), f"{storage.root}/{name}")
     spec = model_spec(model)
-    snapshot = open_snapshot(storage, name, spec)
+    snapshot = HuggingFaceSnapshot(storage, name, spec)
     found = Weights(snapshot=snapshot, spec=spec, config=Config(model=model))
     dtype = str(found.dtype).removeprefix("torch.")
     # float16 is none to compute in here.
