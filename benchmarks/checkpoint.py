@@ -1,4 +1,5 @@
-"""Saving and loading a training state against torch DCP, as torchtitan uses it and at its best, and
+"""Saving and loading a training state against torch DCP, as torchtitan uses it and at its best,
+against torchtitan's own manager where it is installed (benchmarks/checkpoint_torchtitan.py), and
 against plain copies and files.
 
 python -m benchmarks.checkpoint [--quick] [--json PATH]

@@ -19,9 +19,9 @@ _IMPORTED_AT = time.perf_counter()
 # What a start costs is counted from here: torch is imported with its DTensor, which alone takes
 # 0.85 s, and nothing of the product.
 
-from benchmarks.checkpoint_loads import read_bytes  # noqa: E402
-from benchmarks.checkpoint_sides import Ours  # noqa: E402
+from benchmarks.checkpoint_side import Ours  # noqa: E402
 from benchmarks.checkpoint_state import sharded_state, sharding_mesh  # noqa: E402
+from benchmarks.disk import read_bytes  # noqa: E402
 
 NEVER = 1 << 40
 
@@ -49,7 +49,7 @@ def _train(run: Ours, folder: Path) -> None:
         for _ in range(30):
             torch.mm(matrix, matrix)
         mesh.barrier()
-        run.before_change()
+        run.agreed(mesh.sum(run.ready()))
         run.state.step += 1
         run.after_step(saves=False)
         line = json.dumps({"pid": os.getpid(), "step": run.state.step})

@@ -1,8 +1,5 @@
 """What takes turns in a comparison of checkpoints, on one rank: ours, torch DCP in the modes that
-torchtitan uses and in its best one, and the floors.
-
-A side is told of the end of each step, and asked before the state changes.
-"""
+torchtitan uses and in its best one, and the floors."""
 
 import os
 import shutil
@@ -22,76 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import (
     save,
 )
 
+from benchmarks.checkpoint_side import STEPS, Ours, Side
 from benchmarks.checkpoint_state import BenchState
-from torchtitan_lite.checkpoint.config import CheckpointConfig
-from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.mesh import Mesh
-
-STEPS = 6
-"""Of a cycle, whose first step is a multiple of it and saves."""
-
-
-class Side:
-    """Saves nothing: what the others are set against."""
-
-    def __init__(self, state: BenchState, mesh: Mesh, folder: Path) -> None:
-        self.state, self.mesh, self.folder = state, mesh, folder
-
-    def before_change(self) -> None:
-        """The state is about to change."""
-        # Every loop has one exchange of numbers a step.
-        self.mesh.sum_of([0.0] * 4)
-
-    def after_step(self, *, saves: bool) -> None:
-        """The state has changed."""
-
-    def settle(self) -> None:
-        """Come back when what was saved is durable."""
-
-    def close(self) -> None:
-        """End all that was started."""
-
-
-class Ours(Side):
-    """The product's manager; `every_step` takes a snapshot in each step."""
-
-    def __init__(
-        self,
-        state: BenchState,
-        mesh: Mesh,
-        folder: Path,
-        *,
-        mode: str,
-        every_step: bool,
-        interval: int,
-    ) -> None:
-        super().__init__(state, mesh, folder)
-        config = CheckpointConfig(
-            enable=True,
-            async_mode=mode,  # pyright: ignore[reportArgumentType]
-            interval=interval,
-            ram_interval=1 if every_step else 0,
-            enable_first_step_checkpoint=False,
-            keep_latest_k=2,
-        )
-        self.manager = CheckpointManager(
-            config, dump_folder=folder, state=state, mesh=mesh, run_config={}
-        )
-
-    def before_change(self) -> None:
-        numbers = self.mesh.sum(self.manager.counted(torch.device("cpu")))
-        self.manager.settle(numbers)
-
-    def after_step(self, *, saves: bool) -> None:
-        # It saves by itself, at the multiples of its interval.
-        self.manager.after_step()
-
-    def settle(self) -> None:
-        self.manager.wait_for_saves()
-
-    def close(self) -> None:
-        self.manager.final_save(finished=True)
-        self.manager.close()
 
 
 class Dcp(Side):
@@ -116,11 +46,11 @@ class Dcp(Side):
             )
             self._stager = DefaultStager(options)
 
-    def before_change(self) -> None:
+    def ready(self) -> torch.Tensor:
         if self._staging is not None:
             self._staging.result()
             self._staging = None
-        super().before_change()
+        return super().ready()
 
     def after_step(self, *, saves: bool) -> None:
         if not saves:

@@ -2,8 +2,7 @@
 
 A step computes for a set number of matrix products, exchanges numbers, and changes the state. All
 sides save the same state on the same ranks; in which order they come is drawn anew in each round. A
-cycle is timed from a barrier to a barrier; what is still being written then goes on untimed, and
-is waited for.
+cycle is timed from a barrier to a barrier, until what it has saved is durable.
 
 Started by `benchmarks.checkpoint`, by torchrun.
 """
@@ -20,10 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from benchmarks.anonymous import AnonymousPeak
 from benchmarks.checkpoint_loads import measure_loads
-from benchmarks.checkpoint_sides import SIDES, STEPS, Side
+from benchmarks.checkpoint_side import STEPS, Side
 from benchmarks.checkpoint_state import BenchState, sharded_state, sharding_mesh
+from benchmarks.checkpoint_torchtitan import all_sides
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 
 
 def main() -> None:
@@ -37,9 +39,12 @@ def main() -> None:
     mesh = sharding_mesh(port=29511)
     state = sharded_state(mesh, given.layers)
     products = _products(mesh, given.step_seconds)
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
+    sides = all_sides()
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    # As the trainer has it: no side waits for a collection that another one has brought about.
+    garbage = ScheduledGarbageCollection(freq=STEPS)
     made = {}
-    for name, make in SIDES.items():
+    for name, make in sides.items():
         folder = given.folder / name.replace(" ", "_").replace(",", "")
         folder.mkdir(parents=True, exist_ok=True)
         made[name] = make(state, mesh, folder)
@@ -48,16 +53,42 @@ def main() -> None:
         random.Random(number).shuffle(names)
         for name in names:
             turn = _cycle(made[name], state, mesh, products)
+            garbage.step(STEPS)
             # The first round is the warm-up.
             if number:
                 turns[name].append(turn)
+    memory = {}
+    for name in ("none", "ours"):
+        with AnonymousPeak() as peak:
+            _cycle(made[name], state, mesh, products)
+        memory[name] = peak.bytes
     loads = measure_loads(made, state, mesh, rounds=given.rounds)
     for side in made.values():
         side.close()
     size = sum(p.to_local().nbytes for p in state.tensors().values() if isinstance(p, DTensor))
-    told: dict[str, Any] = {"turns": turns, "loads": loads, "bytes": size}
+    memory["restore"] = loads.peak_bytes
+    told: dict[str, Any] = {
+        "turns": turns,
+        "loads": loads.turns,
+        "faults": loads.faults,
+        "memory": memory,
+        "bytes": size,
+    }
     (given.folder / f"rank_{mesh.rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
+
+
+class Stopwatch:
+    """Adds up the seconds of its `with` blocks."""
+
+    def __init__(self) -> None:
+        self.seconds, self._began = 0.0, 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *raised: object) -> None:
+        self.seconds += time.perf_counter() - self._began
 
 
 def _products(mesh: Mesh, step_seconds: float) -> int:
@@ -80,38 +111,38 @@ def _cycle(side: Side, state: BenchState, mesh: Mesh, products: int) -> dict[str
     matrix, me = torch.randn(512, 512), psutil.Process()
     weights = [t.to_local() for t in state.tensors().values() if isinstance(t, DTensor)][:10]
     state.step = (state.step // STEPS + 1) * STEPS - 1
-    blocked_s, saved_at, peak = 0.0, 0.0, _anonymous_bytes()
+    blocked, saved_at = Stopwatch(), 0.0
     mesh.barrier()
     cpu_before = _cpu_seconds(me)
     began = time.perf_counter()
     for step in range(STEPS):
         for _ in range(products):
             torch.mm(matrix, matrix)
-        # To wait for a slower rank is not to be blocked by saving.
+        # To wait for a slower rank is not to be blocked by saving: what it costs is in the wall
+        # time.
         mesh.barrier()
-        started = time.perf_counter()
-        side.before_change()
-        blocked_s += time.perf_counter() - started
+        with blocked:
+            numbers = side.ready()
+        sums = mesh.sum(numbers)
+        with blocked:
+            side.agreed(sums)
         for weight in weights:
             weight.mul_(1.0001)
         state.step += 1
-        started = time.perf_counter()
-        side.after_step(saves=step == 0)
-        blocked_s += time.perf_counter() - started
         if step == 0:
-            saved_at = started
-        peak = max(peak, _anonymous_bytes())
-    mesh.barrier()
-    wall_s = time.perf_counter() - began
+            saved_at = time.perf_counter()
+        with blocked:
+            side.after_step(saves=step == 0)
     side.settle()
     durable_s = time.perf_counter() - saved_at
+    mesh.barrier()
+    wall_s = time.perf_counter() - began
     cpu_s = _cpu_seconds(me) - cpu_before
     return {
         "wall_s": wall_s,
-        "blocked_s": blocked_s,
+        "blocked_s": blocked.seconds,
         "durable_s": durable_s,
         "cpu_s": cpu_s,
-        "anonymous_bytes": float(peak),
     }
 
 
@@ -125,14 +156,6 @@ def _cpu_seconds(me: psutil.Process) -> float:
             continue
         total += times.user + times.system
     return total
-
-
-def _anonymous_bytes() -> int:
-    """Memory of this process that no file holds."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 if __name__ == "__main__":
