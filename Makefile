@@ -51,7 +51,6 @@ bench: setup ## Run every benchmark and write benchmarks/results/.
 	$(BIN)/python -m benchmarks.checkpoint --json benchmarks/results/checkpoint.json
 	$(BIN)/python -m benchmarks.recovery --json benchmarks/results/recovery.json
 	$(BIN)/python -m benchmarks.convert --json benchmarks/results/convert.json
-	$(BIN)/python -m benchmarks.convert --json benchmarks/results/convert.json
 
 docs: setup ## Write the generated pages of docs/ again.
 	$(BIN)/python -m scripts.config_reference

@@ -8,8 +8,6 @@ Invariant: the newest snapshot that all ranks have is in a slot until a newer on
 saving, copier and background.
 """
 
-import json
-import os
 import signal
 import threading
 import time
@@ -18,30 +16,22 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
 from torchtitan_lite.checkpoint.background.process import WriterProcess
-from torchtitan_lite.checkpoint.background.settings import WriterSettings
 from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.interval import SnapshotInterval
-from torchtitan_lite.checkpoint.inventory import local_parts, take_inventory
-from torchtitan_lite.checkpoint.memory.folder import (
-    alone_in,
-    leave,
-    regions_in,
-    remove_regions,
-    run_folder,
-)
-from torchtitan_lite.checkpoint.memory.lock import RankLock
+from torchtitan_lite.checkpoint.inventory import local_parts
+from torchtitan_lite.checkpoint.memory.folder import leave
 from torchtitan_lite.checkpoint.memory.region import Region, State
 from torchtitan_lite.checkpoint.outcome import Signals
 from torchtitan_lite.checkpoint.retries import Retries
 from torchtitan_lite.checkpoint.saving import Attempts, Saved
+from torchtitan_lite.checkpoint.snapshots import Origin
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
-from torchtitan_lite.mesh import Mesh
 
-_SLOTS = 3
-"""The newest complete one, the one that is filled, and the one that is written."""
+NUM_SLOTS = 3
+"""Of a region: the newest complete one, the one that is filled, and the one that is written."""
 _HEARTBEAT_S = 0.02
-_ROOM_FOR_VALUES = 4
+_WARNING_S = 30.0
 
 
 @dataclass
@@ -65,7 +55,7 @@ class AsynchronousSaver:
     after the optimizer's first step or a resume."""
 
     def __init__(self, saved: Saved, region: Region, copier: Copier, writer: WriterProcess) -> None:
-        """Use `open_saver`."""
+        """Use `reserving.open_saver`."""
         self._saved, self._region, self._copier, self._writer = saved, region, copier, writer
         self._interval = SnapshotInterval(saved.config.ram_interval)
         self._newest: int | None = None
@@ -74,6 +64,11 @@ class AsynchronousSaver:
         """The slot of the newest one that all ranks have."""
         self._confirms: int | None = None
         """The step that the next exchange of numbers confirms."""
+        self._problem = ""
+        """Why the newest snapshot could not be completed."""
+        self.has_outgrown = False
+        """The values need more room than this rank's region has, or another's: the run needs
+        others."""
         self._last_step = 0
         self._save: _Save | None = None
         self._coworkers = ALONE
@@ -82,15 +77,24 @@ class AsynchronousSaver:
         self._retries = Retries()
         self.saved_step: int | None = None
         self.saved_values: dict[str, Any] = {}
+        _pass_signals_on(writer.signals_fd)
 
     @property
     def failures_in_a_row(self) -> int:
         """Saves that could not be written, one after the other."""
         return self._retries.failures_in_a_row
 
-    def keep(self, step: int | None) -> None:
-        """Go on with the slot from which this run was restored, if it was; all others are of steps
-        that come again, and count no more."""
+    def has(self, origin: Origin) -> bool:
+        """Whether this region holds what the run was restored from. On a machine that has changed
+        places with another one, it may be of another start, whose steps are others."""
+        region = self._region
+        starts = (region.taken_over_from, region.description["session"])
+        return origin.start in starts and origin.step in region.complete_slots()
+
+    def keep(self, origin: Origin | None) -> None:
+        """Go on with the slot from which this run was restored, if all ranks have it; all others
+        are of steps that come again, and count no more."""
+        step = None if origin is None else origin.step
         for slot, header in enumerate(self._region.slots()):
             if header.step == step and header.state == State.COMPLETE and self._kept is None:
                 self._kept = slot
@@ -99,14 +103,15 @@ class AsynchronousSaver:
         self._region.confirm(-1 if step is None or self._kept is None else step)
         self._last_step = self._saved.state.step - 1 if self._kept is None else step or 0
 
-    def take_back(self, step: int | None) -> None:
+    def take_back(self, origin: Origin | None) -> None:
         """The run goes on from an earlier step, which lies in memory if it is given: later
         snapshots count no more, and none of them is written."""
         if self._save is not None:
             self._writer.abandon(self._save.step)
             self._save, self._is_late = None, True
         self._newest = self._kept = self._confirms = None
-        self.keep(step)
+        self._problem = ""
+        self.keep(origin)
         if self._kept is None:
             # Where the run goes on may not be known here yet: the next step is due.
             self._last_step = 0
@@ -130,6 +135,10 @@ class AsynchronousSaver:
     def signals(self, step_s: float) -> Signals:
         """What the others must know. Comes back when the snapshot under way is complete."""
         self.hold_still()
+        if self._problem:
+            logger.error("No snapshot of step %d: %s", self._last_step, self._problem)
+            if self._save is not None and not self._save.ordered:
+                self._save.failed = self._save.ordered = True
         self._order()
         for response in self._writer.responses():
             self._hear(response)
@@ -144,13 +153,18 @@ class AsynchronousSaver:
             wants=float(self._is_late and may_try),
             copy_s=self._copier.seconds,
             step_s=step_s,
+            lacking=float(bool(self._problem)),
         )
 
     def settle(self, all_ranks: Signals) -> None:
         """Act on what all ranks have said."""
-        if self._confirms is not None:
+        if all_ranks.lacking > 0:
+            # It counts on no rank; what all had before stays.
+            self._newest, self._problem, self.has_outgrown = self._kept, "", True
+        elif self._confirms is not None:
             self._region.confirm(self._confirms)
-            self._kept, self._confirms = self._newest, None
+            self._kept = self._newest
+        self._confirms = None
         self._interval.measured(all_ranks.copy_s, all_ranks.step_s)
         save = self._save
         if save is None:
@@ -197,6 +211,8 @@ class AsynchronousSaver:
             self.wait()
             if self.saved_step == self._saved.state.step:
                 return
+            if self.has_outgrown:
+                break
         raise CheckpointError(
             f"Step {self._saved.state.step} could not be saved in {self._saved.storage.root}; see "
             "the errors above. Its snapshot stays in shared memory."
@@ -218,17 +234,23 @@ class AsynchronousSaver:
     def _snapshot(self, *, saves: bool, hurries: bool = False) -> None:
         state = self._saved.state
         busy = {self._kept, self._save.slot if self._save else None}
-        slot = next(slot for slot in range(_SLOTS) if slot not in busy)
-        values, step, region = self._saved.values(), state.step, self._region
-        region.begin(slot, step)
-        self._copier.start(
-            slot, local_parts(state.tensors()), lambda: region.complete(slot, values)
-        )
+        slot = next(slot for slot in range(NUM_SLOTS) if slot not in busy)
+        values, step = self._saved.values(), state.step
+        self._region.begin(slot, step)
+        self._copier.start(slot, local_parts(state.tensors()), lambda: self._complete(slot, values))
         self._newest, self._confirms, self._last_step = slot, step, step
         if saves:
             token = self._attempts.next(self._coworkers, step)
             self._save = _Save(step, slot, token, values["values"], hurries)
             self._is_late = False
+
+    def _complete(self, slot: int, values: dict[str, Any]) -> None:
+        """Values that have outgrown their room are no reason to end a training, and less for one
+        rank alone: the others hear of it."""
+        try:
+            self._region.complete(slot, values)
+        except ValueError as error:
+            self._problem = str(error)
 
     def _order(self) -> None:
         """The writer is told of a save when its slot is complete."""
@@ -263,76 +285,25 @@ class AsynchronousSaver:
 
     def wait(self) -> None:
         """Come back when no save is under way. Every rank must call it. The ranks stay in touch, so
-        that a slow storage does not look like a rank that hangs."""
+        that a slow storage does not look like a rank that hangs; what they wait for is said every
+        half minute."""
+        started = said = time.monotonic()
         while True:
             numbers = self._saved.mesh.sum_of(self.signals(0.0).numbers())
             self.settle(Signals(*numbers))
             if self._save is None:
                 return
+            now = time.monotonic()
+            if now >= said + _WARNING_S:
+                said = now
+                logger.warning(
+                    "Step %d is still being saved in %s: all ranks have waited for it for %.0f s. "
+                    "The storage is slow, or a checkpoint writer hangs in it.",
+                    self._save.step,
+                    self._saved.storage.root,
+                    now - started,
+                )
             time.sleep(_HEARTBEAT_S)
-
-
-def open_saver(saved: Saved, restored_step: int | None) -> AsynchronousSaver | None:
-    """Reserve memory, and start the writer; None, with a warning, where there is too little.
-
-    `restored_step` is the step that was restored from shared memory: its region is taken over.
-    Every rank must call it.
-    """
-    mesh, saver, problem = saved.mesh, None, ""
-    try:
-        _wait_for_writers(saved)
-    except (OSError, CheckpointError) as error:
-        problem = str(error)
-    # All are through before a new writer takes a lock that another rank would wait for.
-    if not mesh.any(bool(problem)):
-        try:
-            # What an earlier start had here and this one has elsewhere is memory wasted.
-            remove_regions(saved.identity.run_id, keep=_ranks_here(mesh))
-            saver = _open(saved)
-        except (OSError, RuntimeError, CheckpointError) as error:
-            problem = str(error)
-    if mesh.any(saver is None):
-        if saver is not None:
-            saver.close(free=True)
-        logger.warning(
-            "Snapshots are off, and training waits while a checkpoint is written: %s",
-            problem or "another rank has too little memory.",
-        )
-        return None
-    assert saver is not None
-    saver.keep(restored_step)
-    return saver
-
-
-def _ranks_here(mesh: Mesh) -> range:
-    """The ranks of this machine, which torchrun numbers one after the other."""
-    first = mesh.rank - int(os.environ.get("LOCAL_RANK", mesh.rank))
-    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size)))
-
-
-def _open(saved: Saved) -> AsynchronousSaver:
-    """Raises OSError, RuntimeError or CheckpointError, and leaves nothing then."""
-    config, inventory = saved.config, take_inventory(saved.state.tensors(), saved.mesh)
-    settings = WriterSettings(
-        nice=config.writer_nice,
-        bytes_per_s=config.writer_mib_per_s * 2**20 or None,
-        preemption_grace_s=config.preemption_grace_s,
-        keep_latest_k=config.keep_latest_k,
-        keep_every=config.keep_every,
-        recovers=not saved.is_shared,
-    )
-    region = _region(saved, inventory.slot_bytes, saved.describe(inventory).to_dict())
-    try:
-        slots = [region.data(slot) for slot in range(_SLOTS)]
-        copier = Copier(inventory, slots, saved.mesh.device.torch_device)
-        writer = WriterProcess(region.path, settings)
-        writer.start()
-    except BaseException:
-        region.close()
-        region.unlink()
-        raise
-    _pass_signals_on(writer.signals_fd)
-    return AsynchronousSaver(saved, region, copier, writer)
 
 
 def _pass_signals_on(descriptor: int) -> None:
@@ -340,35 +311,3 @@ def _pass_signals_on(descriptor: int) -> None:
     itself: one of Python's is not run while a collective hangs. -1: no more."""
     if threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
-
-
-def _wait_for_writers(saved: Saved) -> None:
-    """The writers of an earlier start may still flush what that left, one for another. Raises
-    CheckpointError when they do not end."""
-    folder = run_folder(saved.identity.run_id)
-    deadline = time.monotonic() + saved.config.preemption_grace_s
-    for rank in regions_in(folder):
-        if not RankLock(folder, rank).wait(deadline - time.monotonic()):
-            raise CheckpointError(f"A writer of an earlier start still holds {folder}.")
-
-
-def _region(saved: Saved, slot_bytes: int, description: dict[str, Any]) -> Region:
-    """The one of an earlier start, if this run goes on in the same way; else a new one. Raises
-    OSError or CheckpointError."""
-    limit = saved.config.snapshot_gib
-    if limit and _SLOTS * slot_bytes > limit * 2**30:
-        raise CheckpointError(
-            f"Three snapshots of {slot_bytes / 2**30:.2f} GiB are more than "
-            f"checkpoint.snapshot_gib = {limit} a rank."
-        )
-    folder = run_folder(saved.identity.run_id)
-    adopted = Region.adopt(folder, saved.mesh.rank, description, slot_bytes, num_slots=_SLOTS)
-    if adopted is not None:
-        return adopted
-    # Sources of data may have more to say later than at the start.
-    values_bytes = _ROOM_FOR_VALUES * len(json.dumps(saved.values())) + (1 << 20)
-    # One after the other: each sees what those before it have taken.
-    with alone_in(folder):
-        return Region.create(
-            folder, saved.mesh.rank, description, slot_bytes, values_bytes, num_slots=_SLOTS
-        )

@@ -29,7 +29,7 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that this divides stay too, and are not counted; 0: none."""
     preemption_grace_s: Annotated[float, above(0)] = 30.0
     """How long the writer may outlive a trainer that was killed, to write its newest snapshot
-    (seconds)."""
+    (seconds). What is not written by then is cut off."""
     writer_nice: Annotated[int, at_least(0)] = 10
     """By how much the background writer gives way to training, as nice(1) counts."""
     writer_mib_per_s: Annotated[float, at_least(0)] = 0.0

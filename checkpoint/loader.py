@@ -6,18 +6,19 @@ tensors are under way at a time, so that little memory is needed beside the stat
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 
 import torch
 
+from torchtitan_lite.checkpoint.agreement import agree
+from torchtitan_lite.checkpoint.damage import is_damage
 from torchtitan_lite.checkpoint.inventory import local_parts, put_back
 from torchtitan_lite.checkpoint.snapshots import Snapshot
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
+from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.messages import gather_texts
-from torchtitan_lite.redistribute import Placed, describe
+from torchtitan_lite.redistribute import Layout, Placed, describe
 from torchtitan_lite.redistribute.acting import Taking, choose_actors, take
 from torchtitan_lite.redistribute.holder_mesh import Holder
 
@@ -34,8 +35,8 @@ def load(
     converted where it differs. Every rank must call it.
 
     Raises, on all ranks, CheckpointError that lists every tensor that is missing, extra or
-    misshapen, before anything is changed; and DamagedCheckpoint where a part is not what was saved,
-    with some tensors changed already.
+    misshapen, before anything is changed; and with some tensors changed already, DamagedCheckpoint
+    where a part is not what was saved, and CheckpointError where it cannot be read now.
     """
     wanted = describe({name: mesh.placed(tensor) for name, tensor in tensors.items()})
     _check_fit(snapshot, wanted, parts)
@@ -80,7 +81,7 @@ def _read_own(
     own = {name: taking for name, taking in takings.items() if mesh.rank in taking.actors.values()}
     # Many at a time, since handing over to a thread costs as much as reading a small one.
     reading = [readers.submit(read, names) for names in _batches(own, 1)]
-    _agree([error for future in reading if (error := future.exception())])
+    agree(_worst(error for future in reading if (error := future.exception())))
 
 
 def _exchange(
@@ -105,20 +106,17 @@ def _exchange(
     batches = list(_batches(takings, mesh.world_size))
     reading = read(batches[0]) if batches else []
     for number, batch in enumerate(batches):
-        errors = [error for read in reading for one in read.values() if (error := one.exception())]
-        _agree(errors)
+        parts = [part for read in reading for part in read.values()]
+        agree(_worst(error for part in parts if (error := part.exception())))
         given = [{holder: one.result() for holder, one in read.items()} for read in reading]
         # The next is read and verified while this one travels.
         reading = read(batches[number + 1]) if number + 1 < len(batches) else []
         _fill([takings[name] for name in batch], given, [lives.get(name) for name in batch])
 
 
-def _agree(errors: Sequence[BaseException]) -> None:
-    """Raise on all ranks what one has met, whatever it is."""
-    error = errors[0] if errors else None
-    told = "" if error is None else str(error) if isinstance(error, UserError) else repr(error)
-    if problems := [text.decode() for text in gather_texts(told.encode()) if text]:
-        raise DamagedCheckpoint(" ".join(problems))
+def _worst(errors: Iterable[BaseException]) -> BaseException | None:
+    """One that is no damage, if there is such."""
+    return min(errors, key=is_damage, default=None)
 
 
 def _takes(live: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -150,18 +148,23 @@ def _check_fit(snapshot: Snapshot, wanted: Mapping[str, Placed], parts: set[str]
 
 def _takings(snapshot: Snapshot, wanted: Mapping[str, Placed], mesh: Mesh) -> dict[str, Taking]:
     everyone = range(mesh.world_size)
-    found = {}
+    found: dict[str, Taking] = {}
+    chosen: dict[tuple[Layout, Layout, int], dict[Holder, int]] = {}
     for number, (name, placed) in enumerate(wanted.items()):
         saved = snapshot.tensors[name]
-        holders = saved.layout.mesh.holders
-        reach = {
-            holder: everyone if able is None else able
-            for holder, able in ((holder, snapshot.reach(holder)) for holder in holders)
-        }
-        # The holders of another stage are not asked first.
-        ranks = [rank for rank in placed.layout.mesh.holders if isinstance(rank, int)]
-        actors = choose_actors(saved.layout, ranks, number, reach)
-        found[name] = Taking(saved.layout, placed.layout, saved.shape, saved.dtype, actors)
+        # Many tensors lie alike.
+        alike = (saved.layout, placed.layout, number % mesh.world_size)
+        if alike not in chosen:
+            reach = {
+                holder: everyone if able is None else able
+                for holder, able in (
+                    (holder, snapshot.reach(holder)) for holder in saved.layout.mesh.holders
+                )
+            }
+            # The holders of another stage are not asked first.
+            ranks = [rank for rank in placed.layout.mesh.holders if isinstance(rank, int)]
+            chosen[alike] = choose_actors(saved.layout, ranks, alike[-1], reach)
+        found[name] = Taking(saved.layout, placed.layout, saved.shape, saved.dtype, chosen[alike])
     return found
 
 

@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.asynchronous import AsynchronousSaver, open_saver
+from torchtitan_lite.checkpoint.asynchronous import AsynchronousSaver
 from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
 from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.identity import identify
 from torchtitan_lite.checkpoint.memory.folder import remove_regions
 from torchtitan_lite.checkpoint.outcome import Signals
+from torchtitan_lite.checkpoint.reserving import earlier_writers_have_ended, open_saver
 from torchtitan_lite.checkpoint.restoring import Restorer
 from torchtitan_lite.checkpoint.saving import Saved
-from torchtitan_lite.checkpoint.snapshots import SavedValues
+from torchtitan_lite.checkpoint.snapshots import Origin, SavedValues
 from torchtitan_lite.checkpoint.state import State
 from torchtitan_lite.checkpoint.storage.names import step_name
 from torchtitan_lite.checkpoint.storage.storage import open_storage
 from torchtitan_lite.checkpoint.synchronous import SynchronousSaver
+from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.spec import ModelSpec
@@ -72,7 +74,9 @@ class CheckpointManager:
         self._synchronous = SynchronousSaver(self._saved)
         self._asynchronous: AsynchronousSaver | None = None
         self._may_be_asynchronous = self._saves and config.async_mode != "disabled"
-        self._restored_step: int | None = None
+        self._has_tried = False
+        """To be asynchronous."""
+        self._origin: Origin | None = None
         self._is_over = False
         self._step_ended = time.perf_counter()
 
@@ -84,7 +88,7 @@ class CheckpointManager:
         self.stored_before = restorer.newest_seen
         if restored is None:
             return None
-        self._restored_step = restored.remembered_step
+        self._origin = restored.origin
         self._is_over = restored.is_the_end
         if restored.is_saved:
             self._synchronous.knows(self._state.step, self._state.values())
@@ -122,16 +126,39 @@ class CheckpointManager:
         started = time.perf_counter()
         step, config = self._state.step, self._config
         due = step % config.interval == 0 or (step == 1 and config.enable_first_step_checkpoint)
+        if self._asynchronous is not None and self._asynchronous.has_outgrown:
+            due = self._give_up_memory()
         if self._may_be_asynchronous and self._asynchronous is None:
-            self._asynchronous = open_saver(self._saved, self._restored_step)
-            self._may_be_asynchronous = self._asynchronous is not None
-            self._saver.join(self._coworkers.together)
+            due = self._become_asynchronous(due)
         if self._saves:
             due = due and self._coworkers.writes
             late = self._is_wanted and self._coworkers.alike
             self._saver.after_step(save_due=due or late)
         self._step_ended = time.perf_counter()
         return self._step_ended - started
+
+    def _become_asynchronous(self, due: bool) -> bool:
+        """Whether a save is due now. Where a writer of an earlier start is in the way, the next one
+        that is `due` tries again."""
+        if self._has_tried and not due:
+            return due
+        is_first_try, self._has_tried = not self._has_tried, True
+        if not earlier_writers_have_ended(self._saved, is_first_try=is_first_try):
+            return due
+        self._asynchronous = open_saver(self._saved, self._origin)
+        self._may_be_asynchronous = self._asynchronous is not None
+        self._saver.join(self._coworkers.together)
+        # What lay in memory had to give way: nothing else has these steps.
+        return due or (self._asynchronous is None and self._origin is not None)
+
+    def _give_up_memory(self) -> bool:
+        """So that a larger one is reserved. Whether a save is due now: one may have failed, and the
+        snapshots are gone."""
+        assert self._asynchronous is not None
+        self._asynchronous.close(free=True)
+        self._asynchronous, self._origin = None, None
+        self._may_be_asynchronous, self._has_tried = True, False
+        return True
 
     def go_back(self, newest: int, accepts: Callable[[SavedValues], bool]) -> str | None:
         """Give the state what it was at an earlier step of this run, `newest` at most, and return
@@ -142,7 +169,7 @@ class CheckpointManager:
         found = Restorer(self._saved, mends=False, remembers=remembers).go_back(newest, accepts)
         if found is None:
             return None
-        self._saver.take_back(found.remembered_step)
+        self._saver.take_back(found.origin)
         return found.where
 
     def take_back(self) -> None:
@@ -178,15 +205,24 @@ class CheckpointManager:
             saver.wait()
             self._synchronous.save(model_only=True)
         elif not self._is_saved():
-            saver.finish()
+            self._finish()
             self._synchronous.knows(self._state.step, self._state.values())
         if self._asynchronous is not None:
             self._asynchronous.close(free=True)
             self._asynchronous = None
-        elif finished or self._restored_step is not None:
+        elif finished or self._origin is not None:
             # No step was taken since, so nobody took the memory over.
             remove_regions(self._saved.identity.run_id)
         return f"{self.root}/{step_name(self._state.step)}"
+
+    def _finish(self) -> None:
+        """Save the present step durably."""
+        try:
+            self._saver.finish()
+        except CheckpointError:
+            if self._asynchronous is None or not self._asynchronous.has_outgrown:
+                raise
+            self._synchronous.save()
 
     def _is_stored_by_others(self) -> bool:
         """Whether the replica that has to save the last step does. It is waited for; should it

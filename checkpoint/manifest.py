@@ -1,9 +1,9 @@
 """The manifest of a checkpoint: what is in it and where, as validated plain data.
 
-A checkpoint is a folder `step-N` with one safetensors file per rank and `manifest.json`, which
-is written last: a folder without it is no checkpoint. Nothing in it can name a path outside of
-its folder, and checking it takes time and memory in proportion to its length. Layer: above storage
-and redistribute.
+A checkpoint is a folder `step-N` with one safetensors file per rank (in an object store below the
+name of their attempt) and `manifest.json`, which is written last: without it there is none. Nothing
+in it can name a path outside of its folder, and checking it takes time and memory in proportion to
+its length. Layer: above storage and redistribute.
 """
 
 import json
@@ -12,10 +12,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from torchtitan_lite.checkpoint.damage import unreadable
 from torchtitan_lite.checkpoint.file_names import FILE_NAME
 from torchtitan_lite.checkpoint.memory.description import BYTES_PER_ELEMENT
-from torchtitan_lite.checkpoint.storage.manifest_json import FORMAT, MANIFEST, VERSION, checksum
-from torchtitan_lite.checkpoint.storage.names import step_of
+from torchtitan_lite.checkpoint.storage.manifest_json import (
+    FORMAT,
+    MANIFEST,
+    READ_VERSIONS,
+    checksum,
+)
+from torchtitan_lite.checkpoint.storage.names import ATTEMPT, step_of
 from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, LayoutError
 from torchtitan_lite.redistribute import Layout, layout_from_json
@@ -25,6 +31,7 @@ _MAX_AXES = 64
 _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Sizes = Annotated[list[_Size], Field(max_length=_MAX_AXES)]
 _FileName = Annotated[str, Field(pattern=rf"^{FILE_NAME.pattern}$")]
+_DataName = Annotated[str, Field(pattern=rf"^{ATTEMPT.pattern}$")]
 
 
 def _printable(name: str) -> str:
@@ -74,6 +81,8 @@ class Manifest(_Entry):
     layouts: list[dict[str, Any]]
     """How the files hold the tensors, each once."""
     tensors: dict[_Name, TensorEntry]
+    data: _DataName | None = None
+    """The folder of the files, in that of the step; None: they lie in that itself."""
     values: dict[str, Any]
     """The state that is not tensors, by part: train_state, lr_scheduler, dataloader."""
     rng: dict[str, dict[str, Any]]
@@ -82,6 +91,10 @@ class Manifest(_Entry):
     versions: dict[str, str]
     xxh3: str
     """Checksum of all the rest of the manifest."""
+
+    def path(self, folder: str, file: str) -> str:
+        """Where `file` lies, for the storage that has this manifest in `folder`."""
+        return "/".join(part for part in (folder, self.data, file) if part is not None)
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
@@ -92,7 +105,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     """
     manifest = read_manifest_alone(storage, folder)
     for file, boxes in boxes_by_file(manifest).items():
-        check_file(storage, folder, file, boxes)
+        check_file(storage, manifest.path(folder, file), boxes)
     return manifest
 
 
@@ -105,12 +118,16 @@ def read_manifest_alone(storage: Storage, folder: str) -> Manifest:
         raise DamagedCheckpoint(
             f"{where} holds no {MANIFEST}, so it is no complete checkpoint."
         ) from None
-    except (ValueError, OSError, RecursionError) as error:
+    except OSError as error:
+        raise unreadable(f"{where}/{MANIFEST} cannot be read", error) from None
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged: {error}") from None
-    if isinstance(raw, dict) and raw.get("format") == FORMAT and raw.get("version") != VERSION:
+    is_ours = isinstance(raw, dict) and raw.get("format") == FORMAT
+    if is_ours and raw.get("version") not in READ_VERSIONS:
         raise CheckpointError(
             f"{where}/{MANIFEST} has format version {raw.get('version')}; this version of "
-            f"torchtitan_lite reads {VERSION}. Load it with the version that wrote it."
+            f"torchtitan_lite reads {' and '.join(map(str, READ_VERSIONS))}. Load it with "
+            "the version that wrote it."
         )
     try:
         manifest = Manifest.model_validate(raw)
@@ -118,6 +135,8 @@ def read_manifest_alone(storage: Storage, folder: str) -> Manifest:
         first = error.errors()[0]
         at = ".".join(map(str, first["loc"])).encode(errors="backslashreplace").decode()
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged at {at}: {first['msg']}") from None
+    if manifest.version == 2 and "data" in raw:
+        raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged: version 2 has no field data.")
     if not _is_signed(manifest, raw):
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged: its own checksum does not hold.")
     if step_of(folder) not in (None, manifest.step):
@@ -229,21 +248,20 @@ def boxes_by_file(manifest: Manifest) -> dict[str, list[tuple[str, BoxEntry]]]:
     }
 
 
-def check_file(storage: Storage, folder: str, file: str, boxes: list[tuple[str, BoxEntry]]) -> None:
+def check_file(storage: Storage, path: str, boxes: list[tuple[str, BoxEntry]]) -> None:
     """Every box lies within its file, and no two share bytes. Raises DamagedCheckpoint."""
-    path = f"{storage.root}/{folder}/{file}"
+    where = f"{storage.root}/{path}"
     try:
-        length = storage.size(f"{folder}/{file}")
+        length = storage.size(path)
     except OSError as error:
-        raise DamagedCheckpoint(
-            f"{path} is missing or cannot be read; it should hold {boxes[0][0]}: {error}"
-        ) from None
+        message = f"{where} is missing or cannot be read; it should hold {boxes[0][0]}"
+        raise unreadable(message, error) from None
     position = 0
     for name, box in boxes:
         first, end = box.bytes
         if first < position or end > length:
             raise DamagedCheckpoint(
-                f"{path} is damaged: {name} should lie in bytes {first} to {end}, but the file has "
-                f"{length} bytes and those before {position} are taken."
+                f"{where} is damaged: {name} should lie in bytes {first} to {end}, but the file "
+                f"has {length} bytes and those before {position} are taken."
             )
         position = end

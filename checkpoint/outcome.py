@@ -21,6 +21,9 @@ class Signals:
     step_s: float = 0.0
     """That its last step took."""
 
+    lacking: float = 0.0
+    """It has not completed its last snapshot."""
+
     def numbers(self) -> list[float]:
         """In the order of the fields."""
         return list(astuple(self))

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchtitan_lite import rng
+from torchtitan_lite.checkpoint.agreement import agree
 from torchtitan_lite.checkpoint.loader import load
 from torchtitan_lite.checkpoint.opening import open_snapshot
 from torchtitan_lite.checkpoint.remembered import newest_remembered
 from torchtitan_lite.checkpoint.saving import Saved
 from torchtitan_lite.checkpoint.snapshots import (
+    Origin,
     RememberedSnapshot,
     SavedValues,
     Snapshot,
@@ -22,7 +24,7 @@ from torchtitan_lite.checkpoint.storage.names import step_name
 from torchtitan_lite.checkpoint.storage.storage import Storage, split_storage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
 from torchtitan_lite.log import logger
-from torchtitan_lite.messages import gather_texts, leader_says
+from torchtitan_lite.messages import leader_says
 
 _Candidate = RememberedSnapshot | tuple[Storage, str]
 _OF_THE_END = {"model", "train_state"}
@@ -34,8 +36,8 @@ class Restored:
     """What was loaded."""
 
     where: str
-    remembered_step: int | None
-    """The step, if it lay in shared memory."""
+    origin: Origin | None
+    """If all of it lay in shared memory."""
     is_saved: bool
     """Whether this run has it stored."""
     is_the_end: bool = False
@@ -111,7 +113,9 @@ class Restorer:
         if found is None:
             return None
         if isinstance(found, RememberedSnapshot):
-            return Restored(found.where, found.saved.step, is_saved=False)
+            # What was left out is not of that step.
+            is_whole = not config.exclude_from_loading
+            return Restored(found.where, found.origin if is_whole else None, is_saved=False)
         at_the_end = self._is_the_end(found, parts)
         return Restored(found.where, None, is_saved=bool(steps), is_the_end=at_the_end)
 
@@ -135,8 +139,8 @@ class Restorer:
                 remembered.close()
         if found is None:
             return None
-        step = found.saved.step if isinstance(found, RememberedSnapshot) else None
-        return Restored(found.where, step, is_saved=False)
+        origin = found.origin if isinstance(found, RememberedSnapshot) else None
+        return Restored(found.where, origin, is_saved=False)
 
     def _stored_steps(self) -> list[int]:
         """The steps of this run's checkpoints, newest first, as the leader sees them: another node
@@ -154,7 +158,7 @@ class Restorer:
                     f"{storage.root} cannot be used as the folder of checkpoints: {caught} Mend "
                     "it, or set another checkpoint.folder."
                 )
-        self._agree(error)
+        agree(error)
         told = leader_says(" ".join(map(str, reversed(seen))).encode())
         return list(map(int, told.split()))
 
@@ -184,6 +188,7 @@ class Restorer:
                     continue
                 try:
                     self._load(candidate, parts)
+                    agree(_problem(candidate))
                 except UserError as error:
                     damage.append(
                         f"{error} (`python -m scripts.inspect_checkpoint --shm --free "
@@ -216,7 +221,7 @@ class Restorer:
             found = open_snapshot(storage, name, self._saved.spec, num_ranks=self._mesh.world_size)
         except (UserError, OSError) as caught:
             error = caught
-        self._agree(error)
+        agree(error)
         assert found is not None
         return found
 
@@ -251,17 +256,13 @@ class Restorer:
             and snapshot.where.startswith(f"{self._saved.storage.root}/")
         )
 
-    def _agree(self, error: Exception | None) -> None:
-        """Raise where a rank has met an error: damage as damage, all else as a misfit."""
-        kinds = {"damage": DamagedCheckpoint, "misfit": CheckpointError}
-        told = ""
-        if error is not None:
-            is_misfit = isinstance(error, UserError) and not isinstance(error, DamagedCheckpoint)
-            told = f"{'misfit' if is_misfit else 'damage'} {error}"
-        for text in gather_texts(told.encode()):
-            if text:
-                kind, _, message = text.decode().partition(" ")
-                raise kinds[kind](message)
+
+def _problem(snapshot: RememberedSnapshot) -> DamagedCheckpoint | None:
+    try:
+        snapshot.check()
+    except DamagedCheckpoint as error:
+        return error
+    return None
 
 
 def _in(name: str, parts: set[str]) -> bool:

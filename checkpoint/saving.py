@@ -8,6 +8,7 @@ import torch
 
 from torchtitan_lite import __version__, rng
 from torchtitan_lite.checkpoint.background.coworkers import Coworkers
+from torchtitan_lite.checkpoint.background.save import attempt_token
 from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.identity import Identity
 from torchtitan_lite.checkpoint.inventory import Inventory, layouts_json
@@ -64,13 +65,14 @@ class Attempts:
 
     def __init__(self, session: str) -> None:
         self._session = session
-        self._counts: dict[str, int] = {}
+        self._counts: dict[tuple[str, int], int] = {}
 
     def next(self, coworkers: Coworkers, step: int) -> str:
         """The token of the next attempt at a step. Coworkers begin theirs at the same steps."""
-        name = f"{coworkers.token or self._session}-{step}"
-        self._counts = {name: self._counts.get(name, 0) + 1}
-        return f"{name}x{self._counts[name]}"
+        session = coworkers.token or self._session
+        # Never the same again, also where the run went back and comes to the step once more.
+        self._counts[session, step] = self._counts.get((session, step), 0) + 1
+        return attempt_token(session, step, self._counts[session, step])
 
 
 def attempt(action: Callable[[], Any]) -> str | None:

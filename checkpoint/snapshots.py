@@ -13,14 +13,15 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
+from torchtitan_lite.checkpoint.damage import unreadable
 from torchtitan_lite.checkpoint.dtypes import BY_NAME
 from torchtitan_lite.checkpoint.manifest import BoxEntry, layouts_of, read_manifest
 from torchtitan_lite.checkpoint.memory.description import Description, HeldTensor
 from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.checkpoint.tensor_bytes import as_tensor, bytes_of
-from torchtitan_lite.errors import DamagedCheckpoint, DamagedSnapshot
-from torchtitan_lite.redistribute import Placed, layout_from_json
+from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.redistribute import Placed
 from torchtitan_lite.redistribute.holder_mesh import Holder
 
 
@@ -98,9 +99,9 @@ class StoredSnapshot:
         entry = self._boxes.get((name, holder))
         if entry is None:
             return torch.empty(shape, dtype=placed.dtype)
-        path, (first, end) = f"{self._folder}/{entry.file}", entry.bytes
+        first, end = entry.bytes
         try:
-            raw = self._storage.read(path, first, end)
+            raw = self._storage.read(self._path(entry), first, end)
         except OSError as error:
             raise self._unreadable(entry, error) from None
         if len(raw) != end - first or xxhash.xxh3_64_hexdigest(raw) != entry.xxh3:
@@ -111,25 +112,41 @@ class StoredSnapshot:
         entry = self._boxes.get((name, holder))
         if entry is None:
             return
-        path, digest, target = f"{self._folder}/{entry.file}", xxhash.xxh3_64(), bytes_of(into)
+        digest, target = xxhash.xxh3_64(), bytes_of(into)
         if len(target) != entry.bytes[1] - entry.bytes[0]:
             raise self._damaged(name, entry)
         try:
-            self._storage.read_into(path, entry.bytes[0], target, digest.update)
+            self._storage.read_into(self._path(entry), entry.bytes[0], target, digest.update)
         except OSError as error:
             raise self._unreadable(entry, error) from None
         if digest.hexdigest() != entry.xxh3:
             raise self._damaged(name, entry)
 
-    def _unreadable(self, entry: BoxEntry, error: OSError) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"{self.where}/{entry.file} cannot be read: {error}")
+    def _path(self, entry: BoxEntry) -> str:
+        return self.manifest.path(self._folder, entry.file)
+
+    def _file(self, entry: BoxEntry) -> str:
+        """For messages."""
+        return f"{self._storage.root}/{self._path(entry)}"
+
+    def _unreadable(self, entry: BoxEntry, error: OSError) -> CheckpointError:
+        return unreadable(f"{self._file(entry)} cannot be read", error)
 
     def _damaged(self, name: str, entry: BoxEntry) -> DamagedCheckpoint:
         first, end = entry.bytes
         return DamagedCheckpoint(
-            f"{self.where}/{entry.file} is damaged: the checksum of {name} (bytes {first} to "
+            f"{self._file(entry)} is damaged: the checksum of {name} (bytes {first} to "
             f"{end}) does not hold."
         )
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The snapshot in shared memory that a run goes on from."""
+
+    start: str
+    """Of the run, in which it was taken."""
+    step: int
 
 
 class RememberedSnapshot:
@@ -137,39 +154,28 @@ class RememberedSnapshot:
 
     def __init__(
         self,
-        step: int,
-        regions: Mapping[int, tuple[Region, int]],
-        told: Sequence[Mapping[str, Any]],
+        origin: Origin,
+        saved: SavedValues,
+        tensors: Mapping[str, Placed],
+        regions: Mapping[Holder, tuple[Region, int]],
         reach: Mapping[Holder, Sequence[int]],
     ) -> None:
-        """`regions` has (region, slot) of each saving rank that this one can open. `told` is what
-        `tell` says of every saving rank, in their order."""
-        self.where = f"step {step} in shared memory"
-        self._regions = {region_name(rank): found for rank, found in regions.items()}
-        self._digests = {
-            holder: region.digests(slot) or {} for holder, (region, slot) in self._regions.items()
-        }
-        self._held: dict[tuple[str, Holder], HeldTensor] = {}
-        self._reach = reach
-        self.tensors: dict[str, Placed] = {}
-        for one in told:
-            live = map(layout_from_json, one["layouts"])
-            layouts = [
-                lay.held_by([region_name(rank) for rank in lay.mesh.holders]) for lay in live
-            ]
-            for name, (layout, shape, dtype) in one["tensors"].items():
-                found = Placed(layouts[layout], tuple(shape), BY_NAME[dtype])
-                self.tensors.setdefault(name, found)
-        for holder, (region, _) in self._regions.items():
-            about = Description.from_dict(region.description, slot_bytes=region.slot_bytes)
-            self._held |= {(held.name, holder): held for held in about.tensors}
-        self.saved = SavedValues(
-            step,
-            told[0]["values"],
-            {str(rank): one["rng"] for rank, one in enumerate(told)},
-            told[0]["mesh"],
-            False,
-        )
+        """`tensors` lie on `region_name`s, of which `regions` has those that this rank can open, as
+        (region, slot). Of generators, `saved` has this rank's alone."""
+        self.origin = origin
+        self.where = f"step {saved.step} in shared memory"
+        self.saved, self.tensors = saved, tensors
+        self._regions, self._reach = regions, reach
+        self._contents: dict[Holder, _Content] = {}
+
+    def check(self) -> None:
+        """Raise DamagedCheckpoint where a region does not hold the step any more: a run of the same
+        name is under way, and has filled it with another one while this was read."""
+        for region, slot in self._regions.values():
+            if region.complete_slots().get(self.origin.step) != slot:
+                raise DamagedCheckpoint(
+                    f"{region.path} has changed while it was read: the run is under way twice."
+                )
 
     def close(self) -> None:
         """Let go of the regions, whose memory is free once nobody maps it."""
@@ -181,31 +187,35 @@ class RememberedSnapshot:
         return self._reach.get(holder, ())
 
     def part(self, name: str, holder: Holder) -> torch.Tensor:
-        region, slot = self._regions[holder]
-        held = self._held[name, holder]
-        raw = region.data(slot)[held.offset : held.offset + held.bytes]
-        digest = self._digests[holder].get(name)
+        content = self._content(holder)
+        held = content.held.get(name)
+        if held is None:
+            raise DamagedCheckpoint(f"{content.path} is damaged: it does not describe {name}.")
+        raw = content.data[held.offset : held.offset + held.bytes]
+        digest = content.digests.get(name)
         if digest is not None and xxhash.xxh3_64_hexdigest(raw) != digest:
-            raise DamagedCheckpoint(f"{region.path} is damaged: {name} in slot {slot}.")
+            raise DamagedCheckpoint(f"{content.path} is damaged: {name} in slot {content.slot}.")
         return as_tensor(raw, BY_NAME[held.dtype], held.local_shape)
 
     def read_part(self, name: str, holder: Holder, into: torch.Tensor) -> None:
         into.copy_(self.part(name, holder))
 
+    def _content(self, holder: Holder) -> "_Content":
+        """What a region says of itself, read when something of it is asked for."""
+        if holder not in self._contents:
+            self._contents[holder] = _Content(*self._regions[holder])
+        return self._contents[holder]
 
-def tell(region: Region, slot: int) -> dict[str, Any]:
-    """What the other ranks must know of a slot. Raises DamagedSnapshot."""
-    about = Description.from_dict(region.description, slot_bytes=region.slot_bytes)
-    values = region.values(slot)
-    if not {"values", "rng"} <= values.keys():
-        raise DamagedSnapshot(f"{region.path} is damaged: the values of slot {slot}.")
-    return {
-        "layouts": list(about.layouts),
-        "tensors": {held.name: (held.layout, held.shape, held.dtype) for held in about.tensors},
-        "values": values["values"],
-        "rng": values["rng"],
-        "mesh": dict(about.mesh),
-    }
+
+class _Content:
+    """A slot of a region. Raises DamagedSnapshot where the region's description is wrong."""
+
+    def __init__(self, region: Region, slot: int) -> None:
+        about = Description.from_dict(region.description, slot_bytes=region.slot_bytes)
+        self.path, self.slot = region.path, slot
+        self.data = region.data(slot)
+        self.digests = region.digests(slot) or {}
+        self.held: Mapping[str, HeldTensor] = {held.name: held for held in about.tensors}
 
 
 def region_name(rank: Holder) -> Holder:

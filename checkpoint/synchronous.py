@@ -3,7 +3,8 @@ alone. Layer: above saving and background.
 """
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ from torchtitan_lite.checkpoint.memory.description import Description
 from torchtitan_lite.checkpoint.outcome import Signals
 from torchtitan_lite.checkpoint.retries import Retries
 from torchtitan_lite.checkpoint.saving import Attempts, Saved, attempt
+from torchtitan_lite.checkpoint.snapshots import Origin
 from torchtitan_lite.checkpoint.storage.storage import Storage
-from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
+from torchtitan_lite.checkpoint.tensor_bytes import bytes_of, overflows
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 
 _PATIENCE_S = 60.0
 """Of the leader, for parts of other replicas: while it waits, the others wait for it."""
 _POLL_S = 0.02
+_HEARTBEAT_S = 1.0
 
 
 class SynchronousSaver:
@@ -42,6 +45,9 @@ class SynchronousSaver:
         self._outcome = ""
         self._is_first = True
         self._retries = Retries()
+        self._leads: Description | None = None
+        """What this rank commits of the save under way, if it leads."""
+        self._work = ThreadPoolExecutor(1, "checkpoint-save")
         self._deletions = ThreadPoolExecutor(1, "checkpoint-deletion")
         self.saved_step: int | None = None
         self.saved_values: dict[str, Any] = {}
@@ -62,7 +68,7 @@ class SynchronousSaver:
     def hold_still(self) -> None:
         """No snapshot is under way."""
 
-    def take_back(self, step: int | None) -> None:
+    def take_back(self, origin: Origin | None) -> None:
         """Nothing lies in memory, and no save is under way."""
 
     def signals(self, step_s: float) -> Signals:
@@ -108,24 +114,21 @@ class SynchronousSaver:
             # Nobody writes beside this process: what is left of others can go.
             attempt(lambda: storage.recover(saved.identity.session))
         self._is_first = False
-        tensors, values = state.tensors(), saved.values()
+        values = saved.values()
         step_values = values["values"]
         if model_only:
-            dtype = getattr(torch, saved.config.export_dtype)
-            tensors = {
-                name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-                for name, tensor in tensors.items()
-                if name.startswith("model.")
-            }
             # By which a run that is started again finds itself at its end.
             values = {"train_state": step_values["train_state"]}
             values = {"values": values, "rng": {}, "model_only": True}
         coworkers = ALONE if model_only else self._coworkers
-        inventory = take_inventory(tensors, mesh)
-        about = share_of(saved.describe(inventory), coworkers)
         token = self._attempts.next(coworkers, step)
 
         def write() -> None:
+            tensors = state.tensors()
+            if model_only:
+                tensors = _weights(tensors, saved.config.export_dtype)
+            inventory = take_inventory(tensors, mesh)
+            about = share_of(saved.describe(inventory), coworkers)
             parts = local_parts(tensors)
             held = {name: bytes_of(part) for name, part in parts.items()}
             views = [
@@ -135,24 +138,28 @@ class SynchronousSaver:
             written = write_boxes(storage, about, step, token, views)
             told = values if coworkers.index == 0 else {}
             storage.put_part(step, token, about.rank, part_of(about, step, told, written))
+            if about.is_leader:
+                self._leads = about
 
         def commit() -> None:
-            _wait_for_parts(storage, about, step, token)
-            commit_parts(storage, about, step, token)
+            if (about := self._leads) is not None:
+                _wait_for_parts(storage, about, step, token)
+                commit_parts(storage, about, step, token)
 
-        problem = attempt(write)
-        if not mesh.any(problem is not None) and about.is_leader:
-            problem = attempt(commit)
-        failed = mesh.any(problem is not None)
+        self._leads = None
+        failed, problem = self._together(write)
+        if not failed:
+            failed, problem = self._together(commit)
+        leads = mesh.is_leader and coworkers.index == 0
         self._outcome = "failed" if failed else "committed" if coworkers.index == 0 else ""
         if failed:
-            if about.is_leader:
+            if leads:
                 attempt(lambda: storage.abandon(step, token))
             cause = problem or "another rank could not write"
             raise CheckpointError(f"Step {step} was not saved in {storage.root}: {cause}")
         self.knows(step, step_values)
         logger.info("Saved step %d in %s", step, storage.root)
-        if about.is_leader:
+        if leads:
             config = saved.config
             self._deletions.submit(
                 delete_old,
@@ -162,9 +169,42 @@ class SynchronousSaver:
                 keep_every=config.keep_every,
             )
 
+    def _together(self, action: Callable[[], None]) -> tuple[bool, str | None]:
+        """Whether `action`, which has no collective, fails on some rank, and why on this one. The
+        ranks stay in touch meanwhile, so that a slow storage does not look like a rank that
+        hangs."""
+        running = self._work.submit(attempt, action)
+        while True:
+            wait([running], timeout=_HEARTBEAT_S)
+            is_done = running.done()
+            problem = running.result() if is_done else None
+            said = [float(not is_done), float(problem is not None)]
+            under_way, failed = self._saved.mesh.sum_of(said)
+            if not under_way:
+                return failed > 0, problem
+
     def close(self) -> None:
         """Come back when what was to be deleted is deleted."""
+        self._work.shutdown()
         self._deletions.shutdown()
+
+
+@torch.no_grad()
+def _weights(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
+    """The model's, in the dtype of the export. Raises CheckpointError where that cannot hold one of
+    their numbers."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.startswith("model."):
+            exported = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+            before, after = local_parts({"before": tensor, "after": exported}).values()
+            if overflows(before, after):
+                raise CheckpointError(
+                    f"{name} has numbers that {dtype} cannot hold: set checkpoint.export_dtype = "
+                    '"bfloat16" or "float32".'
+                )
+            found[name] = exported
+    return found
 
 
 def _wait_for_parts(storage: Storage, about: Description, step: int, token: str) -> None:

@@ -10,7 +10,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A contiguous tensor's bytes: its memory on the CPU, a copy elsewhere."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
+    return tensor.cpu().view(-1).view(torch.uint8).numpy().data
 
 
 def as_tensor(raw: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -23,3 +23,11 @@ def as_tensor(raw: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int])
     if tensor.data_ptr() % dtype.itemsize:
         tensor = tensor.clone()
     return tensor.view(dtype).view(tuple(shape))
+
+
+def overflows(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Whether a number that was finite is none any more in another dtype (above 65,504 in
+    float16)."""
+    if after.dtype != torch.float16 or before.dtype == torch.float16:
+        return False
+    return bool((after.isinf() & ~before.isinf()).any())

@@ -55,15 +55,18 @@ def verify(storage: Storage, folder: str, *, threads: int | None = None) -> list
             for file, boxes in sorted(boxes_by_file(manifest).items())
         ]
         sums = [
-            [pool.submit(_check_box, storage, folder, name, box) for name, box in boxes]
-            for _, boxes, _ in work
+            [
+                pool.submit(_check_box, storage, manifest.path(folder, file), name, box)
+                for name, box in boxes
+            ]
+            for file, boxes, _ in work
         ]
         found = []
         for (file, _, header), checked in zip(work, sums, strict=True):
             damage = header.result()
             found += [] if damage is None else [damage]
             # Of a file that cannot be read at all nothing more is said.
-            if damage is None or is_there(storage, f"{folder}/{file}"):
+            if damage is None or is_there(storage, manifest.path(folder, file)):
                 found += [box for check in checked if (box := check.result()) is not None]
     return found
 
@@ -76,9 +79,9 @@ def _check_header(
     manifest: Manifest,
 ) -> Damage | None:
     """Whether other readers of safetensors find the same tensors in the same bytes."""
+    path = manifest.path(folder, file)
     try:
-        check_file(storage, folder, file, list(boxes))
-        path = f"{folder}/{file}"
+        check_file(storage, path, list(boxes))
         length = storage.size(path)
         start = _LENGTH_BYTES + int.from_bytes(storage.read(path, 0, _LENGTH_BYTES), "little")
         first, end = boxes[0][1].bytes[0], boxes[-1][1].bytes[1]
@@ -112,8 +115,8 @@ def _entries(
         )
 
 
-def _check_box(storage: Storage, folder: str, name: str, box: BoxEntry) -> Damage | None:
-    path, (first, end) = f"{folder}/{box.file}", box.bytes
+def _check_box(storage: Storage, path: str, name: str, box: BoxEntry) -> Damage | None:
+    first, end = box.bytes
     try:
         # What is mapped and not there would end the process.
         if end > storage.size(path):

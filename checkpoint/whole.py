@@ -13,7 +13,7 @@ import torch
 from torchtitan_lite.checkpoint.snapshots import Snapshot
 from torchtitan_lite.checkpoint.storage.manifest_json import box_entry
 from torchtitan_lite.checkpoint.storage.part_file import PartBox, Written
-from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
+from torchtitan_lite.checkpoint.tensor_bytes import bytes_of, overflows
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.redistribute import Layout, layout_to_json
 from torchtitan_lite.redistribute.acting import Taking, take
@@ -58,7 +58,7 @@ def cast(
     """`tensor` in another dtype. Raises CheckpointError, which names it, where a number that is
     finite is too large for that (65,504 in float16)."""
     found = tensor.to(dtype, copy=copy)
-    if dtype == torch.float16 and tensor.dtype != dtype and (found.isinf() & ~tensor.isinf()).any():
+    if overflows(tensor, found):
         raise CheckpointError(
             f"{name} has numbers that float16 cannot hold. Give --dtype bf16, or leave it out."
         )

@@ -103,6 +103,7 @@ def _contents(manifest: Manifest) -> dict[str, Any]:
         "model_only": manifest.model_only,
         "format_version": manifest.version,
         "versions": manifest.versions,
+        "data": manifest.data,
         "mesh": manifest.mesh,
         "num_tensors": len(manifest.tensors),
         "bytes": sum(parts.values()),
@@ -131,12 +132,13 @@ def _in_words(record: Mapping[str, Any]) -> str:
     if "step" in record:
         written = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         degrees = [f"{axis} {degree}" for axis, degree in record["mesh"].items() if degree > 1]
+        below = "" if record["data"] is None else f" below {record['data']}"
         lines += [
             f"  step {record['step']}" + (", weights only" if record["model_only"] else ""),
             f"  format version {record['format_version']}, written by {written}",
             f"  mesh: {' x '.join(degrees) or 'one rank'}",
             f"  {record['num_tensors']} tensors, {_size(record['bytes'])} in "
-            f"{len(record['bytes_by_file'])} files",
+            f"{len(record['bytes_by_file'])} files{below}",
             f"  parts: {_sizes(record['bytes_by_part'])}",
             f"  dtypes: {_sizes(record['bytes_by_dtype'])}",
             f"  values: {', '.join(record['values']) or 'none'}",

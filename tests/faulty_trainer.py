@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import train
+from tests.dying_points import die_at
 from torchtitan_lite import build, trainer
 from torchtitan_lite.checkpoint import synchronous
 from torchtitan_lite.checkpoint.background.process import WriterProcess
@@ -118,6 +119,13 @@ def dies_in_save(step: str) -> None:
     synchronous.write_boxes = dies_writing
 
 
+def dies_at(given: str) -> None:
+    """RANK:POINT:CALL, a point of `dying_points`."""
+    rank, point, call = given.split(":")
+    if int(rank) == _RANK:
+        die_at(point, int(call))
+
+
 def loses_its_place(given: str) -> None:
     """RANK:PLACE, where that rank believes itself further on than it is."""
     rank, place = map(int, given.split(":"))
@@ -165,6 +173,7 @@ _FAULTS: dict[str, Callable[[str], None]] = {
         flips,
         dies,
         dies_in_save,
+        dies_at,
         loses_its_place,
         comes_late,
         slow,

@@ -23,7 +23,7 @@ TWO_FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
 _TOKEN = "0123456789ab-1"
 
 
-def store(root: Path, step: int) -> dict[str, torch.Tensor]:
+def store(root: Path | str, step: int) -> dict[str, torch.Tensor]:
     """Write `step` into `root`; the whole tensors."""
     tensors = _tensors()
     cut = Layout(HolderMesh((2,), TWO_FILES, ("dp_shard",)), [Shard(0)])

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,21 +24,44 @@ OPERATIONS = (
 
 
 class DyingFiles(Files):
-    """Kills its process at the n-th operation, counting from 1; half of the writes before it."""
+    """Kills its process at the n-th operation, counting from 1; half of the writes before it.
+    How many there were stands in the file `count`, if it is given."""
 
-    def __init__(self, dies_at: int) -> None:
-        self._left = dies_at
+    def __init__(self, dies_at: int, count: Path | None = None) -> None:
+        self._dies_at, self._done, self._count_in = dies_at, 0, count
 
     def pwrite(self, descriptor: int, content: bytes | memoryview, offset: int) -> None:
-        if self._left == 1:
+        if self._done + 1 == self._dies_at:
             os.pwrite(descriptor, memoryview(content)[: len(content) // 8192 * 4096], offset)
         self._count()
         super().pwrite(descriptor, content, offset)
 
     def _count(self) -> None:
-        self._left -= 1
-        if self._left == 0:
+        self._done += 1
+        if self._count_in is not None:
+            self._count_in.write_text(str(self._done))
+        if self._done == self._dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SlowFiles(Files):
+    """The first writes take so many seconds longer."""
+
+    def __init__(self, seconds: float, number: int = 1 << 30) -> None:
+        self._seconds, self._left = seconds, number
+
+    def pwrite(self, descriptor: int, content: bytes | memoryview, offset: int) -> None:
+        self._wait()
+        super().pwrite(descriptor, content, offset)
+
+    def pwritev(self, descriptor: int, contents: Sequence[memoryview], offset: int) -> None:
+        self._wait()
+        super().pwritev(descriptor, contents, offset)
+
+    def _wait(self) -> None:
+        if self._left > 0:
+            self._left -= 1
+            time.sleep(self._seconds)
 
 
 def _dying(name: str) -> Any:
@@ -56,13 +80,15 @@ for _name in OPERATIONS:
 
 
 class DyingRegion(Region):
-    """Kills its process half-way through the n-th store into the file."""
+    """Kills its process half-way through the n-th store into the file. How many there were stands
+    in the file `count`."""
 
-    left = 0
+    dies_at, done, count = 0, 0, Path()
 
     def _store(self, offset: int, content: bytes) -> None:
-        DyingRegion.left -= 1
-        if DyingRegion.left == 0:
+        DyingRegion.done += 1
+        DyingRegion.count.write_text(str(DyingRegion.done))
+        if DyingRegion.done == DyingRegion.dies_at:
             super()._store(offset, content[: len(content) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         super()._store(offset, content)
@@ -199,27 +225,29 @@ class ForgetfulDisk:
         return found
 
 
-def _writer(dies_at: int, region: str) -> int:
+def _writer(files: Files, region: str) -> int:
     from torchtitan_lite.checkpoint.background.__main__ import main
 
-    return main(region, DyingFiles(dies_at))
+    return main(region, files)
 
 
 def _trainer(base: str, root: str, victim: str, dies_at: int) -> None:
     """Two saves with two writers; prints what was committed. `victim` is "trainer", or the rank
-    of the writer that dies; after "flush-" the second save is left to the flush."""
-    is_flushed, victim = victim.startswith("flush-"), victim.removeprefix("flush-")
+    of the writer that dies; after "flush-" the second save is left to the flush, after "alone-" to
+    that of one writer, the leader's being dead. What the victim did is counted in
+    `base/count-VICTIM`."""
+    how, _, victim = victim.rpartition("-")
     import tests.snapshots as snapshots
 
     if victim == "trainer":
-        DyingRegion.left = dies_at
+        DyingRegion.dies_at, DyingRegion.count = dies_at, Path(base) / "count-trainer"
         snapshots.Region = DyingRegion
     run = snapshots.Trainers(Path(base), root, 2, run_id="ab" * 16, large_elements=3000)
     mine = [sys.executable, "-m", "tests.writer_faults", "writer"]
     for rank, region in enumerate(run.regions):
-        dying = str(dies_at if victim == str(rank) else 0)
+        dying = [str(dies_at if victim == str(rank) else 0), f"{base}/count-{rank}"]
         settings = snapshots.WriterSettings(keep_latest_k=1, preemption_grace_s=3, others_s=0.2)
-        writer = snapshots.WriterProcess(region.path, settings, [*mine, dying])
+        writer = snapshots.WriterProcess(region.path, settings, [*mine, *dying])
         writer.start()
         print(json.dumps({"writer": writer.pid}), flush=True)
         run.writers.append(writer)
@@ -230,19 +258,37 @@ def _trainer(base: str, root: str, victim: str, dies_at: int) -> None:
         for region in run.regions:
             region.stamp(step, {"model.large": "0" * 16})
             region.confirm(step)
-        if step == 2 and is_flushed:
+        flushes = step == 2 and how in ("flush", "alone")
+        if flushes and how == "alone":
+            leader = run.writers[0]._process
+            assert leader is not None
+            leader.kill()
+            leader.wait()
+        if victim.isdigit():
+            # Always first, so that it makes the folders: the number of its operations is the same.
+            first = run.writers[int(victim)]
+            if flushes:
+                snapshots.orphan(first)
+            else:
+                first.save(step, step)
+            while first.alive and not list(Path(root).glob(f"*step-{step}*")):
+                time.sleep(0.002)
+        if flushes:
             os.kill(os.getpid(), signal.SIGKILL)
-        run.save(step, step)
+        for rank, writer in enumerate(run.writers):
+            if str(rank) != victim:
+                writer.save(step, step)
         while all(writer.alive for writer in run.writers):
             said = run.writers[0].wait_for("committed", 0.05)
             if any("committed" in response for response in said):
                 print(json.dumps({"committed": step}), flush=True)
                 break
-    print(json.dumps({"survived": all(writer.alive for writer in run.writers)}), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "writer":
-        sys.exit(_writer(int(sys.argv[2]), sys.argv[3]))
+        sys.exit(_writer(DyingFiles(int(sys.argv[2]), Path(sys.argv[3])), sys.argv[4]))
+    if sys.argv[1] == "slow":
+        sys.exit(_writer(SlowFiles(float(sys.argv[2]), int(sys.argv[3])), sys.argv[4]))
     _trainer(sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]))

@@ -1,4 +1,4 @@
-"""What ranks tell each other in words. Layer: imports torch only."""
+"""What ranks tell each other in words and numbers. Layer: imports torch only."""
 
 import torch
 import torch.distributed as dist
@@ -7,10 +7,16 @@ import torch.distributed as dist
 def gather_texts(text: bytes) -> list[bytes]:
     """What each rank says, by rank. They speak one after the other, since few ranks have much to
     say, over the CPU, where a device's backend has gloo beside it. Every rank must call it."""
-    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    lengths[dist.get_rank()] = len(text)
-    dist.all_reduce(lengths)
-    return [_told(text, rank, length) for rank, length in enumerate(lengths.tolist())]
+    lengths = gather_numbers(len(text))
+    return [_told(text, rank, length) for rank, length in enumerate(lengths)]
+
+
+def gather_numbers(number: int) -> list[int]:
+    """What each rank says, by rank, below 2**63. Every rank must call it."""
+    numbers = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    numbers[dist.get_rank()] = number
+    dist.all_reduce(numbers)
+    return numbers.tolist()
 
 
 def leader_says(text: bytes) -> bytes:

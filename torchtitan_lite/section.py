@@ -4,7 +4,12 @@ Each owner of a feature defines its section beside its code; `config/` composes 
 docstring under a field is its text in `--help` and in the generated reference.
 """
 
-from collections.abc import Callable
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -13,9 +18,29 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 class Section(BaseModel):
     """A frozen group of settings that refuses unknown keys."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+@cache
+def field_texts(section: type[BaseModel]) -> Mapping[str, str]:
+    """The docstring under each field. Read from the source only when asked for: that takes some
+    milliseconds a section, which no run needs."""
+    texts: dict[str, str] = {}
+    for owner in reversed(section.__mro__):
+        if not issubclass(owner, Section) or owner is Section:
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in pairwise(tree.body):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[name] = inspect.cleandoc(text)
+                case _:
+                    pass
+    return texts
 
 
 def only(value: Any, missing: str) -> AfterValidator:

@@ -5,11 +5,13 @@ The first line on standard input is the settings. Orders follow, a line of JSON 
 input without "stop" means that the trainer died. Layer: above the rest of background/.
 """
 
+import os
 import signal
 import sys
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.background.channel import Channel
+from torchtitan_lite.checkpoint.background.grace import longest_s
 from torchtitan_lite.checkpoint.background.priority import give_way
 from torchtitan_lite.checkpoint.background.save import RankSave
 from torchtitan_lite.checkpoint.background.settings import WriterSettings
@@ -26,7 +28,7 @@ def main(region_path: str, files: Files | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # They are meant for the trainer: the writer goes when that has gone and all is saved.
         signal.signal(number, signal.SIG_IGN)
-    channel = Channel()
+    channel = Channel(outgoing=_own_output())
     given = channel.next_line()
     if given is None:
         return 0
@@ -37,7 +39,7 @@ def main(region_path: str, files: Files | None = None) -> int:
         region = Region.open(Path(region_path), writable=True)
         lock = RankLock(region.path.parent, region.rank)
         # A writer of an earlier start may still be flushing.
-        if not lock.acquire(settings.preemption_grace_s + 1):
+        if not lock.acquire(longest_s(settings.preemption_grace_s)):
             raise CheckpointError(f"Process {lock.owner()} holds {lock.path}.")
         give_way(settings.nice, io_idle=settings.io_idle)
         storage = open_storage(str(region.description.get("root")), files)
@@ -47,6 +49,16 @@ def main(region_path: str, files: Files | None = None) -> int:
         return 1
     Writer(save, settings, channel).run()
     return 0
+
+
+def _own_output() -> int:
+    """The descriptor of what the trainer reads, for nobody else: what any library prints goes to
+    standard error."""
+    own = os.dup(1)
+    os.dup2(2, 1)
+    # What was printed before may have left a line without its end.
+    os.write(own, b"\n")
+    return own
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import json
 import os
 import select
 import signal
+import time
 from typing import Any
 
 _READ_BYTES = 1 << 16
@@ -21,10 +22,15 @@ class Channel:
         self._partial = b""
         self._orders: list[dict[str, Any]] = []
         self._signals: int | None = None
-        self.ended = False
-        """Whether the trainer closed its end, or died."""
+        self.ended_at: float | None = None
+        """When it was seen that the trainer closed its end, or died (time.monotonic())."""
         self.was_asked_to_leave = False
         """Whether the trainer has got a signal that asks it to leave."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the trainer closed its end, or died."""
+        return self.ended_at is not None
 
     def listen_to_signals(self, descriptor: int) -> None:
         """Read the trainer's signals, which the kernel's handler writes there a byte each, also
@@ -59,7 +65,7 @@ class Channel:
             content = os.read(self._incoming, _READ_BYTES)
             if not content:
                 # A line without its end was cut off by the trainer's death.
-                self.ended = True
+                self.ended_at = time.monotonic()
                 return self._orders
             *lines, self._partial = (self._partial + content).split(b"\n")
             self._orders += [json.loads(line) for line in lines if line.strip()]

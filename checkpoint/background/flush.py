@@ -17,9 +17,14 @@ On one machine, where every rank's region can be seen:
    writes the part in its place, and commits in its place if that was the leader.
 5. The leader's writer commits when all parts are there.
 
-Where not all regions can be seen (several machines), there is nobody to agree with: each orphaned
-writer writes all its complete snapshots that are newer than storage, newest first, and the leader
-commits what becomes whole, until the newest has or the grace ends.
+An orphaned writer that leads no rank looks on until the step is stored, at most for as long as the
+leader's may take: that may be killed, too.
+
+Where not all regions can be seen (several machines), there is nobody to agree with. The newest
+step that all have is then one of at most two of a rank's own: that which it knows all to have, and
+a newer one. Each orphaned writer writes these, newest first, under the names that the trainer gives
+to a first attempt, so that parts that were ordered count, too. The leader commits what becomes
+whole, until the newest has or the grace ends.
 
 Invariant: a step is committed only from parts of one start of the run. Layer: above save.
 """
@@ -27,22 +32,27 @@ Invariant: a step is committed only from parts of one start of the run. Layer: a
 import json
 import os
 import time
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
 import xxhash
 
+from torchtitan_lite.checkpoint.background.grace import Grace, OutOfTime
 from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token, report
 from torchtitan_lite.checkpoint.memory.folder import regions_in
 from torchtitan_lite.checkpoint.memory.lock import RankLock
 from torchtitan_lite.checkpoint.memory.region import Region
-from torchtitan_lite.checkpoint.storage.rate import TokenBucket
 from torchtitan_lite.errors import CheckpointError
 
 _POLL_S = 0.02
+_LOOKING_ON_S = 0.2
 _RETRY_S = 0.5
 _PREFIX = "flush-"
 _ASKING = "leave-"
+
+Attempt = tuple[int, str]
+"""A step, and the token of an attempt at it."""
 
 
 class Ranks:
@@ -97,8 +107,8 @@ class Ranks:
                 save.region.close()
 
 
-def published(ranks: Ranks) -> tuple[int, str] | None:
-    """(step, token) that an orphaned writer decided on, if one has."""
+def published(ranks: Ranks) -> Attempt | None:
+    """What an orphaned writer decided on, if one has."""
     try:
         if not any(name.startswith(_PREFIX) for name in os.listdir(ranks.folder)):
             return None
@@ -113,134 +123,139 @@ def published(ranks: Ranks) -> tuple[int, str] | None:
 def flush(
     own: RankSave,
     *,
-    pending: dict[int, str],
+    pending: Iterable[Attempt],
     direct: bool,
-    grace_s: float,
+    grace: Grace,
     others_s: float,
 ) -> list[int]:
-    """Write what the death of this rank's trainer would lose, and return the steps committed here.
+    """Write what the death of this rank's trainer would lose, and return the steps that have come
+    to storage.
 
-    `pending`: step -> token of the saves whose own part is written and that the leader has still
-    to commit. Ends after `grace_s` at the latest, but for a write that is under way.
+    `pending`: the saves whose own part is written and that the leader has still to commit.
     """
-    started = time.monotonic()
-    deadline = started + grace_s
     ranks = Ranks(own)
     try:
         stored = _newest_stored(own)
         if ranks.look():
-            decided = _decide(ranks, pending, started + others_s)
-            wanted = {} if decided is None else {decided[0]: decided[1]}
+            wanted = _decide(ranks, pending, grace.since + others_s)
         else:
-            wanted = {step: _token(own, step, pending) for step in own.complete_slots()}
-        wanted = {step: token for step, token in wanted.items() if step > stored}
-        work = _Flush(ranks, direct=direct)
-        for step, token in wanted.items():
-            while not work.write(own, step, token) and time.monotonic() < deadline:
-                time.sleep(_RETRY_S)
-        newest = max(wanted, default=None)
+            wanted = _each_for_itself(own)
+        wanted = [attempt for attempt in wanted if attempt[0] > stored]
         # What was under way is older or the same, and still better than nothing.
-        tokens = {**{s: token for s, token in pending.items() if s > stored}, **wanted}
-        return work.commit_until(deadline, tokens, newest)
+        under_way = {attempt for attempt in pending if attempt[0] > stored}
+        return _Flush(ranks, grace, direct=direct).run(wanted, under_way)
     finally:
         ranks.close()
 
 
-def _token(own: RankSave, step: int, pending: dict[int, str]) -> str:
-    """Of the attempt at a step that is under way, or of one without an order."""
-    return pending.get(step) or attempt_token(own.about, 0)
-
-
 def _newest_stored(own: RankSave) -> int:
-    """The newest step on storage that this run may have saved; -1 for none, or when the storage
-    does not say."""
+    """-1 also where the storage does not say."""
     try:
-        newest = max(own.complete_slots(), default=-1)
-        # Later ones are damaged, or of a run that was taken back: they do not hold this state.
-        return max((step for step in own.storage.steps() if step <= newest), default=-1)
+        return own.newest_stored()
     except OSError as error:
         report(f"The checkpoints in {own.storage.root} cannot be listed: {error}")
         return -1
 
 
-def _decide(ranks: Ranks, pending: dict[int, str], deadline: float) -> tuple[int, str] | None:
-    """(step, token) that all writers of this machine flush; None when no step is complete."""
+def _each_for_itself(own: RankSave) -> list[Attempt]:
+    return [(step, attempt_token(own.about.session, step)) for step in own.perhaps_common()]
+
+
+def _decide(ranks: Ranks, pending: Iterable[Attempt], deadline: float) -> list[Attempt]:
+    """What all writers of this machine flush: one step, or none where none is complete."""
     bound = max(ranks.own.complete_slots(), default=None)
     while True:
         decided = published(ranks)
-        if decided is not None or bound is None:
-            return decided
+        if decided is not None:
+            return [decided]
+        if bound is None:
+            return []
         step = ranks.common_step()
         is_late = time.monotonic() >= deadline
         if step is not None and (step == bound or is_late):
-            _publish(ranks.decision_path(), step, _token(ranks.own, step, pending))
+            token = attempt_token(ranks.own.about.session, step)
+            try:
+                _publish(ranks.decision_path(), step, dict(pending).get(step, token))
+            except OSError as error:
+                report(f"What to save cannot be agreed on in {ranks.folder}: {error}")
+                return _each_for_itself(ranks.own)
         elif is_late:
-            return None
+            return []
         else:
             time.sleep(_POLL_S)
 
 
 def _publish(path: Path, step: int, token: str) -> None:
-    """Publish a decision unless there is one: the link fails then."""
+    """Publish a decision unless there is one: the link fails then. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"step": step, "token": token}))
-    with suppress(FileExistsError):
-        os.link(temporary, path)
-    temporary.unlink()
+    try:
+        temporary.write_text(json.dumps({"step": step, "token": token}))
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class _Flush:
     """Parts written for this rank and for ranks whose writers are gone."""
 
-    def __init__(self, ranks: Ranks, *, direct: bool) -> None:
-        self._ranks, self._direct = ranks, direct
+    def __init__(self, ranks: Ranks, grace: Grace, *, direct: bool) -> None:
+        self._ranks, self._grace, self._direct = ranks, grace, direct
+        self._sees_all = len(ranks.saves) == ranks.own.about.world_size
         self._locks: dict[int, RankLock] = {}
 
-    def write(self, save: RankSave, step: int, token: str) -> bool:
-        """Write a rank's part, unless it is there. False, with a report, when that failed."""
-        slot = save.complete_slots().get(step)
-        try:
-            if slot is None or save.about.rank in save.storage.parts_present(step, token):
-                return True
-            rate = TokenBucket(None)
-            save.write(slot, step, token, direct=self._direct, rate=rate)
-        except (OSError, CheckpointError) as error:
-            report(f"Rank {save.about.rank} could not flush step {step}: {error}")
-            return False
-        return True
-
-    def commit_until(
-        self, deadline: float, tokens: dict[int, str], newest: int | None
-    ) -> list[int]:
-        """Commit what becomes whole. A writer that leads no rank ends once nobody needs it."""
+    def run(self, wanted: Sequence[Attempt], under_way: Set[Attempt]) -> list[int]:
+        """Write what is `wanted`, newest first, and commit, after each part, what is whole of that
+        and of what is `under_way`. A writer that leads no rank ends once nobody needs it."""
         committed: list[int] = []
-        left = dict(sorted(tokens.items(), reverse=True))
+        unwritten, left = list(wanted), {*wanted, *under_way}
+        next_try = 0.0
         try:
             while left:
-                if newest is not None:
-                    self._stand_in(newest, tokens[newest])
+                if unwritten and self._grace.may_begin and time.monotonic() >= next_try:
+                    if self._write(self._ranks.own, *unwritten[0]):
+                        unwritten.pop(0)
+                    else:
+                        # Rather an older one meanwhile than none.
+                        unwritten.append(unwritten.pop(0))
+                        next_try = time.monotonic() + _RETRY_S
+                if wanted and wanted[0] not in unwritten:
+                    self._stand_in(*wanted[0])
                 leader = self._leader()
-                if leader is None:
-                    break
-                for step in list(left):
-                    if self._commit(leader, step, left[step]):
-                        committed.append(step)
-                        # Older ones would only delay the successor.
-                        left = {s: a for s, a in left.items() if s > step}
-                        break
-                if time.monotonic() >= deadline:
+                done = self._commit_newest(leader, left) if leader else None
+                if done is None and leader is not self._ranks.own:
+                    # By another writer, which may have died since.
+                    done = self._stored_of(left)
+                if done is not None:
+                    committed.append(done)
+                    # Older ones would only delay the successor.
+                    left = {attempt for attempt in left if attempt[0] > done}
+                    unwritten = [attempt for attempt in unwritten if attempt in left]
+                if not (self._grace.may_begin and (leader or self._sees_all or unwritten)):
                     break
                 if left:
-                    time.sleep(_POLL_S)
+                    time.sleep(_POLL_S if leader else _LOOKING_ON_S)
         finally:
             for lock in self._locks.values():
                 lock.release()
         return committed
 
+    def _write(self, save: RankSave, step: int, token: str) -> bool:
+        """Write a rank's part, unless it is there. False when it is to be tried again; with a
+        report, when it failed."""
+        if not self._grace.may_begin:
+            return False
+        try:
+            save.write_missing(step, token, direct=self._direct, tick=self._grace.tick)
+        except (OSError, CheckpointError, OutOfTime) as error:
+            report(f"Rank {save.about.rank} could not flush step {step}: {error}")
+            return False
+        return True
+
     def _stand_in(self, step: int, token: str) -> None:
         """Write the parts of ranks whose writers are gone."""
         own = self._ranks.own
-        if len(self._ranks.saves) < own.about.world_size:
+        if not self._sees_all:
             return
         try:
             present = own.storage.parts_present(step, token)
@@ -253,7 +268,9 @@ class _Flush:
             lock = RankLock(self._ranks.folder, rank)
             if lock.try_acquire():
                 self._locks[rank] = lock
-                self.write(save, step, token)
+        for rank in (*self._locks, own.about.rank):
+            if rank not in present:
+                self._write(self._ranks.saves[rank], step, token)
 
     def _leader(self) -> RankSave | None:
         """The leader's region, if this process may act for it."""
@@ -261,12 +278,21 @@ class _Flush:
         saves = [self._ranks.saves[rank] for rank in held]
         return next((save for save in saves if save.about.is_leader), None)
 
-    def _commit(self, leader: RankSave, step: int, token: str) -> bool:
+    def _commit_newest(self, leader: RankSave, left: Set[Attempt]) -> int | None:
+        """The newest step that was whole, and is committed now."""
+        for step, token in sorted(left, reverse=True):
+            try:
+                if leader.is_whole(step, token):
+                    leader.commit(step, token)
+                    return step
+            except (OSError, CheckpointError) as error:
+                report(f"Step {step} could not be committed in {leader.storage.root}: {error}")
+        return None
+
+    def _stored_of(self, left: Set[Attempt]) -> int | None:
+        """The newest step that is stored already, by whomever."""
         try:
-            if not leader.is_whole(step, token):
-                return False
-            leader.commit(step, token)
-        except (OSError, CheckpointError) as error:
-            report(f"Step {step} could not be committed in {leader.storage.root}: {error}")
-            return False
-        return True
+            stored = set(self._ranks.own.storage.steps())
+        except OSError:
+            return None
+        return max((step for step, _ in left if step in stored), default=None)

@@ -19,6 +19,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
 from torchtitan_lite.checkpoint.background.settings import WriterSettings
+from torchtitan_lite.log import logger
 
 _MODULE = "torchtitan_lite.checkpoint.background"
 _READ_BYTES = 1 << 16
@@ -39,6 +40,7 @@ class WriterProcess:
         """What is written to the second tells the writer of the trainer's signals."""
         os.set_blocking(self.signals_fd, False)
         self._partial = b""
+        self._heard_noise = False
         self._unsent: deque[bytes] = deque()
 
     def start(self) -> None:
@@ -103,7 +105,18 @@ class WriterProcess:
             while more := os.read(self._process.stdout.fileno(), _READ_BYTES):
                 content += more
         *lines, self._partial = (self._partial + content).split(b"\n")
-        return [json.loads(line) for line in lines if line]
+        return [said for line in lines if line and (said := self._understood(line))]
+
+    def _understood(self, line: bytes) -> dict[str, Any] | None:
+        """None for what is no response: something else in the process printed it."""
+        with suppress(ValueError):
+            said = json.loads(line)
+            if isinstance(said, dict):
+                return said
+        if not self._heard_noise:
+            self._heard_noise = True
+            logger.warning("The checkpoint writer printed %r, which is no response.", line[:200])
+        return None
 
     def wait_for(self, key: str, timeout_s: float) -> list[dict[str, Any]]:
         """All responses up to the first that has `key`; also when the time is up or the writer

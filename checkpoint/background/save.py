@@ -23,17 +23,12 @@ from torchtitan_lite.checkpoint.storage.retention import to_delete
 from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.errors import CheckpointError
 
-_SESSION_DIGITS = 12
 
-
-def session_token(description: Description) -> str:
-    """What the tokens of all attempts of this start of the run begin with."""
-    return description.session[:_SESSION_DIGITS]
-
-
-def attempt_token(description: Description, attempt: int) -> str:
-    """Tells an attempt at a step from all others."""
-    return f"{session_token(description)}-{attempt}"
+def attempt_token(session: str, step: int, attempt: int = 1) -> str:
+    """Tells an attempt at a step from all others: it begins with what tells this start of the run
+    from others. Trainers and writers name it alike, so that who was never told of a save still
+    writes its part of the first attempt."""
+    return f"{session}-{step}x{attempt}"
 
 
 class RankSave:
@@ -44,6 +39,8 @@ class RankSave:
         self.region, self.storage = region, storage
         self.about = Description.from_dict(region.description, slot_bytes=region.slot_bytes)
         self._tells_values = True
+        self._announced: set[tuple[int, str]] = set()
+        """Step and token of the parts written here."""
 
     def among(self, coworkers: Coworkers) -> "RankSave":
         """What is to be written of the same region when this replica has coworkers."""
@@ -68,9 +65,13 @@ class RankSave:
     ) -> None:
         """Write this rank's part of `step` durably and announce it.
 
+        What this process has announced already is not touched: it may be committed by now.
+
         Raises CheckpointError when the slot does not hold the step for as long as it takes, and
         OSError when it cannot be written; then the file is removed.
         """
+        if (step, token) in self._announced:
+            return
         self._require(slot, step)
         about, pool = self.about, self.region.data(slot)
         values = self.region.values(slot) if self._tells_values else {}
@@ -80,6 +81,31 @@ class RankSave:
         self._require(slot, step)
         self._stamp(slot, written)
         self.storage.put_part(step, token, about.rank, part_of(about, step, values, written))
+        self._announced.add((step, token))
+
+    def write_missing(
+        self, step: int, token: str, *, direct: bool, tick: Callable[[], None] = nothing
+    ) -> None:
+        """Write this rank's part, as fast as it goes, unless it is there, the step is stored, or
+        this rank has it no more. Raises as `write` does."""
+        slot = self.complete_slots().get(step)
+        if slot is None or self.about.rank in self.storage.parts_present(step, token):
+            return
+        # In this order: a commit takes the words of parts away once the step is seen.
+        if step not in self.storage.steps():
+            self.write(slot, step, token, direct=direct, rate=TokenBucket(None), tick=tick)
+
+    def newest_stored(self) -> int:
+        """The newest step on storage that this run may have saved; -1 for none. Raises OSError."""
+        newest = max(self.complete_slots(), default=-1)
+        # Later ones are damaged, or of a run that was taken back: they do not hold this state.
+        return max((step for step in self.storage.steps() if step <= newest), default=-1)
+
+    def perhaps_common(self) -> list[int]:
+        """The complete steps among which the newest is that all ranks have, newest first: that
+        which this rank knows all to have, and later ones. Others may know of one more or one
+        less, but each has the newest that any of them knows of."""
+        return [step for step in self.complete_slots() if step >= self.region.confirmed]
 
     def _stamp(self, slot: int, written: list[Written]) -> None:
         """Keep the checksums that were computed anyway with the slot, of the parts that this rank

@@ -18,7 +18,7 @@ class WriterSettings:
     direct_io: bool = True
     """Write past the page cache where the filesystem can."""
     preemption_grace_s: float = 30.0
-    """How long a writer may outlive its trainer."""
+    """How long a writer that outlives its trainer may begin anything; see `Grace`."""
     signals_fd: int = -1
     """Where the trainer's signals can be read; -1: nowhere."""
     others_s: float = 0.7

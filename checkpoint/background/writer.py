@@ -12,13 +12,13 @@ from typing import Any
 from torchtitan_lite.checkpoint.background.channel import Channel
 from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
 from torchtitan_lite.checkpoint.background.flush import Ranks, flush, published
+from torchtitan_lite.checkpoint.background.grace import Grace, OutOfTime
 from torchtitan_lite.checkpoint.background.priority import hurry
 from torchtitan_lite.checkpoint.background.save import (
     RankSave,
     attempt_token,
     delete_old,
     report,
-    session_token,
 )
 from torchtitan_lite.checkpoint.background.settings import WriterSettings
 from torchtitan_lite.checkpoint.storage.part_file import Abandoned
@@ -28,6 +28,7 @@ from torchtitan_lite.errors import CheckpointError
 
 _WAITING_S = 0.05
 _IDLE_S = 0.2
+_RETRY_S = 0.5
 _PATIENCE = 3
 """A trainer that was asked to leave gets this part of the grace to save its last step itself."""
 
@@ -53,18 +54,20 @@ class Writer:
         self._storage: Storage = save.storage
         self._rate = TokenBucket(settings.bytes_per_s)
         self._ranks = Ranks(save)
-        self._pending: dict[int, _Attempt] = {}
-        """By step, those that the leader has still to commit."""
-        self._writing: int | None = None
+        self._pending: dict[str, _Attempt] = {}
+        """By token, those that the leader has still to commit."""
+        self._writing: _Attempt | None = None
         self._followed = False
         self._asked_at: float | None = None
         self._heeded: set[int] = set()
+        self._unasked_from = 0.0
+        """When what is done without an order may be tried again."""
 
     def run(self) -> None:
         """Work until the trainer says stop or is gone, and finish what is under way then."""
         if self._save.about.is_leader and self._settings.recovers:
             try:
-                self._storage.recover(session_token(self._save.about))
+                self._storage.recover(self._save.about.session)
             except OSError as error:
                 report(f"Leavings in {self._storage.root} could not be removed: {error}")
         self._channel.say(ready=os.getpid())
@@ -80,9 +83,7 @@ class Writer:
                 self._flush()
                 return
             self._commit_whole()
-            self._follow()
-            self._save_for_hanging_trainer()
-            self._heed()
+            self._act_unasked()
 
     def _carry_out(self, order: dict[str, Any]) -> None:
         if "save" in order:
@@ -92,24 +93,25 @@ class Writer:
             # The trainer does not hang.
             self._channel.was_asked_to_leave, self._asked_at = False, None
             coworkers = Coworkers.from_json(save["coworkers"]) if "coworkers" in save else ALONE
-            token = save.get("token") or attempt_token(self._save.about, 0)
-            self._write(int(save["slot"]), int(save["step"]), str(token), coworkers)
+            step = int(save["step"])
+            token = save.get("token") or attempt_token(self._save.about.session, step)
+            self._write(int(save["slot"]), step, str(token), coworkers)
         elif "abandon" in order:
-            attempt = self._pending.pop(int(order["abandon"]), None)
-            if attempt is not None:
+            step, token = int(order["abandon"]), None
+            for attempt in [a for a in self._pending.values() if a.step == step]:
+                token = attempt.token
+                del self._pending[token]
                 self._remove(attempt)
-            self._channel.say(abandoned=int(order["abandon"]), token=attempt and attempt.token)
+            self._channel.say(abandoned=step, token=token)
         else:
             self._channel.say(failed=-1, error=f"Unknown order: {order}")
 
     def _write(self, slot: int, step: int, token: str, coworkers: Coworkers = ALONE) -> None:
         """Write this rank's part, and remember what the leader has to commit."""
-        save = self._save.among(coworkers)
-        deadline = time.monotonic() + self._settings.commit_timeout_s
-        attempt = _Attempt(save, step, token, deadline, is_joint=coworkers.count > 1)
-        self._writing = step
+        attempt = self._attempt(step, token, coworkers)
+        self._writing = attempt
         try:
-            save.write(
+            attempt.save.write(
                 slot,
                 step,
                 token,
@@ -117,8 +119,10 @@ class Writer:
                 rate=self._rate,
                 tick=self._tick,
             )
-        except Abandoned:
+        except Abandoned as end:
             self._remove(attempt)
+            if isinstance(end, OutOfTime):
+                report(f"The save of step {step} by rank {attempt.save.about.rank} ends: {end}")
             self._channel.say(abandoned=step, token=token)
             return
         except Exception as error:
@@ -127,16 +131,24 @@ class Writer:
             return
         finally:
             self._writing = None
-        self._channel.say(written=step, token=token)
-        if save.about.is_leader:
-            self._pending[step] = attempt
+        self._is_written(attempt)
+
+    def _attempt(self, step: int, token: str, coworkers: Coworkers = ALONE) -> _Attempt:
+        deadline = time.monotonic() + self._settings.commit_timeout_s
+        save = self._save.among(coworkers)
+        return _Attempt(save, step, token, deadline, is_joint=coworkers.count > 1)
+
+    def _is_written(self, attempt: _Attempt) -> None:
+        self._channel.say(written=attempt.step, token=attempt.token)
+        if attempt.save.about.is_leader:
+            self._pending[attempt.token] = attempt
             self._commit_whole()
 
     def _fail(self, attempt: _Attempt, error: str) -> None:
         """Tell the trainer and the other ranks; the leader removes what was written."""
         about, step = attempt.save.about, attempt.step
         if about.is_leader:
-            self._pending.pop(step, None)
+            self._pending.pop(attempt.token, None)
             self._remove(attempt)
         else:
             try:
@@ -156,8 +168,10 @@ class Writer:
 
     def _commit_whole(self) -> None:
         """The leader commits each step whose parts are all there."""
-        for step, attempt in list(self._pending.items()):
-            save, token = attempt.save, attempt.token
+        for token, attempt in list(self._pending.items()):
+            if token not in self._pending:
+                continue
+            save, step = attempt.save, attempt.step
             try:
                 if save.is_whole(step, token):
                     save.commit(step, token)
@@ -176,18 +190,53 @@ class Writer:
             except Exception as error:
                 self._fail(attempt, f"{type(error).__name__}: {error}")
                 continue
-            del self._pending[step]
+            del self._pending[token]
             self._channel.say(committed=step, token=token)
-            for older in [other for other in self._pending.values() if other.step < step]:
-                # Every rank writes its steps in order: one of them left this one out.
-                self._fail(older, f"step {step} became whole before it")
-            delete_old(
-                self._storage,
-                step,
-                keep_latest_k=self._settings.keep_latest_k,
-                keep_every=self._settings.keep_every,
-                tick=self._look,
-            )
+            for other in [other for other in self._pending.values() if other.step <= step]:
+                if other.step < step:
+                    # Every rank writes its steps in order: one of them left this one out.
+                    self._fail(other, f"step {step} became whole before it")
+                else:
+                    del self._pending[other.token]
+                    self._remove(other)
+                    self._channel.say(committed=step, token=other.token)
+            if not self._channel.ended:
+                delete_old(
+                    self._storage,
+                    step,
+                    keep_latest_k=self._settings.keep_latest_k,
+                    keep_every=self._settings.keep_every,
+                    tick=self._look,
+                )
+
+    def _act_unasked(self) -> None:
+        """What no order says. What fails is tried again: it is for the case in which nobody is
+        left to ask for it."""
+        if time.monotonic() < self._unasked_from:
+            return
+        try:
+            self._follow()
+            self._save_for_hanging_trainer()
+            self._heed()
+        except (OSError, CheckpointError) as error:
+            self._unasked_from = time.monotonic() + _RETRY_S
+            report(f"Rank {self._save.about.rank}, without an order: {error}")
+
+    def _write_unasked(self, step: int, token: str) -> None:
+        """Write this rank's part if it is missing. Raises OSError or CheckpointError."""
+        self._spare_nothing()
+        attempt = self._attempt(step, token)
+        self._writing = attempt
+        try:
+            direct = self._settings.direct_io
+            self._save.write_missing(step, token, direct=direct, tick=self._tick)
+        except Abandoned:
+            # The trainer lives, and wants none of this step; or the time is up.
+            return
+        finally:
+            self._writing = None
+        if self._save.about.rank in self._storage.parts_present(step, token):
+            self._is_written(attempt)
 
     def _save_for_hanging_trainer(self) -> None:
         """Write the newest snapshot of a trainer that was asked to leave and orders no last save:
@@ -198,22 +247,27 @@ class Writer:
         self._asked_at = self._asked_at or now
         if now < self._asked_at + self._settings.preemption_grace_s / _PATIENCE:
             return
-        self._channel.was_asked_to_leave, self._asked_at = False, None
-        slots = self._save.complete_slots()
-        # Nobody goes on, so that all ranks come to the same.
-        step = self._ranks.common_step() if self._ranks.look() else max(slots, default=None)
-        if step is not None:
+        if self._ranks.look():
+            # Nobody goes on, so that all ranks come to the same.
+            common = self._ranks.common_step()
+            steps = [] if common is None else [common]
+        else:
+            steps = self._save.perhaps_common()
+        for step in steps:
             # A trainer that is stopped cannot hear: its writer is asked by this one.
             self._ranks.ask_for(step)
+        self._channel.was_asked_to_leave, self._asked_at = False, None
 
     def _heed(self) -> None:
-        """Write the steps that a writer of this machine has asked for."""
-        for step in sorted(self._ranks.asked_for() - self._heeded):
+        """Write the newest step that a writer of this machine has asked for."""
+        for step in sorted(self._ranks.asked_for() - self._heeded, reverse=True):
+            if step > self._save.newest_stored():
+                # Of no order, which the trainer may still give.
+                token = attempt_token(self._save.about.session, step, 0)
+                self._write_unasked(step, token)
             self._heeded.add(step)
-            slots = self._save.complete_slots()
-            if step in slots and step not in self._pending and step not in self._storage.steps():
-                self._spare_nothing()
-                self._write(slots[step], step, attempt_token(self._save.about, 0))
+            # Orders come first.
+            return
 
     def _follow(self) -> None:
         """Write the step that an orphaned writer of this machine decided to flush."""
@@ -222,21 +276,14 @@ class Writer:
         decided = published(self._ranks)
         if decided is None:
             return
-        self._followed = True
         step, token = decided
-        slot = self._save.complete_slots().get(step)
-        if slot is None or step in self._storage.steps():
-            return
-        if self._save.about.rank not in self._storage.parts_present(step, token):
-            self._spare_nothing()
-            self._write(slot, step, token)
-        elif self._save.about.is_leader and step not in self._pending:
-            deadline = time.monotonic() + self._settings.commit_timeout_s
-            self._pending[step] = _Attempt(self._save, step, token, deadline, is_joint=False)
+        if step > self._save.newest_stored():
+            self._write_unasked(step, token)
+        self._followed = True
 
     def _finish(self, *, free: bool) -> None:
         """What is under way ends; nothing new begins."""
-        while self._pending:
+        while self._pending and (self._grace is None or self._grace.may_begin):
             self._channel.look(0.0 if self._channel.ended else _WAITING_S)
             if self._channel.ended:
                 time.sleep(_WAITING_S)
@@ -245,16 +292,22 @@ class Writer:
         if free:
             self._save.region.unlink()
 
+    @property
+    def _grace(self) -> Grace | None:
+        """What time is left, once the trainer is gone."""
+        ended_at = self._channel.ended_at
+        return None if ended_at is None else Grace(ended_at, self._settings.preemption_grace_s)
+
     def _flush(self) -> None:
         hurry()
-        settings = self._settings
+        assert self._grace is not None
         flush(
             self._save,
             # The other replicas try again without this one.
-            pending={a.step: a.token for a in self._pending.values() if not a.is_joint},
-            direct=settings.direct_io,
-            grace_s=settings.preemption_grace_s,
-            others_s=settings.others_s,
+            pending=[(a.step, a.token) for a in self._pending.values() if not a.is_joint],
+            direct=self._settings.direct_io,
+            grace=self._grace,
+            others_s=self._settings.others_s,
         )
 
     def _look(self) -> None:
@@ -269,13 +322,21 @@ class Writer:
         self._rate.bytes_per_s = None
 
     def _tick(self) -> None:
-        """Between the chunks of a write: an order to abandon it ends it."""
+        """Between the chunks of a write: an order to abandon it ends it, and so does the time when
+        the trainer is gone."""
         self._look()
-        orders = self._channel.look()
-        abandon = next((o for o in orders if o.get("abandon") == self._writing), None)
+        attempt, orders = self._writing, self._channel.look()
+        assert attempt is not None
+        abandon = next((o for o in orders if o.get("abandon") == attempt.step), None)
         if abandon is not None:
             orders.remove(abandon)
             raise Abandoned
+        if self._grace is None:
+            return
+        if attempt.is_joint or attempt.step < self._save.region.confirmed:
+            self._grace.tick_of_older()
+        else:
+            self._grace.tick()
 
     def _tick_pending(self) -> None:
         """While stopping: orders to abandon what is waited for are still heard."""

@@ -4,17 +4,19 @@ Invariant: every byte of a parameter belongs to one holder, and holders follow e
 0. Layer: above pieces.
 """
 
+import errno
 from math import prod
 
 import torch
 
+from torchtitan_lite.checkpoint.damage import unreadable
 from torchtitan_lite.checkpoint.hugging_face.folder import HuggingFaceFolder
 from torchtitan_lite.checkpoint.hugging_face.pieces import Piece, Source, find_pieces
 from torchtitan_lite.checkpoint.model_shapes import expected_shapes
 from torchtitan_lite.checkpoint.snapshots import SavedValues
 from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.checkpoint.tensor_bytes import as_tensor, bytes_of
-from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.redistribute import Layout, Placed
 from torchtitan_lite.redistribute.holder_mesh import Holder
 from torchtitan_lite.spec import ModelSpec
@@ -91,7 +93,7 @@ class HuggingFaceSnapshot:
         except OSError as error:
             raise self._unreadable(file, error) from None
         if len(raw) != end - first:
-            raise self._unreadable(file, f"it ends before byte {end}")
+            raise self._unreadable(file, OSError(errno.ENODATA, f"it ends before byte {end}"))
         return as_tensor(raw, placed.dtype, shape)
 
     def read_part(self, name: str, holder: Holder, into: torch.Tensor) -> None:
@@ -114,8 +116,8 @@ class HuggingFaceSnapshot:
         first = piece.first + box.offset[dim] * row_bytes
         return piece.file, first, first + prod(box.size) * placed.dtype.itemsize
 
-    def _unreadable(self, file: str, error: object) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"{self.where}/{file} cannot be read: {error}")
+    def _unreadable(self, file: str, error: OSError) -> CheckpointError:
+        return unreadable(f"{self.where}/{file} cannot be read", error)
 
 
 def _cut(source: Source, num_blocks: int) -> tuple[Layout, dict[Holder, Piece]]:

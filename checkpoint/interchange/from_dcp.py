@@ -76,11 +76,13 @@ def convert_from_dcp(
             f"{storage.root}/{step_name(step)} is there already. Give another folder, or delete it."
         )
     token = secrets.token_hex(6)
-    parts: list[dict[str, Any]] = []
     storage.begin(step, token)
     try:
+        num_files = 0
         for batch in _batches(source, matches, file_bytes):
-            parts.append(_write(storage, step, token, len(parts), batch))
+            _write(storage, step, token, num_files, batch)
+            num_files += 1
+        parts = [storage.read_part(step, token, number) for number in range(num_files)]
         # Which steps can be resumed from is told by the optimizer's state.
         model_only = not any(match.name.startswith("optimizer.") for match in matches.values())
         base = {
@@ -215,8 +217,8 @@ def _batches(
 
 def _write(
     storage: Storage, step: int, token: str, number: int, batch: Mapping[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Write one file, and return what the manifest says of it."""
+) -> None:
+    """Write one file, and announce what the manifest says of it."""
     file = file_name(number)
     boxes, views = [], []
     for name, tensor in batch.items():
@@ -224,4 +226,4 @@ def _write(
         boxes.append(PartBox(name, NAME_OF[tensor.dtype], size, 0, tensor.nbytes))
         views.append(bytes_of(tensor))
     written = storage.write_part(step, token, file, boxes, views)
-    return part_of_whole(step, number, file, boxes, written)
+    storage.put_part(step, token, number, part_of_whole(step, number, file, boxes, written))

@@ -55,20 +55,40 @@ def run_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path:
 
 def regions_in(folder: Path) -> dict[int, Path]:
     """The snapshot files of a run's folder by rank."""
-    found = {}
-    for name in os.listdir(folder):
+    found: dict[int, Path] = {}
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        # Another process has removed it, with all that was in it.
+        return found
+    for name in names:
         match = _SNAPSHOTS.fullmatch(name)
         if match:
             found[int(match[1])] = folder / name
     return dict(sorted(found.items()))
 
 
+def known_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path | None:
+    """The folder of a run that has one. Raises CheckpointError as `run_folder` does."""
+    if not os.path.lexists(_user_folder(base) / run_id):
+        return None
+    return run_folder(run_id, base=base)
+
+
 def remove_regions(run_id: str, *, keep: Container[int] = (), base: Path = SHARED_MEMORY) -> None:
-    """Remove the snapshot files of all ranks but `keep`, which nobody needs any more. Several
-    processes may do it at once. Raises CheckpointError as `run_folder` does."""
-    for rank, path in regions_in(run_folder(run_id, base=base)).items():
+    """Remove the snapshot files of all ranks but `keep`, which nobody needs any more, and a folder
+    that is empty then. Several processes may do it at once. Raises CheckpointError as `run_folder`
+    does."""
+    folder = known_folder(run_id, base=base)
+    if folder is None:
+        return
+    for rank, path in regions_in(folder).items():
         if rank not in keep:
             path.unlink(missing_ok=True)
+    if not keep:
+        # Writers that still end have their locks in it.
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def runs(*, base: Path = SHARED_MEMORY) -> list[Run]:

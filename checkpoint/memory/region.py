@@ -8,42 +8,39 @@ Invariant: wherever its process is killed, each slot is either complete as its h
 counts as empty, and no slot hides another. Memory is reserved before it is touched, so that a full
 tmpfs is an error and no bus error. Stores are taken to be seen in the order in which they are made,
 as on x86-64; elsewhere the order that a pipe gives must stand between writing and reading.
-Layer: above room.
+Layer: above mapping and superblock.
 """
 
-import errno
 import json
 import mmap
-import os
 import secrets
-import stat
 import struct
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from torchtitan_lite.checkpoint.memory.room import ShortOfMemory, require_room
+from torchtitan_lite.checkpoint.memory.mapping import map_existing, reserve
+from torchtitan_lite.checkpoint.memory.room import require_room
+from torchtitan_lite.checkpoint.memory.sealed import CHECKSUM_BYTES, sealed, unsealed
+from torchtitan_lite.checkpoint.memory.superblock import (
+    ALIGNMENT,
+    MAX_SLOTS,
+    Superblock,
+    padded,
+    read_superblock,
+)
 from torchtitan_lite.errors import DamagedSnapshot
 
-ALIGNMENT = 4096
-_MAGIC = b"TTLsnap\x00"
-_VERSION = 1
-_MAX_SLOTS = 64
-_MAX_BYTES = 1 << 62
-# magic, version, rank, slots, unused, slot bytes, values bytes, description bytes, file bytes,
-# checksum of the description, token of this file
-_SUPERBLOCK = struct.Struct("<8sIIIIQQQQQ16s")
 _CONFIRMED_WORD = 2048 // 8
 # state, unused, step, values bytes, checksum of the values
 _HEADER = struct.Struct("<IIqQQ")
 # step, digests bytes, checksum of the digests
 _STAMP = struct.Struct("<qQQ")
 _STAMP_OFFSET = 1024
-_CHECKSUM = struct.Struct("<Q")
 
 
 class State(IntEnum):
@@ -68,21 +65,19 @@ _EMPTY_SLOT = SlotHeader(-1, State.EMPTY)
 class Region:
     """The snapshots of one rank. Made by the trainer, opened by the writer and by successors."""
 
-    def __init__(self, path: Path, mapped: mmap.mmap, fields: tuple[Any, ...]) -> None:
+    def __init__(self, path: Path, mapped: mmap.mmap, block: Superblock) -> None:
         """For `create` and `open`."""
-        self.path = path
-        _, _, self.rank, self.num_slots, _, *sizes, self._description_sum, token = fields
-        self.slot_bytes, self.values_bytes, self._description_bytes, self.file_bytes = sizes
-        self.token: str = token.hex()
-        """Differs for every region that was ever created."""
+        self.path, self._block = path, block
         self._map = mapped
         self.is_writable = not memoryview(mapped).readonly
         self._view = memoryview(mapped)
         self._words = self._view.cast("q")
-        self._headers_start = ALIGNMENT + _padded(self._description_bytes)
-        self._header_bytes = ALIGNMENT + _padded(self.values_bytes)
+        self._headers_start = ALIGNMENT + padded(block.description_bytes)
+        self._header_bytes = ALIGNMENT + padded(self.values_bytes)
         self._data_start = self._headers_start + self.num_slots * self._header_bytes
         self.description: dict[str, Any] = {}
+        self.taken_over_from: str | None = None
+        """The start of the run that left it, where this process took it over."""
 
     @classmethod
     def create(
@@ -100,42 +95,44 @@ class Region:
         Raises ShortOfMemory when the tmpfs, the machine or the cgroup has too little; nothing is
         left then.
         """
-        if not 0 < num_slots <= _MAX_SLOTS or slot_bytes < 0 or values_bytes <= 0:
+        if not 0 < num_slots <= MAX_SLOTS or slot_bytes < 0 or values_bytes <= 0:
             raise ValueError(
                 f"{num_slots} slots of {slot_bytes} and {values_bytes} bytes: needed are 1 to "
-                f"{_MAX_SLOTS} slots, no negative data and some room for values."
+                f"{MAX_SLOTS} slots, no negative data and some room for values."
             )
         encoded = json.dumps(description).encode()
-        slot_bytes, values_bytes = _padded(slot_bytes), _padded(values_bytes)
-        sizes = (slot_bytes, values_bytes, len(encoded))
-        file_bytes = _file_bytes(num_slots, *sizes)
+        slot_bytes, values_bytes = padded(slot_bytes), padded(values_bytes)
+        block = Superblock(
+            rank=rank,
+            num_slots=num_slots,
+            slot_bytes=slot_bytes,
+            values_bytes=values_bytes,
+            description_bytes=len(encoded),
+            description_sum=xxhash.xxh3_64_intdigest(encoded),
+            token=secrets.token_bytes(16),
+        )
         path = folder / f"rank-{rank:05d}.snapshots"
         path.unlink(missing_ok=True)
         what = f"The snapshots of rank {rank} ({num_slots} slots of {slot_bytes / 2**20:.1f} MiB)"
-        require_room(folder, file_bytes, what)
-        mapped = _reserve(path, file_bytes, what)
-        checksum = xxhash.xxh3_64_intdigest(encoded)
-        fields = (
-            *(_MAGIC, _VERSION, rank, num_slots, 0),
-            *(*sizes, file_bytes, checksum, secrets.token_bytes(16)),
-        )
-        region = cls(path, mapped, fields)
+        require_room(folder, block.file_bytes, what)
+        mapped = reserve(path, block.file_bytes, what)
+        region = cls(path, mapped, block)
         region.description = json.loads(encoded)
         region._store(ALIGNMENT, encoded)
         region._words[_CONFIRMED_WORD] = -1
         # Last: a file without it is no region.
-        region._store(0, _sealed(_SUPERBLOCK.pack(*fields)))
+        region._store(0, block.encoded())
         return region
 
     @classmethod
     def open(cls, path: Path, writable: bool = False) -> "Region":
         """Map the region in `path`. Raises DamagedSnapshot when it is none, or not whole."""
-        mapped = _map_existing(path, writable)
+        mapped = map_existing(path, writable)
         try:
-            region = cls(path, mapped, _superblock(path, mapped))
+            region = cls(path, mapped, read_superblock(path, mapped))
             start = ALIGNMENT
-            encoded = bytes(region._view[start : start + region._description_bytes])
-            if xxhash.xxh3_64_intdigest(encoded) != region._description_sum:
+            encoded = bytes(region._view[start : start + region._block.description_bytes])
+            if xxhash.xxh3_64_intdigest(encoded) != region._block.description_sum:
                 raise DamagedSnapshot(f"{path} is damaged: its description's checksum is wrong.")
             region.description = _json_object(path, encoded, "description")
         except BaseException:
@@ -152,10 +149,11 @@ class Region:
         description: dict[str, Any],
         slot_bytes: int,
         num_slots: int = 3,
+        values_bytes: int = 0,
     ) -> "Region | None":
         """Take over the region that an earlier start of the same run left, with the steps in it,
-        where it differs from `description` in `session` and `config` at most; None where there is
-        none, or it does not fit.
+        where it differs from `description` in `session` and `config` at most and has room for
+        `values_bytes` of values; None where there is none, or it does not fit.
 
         For the short time in which the description is replaced, a kill loses the region.
         """
@@ -167,14 +165,38 @@ class Region:
         encoded = json.dumps(description).encode()
         fits = (
             _without_start(region.description) == _without_start(json.loads(encoded))
-            and (region.slot_bytes, region.num_slots) == (_padded(slot_bytes), num_slots)
-            and _padded(len(encoded)) == _padded(region._description_bytes)
+            and (region.slot_bytes, region.num_slots) == (padded(slot_bytes), num_slots)
+            and region.values_bytes >= values_bytes
+            and padded(len(encoded)) == padded(region._block.description_bytes)
         )
         if not fits:
             region.close()
             return None
+        region.taken_over_from = region.description.get("session")
         region._describe(encoded)
         return region
+
+    @property
+    def rank(self) -> int:
+        return self._block.rank
+
+    @property
+    def num_slots(self) -> int:
+        return self._block.num_slots
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._block.slot_bytes
+
+    @property
+    def values_bytes(self) -> int:
+        """The most that the values and the digests of a slot may take."""
+        return self._block.values_bytes
+
+    @property
+    def token(self) -> str:
+        """Differs for every region that was ever created."""
+        return self._block.token.hex()
 
     @property
     def confirmed(self) -> int:
@@ -216,7 +238,7 @@ class Region:
         self._store(start + ALIGNMENT + header[3], encoded)
         checksum = xxhash.xxh3_64_intdigest(encoded)
         stamp = _STAMP.pack(header[2], len(encoded), checksum)
-        self._store(start + _STAMP_OFFSET, _sealed(stamp))
+        self._store(start + _STAMP_OFFSET, sealed(stamp))
 
     def slots(self) -> list[SlotHeader]:
         """What each slot holds. One whose header is not whole counts as empty."""
@@ -247,7 +269,7 @@ class Region:
         """What `stamp` kept; None when the slot's present data was not stamped."""
         header = self._header(slot)
         start = self._header_start(slot) + _STAMP_OFFSET
-        stamp = _unsealed(self._view[start : start + _STAMP.size + _CHECKSUM.size])
+        stamp = unsealed(self._view[start : start + _STAMP.size + CHECKSUM_BYTES])
         if header is None or header[0] != State.COMPLETE or stamp is None:
             return None
         step, length, checksum = _STAMP.unpack(stamp)
@@ -273,13 +295,13 @@ class Region:
         """Replace the description by one that needs as many pages."""
         self._store(ALIGNMENT, encoded)
         self.description = json.loads(encoded)
-        self._description_bytes = len(encoded)
-        self._description_sum = xxhash.xxh3_64_intdigest(encoded)
-        token = secrets.token_bytes(16)
-        self.token = token.hex()
-        sizes = (self.slot_bytes, self.values_bytes, len(encoded), self.file_bytes)
-        fields = (_MAGIC, _VERSION, self.rank, self.num_slots, 0, *sizes)
-        self._store(0, _sealed(_SUPERBLOCK.pack(*fields, self._description_sum, token)))
+        self._block = replace(
+            self._block,
+            description_bytes=len(encoded),
+            description_sum=xxhash.xxh3_64_intdigest(encoded),
+            token=secrets.token_bytes(16),
+        )
+        self._store(0, self._block.encoded())
 
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.num_slots:
@@ -292,7 +314,7 @@ class Region:
     def _header(self, slot: int) -> tuple[int, int, int, int, int] | None:
         """The fields of a slot's header; None when its checksum does not hold."""
         start = self._header_start(slot)
-        fields = _unsealed(self._view[start : start + _HEADER.size + _CHECKSUM.size])
+        fields = unsealed(self._view[start : start + _HEADER.size + CHECKSUM_BYTES])
         if fields is None:
             return None
         header = _HEADER.unpack(fields)
@@ -305,8 +327,8 @@ class Region:
         checksum = xxhash.xxh3_64_intdigest(values)
         header = _HEADER.pack(state, 0, step, len(values), checksum)
         start = self._header_start(slot)
-        self._store(start + _STAMP_OFFSET, bytes(_STAMP.size + _CHECKSUM.size))
-        self._store(start, _sealed(header))
+        self._store(start + _STAMP_OFFSET, bytes(_STAMP.size + CHECKSUM_BYTES))
+        self._store(start, sealed(header))
 
     def _require_room_for(self, length: int, what: str) -> None:
         if length > self.values_bytes:
@@ -327,89 +349,6 @@ class Region:
 def _without_start(description: dict[str, Any]) -> dict[str, Any]:
     """What does not change between two starts of a run that goes on in the same way."""
     return {k: v for k, v in description.items() if k not in ("session", "config")}
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _file_bytes(num_slots: int, slot_bytes: int, values_bytes: int, description_bytes: int) -> int:
-    per_slot = ALIGNMENT + _padded(values_bytes) + slot_bytes
-    return ALIGNMENT + _padded(description_bytes) + num_slots * per_slot
-
-
-def _sealed(content: bytes) -> bytes:
-    """`content` and its checksum. Zeros are not sealed: fresh memory counts as empty."""
-    return content + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content))
-
-
-def _unsealed(content: memoryview) -> bytes | None:
-    fields = bytes(content[: -_CHECKSUM.size])
-    (checksum,) = _CHECKSUM.unpack(content[-_CHECKSUM.size :])
-    return fields if xxhash.xxh3_64_intdigest(fields) == checksum else None
-
-
-def _reserve(path: Path, file_bytes: int, what: str) -> mmap.mmap:
-    """A new file of this size with all its memory taken, mapped."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, file_bytes)
-        return mmap.mmap(descriptor, file_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    except BaseException as error:
-        status = os.statvfs(path.parent)
-        os.unlink(path)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
-            available = status.f_bavail * status.f_frsize
-            raise ShortOfMemory(
-                what, needed=file_bytes, available=available, where=str(path.parent)
-            ) from error
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def _map_existing(path: Path, writable: bool) -> mmap.mmap:
-    try:
-        flags = os.O_RDWR if writable else os.O_RDONLY
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise DamagedSnapshot(f"{path} cannot be opened: {error}") from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
-            raise DamagedSnapshot(f"{path} is no file of user {os.getuid()}.")
-        if status.st_size < ALIGNMENT:
-            raise DamagedSnapshot(f"{path} is damaged: it has only {status.st_size} bytes.")
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        return mmap.mmap(descriptor, status.st_size, mmap.MAP_SHARED, protection)
-    finally:
-        os.close(descriptor)
-
-
-def _superblock(path: Path, mapped: mmap.mmap) -> tuple[Any, ...]:
-    """The fields of the superblock, each checked against the file's real length."""
-    if mapped[:8] != _MAGIC:
-        raise DamagedSnapshot(f"{path} is damaged: it does not begin as snapshots do.")
-    with memoryview(mapped) as view:
-        content = _unsealed(view[: _SUPERBLOCK.size + _CHECKSUM.size])
-    if content is None:
-        raise DamagedSnapshot(f"{path} is damaged: its superblock's checksum is wrong.")
-    fields = _SUPERBLOCK.unpack(content)
-    _, version, _, num_slots, _, slot_bytes, values_bytes, description_bytes, file_bytes, *_ = (
-        fields
-    )
-    if version != _VERSION:
-        raise DamagedSnapshot(f"{path} has version {version}; this version reads {_VERSION}.")
-    sizes = (slot_bytes, values_bytes, description_bytes)
-    sound = 0 < num_slots <= _MAX_SLOTS and max(sizes) < _MAX_BYTES
-    sound = sound and slot_bytes % ALIGNMENT == 0 and values_bytes % ALIGNMENT == 0
-    if not sound or not _file_bytes(num_slots, *sizes) == file_bytes == len(mapped):
-        raise DamagedSnapshot(
-            f"{path} is damaged: {num_slots} slots of {slot_bytes} bytes do not fit its "
-            f"{len(mapped)} bytes."
-        )
-    return fields
 
 
 def _json_object(path: Path, encoded: bytes, what: str) -> dict[str, Any]:

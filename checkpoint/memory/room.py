@@ -4,6 +4,7 @@ Layer: imports nothing of the project.
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
@@ -52,27 +53,51 @@ def _memory_available() -> int | None:
         return None
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """How a version of cgroups tells of memory."""
+
+    controllers: str
+    """Of its line in /proc/self/cgroup."""
+    folder: str
+    limit: str
+    used: str
+    cache: str
+    """In memory.stat: the page cache that goes when memory is asked for, and counts as used."""
+
+
+_KINDS = (
+    _Kind("", "", "memory.max", "memory.current", "inactive_file"),
+    _Kind("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+          "total_inactive_file"),
+)  # fmt: skip
+
+
 def _cgroup_available() -> int | None:
-    """The least that is left under the limits of this process's cgroup (version 2) and those
-    above it. Page cache counts as used there, but the inactive part goes when memory is asked."""
+    """The least that is left under the limits of this process's cgroups and those above them."""
     try:
-        line = next(x for x in _OWN_CGROUP.read_text().splitlines() if x.startswith("0::"))
-    except (OSError, StopIteration):
+        lines = [line.split(":", 2) for line in _OWN_CGROUP.read_text().splitlines()]
+    except OSError:
         return None
-    group = _CGROUPS / line[3:].lstrip("/")
-    least = None
-    for folder in (group, *group.parents):
-        if not folder.is_relative_to(_CGROUPS):
-            break
-        try:
-            limit = (folder / "memory.max").read_text().strip()
-            if limit == "max":
-                continue
-            used = int((folder / "memory.current").read_text())
-            statistics = (folder / "memory.stat").read_text().split()
-            cache = int(statistics[statistics.index("inactive_file") + 1])
-            left = max(0, int(limit) - used + cache)
-        except (OSError, ValueError, IndexError):
-            continue
-        least = left if least is None else min(least, left)
-    return least
+    left = []
+    for kind in _KINDS:
+        for _, controllers, path in (line for line in lines if len(line) == 3):
+            if kind.controllers in controllers.split(","):
+                root = _CGROUPS / kind.folder
+                group = root / path.lstrip("/")
+                above = [folder for folder in group.parents if folder.is_relative_to(root)]
+                left += [_left_in(folder, kind) for folder in (group, *above)]
+    return min((bytes_ for bytes_ in left if bytes_ is not None), default=None)
+
+
+def _left_in(folder: Path, kind: _Kind) -> int | None:
+    """None where there is no limit."""
+    try:
+        limit = int((folder / kind.limit).read_text())
+        used = int((folder / kind.used).read_text())
+        statistics = (folder / "memory.stat").read_text().split()
+        cache = int(statistics[statistics.index(kind.cache) + 1])
+    except (OSError, ValueError, IndexError):
+        # "max" is no number.
+        return None
+    return max(0, limit - used + cache)

@@ -20,8 +20,9 @@ class Files:
 
     def create(self, path: Path, *, direct: bool = False) -> int:
         """A descriptor of a new, empty file for writing. `direct` asks for O_DIRECT, and raises
-        OSError (EINVAL) where the filesystem has none; then no file is left."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        OSError (EINVAL) where the filesystem has none; then no file is left. A link in the way is
+        an error (ELOOP), lest a file elsewhere be emptied."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         return os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
 
     def pwrite(self, descriptor: int, content: bytes | memoryview, offset: int) -> None:
@@ -115,19 +116,15 @@ class Files:
         self.sync_folder(path.parent)
 
     def rmtree(self, path: Path) -> None:
-        """Remove a folder with all that is in it. What somebody else removes meanwhile is no
-        error, nor is a folder that is not there."""
-        try:
-            names = self.listdir(path)
-        except FileNotFoundError:
-            return
-        for name in names:
-            with suppress(FileNotFoundError):
-                if stat.S_ISDIR(os.lstat(path / name).st_mode):
-                    self.rmtree(path / name)
-                else:
-                    self.unlink(path / name)
+        """Remove a folder with all that is in it, or whatever else has its name: a link is removed,
+        and not followed. What somebody else removes meanwhile is no error, nor is a folder that is
+        not there."""
         with suppress(FileNotFoundError):
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
+                self.unlink(path)
+                return
+            for name in self.listdir(path):
+                self.rmtree(path / name)
             self.rmdir(path)
 
 

@@ -15,7 +15,9 @@ from torchtitan_lite.checkpoint.storage.part_file import Written
 from torchtitan_lite.errors import CheckpointError
 
 FORMAT = "torchtitan_lite.checkpoint"
-VERSION = 2
+VERSION = 3
+READ_VERSIONS = (2, 3)
+"""Those of the format that are read. In version 2 there was no `data`."""
 MANIFEST = "manifest.json"
 
 
@@ -26,23 +28,26 @@ def build_manifest(
 
     `base` gives `mesh`, `values`, `config`, `versions` and may give `model_only`. A part is
     {"rank", "rng", "layouts", "tensors": {name: {"dtype", "shape", "layout", "boxes"}}}, with
-    `layout` an index into its own `layouts`; `rng` is empty where there is none. A box that several
-    ranks wrote is taken from the first. Raises CheckpointError, naming the tensor, when ranks
-    disagree on it or its boxes do not hold all of it.
+    `layout` an index into its own `layouts`; `rng` is empty where there is none. A storage that
+    puts the files of an attempt into a folder of their own adds its name as `data`. Takes time in
+    proportion to the number of boxes. Raises CheckpointError, naming the tensor, when ranks
+    disagree on it, or its boxes together do not have as many elements as it has.
     """
+    parts = sorted(parts, key=lambda part: part["rank"])
     layouts: list[Any] = []
     places: dict[str, int] = {}
     tensors: dict[str, dict[str, Any]] = {}
     rng: dict[str, Any] = {}
-    for part in sorted(parts, key=lambda part: part["rank"]):
+    for part in parts:
         if part["rng"]:
             rng[str(part["rank"])] = part["rng"]
+        # A layout names all files, and most of a rank's tensors share a few.
+        joined: dict[int, int] = {}
         for name, entry in part["tensors"].items():
-            layout = part["layouts"][entry["layout"]]
-            place = places.setdefault(json.dumps(layout, sort_keys=True), len(layouts))
-            if place == len(layouts):
-                layouts.append(layout)
-            _join(tensors, name, entry, place, part["rank"])
+            number = entry["layout"]
+            if number not in joined:
+                joined[number] = _place_of(part["layouts"][number], layouts, places)
+            _join(tensors, name, entry, joined[number], part["rank"])
     for name, entry in tensors.items():
         _require_whole(name, entry)
     model_only = bool(base.get("model_only", False))
@@ -54,6 +59,7 @@ def build_manifest(
         "mesh": dict(base["mesh"]),
         "layouts": layouts,
         "tensors": tensors,
+        **_data(parts),
         "values": dict(base["values"]),
         "rng": {} if model_only else rng,
         "config": dict(base["config"]),
@@ -83,8 +89,41 @@ def checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
-    """As it is stored."""
-    return json.dumps(manifest, indent=1).encode()
+    """As it is stored: JSON with a line for each layout, tensor and other field. Not by `indent`,
+    with which Python takes another encoder, many times as slow."""
+    return _lines([(key, _field(value)) for key, value in manifest.items()], "").encode()
+
+
+def _field(value: Any) -> str:
+    """A field of the manifest. Those that grow with the run are lists or objects of objects."""
+    if isinstance(value, list) and value:
+        return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+    if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
+        return _lines([(key, json.dumps(one)) for key, one in value.items()], " ")
+    return json.dumps(value)
+
+
+def _lines(items: Iterable[tuple[str, str]], indent: str) -> str:
+    """A JSON object of values that are JSON already, one a line."""
+    lines = (f"{indent} {json.dumps(key)}: {value}" for key, value in items)
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+
+
+def _data(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Where the files lie, if not in the folder of the step itself."""
+    said = {part.get("data") for part in parts}
+    if len(said) > 1:
+        raise CheckpointError(f"The files of one step lie in several places: {said}.")
+    data = next(iter(said), None)
+    return {} if data is None else {"data": data}
+
+
+def _place_of(layout: Any, layouts: list[Any], places: dict[str, int]) -> int:
+    """The index of a layout among those of the manifest, to which it is added if it is new."""
+    place = places.setdefault(json.dumps(layout, sort_keys=True), len(layouts))
+    if place == len(layouts):
+        layouts.append(layout)
+    return place
 
 
 def _join(
@@ -99,8 +138,8 @@ def _join(
             f"Rank {rank} describes {name} as {entry['dtype']} {entry['shape']} in layout {place}, "
             f"ranks before it as {known['dtype']} {known['shape']} in layout {known['layout']}."
         )
-    taken = {(*box["offset"], *box["size"]) for box in known["boxes"]}
-    known["boxes"] += [box for box in entry["boxes"] if (*box["offset"], *box["size"]) not in taken]
+    # Each byte is written by one rank.
+    known["boxes"] += entry["boxes"]
 
 
 def _require_whole(name: str, entry: Mapping[str, Any]) -> None:

@@ -2,6 +2,9 @@
 
 import re
 
+ATTEMPT = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,127}", re.ASCII)
+"""The token of an attempt at a step, where it names files: it cannot name another folder, and is no
+file's name."""
 _STEP = re.compile(r"step-([0-9]{1,18})", re.ASCII)
 
 

@@ -1,21 +1,25 @@
 """Checkpoints in an object store, through fsspec: a step is seen once its manifest is there.
 
-Files go to `step-N/` as they are written, and the manifest last. There is no rename, so a step that
-is written again loses its old manifest first. Part announcements carry their attempt's token.
+An attempt at a step writes below `step-N/TOKEN/`: its files, and word of its parts. To commit,
+`step-N/manifest.json` is put, in which `data` names the attempt. There is no rename, but one
+manifest takes the place of another in one operation, so that a step is never gone.
 
 Every operation is tried again when the store fails, after waits that grow; what cannot succeed
 (missing, forbidden, misused) fails at once. Invariant: a manifest is put only when all its files
-are there, and goes before any of them does. Layer: above part_file.
+are there, goes before any of them does, and no other attempt touches them. Layer: above part_file.
 """
 
+import errno
 import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.names import (
+    ATTEMPT,
     failure_name,
     part_name,
     rank_of,
@@ -37,22 +41,14 @@ from torchtitan_lite.checkpoint.storage.part_file import (
 from torchtitan_lite.checkpoint.storage.rate import TokenBucket
 from torchtitan_lite.errors import CheckpointError, UserError
 
+_DATA = ".safetensors"
 _TRIES = 8
 _FIRST_WAIT_S = 0.2
 _LONGEST_WAIT_S = 20.0
 _CHUNK_BYTES = 16 << 20
-_PERMANENT = (
-    FileNotFoundError,
-    PermissionError,
-    IsADirectoryError,
-    NotADirectoryError,
-    ImportError,
-    LookupError,
-    TypeError,
-    ValueError,
-    NotImplementedError,
-    UserError,
-)
+_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_MISUSED = (ImportError, LookupError, TypeError, ValueError, NotImplementedError)
+"""What a client raises that cannot do what it is asked for, and will not be able to later."""
 
 _T = TypeVar("_T")
 
@@ -61,6 +57,7 @@ class _Filesystem(Protocol):
     """What is used of an fsspec filesystem."""
 
     def ls(self, path: str, detail: bool = ...) -> list[Any]: ...
+    def find(self, path: str) -> Any: ...
     def exists(self, path: str) -> bool: ...
     def pipe_file(self, path: str, value: bytes) -> None: ...
     def size(self, path: str) -> int | None: ...
@@ -92,8 +89,7 @@ class ObjectStore:
         self._fs: _Filesystem = filesystem or found
 
     def begin(self, step: int, token: str) -> None:
-        del token
-        self._remove(f"{step_name(step)}/{MANIFEST}")
+        """Folders are made when something is put into them."""
 
     def write_part(
         self,
@@ -107,14 +103,14 @@ class ObjectStore:
         rate: TokenBucket | None = None,
         tick: Callable[[], None] = nothing,
     ) -> list[Written]:
-        del token, direct
+        del direct
         limit = rate or TokenBucket(None)
 
         def content() -> Iterator[Iterator[memoryview]]:
             for number, box in enumerate(boxes):
                 yield _chunks(bytes_of(source, number, box))
 
-        return self._write(step, name, boxes, content, limit, tick)
+        return self._write(self._attempt(step, token), name, boxes, content, limit, tick)
 
     def write_stream(
         self,
@@ -126,12 +122,12 @@ class ObjectStore:
         *,
         tick: Callable[[], None] = nothing,
     ) -> list[Written]:
-        del token
-        return self._write(step, name, boxes, content, TokenBucket(None), tick)
+        folder = self._attempt(step, token)
+        return self._write(folder, name, boxes, content, TokenBucket(None), tick)
 
     def _write(
         self,
-        step: int,
+        folder: str,
         name: str,
         boxes: Sequence[PartBox],
         content: Content,
@@ -143,88 +139,107 @@ class ObjectStore:
 
         def put() -> None:
             digests.clear()
-            with self._fs.open(self._full(f"{step_name(step)}/{name}"), "wb") as file:
+            with self._fs.open(self._full(f"{folder}/{name}"), "wb") as file:
                 file.write(header)
                 for piece in digested(boxes, content(), digests):
                     file.write(piece)
                     limit.spend(len(piece), tick)
                     tick()
 
-        self._make_folder(step)
-        self._insist(f"writing {step_name(step)}/{name}", put)
+        self._make_folder(folder)
+        self._insist(f"writing {folder}/{name}", put)
         return places(header, boxes, digests)
 
     def put_part(self, step: int, token: str, rank: int, part: Mapping[str, Any]) -> None:
-        self._make_folder(step)
-        self._put(f"{step_name(step)}/{token}.{part_name(rank)}", json.dumps(part).encode())
+        self._announce(step, token, part_name(rank), {**part, "data": token})
 
     def put_failure(self, step: int, token: str, rank: int, error: str) -> None:
-        self._make_folder(step)
-        self._put(f"{step_name(step)}/{token}.{failure_name(rank)}", json.dumps(error).encode())
+        self._announce(step, token, failure_name(rank), error)
+
+    def _announce(self, step: int, token: str, name: str, word: Any) -> None:
+        folder = self._attempt(step, token)
+        self._make_folder(folder)
+        self._put(f"{folder}/{name}", json.dumps(word).encode())
 
     def parts_present(self, step: int, token: str) -> set[int]:
-        return set(self._announced(step, token, ".json"))
+        names = self._names(self._attempt(step, token))
+        return {rank for name in names if (rank := rank_of(name, ".json")) is not None}
 
     def failures(self, step: int, token: str) -> dict[int, str]:
-        found = self._announced(step, token, ".failed")
-        return {rank: str(json.loads(self.read(path))) for rank, path in found.items()}
+        folder = self._attempt(step, token)
+        names = self._names(folder)
+        found = {name: rank for name in names if (rank := rank_of(name, ".failed")) is not None}
+        return {rank: str(self._read_json(f"{folder}/{name}")) for name, rank in found.items()}
 
     def read_part(self, step: int, token: str, rank: int) -> dict[str, Any]:
-        return json.loads(self.read(f"{step_name(step)}/{token}.{part_name(rank)}"))
+        return self._read_json(f"{self._attempt(step, token)}/{part_name(rank)}")
 
     def commit(self, step: int, token: str, manifest: bytes) -> None:
-        # What is not named by the manifest is word of parts, or of another attempt.
-        entries = json.loads(manifest)["tensors"].values()
-        kept = {MANIFEST, *(box["file"] for entry in entries for box in entry["boxes"])}
-        folder = step_name(step)
-        missing = kept - {MANIFEST, *self._names(folder)}
+        told, folder = json.loads(manifest), self._attempt(step, token)
+        files = {box["file"] for entry in told["tensors"].values() for box in entry["boxes"]}
+        if files and told.get("data") != token:
+            raise OSError(
+                f"The manifest is of {told.get('data')}, and {folder} is to be committed."
+            )
+        missing = files - set(self._names(folder))
         if missing:
             raise OSError(f"{self.root}/{folder} has lost {', '.join(sorted(missing))}.")
-        self._put(f"{folder}/{MANIFEST}", manifest)
-        for name in self._names(folder):
-            if name not in kept:
-                self._remove(f"{folder}/{name}")
+        replaced = self._committed(step)
+        self._put(f"{step_name(step)}/{MANIFEST}", manifest)
+        # The step is safe. What stays of the one before, and of the announcements, is found later.
+        with suppress(OSError):
+            self._remove_left(step, token, lambda attempt: attempt != replaced)
 
     def abandon(self, step: int, token: str) -> None:
-        folder = step_name(step)
-        names = self._names(folder)
-        if MANIFEST not in names:
-            for name in names:
-                # Word of another attempt stays. Should that have written its data already, its
-                # commit finds it missing and fails.
-                if name.startswith((f"{token}.", "rank-")):
-                    self._remove(f"{folder}/{name}")
+        paths = self._find(step)
+        if MANIFEST not in paths or self._committed(step) not in (None, token):
+            for path in paths:
+                if path.startswith(f"{token}/"):
+                    self._remove(f"{step_name(step)}/{path}")
 
     def steps(self) -> list[int]:
         found = (step_of(name) for name in self._names(""))
         return sorted(step for step in found if step is not None and self._is_committed(step))
 
     def delete(self, step: int, tick: Callable[[], None] = nothing) -> None:
-        folder = step_name(step)
-        self._remove(f"{folder}/{MANIFEST}")
-        for name in self._names(folder):
-            self._remove(f"{folder}/{name}")
+        self._remove(f"{step_name(step)}/{MANIFEST}")
+        for path in self._find(step):
+            self._remove(f"{step_name(step)}/{path}")
             tick()
 
     def mend(self) -> None:
         """A step is never renamed here."""
 
     def recover(self, session: str) -> None:
-        for name in self._names(""):
-            step = step_of(name)
-            if step is None or self._is_committed(step):
-                continue
-            names = self._names(name)
-            if not any(left.startswith(session) for left in names):
-                for left in names:
-                    self._remove(f"{name}/{left}")
+        self._tidy(lambda step: True, lambda attempt: attempt.startswith(session))
 
     def tidy(self, before: int) -> None:
-        for name in self._names(""):
-            step = step_of(name)
-            if step is not None and step < before and not self._is_committed(step):
-                for left in self._names(name):
-                    self._remove(f"{name}/{left}")
+        self._tidy(lambda step: step < before, lambda attempt: False)
+
+    def _tidy(self, looks_at: Callable[[int], bool], is_needed: Callable[[str], bool]) -> None:
+        """Remove from steps what belongs neither to a checkpoint nor to a needed attempt."""
+        for step in map(step_of, self._names("")):
+            if step is not None and looks_at(step):
+                self._remove_left(step, None, is_needed)
+
+    def _remove_left(
+        self, step: int, committed: str | None, is_needed: Callable[[str], bool]
+    ) -> None:
+        """Remove what neither the checkpoint of the attempt `committed` nor a needed attempt has
+        in the folder of a step. None: see what the manifest says, if there is one."""
+        paths = self._find(step)
+        if committed is None and MANIFEST in paths:
+            if not _may_have_left(paths):
+                return
+            committed = self._committed(step)
+            if committed is None:
+                # Damaged: what belongs to it cannot be told.
+                return
+        for path in paths:
+            attempt, _, name = path.rpartition("/")
+            is_kept = name.endswith(_DATA) if attempt == committed else is_needed(attempt)
+            if path != MANIFEST and not is_kept:
+                self._remove(f"{step_name(step)}/{path}")
 
     def size(self, path: str) -> int:
         full = self._full(path)
@@ -242,7 +257,7 @@ class ObjectStore:
     ) -> None:
         content = self.read(path, start, start + len(target)) if len(target) else b""
         if len(content) != len(target):
-            raise OSError(f"it ends after {start + len(content)} bytes")
+            raise OSError(errno.ENODATA, f"it ends after {start + len(content)} bytes")
         target[:] = content
         seen(target)
 
@@ -252,14 +267,41 @@ class ObjectStore:
     def _full(self, path: str) -> str:
         return f"{self._path.rstrip('/')}/{path}".rstrip("/")
 
-    def _announced(self, step: int, token: str, suffix: str) -> dict[int, str]:
-        folder, start = step_name(step), f"{token}."
-        found = {}
-        for name in self._names(folder):
-            rank = rank_of(name.removeprefix(start), suffix) if name.startswith(start) else None
-            if rank is not None:
-                found[rank] = f"{folder}/{name}"
-        return found
+    def _attempt(self, step: int, token: str) -> str:
+        """The folder of an attempt. Raises ValueError for a token that readers would not take."""
+        if not ATTEMPT.fullmatch(token):
+            raise ValueError(f"{token!r:.200} cannot name an attempt at step {step}.")
+        return f"{step_name(step)}/{token}"
+
+    def _read_json(self, path: str) -> Any:
+        content = self.read(path)
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise OSError(f"{self.root}/{path} is damaged: {error}") from None
+
+    def _committed(self, step: int) -> str | None:
+        """The attempt that a step's manifest names; "" for format 2, whose files lie beside it;
+        None where there is no manifest, or it is damaged."""
+        try:
+            told = json.loads(self.read(f"{step_name(step)}/{MANIFEST}"))
+        except (FileNotFoundError, ValueError):
+            return None
+        return str(told.get("data", "")) if isinstance(told, dict) else None
+
+    def _find(self, step: int) -> list[str]:
+        """Everything in the folder of a step, as "manifest.json" or "TOKEN/rank-00000.json"."""
+        folder = step_name(step)
+
+        def look() -> list[str]:
+            self._fs.invalidate_cache()
+            try:
+                paths = self._fs.find(self._full(folder))
+            except FileNotFoundError:
+                return []
+            return sorted(str(path).rpartition(f"/{folder}/")[2] for path in paths)
+
+        return self._insist(f"listing {folder}", look)
 
     def _is_committed(self, step: int) -> bool:
         full = self._full(f"{step_name(step)}/{MANIFEST}")
@@ -282,8 +324,8 @@ class ObjectStore:
 
         return self._insist(f"listing {folder or self.root}", look)
 
-    def _make_folder(self, step: int) -> None:
-        full = self._full(step_name(step))
+    def _make_folder(self, folder: str) -> None:
+        full = self._full(folder)
         self._insist(f"making {full}", lambda: self._fs.makedirs(full, exist_ok=True))
 
     def _put(self, path: str, content: bytes) -> None:
@@ -302,23 +344,31 @@ class ObjectStore:
         self._insist(f"removing {path}", remove)
 
     def _insist(self, what: str, action: Callable[[], _T]) -> _T:
-        """Run `action` until it succeeds, at most eight times; OSError, naming what was tried."""
+        """Run `action` until it succeeds, at most eight times. Whatever a client raises becomes an
+        OSError that names what was tried; only ours pass as they are."""
         wait_s = self._first_wait_s
         for number in range(1, _TRIES + 1):
             try:
                 return action()
-            except (*_PERMANENT, Abandoned):
+            except (*_PERMANENT, UserError, Abandoned):
                 raise
             except Exception as error:
-                if number == _TRIES:
+                if number == _TRIES or isinstance(error, _MISUSED):
+                    tried = "" if number == 1 else f" {number} times, at last"
                     raise OSError(
-                        f"{what} in {self.root} failed {_TRIES} times, at last with "
-                        f"{type(error).__name__}: {error}"
+                        f"{what} in {self.root} failed{tried} with {type(error).__name__}: {error}"
                     ) from error
             # Jitter: the ranks of a large run must not come back at the same moment.
             time.sleep(wait_s * random.uniform(0.5, 1.5))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         raise AssertionError("unreachable")
+
+
+def _may_have_left(paths: Sequence[str]) -> bool:
+    """Whether a committed step holds more than the files of one attempt."""
+    files = [path for path in paths if path != MANIFEST]
+    folders = {path.rpartition("/")[0] for path in files}
+    return len(folders) > 1 or not all(path.endswith(_DATA) for path in files)
 
 
 def _chunks(view: memoryview) -> Iterator[memoryview]:

@@ -1,14 +1,16 @@
 """Checkpoints in a folder, local or shared: a step is a folder that one rename makes seen.
 
-An attempt writes into `.writing-step-N-TOKEN`. To commit, the manifest is added, everything is
-synced, and the folder is renamed to `step-N`. A `step-N` in the way is first renamed to
-`.replaced-step-N`; a crash between the two renames is mended by `recover`. A step to be deleted is
-renamed to `.deleting-step-N` first.
+An attempt announces its parts in `.writing-step-N-TOKEN`, and writes them into the folder `step-N`
+in that. To commit, the manifest is added, everything is synced, and that inner folder is renamed
+out. The announcements go last, so that a commit that failed or was killed can be made again. A
+`step-N` in the way is first renamed to `.replaced-step-N`; a crash between the two renames is
+mended by `recover`. A step to be deleted is renamed to `.deleting-step-N` first.
 
-Invariant: a folder `step-N` is whole, also when nothing that was not synced survived.
-Layer: above part_file.
+Invariant: a folder `step-N` is whole and holds nothing else, also when nothing that was not synced
+survived. Layer: above part_file.
 """
 
+import errno
 import json
 import mmap
 import os
@@ -26,6 +28,7 @@ from torchtitan_lite.checkpoint.storage.names import (
     step_name,
     step_of,
 )
+from torchtitan_lite.checkpoint.storage.newest import Newest
 from torchtitan_lite.checkpoint.storage.part_file import (
     Content,
     PartBox,
@@ -39,6 +42,8 @@ from torchtitan_lite.checkpoint.storage.rate import TokenBucket
 _WRITING = ".writing-"
 _REPLACED = ".replaced-"
 _DELETING = ".deleting-"
+_MOST_OPEN = 128
+"""Files to read from, of either kind: a process has often 1,024 descriptors, and a mapping one."""
 _READ_BYTES = 1 << 20
 """That fit into a processor's cache."""
 
@@ -50,10 +55,11 @@ class LocalFolder:
         self.root = str(root)
         self._folder = root
         self._files = files
-        self._maps: dict[Path, memoryview] = {}
+        self._maps: Newest[memoryview] = Newest(_MOST_OPEN)
+        self._opened: Newest[_Opened] = Newest(_MOST_OPEN)
 
     def begin(self, step: int, token: str) -> None:
-        self._files.make_folders(self._attempt(step, token))
+        self._files.make_folders(self._written(step, token))
 
     def write_part(
         self,
@@ -67,7 +73,7 @@ class LocalFolder:
         rate: TokenBucket | None = None,
         tick: Callable[[], None] = nothing,
     ) -> list[Written]:
-        path = self._attempt(step, token) / name
+        path = self._written(step, token) / name
         return write_part(self._files, path, boxes, source, direct=direct, rate=rate, tick=tick)
 
     def write_stream(
@@ -80,7 +86,7 @@ class LocalFolder:
         *,
         tick: Callable[[], None] = nothing,
     ) -> list[Written]:
-        path = self._attempt(step, token) / name
+        path = self._written(step, token) / name
         return write_stream(self._files, path, boxes, content, tick=tick)
 
     def put_part(self, step: int, token: str, rank: int, part: Mapping[str, Any]) -> None:
@@ -114,24 +120,27 @@ class LocalFolder:
         return json.loads(self._files.read(self._attempt(step, token) / part_name(rank)))
 
     def commit(self, step: int, token: str, manifest: bytes) -> None:
-        files, folder = self._files, self._attempt(step, token)
-        files.write_file(folder / MANIFEST, manifest)
-        for name in self._names(folder):
-            if rank_of(name, ".json") is not None or rank_of(name, ".failed") is not None:
-                files.unlink(folder / name)
-        files.sync_folder(folder)
+        files, written = self._files, self._written(step, token)
         final = self._folder / step_name(step)
         replaced = self._folder / f"{_REPLACED}{step_name(step)}"
-        if files.exists(final):
-            files.rmtree(replaced)
-            files.rename(final, replaced)
-        try:
-            files.rename(folder, final)
-        except OSError:
-            self._put_back()
-            raise
+        if files.exists(written) or not files.exists(final):
+            files.write_file(written / MANIFEST, manifest)
+            files.sync_folder(written)
+            try:
+                if files.exists(final):
+                    files.rmtree(replaced)
+                    files.rename(final, replaced)
+                files.rename(written, final)
+            except OSError:
+                self._put_back()
+                raise
+        elif files.read(final / MANIFEST) != manifest:
+            raise FileNotFoundError(f"{written} is gone, and {final} is of another attempt.")
         files.sync_folder(self._folder)
-        files.rmtree(replaced)
+        # The step is safe. What stays is removed by `recover` and `tidy`.
+        with suppress(OSError):
+            files.rmtree(replaced)
+            files.rmtree(self._attempt(step, token))
 
     def abandon(self, step: int, token: str) -> None:
         self._files.rmtree(self._attempt(step, token))
@@ -178,36 +187,40 @@ class LocalFolder:
         return os.stat(self._folder / path).st_size
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes | memoryview:
-        full = self._folder / path
-        if full not in self._maps:
-            with open(full, "rb") as file:
-                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._maps[full] = memoryview(content)
-        return self._maps[full][start:stop]
+        return self._maps.get(path, lambda: self._map(path))[start:stop]
 
     def read_into(
         self, path: str, start: int, target: memoryview, seen: Callable[[memoryview], object]
     ) -> None:
         # By copying: each page that is mapped costs a fault, which is as slow.
-        descriptor = os.open(self._folder / path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            filled = 0
-            while filled < len(target):
-                room = target[filled : filled + _READ_BYTES]
-                length = os.preadv(descriptor, [room], start + filled)
-                if length == 0:
-                    raise OSError(f"it ends after {start + filled} bytes")
-                seen(room[:length])
-                filled += length
-        finally:
-            os.close(descriptor)
+        # Kept open, since a file is read tensor by tensor.
+        opened, filled = self._opened.get(path, lambda: self._open(path)), 0
+        while filled < len(target):
+            room = target[filled : filled + _READ_BYTES]
+            length = os.preadv(opened.descriptor, [room], start + filled)
+            if length == 0:
+                raise OSError(errno.ENODATA, f"it ends after {start + filled} bytes")
+            seen(room[:length])
+            filled += length
+
+    def _map(self, path: str) -> memoryview:
+        with open(self._folder / path, "rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+    def _open(self, path: str) -> "_Opened":
+        return _Opened(os.open(self._folder / path, os.O_RDONLY | os.O_CLOEXEC))
 
     def close(self) -> None:
-        """Let go of mapped files; those of which somebody holds bytes stay until that ends."""
+        """Let go of files; those of which somebody holds bytes stay until that ends."""
         self._maps.clear()
+        self._opened.clear()
 
     def _attempt(self, step: int, token: str) -> Path:
         return self._folder / f"{_WRITING}{step_name(step)}-{token}"
+
+    def _written(self, step: int, token: str) -> Path:
+        """The folder of an attempt's files, that becomes the step's."""
+        return self._attempt(step, token) / step_name(step)
 
     def _names(self, folder: Path) -> list[str]:
         try:
@@ -230,6 +243,16 @@ class LocalFolder:
                     changed = True
         if changed:
             self._files.sync_folder(self._folder)
+
+
+class _Opened:
+    """A file that is open for reading until nobody has this any more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
 
 
 def _token_of(name: str) -> str:

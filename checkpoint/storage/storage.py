@@ -15,7 +15,8 @@ from torchtitan_lite.checkpoint.storage.rate import TokenBucket
 
 
 class Storage(Protocol):
-    """A local folder or an object store. All methods raise OSError when the place fails."""
+    """A local folder or an object store. All methods raise OSError when the place fails, whatever
+    its client raises."""
 
     root: str
 
@@ -68,15 +69,17 @@ class Storage(Protocol):
         ...
 
     def read_part(self, step: int, token: str, rank: int) -> dict[str, Any]:
-        """A part that is present."""
+        """A part that is present; with `data`, where the storage has the files of an attempt in a
+        folder of their own."""
         ...
 
     def commit(self, step: int, token: str, manifest: bytes) -> None:
-        """Make the step seen, whole and durably, in place of an older one of the same step."""
+        """Make the step seen, whole and durably, in place of an older one of the same step, which
+        is not lost before. May be called again after it has failed."""
         ...
 
     def abandon(self, step: int, token: str) -> None:
-        """Remove what an attempt has written. Other attempts are not touched."""
+        """Remove what an attempt has written that was not committed. Others are not touched."""
         ...
 
     def steps(self) -> list[int]:

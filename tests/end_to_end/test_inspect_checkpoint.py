@@ -25,7 +25,7 @@ def test_a_step_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     text = ask(capsys, tmp_path / "step-3", "--tensors", "--verify")
     for words in (
         "  step 3\n",
-        "format version 2, written by torchtitan_lite test",
+        "format version 3, written by torchtitan_lite test",
         "mesh: dp_shard 2\n",
         "7 tensors, 16,879 bytes in 2 files",
         "parts: model 8,479 bytes, optimizer 8,400 bytes",

@@ -15,12 +15,18 @@ import pytest
 import torch
 
 from tests import launch
+from tests.dying_points import POINTS
+from tests.tolerances import PARITY_FLOAT64
 from torchtitan_lite.checkpoint.memory import folder as shared
 from torchtitan_lite.errors import CheckpointError
 
 _RANKS = 2
 _BETWEEN = 8
 """Steps from one kill to the next."""
+_LAST = 14
+_CALL = {"forward": 4 * 7 + 1, "header": 2 * 7 + 1, "order": 2}
+"""At which a rank is killed, where it is not the eighth: of four layers, of two headers a step, and
+of saves every five steps."""
 KILLED = ("one rank", "all ranks", "one writer", "everything")
 
 
@@ -142,6 +148,72 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
 @pytest.mark.parametrize("seed", range(5))
 def test_twenty_moments(seed: int, run: Path, tmp_path: Path) -> None:
     _check_crashes(list(KILLED), run, tmp_path, seed)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("straight")
+    launch.run(_RANKS, _arguments(folder / "run", _LAST), folder / "log")
+    return folder / "run"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_a_point_of_a_step(point: str, straight: Path, run: Path, tmp_path: Path) -> None:
+    """Of a rank that leads and of one that does not, in turns."""
+    rank, log = POINTS.index(point) % _RANKS, tmp_path / "log"
+    call = _CALL.get(point.partition(".")[0], 8)
+    fault = f"dies_at={rank}:{point}:{call}"
+    arguments = _arguments(run, _LAST)
+    process = launch.start(_RANKS, arguments, log, program=launch.FAULTY, FAULTS=fault)
+    try:
+        assert process.wait(timeout=120) != 0, log.read_text()[-3000:]
+    finally:
+        launch.end(process)
+    reached = launch.steps_of(run)[-1]["step"]
+    assert 2 <= reached < _LAST
+    text = launch.run(_RANKS, arguments, tmp_path / "after.log")
+    found = re.search(r"Resumed from .* at step (\d+)", text)
+    assert found is not None and reached - 1 <= int(found[1]) <= reached + 1, text[-3000:]
+    expected, after = (
+        launch.saved_tensors(folder / "checkpoint" / f"step-{_LAST}") for folder in (straight, run)
+    )
+    assert after.keys() == expected.keys() and len(expected) > 50
+    assert all(torch.equal(after[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [
+        pytest.param(4, ["--parallelism.tensor_parallel_degree=2"], marks=pytest.mark.matrix),
+        (1, []),
+    ],
+)
+def test_another_mesh_goes_on_from_what_lies_in_memory(
+    ranks: int, mesh: list[str], run: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    exact = ["--training.dtype=float64", "--checkpoint.interval=100000"]
+    process = launch.start(_RANKS, [*_arguments(run, 100_000), *exact], log)
+    try:
+        launch.wait_for_step(run, 6, process, log)
+        _kill(process, "everything")
+        process.wait(timeout=60)
+    finally:
+        launch.end(process)
+    reached = launch.steps_of(run)[-1]["step"]
+    last = reached + 4
+    text = launch.run(ranks, [*_arguments(run, last), *exact, *mesh], tmp_path / "after.log")
+    found = re.search(r"Resumed from step \d+ in shared memory at step (\d+)", text)
+    assert found is not None, text[-3000:]
+    assert reached - 1 <= int(found[1]) <= reached + 1
+    straight = tmp_path / "straight"
+    launch.run(_RANKS, [*_arguments(straight, last), *exact], tmp_path / "straight.log")
+    expected = {line["step"]: line["loss"] for line in launch.steps_of(straight)}
+    after = {line["step"]: line["loss"] for line in launch.steps_of(run)[-3:]}
+    assert max(after) == last
+    assert after == pytest.approx({step: expected[step] for step in after}, rel=PARITY_FLOAT64)
 
 
 def test_the_newest_snapshot_is_durable_soon_after_a_kill(run: Path, tmp_path: Path) -> None:

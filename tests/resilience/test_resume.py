@@ -34,14 +34,31 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
             "parallelism.expert_parallel_degree": 2,
         },
     ),
+    "fsdp-2-cp-2": (4, {"parallelism.context_parallel_degree": 2}),
+    "pp-2-tp-2": (
+        4,
+        {"parallelism.pipeline_parallel_degree": 2, "parallelism.tensor_parallel_degree": 2},
+    ),
+    "ep-4": (
+        4,
+        {
+            "model.name": "qwen3",
+            "model.flavor": "many_experts",
+            "parallelism.expert_parallel_degree": 4,
+        },
+    ),
     "pp-2-tied": (2, {"model.flavor": "odd_tied", "parallelism.pipeline_parallel_degree": 2}),
 }
 
 
 # SGD keeps one tensor for each parameter, AdamW two and a count: for the short run, SGD on one mesh
-# is enough.
+# is enough, and AdamW on those that differ most.
+_LONG = ("fsdp-2-cp-2", "pp-2-tp-2", "ep-4")
 ROWS = [
-    *((mesh, "AdamW") for mesh in MESHES),
+    *(
+        pytest.param(mesh, "AdamW", marks=[pytest.mark.matrix] if mesh in _LONG else [])
+        for mesh in MESHES
+    ),
     *(
         pytest.param(mesh, "SGD", marks=[] if mesh == "fsdp-2" else [pytest.mark.matrix])
         for mesh in MESHES

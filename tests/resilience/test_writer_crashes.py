@@ -18,15 +18,13 @@ from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.posix import LocalFolder
 from torchtitan_lite.checkpoint.storage.rate import TokenBucket
 
-POINTS = [
-    *(("0", n) for n in range(1, 51)),
-    *(("1", n) for n in range(1, 27)),
-    *(("trainer", n) for n in range(1, 31)),
-    *(("flush-0", n) for n in range(1, 51)),
-    *(("flush-1", n) for n in range(1, 25)),
-]
-"""Which process dies: a rank's writer (0 leads) or the trainer of both, in two saves; or a writer
-in a save and the flush that follows the trainer's death. And at which of its operations."""
+OPERATIONS = {"0": 56, "1": 30, "trainer": 32, "flush-0": 50, "flush-1": 30, "alone-1": 50}
+"""Which process dies: a rank's writer (0 leads) or the trainer of both, in two saves; a writer in a
+save and the flush that follows the trainer's death; or one that flushes for a leader's writer, too,
+which is dead. And how many operations it does then, at each of which it dies once."""
+POINTS = [(victim, n) for victim, most in OPERATIONS.items() for n in range(1, most + 1)]
+_ATTEMPTS = 3
+"""Where the other writer comes first by chance, that makes a folder, and the victim does less."""
 FAST = [point for i, point in enumerate(POINTS) if i % 15 == 7]
 
 
@@ -41,9 +39,10 @@ def _wait_until_gone(pids: list[int]) -> None:
             time.sleep(0.01)
 
 
-def _kill_at(tmp_path: Path, victim: str, dies_at: int) -> None:
-    root = tmp_path / "checkpoint"
-    arguments = ["trainer", str(tmp_path), str(root), victim, str(dies_at)]
+def _run(base: Path, victim: str, dies_at: int) -> tuple[int, list[dict[str, int]]]:
+    """The operations that the victim did, and what the trainer said."""
+    base.mkdir()
+    arguments = ["trainer", str(base), str(base / "checkpoint"), victim, str(dies_at)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.writer_faults", *arguments],
         cwd=REPOSITORY,
@@ -51,14 +50,27 @@ def _kill_at(tmp_path: Path, victim: str, dies_at: int) -> None:
         timeout=60,
         check=False,
     )
-    said = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == -9, done.stderr.decode()
+    said = [json.loads(line) for line in done.stdout.splitlines()]
     _wait_until_gone([line["writer"] for line in said if "writer" in line])
+    count = base / f"count-{victim.rpartition('-')[2]}"
+    return int(count.read_text()), said
+
+
+def _kill_at(tmp_path: Path, victim: str, dies_at: int) -> None:
+    done = 0
+    for attempt in range(_ATTEMPTS):
+        base = tmp_path / str(attempt)
+        done, said = _run(base, victim, dies_at)
+        if done == dies_at:
+            break
+    else:
+        pytest.fail(f"{victim} does {done} operations, and was to die at {dies_at}")
     committed = max((line["committed"] for line in said if "committed" in line), default=0)
-    if victim == "flush-1":
-        # The leader writes the part of a writer that is gone.
+    if victim.startswith("flush-"):
+        # Another writer does what was left to one that is gone.
         committed = 2
-    _check(root, at_least=committed)
+    _check(base / "checkpoint", at_least=committed)
 
 
 def _check(root: Path, at_least: int) -> list[int]:
@@ -74,6 +86,18 @@ def _check(root: Path, at_least: int) -> list[int]:
     if root.exists():
         assert sorted(os.listdir(root)) == [f"step-{step}" for step in steps]
     return steps
+
+
+@pytest.mark.parametrize("victim", OPERATIONS)
+def test_no_operation_is_left_out(tmp_path: Path, victim: str) -> None:
+    done = 0
+    for attempt in range(_ATTEMPTS):
+        done, _ = _run(tmp_path / str(attempt), victim, dies_at=0)
+        _check(tmp_path / str(attempt) / "checkpoint", at_least=2)
+        if done == OPERATIONS[victim]:
+            break
+    assert done == OPERATIONS[victim]
+    assert len(POINTS) >= 180
 
 
 @pytest.mark.parametrize(("victim", "dies_at"), FAST)
@@ -100,7 +124,7 @@ def test_power_lost_after_every_operation(tmp_path: Path, direct: bool) -> None:
     committed_at = {}
     for attempt, step in enumerate((1, 2, 2)):
         run.snapshot(step, step)
-        token = attempt_token(saves[0].about, attempt)
+        token = attempt_token(saves[0].about.session, step, attempt)
         for save in saves:
             save.write(step, step, token, direct=direct, rate=TokenBucket(None))
         saves[0].commit(step, token)

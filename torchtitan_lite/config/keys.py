@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from torchtitan_lite.section import Section
+from torchtitan_lite.section import Section, field_texts
+
+_SectionType = type[BaseModel]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,13 @@ class Key:
     type: Any
     """Its annotation without constraints."""
     default: Any
-    meaning: str
+    section: _SectionType
+    """That it is a key of."""
+
+    @property
+    def meaning(self) -> str:
+        """What the reference and `--help` say of it."""
+        return _one_line(field_texts(self.section).get(self.path[-1]))
 
     @property
     def name(self) -> str:
@@ -57,15 +65,15 @@ def groups(
     for name, field in section.model_fields.items():
         here = (*path, name)
         type_ = without_constraints(field.annotation)
-        meaning = _one_line(field.description)
         inner, is_list = section_in(type_)
         if inner is not None:
             below += groups(inner, here, repeated=is_list)
         if get_origin(type_) is dict:
+            meaning = _one_line(field_texts(section).get(name))
             below.append(Group(path=here, repeated=False, meaning=meaning, keys=()))
         elif inner is None or is_list:
             default = field.get_default(call_default_factory=True)
-            keys.append(Key(path=here, type=type_, default=default, meaning=meaning))
+            keys.append(Key(path=here, type=type_, default=default, section=section))
     if keys:
         own = _one_line(section.__doc__)
         yield Group(path=path, repeated=repeated, meaning=own, keys=tuple(keys))

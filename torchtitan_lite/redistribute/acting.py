@@ -6,6 +6,7 @@ Layer: above joint.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -36,12 +37,7 @@ class Taking:
     @property
     def stays(self) -> bool:
         """Whether each rank acts for one holder, whose part is its own part of `dst`."""
-        src, acting = self.src, tuple(self.actors[holder] for holder in self.src.mesh.holders)
-        if len(set(acting)) < len(acting) or src.mesh.shape != self.dst.mesh.shape:
-            return False
-        # What files call an axis says nothing.
-        mesh = HolderMesh(src.mesh.shape, acting, self.dst.mesh.axes)
-        return Layout(mesh, src.placements, src.shard_order) == self.dst
+        return _stays(self.src, self.dst, tuple(self.actors[h] for h in self.src.mesh.holders))
 
     @property
     def dst_ranks(self) -> list[int]:
@@ -53,6 +49,15 @@ class Taking:
             raise LayoutError(f"No rank acts for {missing[0]!r} of {self.src}.")
         if self.src.reduce_op or self.dst.reduce_op:
             raise LayoutError(f"Contributions cannot be taken out of files: {self.src}.")
+
+
+@lru_cache(maxsize=1024)
+def _stays(src: Layout, dst: Layout, acting: tuple[int, ...]) -> bool:
+    if len(set(acting)) < len(acting) or src.mesh.shape != dst.mesh.shape:
+        return False
+    # What files call an axis says nothing.
+    mesh = HolderMesh(src.mesh.shape, acting, dst.mesh.axes)
+    return Layout(mesh, src.placements, src.shard_order) == dst
 
 
 def choose_actors(

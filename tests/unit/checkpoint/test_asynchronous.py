@@ -1,10 +1,14 @@
 """Saves beside training, on one process with its real writer."""
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -17,10 +21,12 @@ from tests.unit.checkpoint.conftest import (
     same,
     steps_in,
 )
+from torchtitan_lite.checkpoint import restoring
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.memory.folder import regions_in, run_folder, runs
 from torchtitan_lite.checkpoint.memory.lock import RankLock
 from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.checkpoint.snapshots import Origin
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.mesh import Mesh
 
@@ -343,6 +349,69 @@ def test_a_run_that_ends_at_what_was_remembered_stores_and_frees_it(
     assert memory_of(tmp_path) == []
 
 
+def test_a_snapshot_that_changes_while_it_is_read_is_not_used(
+    manage: Manage, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is under way twice."""
+    state = SmallState()
+    manager = manage(state, interval=100, **ASYNC)
+    steps(manager, state, mesh, 1)
+    saver = manager._asynchronous
+    assert saver is not None
+    until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
+    steps(manager, state, mesh, 2)
+    complete(manager, mesh)
+    crash(manager)
+    load = restoring.load
+
+    def load_beside_the_other(*given: Any) -> None:
+        load(*given)
+        for path in memory_of(tmp_path):
+            region = Region.open(path, writable=True)
+            for slot in range(region.num_slots):
+                region.begin(slot, 9)
+            region.close()
+
+    monkeypatch.setattr(restoring, "load", load_beside_the_other)
+    other = manage(SmallState(), interval=100, **ASYNC)
+    assert other.restore() == f"{other.root}/step-1"
+
+
+def test_a_snapshot_of_another_start_is_not_gone_on_with(manage: Manage, mesh: Mesh) -> None:
+    state = SmallState()
+    manager = manage(state, interval=100, **ASYNC)
+    steps(manager, state, mesh, 2)
+    complete(manager, mesh)
+    saver = manager._asynchronous
+    assert saver is not None
+    start = manager._saved.identity.session
+    assert saver.has(Origin(start, 2))
+    assert not saver.has(Origin(start, 7))
+    assert not saver.has(Origin("another", 2))
+    crash(manager)
+    state = SmallState(seed=1)
+    manager = manage(state, interval=100, **ASYNC)
+    assert manager.restore() == "step 2 in shared memory"
+    steps(manager, state, mesh, 1)
+    saver = manager._asynchronous
+    assert saver is not None and saver.has(Origin(start, 2))
+
+
+def test_what_lay_in_memory_is_saved_where_memory_has_become_short(
+    manage: Manage, mesh: Mesh
+) -> None:
+    state = SmallState()
+    manager = manage(state, interval=100, enable_first_step_checkpoint=False, **ASYNC)
+    steps(manager, state, mesh, 2)
+    complete(manager, mesh)
+    crash(manager)
+    state = SmallState(seed=1)
+    manager = manage(state, interval=100, snapshot_gib=1e-9, **ASYNC)
+    assert manager.restore() == "step 2 in shared memory"
+    steps(manager, state, mesh, 1)
+    assert "step-3" in steps_in(manager.root)
+
+
 def test_an_earlier_start_with_more_ranks_is_not_in_the_way(
     manage: Manage, mesh: Mesh, tmp_path: Path
 ) -> None:
@@ -416,3 +485,133 @@ def test_bytes_that_change_in_memory_after_a_save_are_found(
     assert manage(other, interval=100, **ASYNC).restore() == f"{manager.root}/step-1"
     assert same(other.tensors(), state.tensors())
     assert any("is damaged: model.wide in slot" in warning for warning in warnings_in(logged))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("saves", [80, pytest.param(1000, marks=pytest.mark.matrix)])
+def test_saves_leak_nothing_in_the_trainer(
+    manage: Manage, mesh: Mesh, tmp_path: Path, saves: int
+) -> None:
+    state, me = SmallState(), psutil.Process()
+    manager = manage(state, interval=1, keep_latest_k=2, **ASYNC)
+    steps(manager, state, mesh, 1)
+    saver = manager._asynchronous
+    assert saver is not None
+
+    def save(number: int) -> tuple[int, int, int, int]:
+        for _ in range(number):
+            until(manager, mesh, lambda: saver.saved_step == state.step, "the step is saved")
+            # What is added would be NaN one day.
+            for tensor in state.tensors().values():
+                tensor.zero_()
+            steps(manager, state, mesh, 1)
+        (memory,) = memory_of(tmp_path)
+        in_memory = len(list(memory.parent.iterdir()))
+        return me.num_fds(), me.num_threads(), len(me.children()), in_memory
+
+    before = save(20)
+    resident = me.memory_info().rss
+    assert save(saves) == before
+    # The C library keeps some of its own; a manifest a save is more in the long row.
+    assert me.memory_info().rss - resident < 4 << 20
+    until(manager, mesh, lambda: saver.saved_step == state.step, "the last step is saved")
+    assert len([name for name in steps_in(manager.root) if name.startswith("step-")]) == 2
+
+
+def test_a_writer_that_does_not_end_is_named_and_later_saves_look_again(
+    manage: Manage, mesh: Mesh, tmp_path: Path, logged: pytest.LogCaptureFixture
+) -> None:
+    state = SmallState()
+    manager = manage(state, interval=100, **ASYNC)
+    steps(manager, state, mesh, 2)
+    complete(manager, mesh)
+    crash(manager)
+    other = SmallState(seed=1)
+    manager = manage(other, interval=2, preemption_grace_s=0.1, **ASYNC)
+    assert manager.restore() == "step 2 in shared memory"
+    (path,) = memory_of(tmp_path)
+    lock = RankLock(path.parent, 0)
+    assert lock.acquire(_STEPS_LATER_S)
+    steps(manager, other, mesh, 2)
+    warnings = [text for text in warnings_in(logged) if "has not ended" in text]
+    assert len(warnings) == 2 and f"process {os.getpid()} holds {lock.path}" in warnings[0]
+    assert manager._asynchronous is None and "step-4" in steps_in(manager.root)
+    lock.release()
+    steps(manager, other, mesh, 1)
+    assert manager._asynchronous is None, "no save is due"
+    steps(manager, other, mesh, 1)
+    saver = manager._asynchronous
+    assert saver is not None
+    until(manager, mesh, lambda: saver.saved_step == 6, "step 6 is saved")
+    assert steps_in(manager.root)[-2:] == ["step-4", "step-6"]
+
+
+class _GrowingState(SmallState):
+    """Whose values may come to need more room than they had at first."""
+
+    notes = ""
+
+    def values(self) -> dict[str, Any]:
+        return super().values() | {"notes": self.notes}
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_values_that_outgrow_their_room_cost_snapshots_and_not_the_run(
+    manage: Manage,
+    mesh: Mesh,
+    tmp_path: Path,
+    logged: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    beside: bool,
+) -> None:
+    monkeypatch.setattr("torchtitan_lite.checkpoint.copier.has_free_core", lambda: beside)
+    state = _GrowingState()
+    manager = manage(state, interval=4, enable_first_step_checkpoint=False, **ASYNC)
+    steps(manager, state, mesh, 2)
+    complete(manager, mesh)
+    state.notes = "x" * (2 << 20)
+    steps(manager, state, mesh, 2)
+    complete(manager, mesh)
+    errors = [r.getMessage() for r in logged.records if r.levelname == "ERROR"]
+    error = next(text for text in errors if "No snapshot" in text)
+    assert "No snapshot of step 3: The values of a snapshot take 2" in error
+    assert "has room for 1150976" in error
+    # Larger memory is taken, and what could not be saved is saved.
+    steps(manager, state, mesh, 2)
+    saver = manager._asynchronous
+    assert saver is not None and not saver.has_outgrown
+    until(manager, mesh, lambda: saver.saved_step is not None, "a step is saved")
+    complete(manager, mesh)
+    crash(manager)
+    other = _GrowingState(seed=1)
+    assert manage(other, interval=100, **ASYNC).restore() == f"step {state.step} in shared memory"
+    assert same(other.tensors(), state.tensors())
+
+
+def test_values_that_outgrow_their_room_at_the_end_are_saved(manage: Manage, mesh: Mesh) -> None:
+    state = _GrowingState()
+    manager = manage(state, interval=100, **ASYNC)
+    steps(manager, state, mesh, 2)
+    state.notes = "x" * (2 << 20)
+    assert manager.final_save(finished=True) == f"{manager.root}/step-2"
+    assert manifest_in(f"{manager.root}/step-2").values["notes"] == state.notes
+
+
+def test_waiting_for_a_writer_that_hangs_is_said_again_and_again(
+    manage: Manage,
+    mesh: Mesh,
+    logged: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torchtitan_lite.checkpoint.asynchronous._WARNING_S", 0.2)
+    state = SmallState()
+    manager = manage(state, interval=100, **ASYNC)
+    steps(manager, state, mesh, 1)
+    saver = manager._asynchronous
+    assert saver is not None and saver._writer.pid is not None
+    pid = saver._writer.pid
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+    assert manager.final_save(finished=True) == f"{manager.root}/step-1"
+    said = [text for text in warnings_in(logged) if "Step 1 is still being saved in" in text]
+    assert len(said) > 1 and "have waited for it for 0 s" in said[0]

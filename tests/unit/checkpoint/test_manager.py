@@ -1,5 +1,6 @@
 """When to save, what to resume from, and how many checkpoints stay."""
 
+import errno
 import pickle
 import re
 from pathlib import Path
@@ -13,11 +14,14 @@ from tests.unit.checkpoint.conftest import (
     Manage,
     SmallState,
     manifest_in,
+    run_id_in,
     run_steps,
     same,
     steps_in,
 )
 from torchtitan_lite.checkpoint.background.coworkers import Coworkers
+from torchtitan_lite.checkpoint.memory.folder import runs
+from torchtitan_lite.checkpoint.storage.posix import LocalFolder
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 
 _DATA = "rank-00000.safetensors"
@@ -88,6 +92,25 @@ def test_a_damaged_newest_is_named_and_the_one_before_is_used(
     assert len(warnings) == 1
     assert re.search(message, warnings[0])
     assert not Path(manager.root, "exploded").exists()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ETIMEDOUT])
+def test_what_cannot_be_read_now_is_not_taken_for_damage(
+    manage: Manage, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """An older step would be a loss, and nothing says that the newest is."""
+    state = SmallState()
+    run_steps(manage(state), state, 2)
+
+    def fails(*_: object) -> None:
+        raise OSError(number, "not now")
+
+    monkeypatch.setattr(LocalFolder, "read_into", fails)
+    with pytest.raises(CheckpointError, match=r"step-2/rank-00000.safetensors cannot .* not now"):
+        manage(SmallState()).restore()
+    monkeypatch.undo()
+    manager = manage(SmallState())
+    assert manager.restore() == f"{manager.root}/step-2"
 
 
 @pytest.mark.parametrize("damage", _DAMAGES)
@@ -412,3 +435,23 @@ def test_a_model_that_does_not_fit_stops_and_is_not_taken_for_damage(manage: Man
     with pytest.raises(CheckpointError, match=r"model.weight has .* \[5, 8\] here") as error:
         manage(other).restore()
     assert not isinstance(error.value, DamagedCheckpoint)
+
+
+def test_a_dtype_that_cannot_hold_the_weights_fails_the_last_save(manage: Manage) -> None:
+    state = SmallState()
+    state.model["model.weight"][0, 0] = 1e6
+    manager = manage(state, last_save_model_only=True, export_dtype="float16", interval=100)
+    run_steps(manager, state, 2)
+    with pytest.raises(CheckpointError, match=r"model.weight has numbers .*cannot hold: set"):
+        manager.final_save(finished=True)
+
+
+def test_a_run_that_waits_for_its_saves_leaves_nothing_in_memory(
+    manage: Manage, tmp_path: Path
+) -> None:
+    state = SmallState()
+    manager = manage(state)
+    manager.restore()
+    run_steps(manager, state, 1)
+    manager.final_save(finished=True)
+    assert run_id_in(tmp_path) not in [run.run_id for run in runs()]

@@ -1,6 +1,7 @@
 """Damage to a small checkpoint of two files: none goes unseen, by a load or by a check."""
 
 import random
+import secrets
 import shutil
 from pathlib import Path
 
@@ -11,13 +12,14 @@ from tests.stored import TWO_FILES, damage, store
 from tests.unit.checkpoint.conftest import same
 from torchtitan_lite.checkpoint.loader import load
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
+from torchtitan_lite.checkpoint.storage.object_store import ObjectStore
 from torchtitan_lite.checkpoint.storage.storage import open_storage
 from torchtitan_lite.checkpoint.verify import verify
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.mesh import Mesh
 
 
-def _loaded(root: Path, like: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+def _loaded(root: Path | str, like: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
     tensors = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
     storage = open_storage(str(root))
     try:
@@ -100,3 +102,21 @@ def test_a_header_that_says_something_else_is_found(tmp_path: Path) -> None:
         path.write_bytes(other)
         (found,) = verify(open_storage(str(tmp_path)), "step-3")
         assert (found.file, found.tensor) == (TWO_FILES[0], None)
+
+
+def test_files_below_the_name_of_their_attempt(mesh: Mesh) -> None:
+    """As an object store has them."""
+    root = f"memory://{secrets.token_hex(8)}"
+    tensors = store(root, step=3)
+    storage = open_storage(root)
+    snapshot = StoredSnapshot(storage, "step-3")
+    below = snapshot.manifest.data
+    assert below is not None and same(_loaded(root, tensors, mesh), tensors)
+    assert verify(storage, "step-3") == []
+    assert isinstance(storage, ObjectStore)
+    storage._remove(f"step-3/{below}/{TWO_FILES[1]}")
+    with pytest.raises(DamagedCheckpoint, match=f"step-3/{below}/{TWO_FILES[1]} is missing"):
+        _loaded(root, tensors, mesh)
+    assert {one.file for one in verify(storage, "step-3")} == {TWO_FILES[1]}
+    with pytest.raises(DamagedCheckpoint, match=f"step-3/{below}/{TWO_FILES[1]} cannot be read"):
+        snapshot.part("model.weight", TWO_FILES[1])

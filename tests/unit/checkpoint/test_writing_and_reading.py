@@ -180,6 +180,26 @@ def _new_line(raw: dict[str, Any]) -> None:
     _box(raw)["file"] += "\n"
 
 
+def _data_outside(raw: dict[str, Any]) -> None:
+    raw["data"] = ".."
+
+
+def _data_below(raw: dict[str, Any]) -> None:
+    raw["data"] = "a/b"
+
+
+def _data_new_line(raw: dict[str, Any]) -> None:
+    raw["data"] = "a\n"
+
+
+def _data_nowhere(raw: dict[str, Any]) -> None:
+    raw["data"] = ""
+
+
+def _data_in_version_2(raw: dict[str, Any]) -> None:
+    raw |= {"version": 2, "data": "a-0"}
+
+
 def _absurd_shape(raw: dict[str, Any]) -> None:
     raw["tensors"]["model.weight"]["shape"] = [1 << 61, 1 << 61]
     _box(raw)["size"] = [1 << 61, 1 << 61]
@@ -324,6 +344,11 @@ def _lone_surrogate(raw: dict[str, Any]) -> None:
         (_escape, r"damaged at tensors.model.weight.boxes.0.file: String should"),
         (_absolute, r"damaged at tensors.model.weight.boxes.0.file: String should"),
         (_new_line, r"damaged at tensors.model.weight.boxes.0.file: String should"),
+        (_data_outside, r"damaged at data: String should match"),
+        (_data_below, r"damaged at data: String should match"),
+        (_data_new_line, r"damaged at data: String should match"),
+        (_data_nowhere, r"damaged at data: String should match"),
+        (_data_in_version_2, r"version 2 has no field data"),
         (_absurd_shape, r"the box of model.weight .* does not fit"),
         (_absurd_dims, r"damaged at tensors.model.weight.shape: List should have at most"),
         (
@@ -409,12 +434,18 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(saved: Path) -> None:
         manifest_in(saved)
 
 
-@pytest.mark.parametrize("version", [1, 3, "2", None])
+def test_format_2_is_read(saved: Path) -> None:
+    raw = json.loads((saved / "manifest.json").read_text())
+    change(saved, raw | {"version": 2})
+    assert manifest_in(saved).version == 2
+
+
+@pytest.mark.parametrize("version", [1, 4, "3", None])
 def test_another_version_is_told_apart_from_damage(saved: Path, version: object) -> None:
     path = saved / "manifest.json"
     raw = json.loads(path.read_text())
     path.write_text(json.dumps(raw | {"version": version, "new": "keys"}))
-    wanted = f"has format version {version}; this version of torchtitan_lite reads 2"
+    wanted = f"has format version {version}; this version of torchtitan_lite reads 2 and 3"
     with pytest.raises(CheckpointError, match=wanted) as got:
         manifest_in(saved)
     assert not isinstance(got.value, DamagedCheckpoint)

@@ -16,10 +16,13 @@ import pytest
 
 from tests.launch import REPOSITORY
 from tests.snapshots import orphan, snapshot, trainers, verify
+from torchtitan_lite.checkpoint.background.flush import Ranks
 from torchtitan_lite.checkpoint.background.process import WriterProcess
+from torchtitan_lite.checkpoint.background.save import RankSave
 from torchtitan_lite.checkpoint.background.settings import WriterSettings
 from torchtitan_lite.checkpoint.memory.lock import RankLock
 from torchtitan_lite.checkpoint.storage.storage import open_storage
+from torchtitan_lite.log import logger
 
 _LIMITED = 'ulimit -f {}; exec "{}" -m torchtitan_lite.checkpoint.background "$0"'
 
@@ -188,6 +191,66 @@ def test_a_successor_waits_for_the_flush(tmp_path: Path) -> None:
         verify(root / "step-7")
 
 
+_CHUNKS = 8 << 20
+"""Elements that are written in several calls, between which a writer sees to its time."""
+
+
+def _slow(seconds: float, number: int) -> list[str]:
+    """A writer whose first writes are slow."""
+    arguments = ["slow", str(seconds), str(number)]
+    return [sys.executable, "-m", "tests.writer_faults", *arguments]
+
+
+@pytest.mark.parametrize(("grace_s", "slow", "stored"), [(0.4, 2, []), (6.0, 1, [7])])
+def test_what_is_under_way_is_cut_off_when_the_grace_ends(
+    tmp_path: Path, grace_s: float, slow: int, stored: list[int]
+) -> None:
+    """The time counts from the trainer's end."""
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 1, large_elements=_CHUNKS) as run:
+        run.start(_slow(1.2, slow), preemption_grace_s=grace_s)
+        run.snapshot(0, 7)
+        run.regions[0].confirm(7)
+        run.save(0, 7)
+        run.die()
+        _ends(*run.writers)
+    assert open_storage(str(root)).steps() == stored
+
+
+def test_an_older_save_under_way_leaves_time_to_the_newest(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 1, large_elements=_CHUNKS) as run:
+        run.start(_slow(2.5, 2), preemption_grace_s=4.0)
+        run.snapshot(0, 7)
+        run.save(0, 7)
+        run.snapshot(1, 8)
+        run.regions[0].confirm(8)
+        run.die()
+        _ends(*run.writers)
+    assert _steps(root) == ["step-8"]
+
+
+@pytest.mark.parametrize("how", ["asked", "decided"])
+def test_what_nobody_orders_is_tried_until_storage_works(tmp_path: Path, how: str) -> None:
+    """An error there must not end a writer in just the case for which it is there."""
+    root = tmp_path / "place" / "checkpoint"
+    (tmp_path / "place").write_text("in the way")
+    with trainers(tmp_path, root, 2) as run:
+        run.start()
+        run.snapshot(0, 7)
+        ranks = Ranks(RankSave(run.regions[0], open_storage(str(root))))
+        if how == "asked":
+            ranks.ask_for(7)
+        else:
+            orphan(run.writers[1])
+        time.sleep(1.2)
+        assert run.writers[0].alive
+        (tmp_path / "place").unlink()
+        assert 7 in _told(run.writers[0].wait_for("committed", 10), "committed")
+        ranks.close()
+    verify(root / "step-7")
+
+
 def test_a_file_size_limit_fails_the_save_and_not_the_writer(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 2) as run:
@@ -292,6 +355,41 @@ def test_a_slot_that_changes_meanwhile_fails_the_save(tmp_path: Path) -> None:
         run.snapshot(0, 2)
         said = run.writers[0].wait_for("failed", 10)
         assert "holds step 2" in said[-1]["error"]
+
+
+_NOISY = """
+import os
+print("a line", flush=True)
+os.write(1, b"5\\nthe beginning of one")
+from torchtitan_lite.checkpoint.background import __main__ as writer, save
+write = save.RankSave.write
+def noisy(*given, **named):
+    print("from a library", flush=True)
+    os.write(1, b"and past Python\\n")
+    return write(*given, **named)
+save.RankSave.write = noisy
+import sys
+sys.exit(writer.main(sys.argv[1]))
+"""
+
+
+def test_what_others_print_in_the_writer_is_no_response(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(caplog.handler)
+    with trainers(tmp_path, tmp_path / "checkpoint", 1) as run:
+        run.start([sys.executable, "-c", _NOISY])
+        run.snapshot(0, 1)
+        run.save(0, 1)
+        assert 1 in _told(run.writers[0].wait_for("committed", 10), "committed")
+    logger.removeHandler(caplog.handler)
+    said = [r.getMessage() for r in caplog.records]
+    assert said == ["The checkpoint writer printed b'a line', which is no response."]
+    assert "from a library\nand past Python\n" in capfd.readouterr().err
 
 
 def test_a_wrong_region_or_setting_is_said(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.checkpoint.memory import room
-from torchtitan_lite.checkpoint.memory.region import ALIGNMENT, Region, SlotHeader, State
+from torchtitan_lite.checkpoint.memory.region import Region, SlotHeader, State
 from torchtitan_lite.checkpoint.memory.room import ShortOfMemory
+from torchtitan_lite.checkpoint.memory.superblock import ALIGNMENT
 from torchtitan_lite.errors import DamagedSnapshot
 
 
@@ -180,3 +181,13 @@ def test_what_an_earlier_process_left_is_replaced(region: Region) -> None:
     assert region.values(0) == {"step": 10}
     assert other.token != region.token
     other.close()
+
+
+def test_a_region_with_too_little_room_for_values_is_not_taken_over(tmp_path: Path) -> None:
+    made = Region.create(tmp_path, 0, {"session": "1"}, 4096, values_bytes=4096)
+    made.close()
+    wanted = {"session": "2"}
+    assert Region.adopt(tmp_path, 0, wanted, 4096, values_bytes=4097) is None
+    adopted = Region.adopt(tmp_path, 0, wanted, 4096, values_bytes=4096)
+    assert adopted is not None and adopted.description == wanted
+    adopted.close()

@@ -1,7 +1,10 @@
 """An object store that fails now and then: what is committed is whole, and failures are loud."""
 
+import itertools
+import json
 import random
 import secrets
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -46,11 +49,42 @@ class Flaky:
         return call
 
 
-def _save(store: ObjectStore, step: int, token: str, world_size: int = 2) -> None:
+class Killed(BaseException):
+    """Ends a process as far as it can be told in one."""
+
+
+class Dying:
+    """A filesystem that kills who uses it at the n-th operation, before or after its effect."""
+
+    def __init__(self, dies_at: int, *, after: bool) -> None:
+        self._fs = MemoryFileSystem()
+        self._left, self._after = dies_at, after
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._fs, name)
+        if name == "invalidate_cache":
+            return real
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._left -= 1
+            if self._left == 0 and not self._after:
+                raise Killed
+            result = real(*args, **kwargs)
+            if self._left == 0:
+                raise Killed
+            return result
+
+        return call
+
+
+def _save(
+    store: ObjectStore, step: int, token: str, world_size: int = 2, seed: int | None = None
+) -> None:
+    seed = step if seed is None else seed
     parts = []
     for rank in range(world_size):
         store.begin(step, token)
-        data = memoryview(content(rank, step, 5000))
+        data = memoryview(content(rank, seed, 5000))
         file = f"rank-{rank:05d}.safetensors"
         (place,) = store.write_part(
             step, token, file, [PartBox("model.w", "U8", (1, 5000), 0, 5000)], [data]
@@ -91,14 +125,12 @@ def test_one_in_twenty_operations_fails_and_nothing_shows(root: str, seed: int) 
         manifest = _manifest(store, step)
         assert manifest["xxh3"] == checksum(manifest)
         for rank in (0, 1):
-            raw = bytes(store.read(f"step-{step}/rank-{rank:05d}.safetensors"))
+            raw = bytes(store.read(f"step-{step}/a-0/rank-{rank:05d}.safetensors"))
             assert read_safetensors(raw)["model.w"][2] == content(rank, step, 5000)
-    assert bytes(store.read("step-9/rank-00001.safetensors", 4096, 4100)) == content(1, 9, 4)
+    assert bytes(store.read("step-9/a-0/rank-00001.safetensors", 4096, 4100)) == content(1, 9, 4)
 
 
 def _manifest(store: ObjectStore, step: int) -> dict[str, Any]:
-    import json
-
     return json.loads(bytes(store.read(f"step-{step}/manifest.json")))
 
 
@@ -106,6 +138,45 @@ def test_a_store_that_never_answers_fails_with_its_name(root: str) -> None:
     store = ObjectStore(root, Flaky(1.0, 0), first_wait_s=1e-4)  # type: ignore[arg-type]
     with pytest.raises(OSError, match=rf"{root} failed 8 times, at last with"):
         store.put_part(1, "a-0", 0, {})
+
+
+class Misused:
+    """A filesystem whose client raises what is no OSError."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error, self.calls = error, 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            raise self._error
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no region"), KeyError("ETag"), TypeError("None"), ImportError("no ssl")]
+)
+def test_what_a_client_raises_is_an_os_error_with_the_operation(
+    root: str, error: Exception
+) -> None:
+    store = ObjectStore(root, Misused(error), first_wait_s=1e-4)  # type: ignore[arg-type]
+    named = rf"in {root} failed with {type(error).__name__}: "
+    for what, action in {
+        "listing": store.steps,
+        "reading step-1/x": lambda: store.read("step-1/x"),
+        "looking at step-1/x": lambda: store.size("step-1/x"),
+        "making": lambda: store.put_part(1, "a-0", 0, {}),
+        "listing step-1": lambda: store.abandon(1, "a-0"),
+        "removing step-1/manifest.json": lambda: store.delete(1),
+    }.items():
+        with pytest.raises(OSError, match=rf"{what}.* {named}"):
+            action()
+    plain = open_storage(root)
+    assert isinstance(plain, ObjectStore)
+    plain._put("step-1/a-0/rank-00000.json", b"{")
+    with pytest.raises(OSError, match=r"rank-00000\.json is damaged"):
+        plain.read_part(1, "a-0", 0)
 
 
 def test_parts_of_another_attempt_are_not_taken(root: str) -> None:
@@ -139,10 +210,112 @@ def test_a_lost_file_fails_the_commit(root: str) -> None:
     store = ObjectStore(root)
     entry = {"dtype": "U8", "shape": [1], "layout": 0}
     box = {"offset": [0], "size": [1], "file": "rank-00000.safetensors", "bytes": [0, 1]}
-    manifest = {"tensors": {"w": {**entry, "boxes": [box]}}}
+    manifest = {"tensors": {"w": {**entry, "boxes": [box]}}, "data": "a-0"}
     with pytest.raises(OSError, match=r"has lost rank-00000\.safetensors"):
         store.commit(1, "a-0", manifest_bytes(manifest))
     assert store.steps() == []
+
+
+def _stored(store: ObjectStore, step: int, world_size: int = 2) -> int:
+    """The seed of the contents of a step, all of which is there and hangs together."""
+    manifest = _manifest(store, step)
+    assert manifest["xxh3"] == checksum(manifest)
+    folder = "/".join(filter(None, (f"step-{step}", manifest.get("data"))))
+    raw = [bytes(store.read(f"{folder}/rank-{rank:05d}.safetensors")) for rank in range(world_size)]
+    parts = [read_safetensors(one)["model.w"][2] for one in raw]
+    (seed,) = (
+        seed
+        for seed in range(20)
+        if parts == [content(rank, seed, 5000) for rank in range(world_size)]
+    )
+    return seed
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_while_a_step_is_saved_again(after: bool) -> None:
+    """One of the two is there, whole, and nothing else after the next start."""
+    found = []
+    for dies_at in itertools.count(1):
+        root = f"memory://{secrets.token_hex(8)}"
+        store = ObjectStore(root)
+        _save(store, 1, "a-0", seed=11)
+        dying = ObjectStore(root, Dying(dies_at, after=after))  # type: ignore[arg-type]
+        with suppress(Killed):
+            _save(dying, 1, "b-0", seed=12)
+            break
+        assert store.steps() == [1], dies_at
+        found.append(_stored(store, 1))
+        store.recover("c")
+        assert _stored(store, 1) == found[-1], dies_at
+        assert len(store._find(1)) == 3, (dies_at, store._find(1))
+    assert found == sorted(found) and set(found) == {11, 12} and len(found) > 10
+
+
+def test_attempts_at_one_step_do_not_touch_each_other(root: str) -> None:
+    store = ObjectStore(root)
+    data = memoryview(content(0, 9, 5000))
+    boxes = [PartBox("model.w", "U8", (1, 5000), 0, 5000)]
+    store.write_part(1, "b-0", "rank-00000.safetensors", boxes, [data])
+    # Not announced yet, and of this very start of the run.
+    store.recover("b")
+    store.put_part(1, "b-0", 0, {"rank": 0})
+    _save(store, 1, "a-0", seed=11)
+    assert store.parts_present(1, "b-0") == {0}
+    # What an orphan of an earlier start writes and removes has no effect on what is stored.
+    store.write_part(1, "0-0", "rank-00001.safetensors", boxes, [data])
+    store.abandon(1, "0-0")
+    store.abandon(1, "a-0")
+    assert _stored(store, 1) == 11
+    _save(store, 1, "b-0", seed=12)
+    assert store.steps() == [1] and _stored(store, 1) == 12
+    assert [path.partition("/")[0] for path in store._find(1)] == ["b-0", "b-0", "manifest.json"]
+
+
+def test_what_a_later_save_no_longer_needs_goes(root: str) -> None:
+    store = ObjectStore(root)
+    _save(store, 1, "a-0")
+    store.put_part(1, "b-0", 0, {"rank": 0})
+    store.put_failure(1, "a-0", 1, "late word")
+    _save(store, 2, "a-0")
+    store.put_part(2, "b-0", 0, {"rank": 0})
+    store.tidy(2)
+    assert len(store._find(1)) == 3 and _stored(store, 1) == 1
+    assert store.parts_present(2, "b-0") == {0}
+    # A manifest that cannot be read does not say what belongs to it: nothing is removed.
+    store.put_part(1, "b-0", 0, {"rank": 0})
+    store._put("step-1/manifest.json", b"{")
+    store.recover("c")
+    store.abandon(1, "a-0")
+    assert len(store._find(1)) == 4
+
+
+def test_a_step_of_format_2_is_kept_and_replaced(root: str) -> None:
+    """Its files lie beside the manifest."""
+    store = ObjectStore(root)
+    _save(store, 1, "a-0", seed=11)
+    manifest = _manifest(store, 1)
+    del manifest["data"]
+    manifest["version"] = 2
+    manifest["xxh3"] = checksum(manifest)
+    for rank in (0, 1):
+        name = f"rank-{rank:05d}.safetensors"
+        store._put(f"step-1/{name}", bytes(store.read(f"step-1/a-0/{name}")))
+    store._put("step-1/manifest.json", json.dumps(manifest).encode())
+    store._put("step-1/a-0.rank-00000.json", b"{}")
+    store.recover("c")
+    files = ["rank-00000.safetensors", "rank-00001.safetensors"]
+    assert store._find(1) == ["manifest.json", *files] and _stored(store, 1) == 11
+    _save(store, 1, "b-0", seed=12)
+    assert store._find(1) == [*(f"b-0/{file}" for file in files), "manifest.json"]
+    assert _stored(store, 1) == 12
+    store.delete(1)
+    assert store.steps() == [] and store._find(1) == []
+
+
+def test_a_token_that_readers_refuse_is_not_written(root: str) -> None:
+    for token in ("../a", "a/b", "rank-00000.json", "", "a" * 200, "a\n"):
+        with pytest.raises(ValueError, match="cannot name an attempt"):
+            open_storage(root).put_part(1, token, 0, {"rank": 0})
 
 
 def test_a_url_of_no_known_filesystem_says_what_to_do() -> None:

@@ -1,0 +1,55 @@
+"""A rank whose storage is slow is waited for, however short the time limit of a collective is."""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import WorkerPool
+from tests.unit.checkpoint.conftest import SmallState, run_steps
+from torchtitan_lite.checkpoint.config import CheckpointConfig
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.storage.posix import LocalFolder
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.mesh import CommConfig, ParallelismConfig, start_mesh
+
+_LIMIT = timedelta(seconds=3)
+_SLOW = timedelta(seconds=6)
+
+
+def save_slowly(folder: Path, slow: str) -> list[str]:
+    """On each of two ranks, of which the one is slow to write, or the leader to commit."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as mesh,
+    ):
+        if mesh.rank == (1 if slow == "write_part" else 0):
+            real = getattr(LocalFolder, slow)
+
+            def waits(*given: Any, **named: Any) -> Any:
+                time.sleep(_SLOW.total_seconds())
+                return real(*given, **named)
+
+            patch.setattr(LocalFolder, slow, waits)
+        state = SmallState()
+        manager = CheckpointManager(
+            CheckpointConfig(enable=True, interval=1, async_mode="disabled"),
+            dump_folder=folder,
+            state=state,
+            mesh=mesh,
+            run_config={},
+        )
+        mesh.set_timeout(_LIMIT.total_seconds())
+        run_steps(manager, state, 1)
+        manager.close()
+        return sorted(path.name for path in (folder / "checkpoint").iterdir())
+
+
+@pytest.mark.parametrize("slow", ["write_part", "commit"])
+def test_a_slow_storage_is_no_rank_that_hangs(
+    slow: str, pools: Callable[[int], WorkerPool], tmp_path: Path
+) -> None:
+    assert pools(2).run(save_slowly, tmp_path, slow) == [["step-1"]] * 2

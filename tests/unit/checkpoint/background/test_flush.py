@@ -1,0 +1,198 @@
+"""Flushes of ranks on several machines, each of which sees its own folder of shared memory only."""
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.snapshots import Trainers, snapshot, trainers, verify
+from tests.writer_faults import RecordingFiles, SlowFiles
+from torchtitan_lite.checkpoint.background import flush as flushing
+from torchtitan_lite.checkpoint.background.flush import Attempt, flush
+from torchtitan_lite.checkpoint.background.grace import Grace
+from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token
+from torchtitan_lite.checkpoint.storage.files import Files
+from torchtitan_lite.checkpoint.storage.posix import LocalFolder
+from torchtitan_lite.checkpoint.storage.rate import TokenBucket
+from torchtitan_lite.checkpoint.storage.storage import open_storage
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[list[Trainers]]:
+    """Two, with a rank each, whose checkpoints are in `tmp_path/shared/checkpoint`."""
+    (tmp_path / "shared").mkdir()
+    run_id, root = secrets.token_hex(16), tmp_path / "shared" / "checkpoint"
+    with ExitStack() as stack:
+        made = []
+        for rank in range(2):
+            base = tmp_path / f"machine-{rank}"
+            base.mkdir()
+            run = stack.enter_context(trainers(base, root, 2, run_id=run_id))
+            run.regions.pop(1 - rank).unlink()
+            made.append(run)
+        yield made
+
+
+def _flush(
+    save: RankSave, pending: list[Attempt] | None = None, grace_s: float = 1.0, **since: float
+) -> list[int]:
+    grace = Grace(since.get("since", time.monotonic()), grace_s)
+    return flush(save, pending=pending or [], direct=False, grace=grace, others_s=0.1)
+
+
+def _write(save: RankSave, slot: int, step: int, token: str) -> None:
+    save.write(slot, step, token, direct=False, rate=TokenBucket(None))
+
+
+def _begun(files: RecordingFiles) -> list[str]:
+    """The attempts whose folders were made, in their order."""
+    names = [op[1].name for op in files.log if op[0] == "mkdir"]
+    return [name for name in names if name.startswith(".writing-")]
+
+
+def _save_of(run: Trainers, files: Files | None = None) -> RankSave:
+    return RankSave(run.regions[0], LocalFolder(Path(run.root), files or Files()))
+
+
+def _hold(run: Trainers, steps: tuple[int, ...], confirmed: int) -> None:
+    for slot, step in enumerate(steps):
+        snapshot(run.regions[0], slot, step)
+    run.regions[0].confirm(confirmed)
+
+
+def test_the_newest_is_committed_before_an_older_one_is_begun(machines: list[Trainers]) -> None:
+    first, second = machines
+    for run in machines:
+        _hold(run, (6, 7, 8), confirmed=7)
+    _write(_save_of(second), 2, 8, attempt_token("5e55", 8))
+    files = RecordingFiles(Path(first.root).parent)
+    assert _flush(_save_of(first, files)) == [8]
+    # Rank 1 has made the folder.
+    assert _begun(files) == []
+    verify(Path(first.root) / "step-8")
+
+
+def test_what_is_older_than_all_are_known_to_have_is_not_written(machines: list[Trainers]) -> None:
+    _, second = machines
+    _hold(second, (6, 7, 8), confirmed=7)
+    files = RecordingFiles(Path(second.root).parent)
+    assert _flush(_save_of(second, files)) == []
+    assert _begun(files) == [".writing-step-8-5e55-8x1", ".writing-step-7-5e55-7x1"]
+
+
+def test_nothing_is_begun_when_the_grace_is_over(machines: list[Trainers]) -> None:
+    _, second = machines
+    _hold(second, (6, 7, 8), confirmed=7)
+    files = RecordingFiles(Path(second.root).parent)
+    assert _flush(_save_of(second, files), grace_s=1.0, since=time.monotonic() - 1.5) == []
+    assert _begun(files) == []
+
+
+def test_a_write_is_cut_off_when_the_grace_ends(machines: list[Trainers]) -> None:
+    _, second = machines
+    _hold(second, (7,), confirmed=7)
+    _flush(_save_of(second, SlowFiles(0.5)), grace_s=0.2)
+    assert os.listdir(Path(second.root) / ".writing-step-7-5e55-7x1" / "step-7") == []
+
+
+@pytest.mark.parametrize("ordered", [(0,), (1,), (0, 1)])
+def test_an_order_that_reached_some_ranks_is_completed(
+    machines: list[Trainers], ordered: tuple[int, ...]
+) -> None:
+    """By those whom it did not reach; what was written for it is not written again."""
+    token = attempt_token("5e55", 7)
+    for run in machines:
+        _hold(run, (6, 7), confirmed=6)
+        run.start(preemption_grace_s=3.0)
+    for rank in ordered:
+        machines[rank].save(1, 7, token)
+        assert any("written" in r for r in machines[rank].writers[0].wait_for("written", 10))
+    folder = Path(machines[0].root) / f".writing-step-7-{token}" / "step-7"
+    if len(ordered) == 1:
+        before = {p.name: p.stat().st_ino for p in folder.glob("*.safetensors")}
+        assert len(before) == 1
+    else:
+        said = machines[0].writers[0].wait_for("committed", 10)
+        assert any("committed" in response for response in said)
+        before = {}
+    for run in machines:
+        run.die()
+    for run in machines:
+        process = run.writers[0]._process
+        assert process is not None and process.wait(15) == 0
+    assert open_storage(str(machines[0].root)).steps() == [7]
+    verify(Path(machines[0].root) / "step-7")
+    for name, inode in before.items():
+        assert (Path(machines[0].root) / "step-7" / name).stat().st_ino == inode
+
+
+def test_a_retry_that_some_have_written_counts_with_the_first_attempt(
+    machines: list[Trainers],
+) -> None:
+    """The leader was told to try again, and rank 1 of nothing."""
+    first, second = machines
+    for run in machines:
+        _hold(run, (6, 7), confirmed=6)
+    save, retry = _save_of(first), (7, attempt_token("5e55", 7, 2))
+    _write(save, 1, *retry)
+    _flush(_save_of(second), grace_s=0.5)
+    assert _flush(save, [retry]) == [7]
+    verify(Path(first.root) / "step-7")
+
+
+def test_machines_a_step_apart_save_what_both_have_for_trainers_that_hang(
+    machines: list[Trainers],
+) -> None:
+    first, second = machines
+    _hold(first, (6, 7, 8), confirmed=7)
+    _hold(second, (5, 6, 7), confirmed=6)
+    for run in machines:
+        run.start(preemption_grace_s=0.3)
+        os.write(run.writers[0].signals_fd, bytes([15]))
+    said = first.writers[0].wait_for("committed", 10)
+    assert [r["committed"] for r in said if "committed" in r] == [7]
+    verify(Path(first.root) / "step-7")
+    # It would wait for the other's step 8.
+    assert first.writers[0].pid is not None
+    os.kill(first.writers[0].pid, 9)
+
+
+def test_a_decision_that_cannot_be_published_loses_no_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def is_full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(flushing.os, "link", is_full)
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 2) as run:
+        run.snapshot(0, 7)
+        storage = LocalFolder(root, Files())
+        _write(RankSave(run.regions[1], storage), 0, 7, attempt_token("5e55", 7))
+        assert _flush(RankSave(run.regions[0], storage)) == [7]
+        assert not list(run.folder.glob(".flush-*"))
+    assert "cannot be agreed on" in capfd.readouterr().err
+    verify(root / "step-7")
+
+
+def test_a_part_that_was_committed_is_left_alone(tmp_path: Path) -> None:
+    """Also by a writer that did not hear of it."""
+    root = tmp_path / "checkpoint"
+    with trainers(tmp_path, root, 2) as run:
+        run.snapshot(0, 7)
+        token = attempt_token("5e55", 7)
+        saves = [RankSave(region, LocalFolder(root, Files())) for region in run.regions]
+        for save in saves:
+            _write(save, 0, 7, token)
+        (path,) = root.glob("*/step-7/rank-00001.safetensors")
+        before = path.stat().st_mtime_ns
+        saves[1].write_missing(7, token, direct=False)
+        saves[0].commit(7, token)
+        saves[1].write_missing(7, token, direct=False)
+        assert os.listdir(root) == ["step-7"]
+        assert (root / "step-7" / path.name).stat().st_mtime_ns == before

@@ -1,0 +1,93 @@
+"""The manifest's joining and its text, which grow with the boxes and not faster."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.checkpoint.storage.manifest_json import (
+    build_manifest,
+    checksum,
+    manifest_bytes,
+)
+from torchtitan_lite.errors import CheckpointError
+
+BASE = {"mesh": {"dp_shard": 3}, "values": {"train_state": {"step": 5}}, "config": {}}
+
+
+class Looked(list[int]):
+    """Numbers that count how often somebody goes through them."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[int]:
+        Looked.looks += 1
+        return super().__iter__()
+
+
+class Encoded(dict[str, Any]):
+    """A layout that counts how often it becomes JSON."""
+
+    times = 0
+
+    def items(self) -> Any:
+        Encoded.times += 1
+        return super().items()
+
+
+def _parts(num_ranks: int, num_tensors: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "rank": rank,
+            "rng": {"python": [rank, 0.5]},
+            "layouts": [Encoded(cut=num_ranks)],
+            "tensors": {
+                f"model.{number}": {
+                    "dtype": "F32",
+                    "shape": [num_ranks, 4],
+                    "layout": 0,
+                    "boxes": [
+                        {
+                            "offset": Looked([rank, 0]),
+                            "size": Looked([1, 4]),
+                            "file": f"rank-{rank:05d}.safetensors",
+                            "bytes": [4096 + 16 * number, 4112 + 16 * number],
+                            "xxh3": "0" * 16,
+                        }
+                    ],
+                }
+                for number in range(num_tensors)
+            },
+        }
+        for rank in range(num_ranks)
+    ]
+
+
+def test_joining_looks_at_each_box_and_layout_a_few_times() -> None:
+    num_ranks, num_tensors = 40, 30
+    parts = _parts(num_ranks, num_tensors)
+    Looked.looks = Encoded.times = 0
+    build_manifest(5, parts, BASE | {"versions": {}})
+    assert Looked.looks <= 6 * num_ranks * num_tensors
+    assert Encoded.times <= 4 * num_ranks
+
+
+def test_the_text_has_a_line_for_each_tensor() -> None:
+    manifest = build_manifest(5, _parts(3, 20), BASE | {"versions": {"torch": "2"}})
+    text = manifest_bytes(manifest)
+    assert json.loads(text) == manifest and checksum(json.loads(text)) == manifest["xxh3"]
+    lines = text.decode().splitlines()
+    for number in range(20):
+        start = f'  "model.{number}": '
+        (line,) = [line for line in lines if line.startswith(start)]
+        assert json.loads(line.removeprefix(start).rstrip(","))["shape"] == [3, 4]
+    assert len(lines) < 20 + 30
+
+
+def test_a_box_that_two_ranks_wrote_is_refused() -> None:
+    parts = _parts(2, 1)
+    parts[1]["tensors"] = parts[0]["tensors"]
+    parts[1]["tensors"]["model.0"]["boxes"] *= 2
+    with pytest.raises(CheckpointError, match=r"The ranks wrote 16 of the 8 elements of model\.0"):
+        build_manifest(5, parts, BASE | {"versions": {}})

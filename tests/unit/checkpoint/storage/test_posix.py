@@ -1,0 +1,149 @@
+"""A folder of checkpoints whose disk fails now and then, or in which others have left links."""
+
+import itertools
+import os
+import random
+import resource
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.snapshots import content
+from torchtitan_lite.checkpoint.storage.files import Files
+from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
+from torchtitan_lite.checkpoint.storage.part_file import PartBox
+from torchtitan_lite.checkpoint.storage.posix import LocalFolder
+
+FILE = "rank-00000.safetensors"
+
+
+class FailingOnce(Files):
+    """Its n-th rename or sync of a folder, counting from 1, fails: without effect, or after it."""
+
+    def __init__(self) -> None:
+        self.left, self.after = 0, False
+
+    def _fails(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+    def rename(self, path: Path, target: Path) -> None:
+        fails = self._fails()
+        if not fails or self.after:
+            super().rename(path, target)
+        if fails:
+            raise OSError(5, "injected")
+
+    def sync_folder(self, path: Path) -> None:
+        if self._fails():
+            raise OSError(5, "injected")
+        super().sync_folder(path)
+
+
+def _write(folder: LocalFolder, step: int, token: str, seed: int) -> None:
+    """All of an attempt but its commit."""
+    folder.begin(step, token)
+    data = memoryview(content(0, seed, 5000))
+    folder.write_part(step, token, FILE, [PartBox("w", "U8", (5000,), 0, 5000)], [data])
+    folder.put_part(step, token, 0, {"rank": 0})
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_commit_that_failed_once_is_made_again(
+    tmp_path: Path, replaces: bool, after: bool
+) -> None:
+    for number in itertools.count(1):
+        files = FailingOnce()
+        root = tmp_path / str(number)
+        folder = LocalFolder(root, files)
+        if replaces:
+            _write(folder, 3, "a-0", seed=1)
+            folder.commit(3, "a-0", b"older")
+        _write(folder, 3, "b-0", seed=2)
+        files.left, files.after = number, after
+        try:
+            folder.commit(3, "b-0", b"newer")
+        except OSError:
+            # As the writer sees it: all parts are there still, so that it commits again.
+            assert folder.parts_present(3, "b-0") == {0}, number
+            assert folder.read_part(3, "b-0", 0) == {"rank": 0}
+            assert not replaces or folder.steps() == [3]
+            folder.commit(3, "b-0", b"newer")
+        assert {path.name for path in root.iterdir()} == {"step-3"}, number
+        assert {path.name for path in (root / "step-3").iterdir()} == {MANIFEST, FILE}
+        assert (root / "step-3" / MANIFEST).read_bytes() == b"newer"
+        assert content(0, 2, 5000) in (root / "step-3" / FILE).read_bytes()
+        if files.left > 0:
+            assert number > 3
+            break
+
+
+def test_an_attempt_that_is_gone_commits_nothing(tmp_path: Path) -> None:
+    folder = LocalFolder(tmp_path, Files())
+    _write(folder, 3, "a-0", seed=1)
+    folder.commit(3, "a-0", b"older")
+    with pytest.raises(FileNotFoundError, match=r"step-3 is of another attempt"):
+        folder.commit(3, "b-0", b"newer")
+    with pytest.raises(FileNotFoundError):
+        folder.commit(4, "b-0", b"newer")
+    assert folder.steps() == [3] and (tmp_path / "step-3" / MANIFEST).read_bytes() == b"older"
+
+
+def test_links_that_others_left_are_not_followed(tmp_path: Path) -> None:
+    root, precious = tmp_path / "checkpoint", tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("kept")
+    folder = LocalFolder(root, Files())
+    for name in (".deleting-step-1", ".writing-step-1-b-0", "step-7"):
+        root.mkdir(exist_ok=True)
+        (root / name).symlink_to(precious)
+    (precious / MANIFEST).write_text("{}")
+    folder.tidy(5)
+    folder.delete(7)
+    (root / ".deleting-step-1").symlink_to(precious)
+    folder.recover("c")
+    assert list(root.iterdir()) == []
+
+    folder.begin(3, "a-0")
+    (root / ".writing-step-3-a-0" / "step-3" / FILE).symlink_to(precious / "file")
+    (root / ".writing-step-3-a-0" / "rank-00000.json.new").symlink_to(precious / "file")
+    data = memoryview(content(0, 1, 5000))
+    with pytest.raises(OSError, match="symbolic"):
+        folder.write_part(3, "a-0", FILE, [PartBox("w", "U8", (5000,), 0, 5000)], [data])
+    with pytest.raises(OSError, match="symbolic"):
+        folder.put_part(3, "a-0", 0, {"rank": 0})
+    folder.abandon(3, "a-0")
+    assert (precious / "file").read_text() == "kept" and (precious / MANIFEST).exists()
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[int]:
+    """How many more files than this process has now it may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = 400
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + free, hard))
+    yield free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_files_are_read_than_may_be_open(tmp_path: Path, few_descriptors: int) -> None:
+    names = [f"{number}" for number in range(few_descriptors + 100)]
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode() * 2000)
+    folder = LocalFolder(tmp_path, Files())
+    draws = random.Random(0)
+    order = [draws.choice(names) for _ in range(3000)] + names
+
+    def read(name: str) -> bool:
+        wanted = name.encode() * 2000
+        target = bytearray(len(wanted))
+        folder.read_into(name, 0, memoryview(target), lambda piece: None)
+        return target == wanted and bytes(folder.read(name)) == wanted
+
+    # No descriptor is closed, and given to another file, under a thread that reads.
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, order))
+    folder.close()
