@@ -67,6 +67,9 @@ class Faults:
         else:
             # What is not read would be taken for the next request.
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        if is_cut and method == "HEAD":
+            # Its answer has no body that could end early: 200 would say that the object is there.
+            raise ConnectionAbortedError("no answer")
         if is_cut:
             start("200 OK", [("Content-Length", "1000000")])
             return [b"cut"]
