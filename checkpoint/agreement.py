@@ -4,11 +4,15 @@ Layer: above damage.
 """
 
 import traceback
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 from torchtitan_lite.checkpoint.damage import is_damage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
 from torchtitan_lite.log import logger
 from torchtitan_lite.messages import gather_texts
+
+_T = TypeVar("_T")
 
 
 def agree(error: BaseException | None) -> None:
@@ -29,6 +33,18 @@ def agree(error: BaseException | None) -> None:
     others = {message for kind, _, message in said if kind != "damage"}
     kind = CheckpointError if others else DamagedCheckpoint
     raise kind(" ".join(sorted(others or {message for _, _, message in said})))
+
+
+def together(action: Callable[[], _T]) -> _T:
+    """What `action`, in which there is no collective, gives to this rank. Raises on all ranks what
+    one of them meets, as `agree` does. Every rank must call it."""
+    result, error = None, None
+    try:
+        result = action()
+    except (UserError, OSError) as caught:
+        error = caught
+    agree(error)
+    return cast(_T, result)
 
 
 def first_said(text: str) -> str:

@@ -153,7 +153,8 @@ def _takings(snapshot: Snapshot, wanted: Mapping[str, Placed], mesh: Mesh) -> di
     for number, (name, placed) in enumerate(wanted.items()):
         saved = snapshot.tensors[name]
         # Many tensors lie alike.
-        alike = (saved.layout, placed.layout, number % mesh.world_size)
+        turn = number % mesh.world_size
+        alike = (saved.layout, placed.layout, turn)
         if alike not in chosen:
             reach = {
                 holder: everyone if able is None else able
@@ -163,7 +164,7 @@ def _takings(snapshot: Snapshot, wanted: Mapping[str, Placed], mesh: Mesh) -> di
             }
             # The holders of another stage are not asked first.
             ranks = [rank for rank in placed.layout.mesh.holders if isinstance(rank, int)]
-            chosen[alike] = choose_actors(saved.layout, ranks, alike[-1], reach)
+            chosen[alike] = choose_actors(saved.layout, ranks, turn, reach)
         found[name] = Taking(saved.layout, placed.layout, saved.shape, saved.dtype, chosen[alike])
     return found
 

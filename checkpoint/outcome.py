@@ -20,7 +20,6 @@ class Signals:
     """That its last snapshot took."""
     step_s: float = 0.0
     """That its last step took."""
-
     lacking: float = 0.0
     """It has not completed its last snapshot."""
 

@@ -182,10 +182,12 @@ def _described(found: Known, mine: Mapping[int, _Seen], rank: int) -> dict[str, 
         seen = mine[saver]
         region, slot = seen.region, seen.slots[found.step]
         about = Description.from_dict(region.description, slot_bytes=region.slot_bytes)
-        first = [layout_from_json(lay).mesh.holders[0] == saver for lay in about.layouts]
+        texts = [
+            json.dumps(given) if layout_from_json(given).mesh.holders[0] == saver else None
+            for given in about.layouts
+        ]
         for held in about.tensors:
-            if first[held.layout]:
-                text = json.dumps(about.layouts[held.layout])
+            if (text := texts[held.layout]) is not None:
                 number = numbers.setdefault(text, len(numbers))
                 told.setdefault("tensors", {})[held.name] = (number, held.shape, held.dtype)
         if saver == min(found.reach):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchtitan_lite import rng
-from torchtitan_lite.checkpoint.agreement import agree
+from torchtitan_lite.checkpoint.agreement import together
 from torchtitan_lite.checkpoint.loader import load
 from torchtitan_lite.checkpoint.opening import open_snapshot
 from torchtitan_lite.checkpoint.remembered import newest_remembered
@@ -145,21 +145,22 @@ class Restorer:
     def _stored_steps(self) -> list[int]:
         """The steps of this run's checkpoints, newest first, as the leader sees them: another node
         may see an older state of a shared folder. What a killed process left is mended before."""
-        seen: list[int] = []
-        error = None
         storage = self._saved.storage
-        if self._mesh.is_leader and (self._config.enable or self._config.load_only):
+
+        def look() -> list[int]:
+            if not self._mesh.is_leader or not (self._config.enable or self._config.load_only):
+                return []
             try:
                 if self._mends:
                     storage.mend()
-                seen = storage.steps()
-            except OSError as caught:
-                error = CheckpointError(
-                    f"{storage.root} cannot be used as the folder of checkpoints: {caught} Mend "
+                return storage.steps()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{storage.root} cannot be used as the folder of checkpoints: {error} Mend "
                     "it, or set another checkpoint.folder."
-                )
-        agree(error)
-        told = leader_says(" ".join(map(str, reversed(seen))).encode())
+                ) from None
+
+        told = leader_says(" ".join(map(str, reversed(together(look)))).encode())
         return list(map(int, told.split()))
 
     def _newest_first(
@@ -188,7 +189,7 @@ class Restorer:
                     continue
                 try:
                     self._load(candidate, parts)
-                    agree(_problem(candidate))
+                    together(candidate.check)
                 except UserError as error:
                     damage.append(
                         f"{error} (`python -m scripts.inspect_checkpoint --shm --free "
@@ -215,15 +216,8 @@ class Restorer:
         return None
 
     def _open(self, storage: Storage, name: str) -> Snapshot:
-        """Raises on all ranks what one of them meets."""
-        found, error = None, None
-        try:
-            found = open_snapshot(storage, name, self._saved.spec, num_ranks=self._mesh.world_size)
-        except (UserError, OSError) as caught:
-            error = caught
-        agree(error)
-        assert found is not None
-        return found
+        spec, num_ranks = self._saved.spec, self._mesh.world_size
+        return together(lambda: open_snapshot(storage, name, spec, num_ranks=num_ranks))
 
     def _load(self, snapshot: Snapshot, parts: set[str]) -> None:
         saved = snapshot.saved
@@ -255,14 +249,6 @@ class Restorer:
             and "train_state" in saved.values
             and snapshot.where.startswith(f"{self._saved.storage.root}/")
         )
-
-
-def _problem(snapshot: RememberedSnapshot) -> DamagedCheckpoint | None:
-    try:
-        snapshot.check()
-    except DamagedCheckpoint as error:
-        return error
-    return None
 
 
 def _in(name: str, parts: set[str]) -> bool:

@@ -45,8 +45,6 @@ class SynchronousSaver:
         self._outcome = ""
         self._is_first = True
         self._retries = Retries()
-        self._leads: Description | None = None
-        """What this rank commits of the save under way, if it leads."""
         self._work = ThreadPoolExecutor(1, "checkpoint-save")
         self._deletions = ThreadPoolExecutor(1, "checkpoint-deletion")
         self.saved_step: int | None = None
@@ -122,8 +120,10 @@ class SynchronousSaver:
             values = {"values": values, "rng": {}, "model_only": True}
         coworkers = ALONE if model_only else self._coworkers
         token = self._attempts.next(coworkers, step)
+        committed: Description | None = None
 
         def write() -> None:
+            nonlocal committed
             tensors = state.tensors()
             if model_only:
                 tensors = _weights(tensors, saved.config.export_dtype)
@@ -139,14 +139,13 @@ class SynchronousSaver:
             told = values if coworkers.index == 0 else {}
             storage.put_part(step, token, about.rank, part_of(about, step, told, written))
             if about.is_leader:
-                self._leads = about
+                committed = about
 
         def commit() -> None:
-            if (about := self._leads) is not None:
-                _wait_for_parts(storage, about, step, token)
-                commit_parts(storage, about, step, token)
+            if committed is not None:
+                _wait_for_parts(storage, committed, step, token)
+                commit_parts(storage, committed, step, token)
 
-        self._leads = None
         failed, problem = self._together(write)
         if not failed:
             failed, problem = self._together(commit)

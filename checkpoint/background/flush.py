@@ -17,8 +17,8 @@ On one machine, where every rank's region can be seen:
    writes the part in its place, and commits in its place if that was the leader.
 5. The leader's writer commits when all parts are there.
 
-An orphaned writer that leads no rank looks on until the step is stored, at most for as long as the
-leader's may take: that may be killed, too.
+An orphaned writer that is not the leader's looks on until the step is stored or its own grace
+ends: the leader's may be killed, too.
 
 Where not all regions can be seen (several machines), there is nobody to agree with. The newest
 step that all have is then one of at most two of a rank's own: that which it knows all to have, and

@@ -18,7 +18,7 @@ class WriterSettings:
     direct_io: bool = True
     """Write past the page cache where the filesystem can."""
     preemption_grace_s: float = 30.0
-    """How long a writer that outlives its trainer may begin anything; see `Grace`."""
+    """The most by which a writer may outlive its trainer."""
     signals_fd: int = -1
     """Where the trainer's signals can be read; -1: nowhere."""
     others_s: float = 0.7
@@ -29,7 +29,6 @@ class WriterSettings:
     """Newest checkpoints that stay; 0 keeps all."""
     keep_every: int = 0
     """Checkpoints of steps that this divides stay, too; 0: none."""
-
     recovers: bool = True
     """Remove what others have left there: nobody else saves there at the same time."""
 

@@ -21,8 +21,9 @@ from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.names import (
     ATTEMPT,
     failure_name,
+    failures_in,
     part_name,
-    rank_of,
+    parts_in,
     step_name,
     step_of,
 )
@@ -162,14 +163,12 @@ class ObjectStore:
         self._put(f"{folder}/{name}", json.dumps(word).encode())
 
     def parts_present(self, step: int, token: str) -> set[int]:
-        names = self._names(self._attempt(step, token))
-        return {rank for name in names if (rank := rank_of(name, ".json")) is not None}
+        return set(parts_in(self._names(self._attempt(step, token))))
 
     def failures(self, step: int, token: str) -> dict[int, str]:
         folder = self._attempt(step, token)
-        names = self._names(folder)
-        found = {name: rank for name in names if (rank := rank_of(name, ".failed")) is not None}
-        return {rank: str(self._read_json(f"{folder}/{name}")) for name, rank in found.items()}
+        found = failures_in(self._names(folder))
+        return {rank: str(self._read_json(f"{folder}/{name}")) for rank, name in found.items()}
 
     def read_part(self, step: int, token: str, rank: int) -> dict[str, Any]:
         return self._read_json(f"{self._attempt(step, token)}/{part_name(rank)}")

@@ -23,8 +23,9 @@ from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.names import (
     failure_name,
+    failures_in,
     part_name,
-    rank_of,
+    parts_in,
     step_name,
     step_of,
 )
@@ -103,17 +104,14 @@ class LocalFolder:
         self._files.write_file(path, json.dumps(error).encode())
 
     def parts_present(self, step: int, token: str) -> set[int]:
-        names = self._names(self._attempt(step, token))
-        return {rank for name in names if (rank := rank_of(name, ".json")) is not None}
+        return set(parts_in(self._names(self._attempt(step, token))))
 
     def failures(self, step: int, token: str) -> dict[int, str]:
         folder = self._attempt(step, token)
         found = {}
-        for name in self._names(folder):
-            rank = rank_of(name, ".failed")
-            if rank is not None:
-                with suppress(FileNotFoundError):
-                    found[rank] = str(json.loads(self._files.read(folder / name)))
+        for rank, name in failures_in(self._names(folder)).items():
+            with suppress(FileNotFoundError):
+                found[rank] = str(json.loads(self._files.read(folder / name)))
         return found
 
     def read_part(self, step: int, token: str, rank: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtitan_lite.checkpoint.damage import is_damage
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.part_file import Content, PartBox, Written
 from torchtitan_lite.checkpoint.storage.rate import TokenBucket
@@ -142,11 +143,15 @@ def open_storage(root: str, files: Files | None = None) -> Storage:
 
 
 def is_there(storage: Storage, path: str) -> bool:
-    """Whether a file such as "step-5/manifest.json" can be seen."""
+    """Whether a file such as "step-5/manifest.json" can be seen. Raises OSError where that cannot
+    be told now."""
     try:
         storage.size(path)
-    except OSError:
-        return False
+    except OSError as error:
+        # An object store refuses to say what is missing to whoever may not list it.
+        if is_damage(error) or isinstance(error, PermissionError):
+            return False
+        raise
     return True
 
 

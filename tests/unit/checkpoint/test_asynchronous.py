@@ -22,6 +22,7 @@ from tests.unit.checkpoint.conftest import (
     steps_in,
 )
 from torchtitan_lite.checkpoint import restoring
+from torchtitan_lite.checkpoint.asynchronous import AsynchronousSaver
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.memory.folder import regions_in, run_folder, runs
 from torchtitan_lite.checkpoint.memory.lock import RankLock
@@ -61,6 +62,22 @@ def until(manager: CheckpointManager, mesh: Mesh, reached: Callable[[], bool], w
         time.sleep(0.01)
 
 
+def saver_of(manager: CheckpointManager) -> AsynchronousSaver:
+    """That writes beside training, which it does from the first step."""
+    assert manager._asynchronous is not None
+    return manager._asynchronous
+
+
+def first_step_saved(
+    manager: CheckpointManager, state: SmallState, mesh: Mesh
+) -> AsynchronousSaver:
+    """Take one step, and wait until it is stored."""
+    steps(manager, state, mesh, 1)
+    saver = saver_of(manager)
+    until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
+    return saver
+
+
 def copy_of(state: SmallState) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in state.tensors().items()}
 
@@ -81,10 +98,7 @@ def test_saved_steps_appear_while_training_goes_on(
     state = SmallState()
     manager = manage(state, interval=3, **ASYNC)
     assert manager.restore() is None
-    steps(manager, state, mesh, 1)
-    saver = manager._asynchronous
-    assert saver is not None
-    until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
+    saver = first_step_saved(manager, state, mesh)
     steps(manager, state, mesh, 2)
     expected = copy_of(state)
     steps(manager, state, mesh, 1)
@@ -122,10 +136,7 @@ def test_a_last_step_that_is_saved_already_is_not_saved_again(
 ) -> None:
     state = SmallState()
     manager = manage(state, interval=2, **ASYNC)
-    steps(manager, state, mesh, 1)
-    saver = manager._asynchronous
-    assert saver is not None
-    until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
+    saver = first_step_saved(manager, state, mesh)
     steps(manager, state, mesh, 1)
     until(manager, mesh, lambda: saver.saved_step == 2, "step 2 is saved")
     written = Path(manager.root, "step-2", "manifest.json").stat().st_ino
@@ -208,8 +219,7 @@ def test_a_step_that_is_asked_for_comes_from_storage(manage: Manage, mesh: Mesh)
     manager = manage(state, interval=100, **ASYNC)
     steps(manager, state, mesh, 1)
     expected = copy_of(state)
-    saver = manager._asynchronous
-    assert saver is not None
+    saver = saver_of(manager)
     until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
     steps(manager, state, mesh, 3)
     crash(manager)
@@ -249,8 +259,7 @@ def test_a_failed_save_is_counted_and_tried_again(
     assert any("Training goes on, and saving is tried again." in error for error in errors)
     assert any("File" in error or "directory" in error for error in errors)
     Path(manager.root).unlink()
-    saver = manager._asynchronous
-    assert saver is not None
+    saver = saver_of(manager)
 
     def is_saved() -> bool:
         if saver._save is None and saver.saved_step is None:
@@ -284,8 +293,8 @@ def test_a_writer_that_dies_fails_the_save_and_is_replaced(
     manager = manage(state, writer_mib_per_s=4e-3, interval=2, **ASYNC)
     steps(manager, state, mesh, 1)
     complete(manager, mesh)
-    saver = manager._asynchronous
-    assert saver is not None and saver._writer.pid is not None
+    saver = saver_of(manager)
+    assert saver._writer.pid is not None
     os.kill(saver._writer.pid, 9)
     until(manager, mesh, lambda: manager.failures_in_a_row == 1, "the death is seen")
     assert manager.final_save(finished=True) == f"{manager.root}/step-1"
@@ -325,8 +334,7 @@ def test_no_interval_of_snapshots_still_saves(manage: Manage, mesh: Mesh) -> Non
     state = SmallState()
     manager = manage(state, interval=2, **(ASYNC | {"ram_interval": 0}))
     steps(manager, state, mesh, 2)
-    saver = manager._asynchronous
-    assert saver is not None
+    saver = saver_of(manager)
     until(manager, mesh, lambda: saver.saved_step is not None, "a step is saved")
     manager.final_save(finished=True)
     assert "step-2" in steps_in(manager.root)
@@ -355,10 +363,7 @@ def test_a_snapshot_that_changes_while_it_is_read_is_not_used(
     """The run is under way twice."""
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
-    steps(manager, state, mesh, 1)
-    saver = manager._asynchronous
-    assert saver is not None
-    until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
+    first_step_saved(manager, state, mesh)
     steps(manager, state, mesh, 2)
     complete(manager, mesh)
     crash(manager)
@@ -382,8 +387,7 @@ def test_a_snapshot_of_another_start_is_not_gone_on_with(manage: Manage, mesh: M
     manager = manage(state, interval=100, **ASYNC)
     steps(manager, state, mesh, 2)
     complete(manager, mesh)
-    saver = manager._asynchronous
-    assert saver is not None
+    saver = saver_of(manager)
     start = manager._saved.identity.session
     assert saver.has(Origin(start, 2))
     assert not saver.has(Origin(start, 7))
@@ -393,8 +397,7 @@ def test_a_snapshot_of_another_start_is_not_gone_on_with(manage: Manage, mesh: M
     manager = manage(state, interval=100, **ASYNC)
     assert manager.restore() == "step 2 in shared memory"
     steps(manager, state, mesh, 1)
-    saver = manager._asynchronous
-    assert saver is not None and saver.has(Origin(start, 2))
+    assert saver_of(manager).has(Origin(start, 2))
 
 
 def test_what_lay_in_memory_is_saved_where_memory_has_become_short(
@@ -433,10 +436,7 @@ def test_a_damaged_later_step_does_not_hide_what_is_in_memory(
 ) -> None:
     state = SmallState()
     manager = manage(state, interval=5, **ASYNC)
-    steps(manager, state, mesh, 1)
-    saver = manager._asynchronous
-    assert saver is not None
-    until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
+    saver = first_step_saved(manager, state, mesh)
     steps(manager, state, mesh, 4)
     until(manager, mesh, lambda: saver.saved_step == 5, "step 5 is saved")
     crash(manager)
@@ -471,10 +471,7 @@ def test_bytes_that_change_in_memory_after_a_save_are_found(
 ) -> None:
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
-    steps(manager, state, mesh, 1)
-    saver = manager._asynchronous
-    assert saver is not None
-    until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
+    first_step_saved(manager, state, mesh)
     crash(manager)
     (path,) = memory_of(tmp_path)
     region = Region.open(path, writable=True)
@@ -495,8 +492,7 @@ def test_saves_leak_nothing_in_the_trainer(
     state, me = SmallState(), psutil.Process()
     manager = manage(state, interval=1, keep_latest_k=2, **ASYNC)
     steps(manager, state, mesh, 1)
-    saver = manager._asynchronous
-    assert saver is not None
+    saver = saver_of(manager)
 
     def save(number: int) -> tuple[int, int, int, int]:
         for _ in range(number):
@@ -540,8 +536,7 @@ def test_a_writer_that_does_not_end_is_named_and_later_saves_look_again(
     steps(manager, other, mesh, 1)
     assert manager._asynchronous is None, "no save is due"
     steps(manager, other, mesh, 1)
-    saver = manager._asynchronous
-    assert saver is not None
+    saver = saver_of(manager)
     until(manager, mesh, lambda: saver.saved_step == 6, "step 6 is saved")
     assert steps_in(manager.root)[-2:] == ["step-4", "step-6"]
 
@@ -578,8 +573,8 @@ def test_values_that_outgrow_their_room_cost_snapshots_and_not_the_run(
     assert "has room for 1150976" in error
     # Larger memory is taken, and what could not be saved is saved.
     steps(manager, state, mesh, 2)
-    saver = manager._asynchronous
-    assert saver is not None and not saver.has_outgrown
+    saver = saver_of(manager)
+    assert not saver.has_outgrown
     until(manager, mesh, lambda: saver.saved_step is not None, "a step is saved")
     complete(manager, mesh)
     crash(manager)
@@ -607,8 +602,8 @@ def test_waiting_for_a_writer_that_hangs_is_said_again_and_again(
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
     steps(manager, state, mesh, 1)
-    saver = manager._asynchronous
-    assert saver is not None and saver._writer.pid is not None
+    saver = saver_of(manager)
+    assert saver._writer.pid is not None
     pid = saver._writer.pid
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
