@@ -3,6 +3,7 @@
 import logging
 import random
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ class Faults:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         if is_cut and method == "HEAD":
             # Its answer has no body that could end early: 200 would say that the object is there.
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             raise ConnectionAbortedError("no answer")
         if is_cut:
             start("200 OK", [("Content-Length", "1000000")])
