@@ -19,7 +19,8 @@ from torchtitan_lite.checkpoint.storage.manifest_json import (
     FORMAT,
     MANIFEST,
     READ_VERSIONS,
-    checksum,
+    is_signed,
+    is_signed_as_2,
 )
 from torchtitan_lite.checkpoint.storage.names import ATTEMPT, step_of
 from torchtitan_lite.checkpoint.storage.storage import Storage
@@ -90,7 +91,7 @@ class Manifest(_Entry):
     config: dict[str, Any]
     versions: dict[str, str]
     xxh3: str
-    """Checksum of all the rest of the manifest."""
+    """Checksum of all that is before it."""
 
     def path(self, folder: str, file: str) -> str:
         """Where `file` lies, for the storage that has this manifest in `folder`."""
@@ -113,7 +114,8 @@ def read_manifest_alone(storage: Storage, folder: str) -> Manifest:
     """The same, without a look at the files."""
     where = f"{storage.root}/{folder}"
     try:
-        raw = json.loads(bytes(storage.read(f"{folder}/{MANIFEST}")))
+        text = bytes(storage.read(f"{folder}/{MANIFEST}"))
+        raw = json.loads(text)
     except FileNotFoundError:
         raise DamagedCheckpoint(
             f"{where} holds no {MANIFEST}, so it is no complete checkpoint."
@@ -137,7 +139,7 @@ def read_manifest_alone(storage: Storage, folder: str) -> Manifest:
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged at {at}: {first['msg']}") from None
     if manifest.version == 2 and "data" in raw:
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged: version 2 has no field data.")
-    if not _is_signed(manifest, raw):
+    if not (is_signed(text) if manifest.version != 2 else _is_signed_as_2(raw)):
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged: its own checksum does not hold.")
     if step_of(folder) not in (None, manifest.step):
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is of step {manifest.step}.")
@@ -154,9 +156,9 @@ def layouts_of(manifest: Manifest) -> list[Layout]:
     return [_layout(number, given) for number, given in enumerate(manifest.layouts)]
 
 
-def _is_signed(manifest: Manifest, raw: Any) -> bool:
+def _is_signed_as_2(raw: Any) -> bool:
     try:
-        return manifest.xxh3 == checksum(raw)
+        return is_signed_as_2(raw)
     except RecursionError:
         return False
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.tensor import Shard
 
 from torchtitan_lite.checkpoint.dtypes import NAME_OF
 from torchtitan_lite.checkpoint.storage.manifest_json import (
     MANIFEST,
     build_manifest,
-    checksum,
     manifest_bytes,
 )
 from torchtitan_lite.checkpoint.storage.part_file import PartBox
@@ -75,7 +75,11 @@ def store(root: Path | str, step: int) -> dict[str, torch.Tensor]:
 
 def sign(raw: dict[str, Any]) -> bytes:
     """A manifest with the checksum that fits it."""
-    return json.dumps(raw | {"xxh3": checksum(raw)}).encode()
+    if raw.get("version") != 2:
+        return manifest_bytes(raw)
+    rest = {key: value for key, value in raw.items() if key != "xxh3"}
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True).encode())
+    return json.dumps(rest | {"xxh3": digest}).encode()
 
 
 def change(folder: Path, raw: dict[str, Any]) -> None:

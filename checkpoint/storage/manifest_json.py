@@ -17,8 +17,9 @@ from torchtitan_lite.errors import CheckpointError
 FORMAT = "torchtitan_lite.checkpoint"
 VERSION = 3
 READ_VERSIONS = (2, 3)
-"""Those of the format that are read. In version 2 there was no `data`."""
+"""Those of the format that are read. Version 2 had no `data`, and signed in another way."""
 MANIFEST = "manifest.json"
+_SIGNATURE = b'\n "xxh3": "'
 
 
 def build_manifest(
@@ -51,7 +52,7 @@ def build_manifest(
     for name, entry in tensors.items():
         _require_whole(name, entry)
     model_only = bool(base.get("model_only", False))
-    manifest = {
+    return {
         "format": FORMAT,
         "version": VERSION,
         "step": step,
@@ -65,8 +66,6 @@ def build_manifest(
         "config": dict(base["config"]),
         "versions": dict(base["versions"]),
     }
-    manifest["xxh3"] = checksum(manifest)
-    return manifest
 
 
 def box_entry(
@@ -82,16 +81,30 @@ def box_entry(
     }
 
 
-def checksum(manifest: Mapping[str, Any]) -> str:
-    """xxh3 of the manifest without its key `xxh3`, as JSON with sorted keys."""
-    rest = {key: value for key, value in manifest.items() if key != "xxh3"}
-    return xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True).encode())
-
-
 def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
-    """As it is stored: JSON with a line for each layout, tensor and other field. Not by `indent`,
-    with which Python takes another encoder, many times as slow."""
-    return _lines([(key, _field(value)) for key, value in manifest.items()], "").encode()
+    """As it is stored: JSON with a line for each layout, tensor and other field, and one that signs
+    what is before it. Not by `indent`, with which Python takes another encoder, many times as
+    slow."""
+    fields = [(key, _field(value)) for key, value in manifest.items() if key != "xxh3"]
+    signed = _lines(fields, "").removesuffix("\n}").encode() + b","
+    return signed + _SIGNATURE + _signature_of(signed)
+
+
+def is_signed(text: bytes) -> bool:
+    """Whether the manifest's last line but one, `xxh3`, is the checksum of all before it."""
+    signed, mark, signature = text.rpartition(_SIGNATURE)
+    return bool(mark) and signature == _signature_of(signed)
+
+
+def is_signed_as_2(manifest: Mapping[str, Any]) -> bool:
+    """The same in version 2: `xxh3` is the checksum of all else, as JSON with sorted keys."""
+    rest = {key: value for key, value in manifest.items() if key != "xxh3"}
+    found = xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True).encode())
+    return manifest.get("xxh3") == found
+
+
+def _signature_of(signed: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(signed).encode() + b'"\n}'
 
 
 def _field(value: Any) -> str:

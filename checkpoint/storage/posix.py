@@ -45,7 +45,7 @@ _REPLACED = ".replaced-"
 _DELETING = ".deleting-"
 _MOST_OPEN = 128
 """Files to read from, of either kind: a process has often 1,024 descriptors, and a mapping one."""
-_READ_BYTES = 1 << 20
+_READ_BYTES = 256 << 10
 """That fit into a processor's cache."""
 
 

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import xxhash
 
 from torchtitan_lite.checkpoint.storage.manifest_json import (
     build_manifest,
-    checksum,
+    is_signed,
     manifest_bytes,
 )
 from torchtitan_lite.errors import CheckpointError
@@ -76,7 +77,11 @@ def test_joining_looks_at_each_box_and_layout_a_few_times() -> None:
 def test_the_text_has_a_line_for_each_tensor() -> None:
     manifest = build_manifest(5, _parts(3, 20), BASE | {"versions": {"torch": "2"}})
     text = manifest_bytes(manifest)
-    assert json.loads(text) == manifest and checksum(json.loads(text)) == manifest["xxh3"]
+    digest = json.loads(text)["xxh3"]
+    assert json.loads(text) == manifest | {"xxh3": digest} and is_signed(text)
+    signed = text[: text.index(b'\n "xxh3"')]
+    assert xxhash.xxh3_64_hexdigest(signed) == digest
+    assert not any(is_signed(text[:at] + b"~" + text[at + 1 :]) for at in range(len(text)))
     lines = text.decode().splitlines()
     for number in range(20):
         start = f'  "model.{number}": '
