@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.agreement import Agreement
 from benchmarks.checkpoint_crash import Crash, measure_crash
 from benchmarks.checkpoint_side import STEPS
+from benchmarks.checkpoint_sides import SIDES
 from benchmarks.checkpoint_torchtitan import ASYNCHRONOUS
 from benchmarks.processes import run
 from benchmarks.rows import Row, compare
@@ -32,14 +33,8 @@ class CheckpointCase:
 
 def measure_case(case: CheckpointCase, folder: Path) -> Iterator[tuple[Row, Agreement]]:
     """All rows of a case."""
-    folder.mkdir(parents=True)
-    arguments = ["--folder", folder, "--layers", case.layers, "--rounds", case.rounds]
-    arguments += ["--step-seconds", case.step_seconds]
-    program = ("-m", "benchmarks.checkpoint_turns")
-    run(program, list(map(str, arguments)), case.num_processes, folder / "log")
-    paths = [folder / f"rank_{rank}.json" for rank in range(case.num_processes)]
     measured = _Measured(
-        [json.loads(path.read_text()) for path in paths],
+        {group: _of_ranks(case, group, folder / group) for group in SIDES},
         [
             measure_crash(case.num_processes, case.layers, folder / f"crash_{turn}")
             for turn in range(case.crashes)
@@ -61,6 +56,17 @@ def measure_case(case: CheckpointCase, folder: Path) -> Iterator[tuple[Row, Agre
         yield row, agreement
 
 
+def _of_ranks(case: CheckpointCase, group: str, folder: Path) -> list[Mapping[str, Any]]:
+    """What each rank has measured of a group."""
+    folder.mkdir(parents=True)
+    arguments = ["--folder", folder, "--group", group, "--layers", case.layers]
+    arguments += ["--rounds", case.rounds, "--step-seconds", case.step_seconds]
+    program = ("-m", "benchmarks.checkpoint_turns")
+    run(program, list(map(str, arguments)), case.num_processes, folder / "log")
+    paths = [folder / f"rank_{rank}.json" for rank in range(case.num_processes)]
+    return [json.loads(path.read_text()) for path in paths]
+
+
 @dataclass(frozen=True)
 class _Figure:
     metric: str
@@ -74,16 +80,21 @@ class _Figure:
 class _Measured:
     """What all ranks have measured, brought together."""
 
-    def __init__(self, ranks: Sequence[Mapping[str, Any]], crashes: Sequence[Crash]) -> None:
-        self._ranks, self._crashes = ranks, crashes
-        self.bytes = sum(rank["bytes"] for rank in ranks)
+    def __init__(
+        self, groups: Mapping[str, Sequence[Mapping[str, Any]]], crashes: Sequence[Crash]
+    ) -> None:
+        self._groups, self._crashes = groups, crashes
+        self._ranks = groups["saves"]
+        self.bytes = sum(rank["bytes"] for rank in self._ranks)
 
     def agreement(self, name: str) -> Agreement:
         """All that was measured, side by side."""
         agreement = Agreement(name, other="wanted")
         faults = sorted({way for rank in self._ranks for way in rank["faults"]})
         agreement.same("ways that load other bytes than were saved", faults, [])
-        for side in self._ranks[0]["turns"]:
+        for side in dict.fromkeys(
+            side for one in self._groups.values() for side in one[0]["turns"]
+        ):
             agreement.note(
                 f"{side}: extra {self._difference(side):.3f} s a cycle, blocked "
                 f"{self._slowest(side, 'blocked_s'):.3f} s, durable after "
@@ -182,6 +193,11 @@ class _Measured:
             _Figure("bytes read for it", "B", self._of_crash("read_bytes"), size, 0.0, True),
         ]  # fmt: skip
 
+    def _turns(self, side: str) -> list[Mapping[str, Sequence[Mapping[str, float]]]]:
+        """By rank, those of the group in which a side is."""
+        group = next(ranks for ranks in self._groups.values() if side in ranks[0]["turns"])
+        return [rank["turns"] for rank in group]
+
     def _memory(self, what: str) -> float:
         """Of the rank that takes most, with its helpers."""
         return float(max(rank["memory"][what] for rank in self._ranks))
@@ -191,12 +207,12 @@ class _Measured:
 
     def _slowest(self, side: str, key: str) -> float:
         """The median of the slowest rank."""
-        return max(median(turn[key] for turn in rank["turns"][side]) for rank in self._ranks)
+        return max(median(turn[key] for turn in turns[side]) for turns in self._turns(side))
 
     def _difference(self, side: str) -> float:
         """Wall seconds of a cycle, until what it saves is durable, beyond one of the same round
         that saves nothing."""
-        turns = self._ranks[0]["turns"]
+        turns = self._turns(side)[0]
         pairs = zip(turns[side], turns["none"], strict=True)
         return median(one["wall_s"] - none["wall_s"] for one, none in pairs)
 
@@ -209,9 +225,9 @@ class _Measured:
         return sum(
             median(
                 one["cpu_s"] - none["cpu_s"]
-                for one, none in zip(rank["turns"][side], rank["turns"]["none"], strict=True)
+                for one, none in zip(turns[side], turns["none"], strict=True)
             )
-            for rank in self._ranks
+            for turns in self._turns(side)
         )
 
     def _load(self, way: str, key: str) -> list[float]:

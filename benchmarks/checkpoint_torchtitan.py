@@ -23,12 +23,12 @@ ASYNCHRONOUS = "torchtitan async"
 _SYNCHRONOUS = "torchtitan synchronous"
 
 
-def all_sides() -> dict[str, Make]:
-    """Those of `SIDES`, and torchtitan's in the modes that need no GPU."""
-    if find_spec("torchtitan") is None:
-        return SIDES
+def sides_of(group: str) -> dict[str, Make]:
+    """Those of a group of `SIDES`; among the saves torchtitan's in the modes that need no GPU."""
+    if group != "saves" or find_spec("torchtitan") is None:
+        return SIDES[group]
     modes = {ASYNCHRONOUS: "async", _SYNCHRONOUS: "disabled"}
-    return SIDES | {name: _torchtitan(mode) for name, mode in modes.items()}
+    return SIDES[group] | {name: _torchtitan(mode) for name, mode in modes.items()}
 
 
 class Torchtitan(Side):

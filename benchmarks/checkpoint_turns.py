@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from benchmarks.anonymous import AnonymousPeak
 from benchmarks.checkpoint_loads import measure_loads
 from benchmarks.checkpoint_side import STEPS, Side
+from benchmarks.checkpoint_sides import SIDES
 from benchmarks.checkpoint_state import BenchState, sharded_state, sharding_mesh
-from benchmarks.checkpoint_torchtitan import all_sides
+from benchmarks.checkpoint_torchtitan import sides_of
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 
@@ -32,6 +33,7 @@ def main() -> None:
     """Take the turns, then write what was measured to FOLDER/rank_N.json."""
     parser = argparse.ArgumentParser(description="Take turns of ways to save a state.")
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--group", choices=list(SIDES), required=True)
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--step-seconds", type=float, required=True)
@@ -39,7 +41,7 @@ def main() -> None:
     mesh = sharding_mesh(port=29511)
     state = sharded_state(mesh, given.layers)
     products = _products(mesh, given.step_seconds)
-    sides = all_sides()
+    sides = sides_of(given.group)
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     # As the trainer has it: no side waits for a collection that another one has brought about.
     garbage = ScheduledGarbageCollection(freq=STEPS)
@@ -57,23 +59,20 @@ def main() -> None:
             # The first round is the warm-up.
             if number:
                 turns[name].append(turn)
-    memory = {}
-    for name in ("none", "ours"):
-        with AnonymousPeak() as peak:
-            _cycle(made[name], state, mesh, products)
-        memory[name] = peak.bytes
-    loads = measure_loads(made, state, mesh, rounds=given.rounds)
+    told: dict[str, Any] = {"turns": turns}
+    if given.group == "saves":
+        memory = {}
+        for name in ("none", "ours"):
+            with AnonymousPeak() as peak:
+                _cycle(made[name], state, mesh, products)
+            memory[name] = peak.bytes
+        loads = measure_loads(made, state, mesh, rounds=given.rounds)
+        memory["restore"] = loads.peak_bytes
+        told |= {"loads": loads.turns, "faults": loads.faults, "memory": memory}
+        parts = (p.to_local() for p in state.tensors().values() if isinstance(p, DTensor))
+        told["bytes"] = sum(part.nbytes for part in parts)
     for side in made.values():
         side.close()
-    size = sum(p.to_local().nbytes for p in state.tensors().values() if isinstance(p, DTensor))
-    memory["restore"] = loads.peak_bytes
-    told: dict[str, Any] = {
-        "turns": turns,
-        "loads": loads.turns,
-        "faults": loads.faults,
-        "memory": memory,
-        "bytes": size,
-    }
     (given.folder / f"rank_{mesh.rank}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
 
