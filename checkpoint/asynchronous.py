@@ -88,12 +88,13 @@ class AsynchronousSaver:
         """Whether this region holds what the run was restored from. On a machine that has changed
         places with another one, it may be of another start, whose steps are others."""
         region = self._region
-        starts = (region.taken_over_from, region.description["session"])
+        starts = (region.taken_over_from, *region.starts)
         return origin.start in starts and origin.step in region.complete_slots()
 
     def keep(self, origin: Origin | None) -> None:
         """Go on with the slot from which this run was restored, if all ranks have it; all others
         are of steps that come again, and count no more."""
+        self._region.settle()
         step = None if origin is None else origin.step
         for slot, header in enumerate(self._region.slots()):
             if header.step == step and header.state == State.COMPLETE and self._kept is None:

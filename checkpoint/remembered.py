@@ -52,7 +52,7 @@ def newest_remembered(
     mine = {
         saver: one
         for saver, one in regions.items()
-        if rank in found.reach[saver] and one.start == found.start and found.step in one.slots
+        if rank in found.reach[saver] and found.start in one.starts and found.step in one.slots
     }
     _close({saver: one for saver, one in regions.items() if saver not in mine})
     own: dict[str, Any] = {}
@@ -95,7 +95,7 @@ def newest_of(
     """The newest step, not above `at_most`, of the regions that were `seen` on the `machines` of
     the ranks; where several ranks are on one, one of them speaks for all. A machine that was given
     other ranks since still has the regions of an earlier start."""
-    starts = sorted({one["start"] for by_saver in seen for one in by_saver.values()})
+    starts = sorted({s for by_saver in seen for one in by_saver.values() for s in one["starts"]})
     known = [found for start in starts if (found := _of_start(start, seen, machines, at_most))]
     return max(known, key=lambda one: one.step, default=None)
 
@@ -109,7 +109,7 @@ def _of_start(
     reach: dict[int, Sequence[int]] = {}
     for by_saver, machine in zip(seen, machines, strict=True):
         for saver, region in by_saver.items():
-            if region["start"] == start and int(saver) not in regions:
+            if start in region["starts"] and int(saver) not in regions:
                 regions[int(saver)] = region
                 reach[int(saver)] = [r for r, other in enumerate(machines) if other == machine]
     if {region["world_size"] for region in regions.values()} != {len(regions)}:
@@ -128,12 +128,14 @@ class _Seen:
     """Step -> slot, for those whose values are whole."""
 
     @property
-    def start(self) -> str:
-        return str(self.region.description.get("session", ""))
+    def starts(self) -> list[str]:
+        """While a later start takes the regions over, some ranks may have come so far and others
+        not: then these are of both."""
+        return self.region.starts
 
     def told(self) -> dict[str, Any]:
         return {
-            "start": self.start,
+            "starts": self.starts,
             "world_size": self.region.description.get("world_size"),
             "steps": list(self.slots),
         }

@@ -78,7 +78,7 @@ def open_saver(saved: Saved, origin: Origin | None) -> AsynchronousSaver | None:
     try:
         # What an earlier start had here and this one has elsewhere is memory wasted.
         remove_regions(saved.identity.run_id, keep=_ranks_here(mesh))
-        saver = _open(saved)
+        saver = _open(saved, origin)
     except (OSError, RuntimeError, CheckpointError) as error:
         problem = str(error) or repr(error)
     problem = first_said(problem)
@@ -103,7 +103,7 @@ def _ranks_here(mesh: Mesh) -> range:
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size)))
 
 
-def _open(saved: Saved) -> AsynchronousSaver:
+def _open(saved: Saved, origin: Origin | None) -> AsynchronousSaver:
     """Raises OSError, RuntimeError or CheckpointError, and leaves nothing then."""
     config, inventory = saved.config, take_inventory(saved.state.tensors(), saved.mesh)
     settings = WriterSettings(
@@ -114,7 +114,7 @@ def _open(saved: Saved) -> AsynchronousSaver:
         keep_every=config.keep_every,
         recovers=not saved.is_shared,
     )
-    region = _region(saved, inventory.slot_bytes, saved.describe(inventory).to_dict())
+    region = _region(saved, origin, inventory.slot_bytes, saved.describe(inventory).to_dict())
     try:
         slots = [region.data(slot) for slot in range(NUM_SLOTS)]
         copier = Copier(inventory, slots, saved.mesh.device.torch_device)
@@ -127,7 +127,9 @@ def _open(saved: Saved) -> AsynchronousSaver:
     return AsynchronousSaver(saved, region, copier, writer)
 
 
-def _region(saved: Saved, slot_bytes: int, description: dict[str, Any]) -> Region:
+def _region(
+    saved: Saved, origin: Origin | None, slot_bytes: int, description: dict[str, Any]
+) -> Region:
     """The one of an earlier start, if this run goes on in the same way; else a new one. Raises
     OSError or CheckpointError."""
     limit = saved.config.snapshot_gib
@@ -139,7 +141,13 @@ def _region(saved: Saved, slot_bytes: int, description: dict[str, Any]) -> Regio
     folder = run_folder(saved.identity.run_id)
     present = len(json.dumps(saved.values()))
     adopted = Region.adopt(
-        folder, saved.mesh.rank, description, slot_bytes, num_slots=NUM_SLOTS, values_bytes=present
+        folder,
+        saved.mesh.rank,
+        description,
+        slot_bytes,
+        num_slots=NUM_SLOTS,
+        values_bytes=present,
+        start=None if origin is None else origin.start,
     )
     if adopted is not None:
         return adopted

@@ -24,6 +24,7 @@ from tests.dying_points import die_at
 from torchtitan_lite import build, trainer
 from torchtitan_lite.checkpoint import synchronous
 from torchtitan_lite.checkpoint.background.process import WriterProcess
+from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.replica import fault_tolerant, joining
 from torchtitan_lite.replica.healing import client, live_state
@@ -126,6 +127,17 @@ def dies_at(given: str) -> None:
         die_at(point, int(call))
 
 
+def dies_taking_over(rank: str) -> None:
+    """That rank, as the others have taken their shared memory over and it has not."""
+
+    def late(*given: Any, **named: Any) -> None:
+        time.sleep(1)
+        _die()
+
+    if int(rank) == _RANK:
+        Region.adopt = late  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def loses_its_place(given: str) -> None:
     """RANK:PLACE, where that rank believes itself further on than it is."""
     rank, place = map(int, given.split(":"))
@@ -174,6 +186,7 @@ _FAULTS: dict[str, Callable[[str], None]] = {
         dies,
         dies_in_save,
         dies_at,
+        dies_taking_over,
         loses_its_place,
         comes_late,
         slow,

@@ -1,8 +1,9 @@
 """A rank's snapshots in shared memory: one tmpfs file that outlives the process that fills it.
 
-The file, all of it in multiples of 4096 bytes: a superblock, the description (JSON), then per slot
+The file, all of it in multiples of 4096 bytes: superblocks, two descriptions (JSON), then per slot
 a header and its values (JSON), then per slot its data. What a reader needs to judge a slot stands
-in its header, which is written last and has a checksum.
+in its header, which is written last and has a checksum. A region that a later start of the run
+takes over is described twice, and belongs to both starts, until all ranks have taken theirs over.
 
 Invariant: wherever its process is killed, each slot is either complete as its header says or
 counts as empty, and no slot hides another. Memory is reserved before it is touched, so that a full
@@ -15,6 +16,7 @@ import json
 import mmap
 import secrets
 import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -29,9 +31,11 @@ from torchtitan_lite.checkpoint.memory.sealed import CHECKSUM_BYTES, sealed, uns
 from torchtitan_lite.checkpoint.memory.superblock import (
     ALIGNMENT,
     MAX_SLOTS,
+    PLACES,
+    SUPERBLOCK_BYTES,
     Superblock,
     padded,
-    read_superblock,
+    read_superblocks,
 )
 from torchtitan_lite.errors import DamagedSnapshot
 
@@ -62,20 +66,33 @@ class SlotHeader:
 _EMPTY_SLOT = SlotHeader(-1, State.EMPTY)
 
 
+@dataclass(frozen=True)
+class _Described:
+    """What stands in one place."""
+
+    place: int
+    block: Superblock
+    values: dict[str, Any]
+
+    @property
+    def start(self) -> str:
+        return str(self.values.get("session", ""))
+
+
 class Region:
     """The snapshots of one rank. Made by the trainer, opened by the writer and by successors."""
 
     def __init__(self, path: Path, mapped: mmap.mmap, block: Superblock) -> None:
-        """For `create` and `open`."""
+        """For `create` and `open`. `block`: any of its superblocks."""
         self.path, self._block = path, block
         self._map = mapped
         self.is_writable = not memoryview(mapped).readonly
         self._view = memoryview(mapped)
         self._words = self._view.cast("q")
-        self._headers_start = ALIGNMENT + padded(block.description_bytes)
         self._header_bytes = ALIGNMENT + padded(self.values_bytes)
-        self._data_start = self._headers_start + self.num_slots * self._header_bytes
-        self.description: dict[str, Any] = {}
+        self._data_start = block.headers_start + self.num_slots * self._header_bytes
+        self._described: list[_Described] = []
+        """The newest first."""
         self.taken_over_from: str | None = None
         """The start of the run that left it, where this process took it over."""
 
@@ -105,8 +122,11 @@ class Region:
         block = Superblock(
             rank=rank,
             num_slots=num_slots,
+            turn=0,
             slot_bytes=slot_bytes,
             values_bytes=values_bytes,
+            # The configuration may be a longer text the next time.
+            description_room=padded(len(encoded)) + ALIGNMENT,
             description_bytes=len(encoded),
             description_sum=xxhash.xxh3_64_intdigest(encoded),
             token=secrets.token_bytes(16),
@@ -117,11 +137,9 @@ class Region:
         require_room(folder, block.file_bytes, what)
         mapped = reserve(path, block.file_bytes, what)
         region = cls(path, mapped, block)
-        region.description = json.loads(encoded)
-        region._store(ALIGNMENT, encoded)
         region._words[_CONFIRMED_WORD] = -1
         # Last: a file without it is no region.
-        region._store(0, block.encoded())
+        region._put_description(0, block, encoded)
         return region
 
     @classmethod
@@ -129,12 +147,9 @@ class Region:
         """Map the region in `path`. Raises DamagedSnapshot when it is none, or not whole."""
         mapped = map_existing(path, writable)
         try:
-            region = cls(path, mapped, read_superblock(path, mapped))
-            start = ALIGNMENT
-            encoded = bytes(region._view[start : start + region._block.description_bytes])
-            if xxhash.xxh3_64_intdigest(encoded) != region._block.description_sum:
-                raise DamagedSnapshot(f"{path} is damaged: its description's checksum is wrong.")
-            region.description = _json_object(path, encoded, "description")
+            blocks = read_superblocks(path, mapped)
+            region = cls(path, mapped, next(iter(blocks.values())))
+            region._read_descriptions(blocks)
         except BaseException:
             with suppress(BufferError):
                 mapped.close()
@@ -150,12 +165,14 @@ class Region:
         slot_bytes: int,
         num_slots: int = 3,
         values_bytes: int = 0,
+        start: str | None = None,
     ) -> "Region | None":
         """Take over the region that an earlier start of the same run left, with the steps in it,
         where it differs from `description` in `session` and `config` at most and has room for
         `values_bytes` of values; None where there is none, or it does not fit.
 
-        For the short time in which the description is replaced, a kill loses the region.
+        It belongs to the earlier start, too, until `settle`: to `start`, or else to the last that
+        had it. So whoever comes after finds the steps, also if not all ranks came so far.
         """
         path = folder / f"rank-{rank:05d}.snapshots"
         try:
@@ -167,14 +184,29 @@ class Region:
             _without_start(region.description) == _without_start(json.loads(encoded))
             and (region.slot_bytes, region.num_slots) == (padded(slot_bytes), num_slots)
             and region.values_bytes >= values_bytes
-            and padded(len(encoded)) == padded(region._block.description_bytes)
+            and len(encoded) <= region._block.description_room
         )
         if not fits:
             region.close()
             return None
-        region.taken_over_from = region.description.get("session")
-        region._describe(encoded)
+        region._take_over(encoded, start)
         return region
+
+    def settle(self) -> None:
+        """It is this start's alone: all ranks have taken theirs over."""
+        for described in self._described[1:]:
+            self._clear(described.place)
+        del self._described[1:]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Of the newest start that has it."""
+        return self._described[0].values
+
+    @property
+    def starts(self) -> list[str]:
+        """The starts of the run that have it, the newest first."""
+        return [described.start for described in self._described]
 
     @property
     def rank(self) -> int:
@@ -195,8 +227,8 @@ class Region:
 
     @property
     def token(self) -> str:
-        """Differs for every region that was ever created."""
-        return self._block.token.hex()
+        """Differs for every region that was ever created or taken over."""
+        return self._described[0].block.token.hex()
 
     @property
     def confirmed(self) -> int:
@@ -291,17 +323,43 @@ class Region:
         """Remove the file. Its memory is free when nobody maps it any more."""
         self.path.unlink(missing_ok=True)
 
-    def _describe(self, encoded: bytes) -> None:
-        """Replace the description by one that needs as many pages."""
-        self._store(ALIGNMENT, encoded)
-        self.description = json.loads(encoded)
-        self._block = replace(
-            self._block,
+    def _read_descriptions(self, blocks: Mapping[int, Superblock]) -> None:
+        """Those that are whole. Raises DamagedSnapshot where none is."""
+        newest_first = sorted(blocks, key=lambda place: blocks[place].turn, reverse=True)
+        for place in newest_first:
+            block = blocks[place]
+            start = block.description_start(place)
+            encoded = bytes(self._view[start : start + block.description_bytes])
+            if xxhash.xxh3_64_intdigest(encoded) == block.description_sum:
+                values = _json_object(self.path, encoded, "description")
+                self._described.append(_Described(place, block, values))
+        if not self._described:
+            raise DamagedSnapshot(f"{self.path} is damaged: its description's checksum is wrong.")
+
+    def _take_over(self, encoded: bytes, start: str | None) -> None:
+        """Describe it anew, beside the description of `start`, or else the newest."""
+        newest = self._described[0]
+        kept = next((one for one in self._described if one.start == start), newest)
+        block = replace(
+            kept.block,
+            turn=newest.block.turn + 1,
             description_bytes=len(encoded),
             description_sum=xxhash.xxh3_64_intdigest(encoded),
             token=secrets.token_bytes(16),
         )
-        self._store(0, self._block.encoded())
+        self._described = [kept]
+        place = 1 - kept.place
+        self._clear(place)
+        self._put_description(place, block, encoded)
+        self.taken_over_from = kept.start
+
+    def _put_description(self, place: int, block: Superblock, encoded: bytes) -> None:
+        self._store(block.description_start(place), encoded)
+        self._store(PLACES[place], block.encoded())
+        self._described.insert(0, _Described(place, block, json.loads(encoded)))
+
+    def _clear(self, place: int) -> None:
+        self._store(PLACES[place], bytes(SUPERBLOCK_BYTES))
 
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.num_slots:
@@ -309,7 +367,7 @@ class Region:
         return slot
 
     def _header_start(self, slot: int) -> int:
-        return self._headers_start + self._checked(slot) * self._header_bytes
+        return self._block.headers_start + self._checked(slot) * self._header_bytes
 
     def _header(self, slot: int) -> tuple[int, int, int, int, int] | None:
         """The fields of a slot's header; None when its checksum does not hold."""

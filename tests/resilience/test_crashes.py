@@ -18,6 +18,7 @@ from tests import launch
 from tests.dying_points import POINTS
 from tests.tolerances import PARITY_FLOAT64
 from torchtitan_lite.checkpoint.memory import folder as shared
+from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.errors import CheckpointError
 
 _RANKS = 2
@@ -214,6 +215,56 @@ def test_another_mesh_goes_on_from_what_lies_in_memory(
     after = {line["step"]: line["loss"] for line in launch.steps_of(run)[-3:]}
     assert max(after) == last
     assert after == pytest.approx({step: expected[step] for step in after}, rel=PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.matrix)])
+def test_a_crash_while_the_memory_is_taken_over_costs_nothing(
+    rank: int, run: Path, tmp_path: Path
+) -> None:
+    """Of which some ranks have theirs by then, and others have not."""
+    log = tmp_path / "log"
+    arguments = [*_arguments(run, 100_000), "--checkpoint.interval=100000"]
+    process = launch.start(_RANKS, arguments, log)
+    try:
+        launch.wait_for_step(run, 6, process, log)
+        _kill(process, "everything")
+        process.wait(timeout=60)
+    finally:
+        launch.end(process)
+    resumed = r"Resumed from step \d+ in shared memory at step (\d+)"
+    fault = f"dies_taking_over={rank}"
+    process = launch.start(_RANKS, arguments, log, program=launch.FAULTY, FAULTS=fault)
+    try:
+        assert process.wait(timeout=120) != 0, log.read_text()[-3000:]
+    finally:
+        launch.end(process)
+    before = re.search(resumed, log.read_text())
+    assert before is not None, log.read_text()[-3000:]
+    starts = [_starts(path) for path in _regions(run)]
+    assert sorted(map(len, starts)) == [1, 2] and set(starts[rank]) < set(starts[1 - rank])
+    last = int(before[1]) + 2
+    text = launch.run(_RANKS, _arguments(run, last), tmp_path / "after.log")
+    after = re.search(resumed, text)
+    assert after is not None and after[1] == before[1], text[-3000:]
+    straight = tmp_path / "straight"
+    launch.run(_RANKS, _arguments(straight, last), tmp_path / "straight.log")
+    expected, found = (
+        launch.saved_tensors(folder / "checkpoint" / f"step-{last}") for folder in (straight, run)
+    )
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def _regions(run: Path) -> list[Path]:
+    folder = shared.known_folder((run / "run_id").read_text().strip())
+    assert folder is not None
+    return [path for _, path in sorted(shared.regions_in(folder).items())]
+
+
+def _starts(path: Path) -> list[str]:
+    region = Region.open(path)
+    starts = region.starts
+    region.close()
+    return starts
 
 
 def test_the_newest_snapshot_is_durable_soon_after_a_kill(run: Path, tmp_path: Path) -> None:

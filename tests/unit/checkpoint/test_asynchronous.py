@@ -176,6 +176,41 @@ def test_a_crash_of_all_costs_no_step_that_is_complete(
     assert f"step-{third.step}" in steps_in(manager.root)
 
 
+@pytest.mark.parametrize("crashes", [1, 2])
+def test_a_crash_while_ranks_take_their_memory_over_costs_nothing(
+    manage: Manage, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crashes: int
+) -> None:
+    """Before the step from which the run goes on is known to be in all regions."""
+    state = SmallState()
+    manager = manage(state, interval=100, **ASYNC)
+    steps(manager, state, mesh, 5)
+    complete(manager, mesh)
+    expected = copy_of(state)
+    start = manager._saved.identity.session
+    crash(manager)
+    for _ in range(crashes):
+        other = SmallState(seed=1)
+        manager = manage(other, interval=100, **ASYNC)
+        assert manager.restore() == "step 5 in shared memory"
+        with monkeypatch.context() as patch:
+            patch.setattr(AsynchronousSaver, "keep", lambda self, origin: None)
+            manager.after_step()
+        crash(manager)
+        (path,) = memory_of(tmp_path)
+        region = Region.open(path)
+        assert len(region.starts) == 2
+        region.close()
+    other = SmallState(seed=2)
+    manager = manage(other, interval=100, **ASYNC)
+    assert manager.restore() == "step 5 in shared memory"
+    assert same(other.tensors(), expected)
+    steps(manager, other, mesh, 1)
+    (path,) = memory_of(tmp_path)
+    region = Region.open(path)
+    assert region.starts == [manager._saved.identity.session] != [start]
+    region.close()
+
+
 def test_a_crash_in_the_middle_of_a_copy_gives_the_step_before(
     manage: Manage, mesh: Mesh, tmp_path: Path
 ) -> None:

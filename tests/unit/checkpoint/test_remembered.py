@@ -7,8 +7,9 @@ import pytest
 from torchtitan_lite.checkpoint.remembered import newest_of
 
 
-def region(start: str, world_size: int, *steps: int) -> dict[str, Any]:
-    return {"start": start, "world_size": world_size, "steps": list(steps)}
+def region(starts: str, world_size: int, *steps: int) -> dict[str, Any]:
+    """`starts`: a letter each."""
+    return {"starts": list(starts), "world_size": world_size, "steps": list(steps)}
 
 
 def machine(**regions: dict[str, Any]) -> dict[str, Any]:
@@ -37,6 +38,14 @@ _CASES = {
             machine(r0=region("t", 2, 9)),
         ],
         ("s", 4),
+    ),
+    "one that a later start has taken over, as the other has not": (
+        [machine(r0=region("ts", 2, 4, 5), r1=region("s", 2, 5, 6))],
+        ("s", 5),
+    ),
+    "one that a later start has alone already": (
+        [machine(r0=region("t", 2, 5), r1=region("ts", 2, 5, 6))],
+        ("t", 5),
     ),
     "nothing": ([machine(), machine()], None),
 }  # fmt: skip

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -61,23 +62,35 @@ def test_values_of_a_slot_that_is_not_complete_are_refused(region: Region) -> No
         region.data(3)
 
 
+class Torn(BaseException):
+    """A kill within a store."""
+
+
+@contextmanager
+def torn_after(num_bytes: int) -> Iterator[list[bool]]:
+    """Within it all stores together are cut after so many bytes. Whether they were."""
+    real, left, was_torn = Region._store, [num_bytes], [False]
+
+    def store(self: Region, offset: int, content: bytes) -> None:
+        left[0] -= len(content)
+        if left[0] < 0:
+            real(self, offset, content[: left[0]])
+            raise Torn
+        real(self, offset, content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Region, "_store", store)
+        try:
+            yield was_torn
+        except Torn:
+            was_torn[0] = True
+
+
 @pytest.mark.parametrize("what", ["begin", "complete", "stamp"])
 def test_a_store_torn_at_any_byte_hides_no_slot(tmp_path: Path, what: str) -> None:
     """Each store of an operation is cut after every byte: the slot is as before, as after, or
     empty, and the others are as they were."""
-
-    class Torn(BaseException):
-        pass
-
     region = Region.create(tmp_path, 0, {}, 4096, values_bytes=4096)
-    real, cut = Region._store, [0, 0]
-
-    def store(self: Region, offset: int, content: bytes) -> None:
-        cut[0] -= len(content)
-        if cut[0] < 0:
-            real(self, offset, content[: cut[0]])
-            raise Torn
-        real(self, offset, content)
 
     def operate() -> None:
         if what == "begin":
@@ -93,14 +106,9 @@ def test_a_store_torn_at_any_byte_hides_no_slot(tmp_path: Path, what: str) -> No
             _fill(region, slot, step)
         if what == "complete":
             region.begin(1, 12)
-        cut[0] = kept
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Region, "_store", store)
-            try:
-                operate()
-                ends += 1
-            except Torn:
-                pass
+        with torn_after(kept) as was_torn:
+            operate()
+        ends += not was_torn[0]
         slots = region.slots()
         assert slots[0] == SlotHeader(10, State.COMPLETE)
         assert slots[2] == SlotHeader(8, State.COMPLETE)
@@ -112,6 +120,65 @@ def test_a_store_torn_at_any_byte_hides_no_slot(tmp_path: Path, what: str) -> No
             assert slots[1] == SlotHeader(9, State.COMPLETE)
     assert 0 < ends < 400
     region.close()
+
+
+def _adopted(folder: Path, session: str, start: str | None = None) -> Region:
+    found = Region.adopt(folder, 0, {"session": session}, 4096, values_bytes=4096, start=start)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_take_over_torn_at_any_byte_loses_no_start(tmp_path: Path, shared: bool) -> None:
+    """The start from whose step the run goes on has the region, whatever was written."""
+    ends, num_bytes = 0, 0
+    while ends < 3:
+        made = Region.create(tmp_path, 0, {"session": "a"}, 4096, values_bytes=4096)
+        _fill(made, 1, 7)
+        made.close()
+        if shared:
+            # Killed before all ranks had theirs; the other ranks have theirs of "a".
+            _adopted(tmp_path, "b").close()
+        with torn_after(num_bytes) as was_torn:
+            adopted = _adopted(tmp_path, "c", start="a")
+            assert adopted.taken_over_from == "a"
+            adopted.close()
+        seen = Region.open(made.path)
+        assert seen.complete_slots() == {7: 1} and seen.values(1) == {"step": 7}
+        assert "a" in seen.starts and seen.description == {"session": seen.starts[0]}
+        if not was_torn[0]:
+            assert seen.starts == ["c", "a"]
+            ends += 1
+        num_bytes += 1
+        seen.close()
+    assert num_bytes > 100
+
+
+def test_a_region_that_all_have_taken_over_is_of_the_last_start(tmp_path: Path) -> None:
+    made = Region.create(tmp_path, 0, {"session": "a"}, 4096, values_bytes=4096)
+    _fill(made, 1, 7)
+    made.close()
+    for session in "bcd":
+        adopted = _adopted(tmp_path, session)
+        token = adopted.token
+        assert adopted.starts[0] == session and len(adopted.starts) == 2
+        adopted.settle()
+        seen = Region.open(adopted.path)
+        assert seen.starts == adopted.starts == [session] and seen.token == token
+        assert seen.complete_slots() == {7: 1}
+        seen.close()
+        adopted.close()
+
+
+def test_a_longer_description_is_taken_over_while_there_is_room(tmp_path: Path) -> None:
+    made = Region.create(tmp_path, 0, {"session": "a", "config": ""}, 4096)
+    made.close()
+    wanted = {"session": "b", "config": "x" * ALIGNMENT}
+    adopted = Region.adopt(tmp_path, 0, wanted, 4096)
+    assert adopted is not None and adopted.description == wanted
+    adopted.close()
+    assert Region.open(made.path).description == wanted
+    assert Region.adopt(tmp_path, 0, wanted | {"config": "x" * 3 * ALIGNMENT}, 4096) is None
 
 
 def test_damage_is_found_by_name(region: Region) -> None:
