@@ -9,13 +9,12 @@ if __name__ == "__main__":
     # First of all: the imports take a second, in which the launcher may die.
     obey_launcher()
 
-import logging
 import os
 import sys
-from typing import NoReturn
 
 from torchtitan_lite.config import check_against, parse_command_line
 from torchtitan_lite.errors import UserError
+from torchtitan_lite.leaving import leave
 from torchtitan_lite.log import configure_logging, logger, tell_once
 
 
@@ -56,16 +55,6 @@ def main(argv: list[str]) -> int:
         logger.error("%s", error)
         return error.exit_status
     return 0
-
-
-def leave(status: int) -> NoReturn:
-    """End the process without tearing the interpreter down. All that was opened is closed by now;
-    but a background thread of torch that is still running when it is freed aborts the process,
-    and a run that ended well would count as failed (seen on a loaded machine, torch 2.13)."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":

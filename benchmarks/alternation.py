@@ -29,6 +29,7 @@ from benchmarks.turns import Turns
 from torchtitan_lite.build import build
 from torchtitan_lite.config import check_against, parse_command_line
 from torchtitan_lite.device import detect_device
+from torchtitan_lite.leaving import leave
 from torchtitan_lite.log import configure_logging
 from torchtitan_lite.mesh import start_mesh
 from torchtitan_lite.preemption import StopRequest
@@ -112,3 +113,4 @@ def _side(model: nn.Module) -> Side:
 
 if __name__ == "__main__":
     main()
+    leave(0)

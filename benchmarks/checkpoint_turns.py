@@ -25,6 +25,7 @@ from benchmarks.checkpoint_side import STEPS, Side
 from benchmarks.checkpoint_sides import SIDES
 from benchmarks.checkpoint_state import BenchState, sharded_state, sharding_mesh
 from benchmarks.checkpoint_torchtitan import sides_of
+from torchtitan_lite.leaving import leave
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 
@@ -159,3 +160,4 @@ def _cpu_seconds(me: psutil.Process) -> float:
 
 if __name__ == "__main__":
     main()
+    leave(0)

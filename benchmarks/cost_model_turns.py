@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from torchtitan_lite.leaving import leave
 from torchtitan_lite.redistribute.calibration import (
     calibrate,
     predicted_s,
@@ -53,3 +54,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

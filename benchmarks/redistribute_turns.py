@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.redistribute_sides import Side, Sides
 from benchmarks.state_dicts import cases
+from torchtitan_lite.leaving import leave
 
 
 def main() -> None:
@@ -67,3 +68,4 @@ def seconds_of_turns(sides: dict[str, Side], rounds: int) -> dict[str, list[floa
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.memory import peak_tensor_bytes
 from torchtitan_lite.device import detect_device
+from torchtitan_lite.leaving import leave
 from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
 from torchtitan_lite.models.llama3 import FLAVORS, Llama3Dims, build, spec_of
 from torchtitan_lite.nn.attention import BlockContext
@@ -125,3 +126,4 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import UserError
+from torchtitan_lite.leaving import leave
 from torchtitan_lite.redistribute.calibration import (
     Sample,
     calibrate,
@@ -93,4 +94,4 @@ def _table(title: str, samples: Sequence[Sample], costs: Costs) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

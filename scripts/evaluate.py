@@ -27,6 +27,7 @@ from torchtitan_lite.data.tokenizer import TokenizerFiles
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.inference import Weights, everywhere, open_weights, tokenizer_of
+from torchtitan_lite.leaving import leave
 from torchtitan_lite.log import configure_logging, tell_once
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import (
@@ -214,4 +215,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

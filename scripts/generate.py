@@ -34,6 +34,7 @@ from torchtitan_lite.inference import (
     stop_ids,
     tokenizer_of,
 )
+from torchtitan_lite.leaving import leave
 from torchtitan_lite.log import configure_logging, tell_once
 from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
 from torchtitan_lite.messages import gather_texts
@@ -193,4 +194,4 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

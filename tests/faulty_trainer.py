@@ -25,6 +25,7 @@ from torchtitan_lite import build, trainer
 from torchtitan_lite.checkpoint import synchronous
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.leaving import leave
 from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.replica import fault_tolerant, joining
 from torchtitan_lite.replica.healing import client, live_state
@@ -220,4 +221,4 @@ if __name__ == "__main__":
     for fault in os.environ.get("FAULTS", "").split():
         name, _, value = fault.partition("=")
         _FAULTS[name](value)
-    train.leave(train.main(sys.argv[1:]))
+    leave(train.main(sys.argv[1:]))
