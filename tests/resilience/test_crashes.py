@@ -194,15 +194,8 @@ def test_killed_at_a_point_of_a_step(point: str, straight: Path, run: Path, tmp_
 def test_another_mesh_goes_on_from_what_lies_in_memory(
     ranks: int, mesh: list[str], run: Path, tmp_path: Path
 ) -> None:
-    log = tmp_path / "log"
     exact = ["--training.dtype=float64", "--checkpoint.interval=100000"]
-    process = launch.start(_RANKS, [*_arguments(run, 100_000), *exact], log)
-    try:
-        launch.wait_for_step(run, 6, process, log)
-        _kill(process, "everything")
-        process.wait(timeout=60)
-    finally:
-        launch.end(process)
+    _kill_everything(run, [*_arguments(run, 100_000), *exact], tmp_path / "log")
     reached = launch.steps_of(run)[-1]["step"]
     last = reached + 4
     text = launch.run(ranks, [*_arguments(run, last), *exact, *mesh], tmp_path / "after.log")
@@ -224,13 +217,7 @@ def test_a_crash_while_the_memory_is_taken_over_costs_nothing(
     """Of which some ranks have theirs by then, and others have not."""
     log = tmp_path / "log"
     arguments = [*_arguments(run, 100_000), "--checkpoint.interval=100000"]
-    process = launch.start(_RANKS, arguments, log)
-    try:
-        launch.wait_for_step(run, 6, process, log)
-        _kill(process, "everything")
-        process.wait(timeout=60)
-    finally:
-        launch.end(process)
+    _kill_everything(run, arguments, log)
     resumed = r"Resumed from step \d+ in shared memory at step (\d+)"
     fault = f"dies_taking_over={rank}"
     process = launch.start(_RANKS, arguments, log, program=launch.FAULTY, FAULTS=fault)
@@ -252,6 +239,17 @@ def test_a_crash_while_the_memory_is_taken_over_costs_nothing(
         launch.saved_tensors(folder / "checkpoint" / f"step-{last}") for folder in (straight, run)
     )
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def _kill_everything(run: Path, arguments: list[str], log: Path) -> None:
+    """Of a run in its seventh step or so."""
+    process = launch.start(_RANKS, arguments, log)
+    try:
+        launch.wait_for_step(run, 6, process, log)
+        _kill(process, "everything")
+        process.wait(timeout=60)
+    finally:
+        launch.end(process)
 
 
 def _regions(run: Path) -> list[Path]:
