@@ -139,7 +139,7 @@ def read_manifest_alone(storage: Storage, folder: str) -> Manifest:
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged at {at}: {first['msg']}") from None
     if manifest.version == 2 and "data" in raw:
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged: version 2 has no field data.")
-    if not (is_signed(text) if manifest.version != 2 else _is_signed_as_2(raw)):
+    if not (is_signed(text) if manifest.version != 2 else is_signed_as_2(raw)):
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged: its own checksum does not hold.")
     if step_of(folder) not in (None, manifest.step):
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is of step {manifest.step}.")
@@ -154,13 +154,6 @@ def read_manifest_alone(storage: Storage, folder: str) -> Manifest:
 def layouts_of(manifest: Manifest) -> list[Layout]:
     """How the files hold the tensors. Raises LayoutError for what cannot be a layout of files."""
     return [_layout(number, given) for number, given in enumerate(manifest.layouts)]
-
-
-def _is_signed_as_2(raw: Any) -> bool:
-    try:
-        return is_signed_as_2(raw)
-    except RecursionError:
-        return False
 
 
 def _layout(number: int, given: dict[str, Any]) -> Layout:

@@ -75,9 +75,9 @@ def store(root: Path | str, step: int) -> dict[str, torch.Tensor]:
 
 def sign(raw: dict[str, Any]) -> bytes:
     """A manifest with the checksum that fits it."""
-    if raw.get("version") != 2:
-        return manifest_bytes(raw)
     rest = {key: value for key, value in raw.items() if key != "xxh3"}
+    if raw.get("version") != 2:
+        return manifest_bytes(rest)
     digest = xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True).encode())
     return json.dumps(rest | {"xxh3": digest}).encode()
 

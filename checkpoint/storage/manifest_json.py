@@ -85,7 +85,7 @@ def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
     """As it is stored: JSON with a line for each layout, tensor and other field, and one that signs
     what is before it. Not by `indent`, with which Python takes another encoder, many times as
     slow."""
-    fields = [(key, _field(value)) for key, value in manifest.items() if key != "xxh3"]
+    fields = [(key, _field(value)) for key, value in manifest.items()]
     signed = _lines(fields, "").removesuffix("\n}").encode() + b","
     return signed + _SIGNATURE + _signature_of(signed)
 
@@ -97,10 +97,14 @@ def is_signed(text: bytes) -> bool:
 
 
 def is_signed_as_2(manifest: Mapping[str, Any]) -> bool:
-    """The same in version 2: `xxh3` is the checksum of all else, as JSON with sorted keys."""
+    """The same in version 2: `xxh3` is the checksum of all else, as JSON with sorted keys. False,
+    too, for one that is nested too deeply to be written."""
     rest = {key: value for key, value in manifest.items() if key != "xxh3"}
-    found = xxhash.xxh3_64_hexdigest(json.dumps(rest, sort_keys=True).encode())
-    return manifest.get("xxh3") == found
+    try:
+        encoded = json.dumps(rest, sort_keys=True).encode()
+    except RecursionError:
+        return False
+    return manifest.get("xxh3") == xxhash.xxh3_64_hexdigest(encoded)
 
 
 def _signature_of(signed: bytes) -> bytes:

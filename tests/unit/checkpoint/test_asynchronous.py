@@ -82,6 +82,16 @@ def copy_of(state: SmallState) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in state.tensors().items()}
 
 
+def crash_after(
+    manager: CheckpointManager, state: SmallState, mesh: Mesh, number: int
+) -> dict[str, torch.Tensor]:
+    """Take steps, of which the last is complete in memory, and die. The state as it was then."""
+    steps(manager, state, mesh, number)
+    complete(manager, mesh)
+    crash(manager)
+    return copy_of(state)
+
+
 def memory_of(dump_folder: Path) -> list[Path]:
     """The regions that a run has in shared memory."""
     found = [run.path for run in runs() if run.run_id == run_id_in(dump_folder)]
@@ -150,10 +160,7 @@ def test_a_crash_of_all_costs_no_step_that_is_complete(
 ) -> None:
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
-    steps(manager, state, mesh, 5)
-    complete(manager, mesh)
-    expected, cursor = copy_of(state), state.cursor
-    crash(manager)
+    expected, cursor = crash_after(manager, state, mesh, 5), state.cursor
 
     other = SmallState(seed=1)
     manager = manage(other, interval=100, **ASYNC)
@@ -183,11 +190,8 @@ def test_a_crash_while_ranks_take_their_memory_over_costs_nothing(
     """Before the step from which the run goes on is known to be in all regions."""
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
-    steps(manager, state, mesh, 5)
-    complete(manager, mesh)
-    expected = copy_of(state)
     start = manager._saved.identity.session
-    crash(manager)
+    expected = crash_after(manager, state, mesh, 5)
     for _ in range(crashes):
         other = SmallState(seed=1)
         manager = manage(other, interval=100, **ASYNC)
@@ -216,10 +220,7 @@ def test_a_crash_in_the_middle_of_a_copy_gives_the_step_before(
 ) -> None:
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
-    steps(manager, state, mesh, 3)
-    complete(manager, mesh)
-    expected = copy_of(state)
-    crash(manager)
+    expected = crash_after(manager, state, mesh, 3)
     (path,) = memory_of(tmp_path)
     region = Region.open(path, writable=True)
     held = {header.step: slot for slot, header in enumerate(region.slots())}
@@ -381,9 +382,7 @@ def test_a_run_that_ends_at_what_was_remembered_stores_and_frees_it(
     """Killed after its last step, and before that was saved."""
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
-    steps(manager, state, mesh, 2)
-    complete(manager, mesh)
-    crash(manager)
+    crash_after(manager, state, mesh, 2)
     other = SmallState(seed=1)
     manager = manage(other, interval=100, **ASYNC)
     assert manager.restore() == "step 2 in shared memory"
@@ -399,9 +398,7 @@ def test_a_snapshot_that_changes_while_it_is_read_is_not_used(
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
     first_step_saved(manager, state, mesh)
-    steps(manager, state, mesh, 2)
-    complete(manager, mesh)
-    crash(manager)
+    crash_after(manager, state, mesh, 2)
     load = restoring.load
 
     def load_beside_the_other(*given: Any) -> None:
@@ -440,9 +437,7 @@ def test_what_lay_in_memory_is_saved_where_memory_has_become_short(
 ) -> None:
     state = SmallState()
     manager = manage(state, interval=100, enable_first_step_checkpoint=False, **ASYNC)
-    steps(manager, state, mesh, 2)
-    complete(manager, mesh)
-    crash(manager)
+    crash_after(manager, state, mesh, 2)
     state = SmallState(seed=1)
     manager = manage(state, interval=100, snapshot_gib=1e-9, **ASYNC)
     assert manager.restore() == "step 2 in shared memory"
@@ -483,9 +478,7 @@ def test_a_damaged_later_step_does_not_hide_what_is_in_memory(
     again = SmallState(seed=1)
     manager = manage(again, interval=5, **ASYNC)
     assert manager.restore() == f"{manager.root}/step-1"
-    steps(manager, again, mesh, 2)
-    complete(manager, mesh)
-    crash(manager)
+    crash_after(manager, again, mesh, 2)
     third = SmallState(seed=2)
     assert manage(third, interval=5, **ASYNC).restore() == "step 3 in shared memory"
     assert same(third.tensors(), again.tensors())
@@ -554,9 +547,7 @@ def test_a_writer_that_does_not_end_is_named_and_later_saves_look_again(
 ) -> None:
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
-    steps(manager, state, mesh, 2)
-    complete(manager, mesh)
-    crash(manager)
+    crash_after(manager, state, mesh, 2)
     other = SmallState(seed=1)
     manager = manage(other, interval=2, preemption_grace_s=0.1, **ASYNC)
     assert manager.restore() == "step 2 in shared memory"
