@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from torchtitan_lite.errors import MACHINE_FAULT
 from torchtitan_lite.launcher.launcher import Launcher
 from torchtitan_lite.launcher.orphans import WRITER_MODULE
 from torchtitan_lite.launcher.plan import Plan
@@ -20,7 +21,13 @@ from torchtitan_lite.launcher.supervised import obey_launcher
 from torchtitan_lite.launcher.view import PlainLines
 
 _SLEEP = "import time; time.sleep(600)"
-_WRITER = "import pathlib, sys, time; time.sleep(2); pathlib.Path(sys.argv[1]).touch()"
+_WRITER = """
+import pathlib, sys, time
+durable = pathlib.Path(sys.argv[1])
+while not durable.with_name("go").exists():
+    time.sleep(0.01)
+durable.touch()
+"""
 
 
 def fake(kind: str, *arguments: object) -> list[str]:
@@ -68,6 +75,8 @@ def messenger(folder: Path, address: str) -> int:
 def torchrun(folder: Path, mode: str, ranks: int, replica: int) -> int:
     """As torchrun: ranks in sessions of their own, to which it passes SIGTERM."""
     _note(folder, "torchrun", str(replica))
+    stops: list[bool] = []
+    signal.signal(signal.SIGTERM, lambda *_: stops.append(True))
     started = [
         subprocess.Popen(
             fake("rank", folder, mode, replica),
@@ -76,9 +85,6 @@ def torchrun(folder: Path, mode: str, ranks: int, replica: int) -> int:
         )
         for rank in range(ranks)
     ]
-
-    stops: list[bool] = []
-    signal.signal(signal.SIGTERM, lambda *_: stops.append(True))
     while True:
         # As it does, it looks at its ranks now and then, and passes a signal on at once.
         _nap(stops)
@@ -128,15 +134,16 @@ def rank(folder: Path, mode: str, replica: int) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         if mode.isdigit() and replica == 1 and step == 10:
             return int(mode)
-        if mode.isdigit() and replica == 0 and step == 60:
+        if mode == str(MACHINE_FAULT) and replica == 0 and step == 60:
             return 0
-        if mode == "breaks" and number == "1" and step == 10:
+        # Late enough for the launcher to have seen that it worked.
+        if mode == "breaks" and number == "1" and step == 30:
             raise RuntimeError("the device is gone")
     return 1
 
 
 def _orphans_to_be(folder: Path) -> None:
-    """A writer, which ends by itself, and something else, which does not."""
+    """A writer, which ends by itself once FOLDER/go is there, and a stray, which does not."""
     durable = str(folder / "durable")
     commands = {"writer": [_WRITER, durable, "-m", WRITER_MODULE], "stray": [_SLEEP]}
     for kind, command in commands.items():

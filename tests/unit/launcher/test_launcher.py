@@ -13,26 +13,30 @@ import pytest
 
 from tests.launch import REPOSITORY
 from tests.unit.launcher.fakes import fake
+from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
 
 TIMEOUT_S = 40
+AT_ONCE_S = 5
+"""What takes a tenth of a second, on a machine that has other things to do."""
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
 
 
 @contextmanager
-def launched(folder: Path, mode: str, *numbers: float) -> Iterator[subprocess.Popen[str]]:
-    """The launcher with its fakes; all that is left at the end is killed."""
-    process = subprocess.Popen(
-        fake("launch", folder, mode, *numbers),
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def launched(folder: Path, mode: str, *numbers: float) -> Iterator[subprocess.Popen[bytes]]:
+    """The launcher with its fakes, which prints into FOLDER/output; all that is left at the end is
+    killed."""
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            fake("launch", folder, mode, *numbers),
+            cwd=REPOSITORY,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
     try:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
         for pid in pids(folder):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -61,16 +65,21 @@ def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> floa
     return time.monotonic() - started
 
 
-def until_training(folder: Path, num_ranks: int = 4) -> None:
-    until(lambda: len(pids(folder, "rank")) == num_ranks)
-    until(lambda: len(list(folder.glob("replica_*/metrics.jsonl"))) == 2)
-    # The launcher looks at metrics four times a second.
-    time.sleep(0.4)
+def said(folder: Path, text: str) -> int:
+    """How often the launcher has said this."""
+    return (folder / "output").read_text().count(text)
 
 
-def end_of(process: subprocess.Popen[str], status: int) -> str:
+def until_training(folder: Path, *, times: int = 1) -> None:
+    """Wait until the launcher has seen two replicas of two ranks train, so many times each."""
+    until(lambda: len(pids(folder, "rank")) == 4)
+    until(lambda: all(said(folder, f"replica {n}: training") == times for n in range(2)))
+
+
+def end_of(process: subprocess.Popen[bytes], folder: Path, status: int) -> str:
     """All that it printed."""
-    output, _ = process.communicate(timeout=TIMEOUT_S)
+    process.wait(TIMEOUT_S)
+    output = (folder / "output").read_text()
     assert process.returncode == status, output
     return output
 
@@ -81,14 +90,14 @@ def test_a_dead_rank_takes_its_group_and_that_comes_back(tmp_path: Path) -> None
         others = [*pids(tmp_path, "rank", name="0.*"), *pids(tmp_path, "torchrun", name="0")]
         dying = [*pids(tmp_path, "rank", name="1.*"), *pids(tmp_path, "torchrun", name="1")]
         os.kill(pids(tmp_path, "rank", name="1.1")[0], signal.SIGKILL)
-        assert until(lambda: not any(map(is_alive, dying))) < 0.5
+        assert until(lambda: not any(map(is_alive, dying))) < AT_ONCE_S
         left = tmp_path / "left"
         told = "127.0.0.1:4321 replica_00001\n"
-        assert until(lambda: left.exists() and left.read_text() == told) < 0.5
+        assert until(lambda: left.exists() and left.read_text() == told) < AT_ONCE_S
         until(lambda: len(pids(tmp_path, "rank", name="1.*")) == 2)
         assert all(map(is_alive, others))
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, 0)
+        output = end_of(process, tmp_path, 0)
     assert "replica 1: failed, rank 1: killed by SIGKILL" in output
     assert "replica 1: restarts in 0.2 s" in output
     for attempt in ("attempt_00", "attempt_01"):
@@ -102,10 +111,10 @@ def test_a_dead_torchrun_takes_its_ranks(tmp_path: Path) -> None:
         until_training(tmp_path)
         ranks = pids(tmp_path, "rank", name="0.*")
         os.kill(pids(tmp_path, "torchrun", name="0")[0], signal.SIGKILL)
-        assert until(lambda: not any(map(is_alive, ranks))) < 0.5
+        assert until(lambda: not any(map(is_alive, ranks))) < AT_ONCE_S
         until(lambda: len(pids(tmp_path, "rank", name="0.*")) == 2)
         process.send_signal(signal.SIGINT)
-        output = end_of(process, 0)
+        output = end_of(process, tmp_path, 0)
     assert "replica 0: failed, torchrun: killed by SIGKILL" in output
     assert not pids(tmp_path)
 
@@ -115,7 +124,7 @@ def test_a_dead_launcher_takes_all(tmp_path: Path) -> None:
         until_training(tmp_path)
         assert len(pids(tmp_path)) == 8
         process.kill()
-        assert until(lambda: not pids(tmp_path)) < 1
+        assert until(lambda: not pids(tmp_path)) < AT_ONCE_S
 
 
 def test_a_dead_lighthouse_comes_back_at_its_port_and_sigterm_lets_ranks_save(
@@ -129,7 +138,7 @@ def test_a_dead_lighthouse_comes_back_at_its_port_and_sigterm_lets_ranks_save(
         until(lambda: log.read_text() == "listening on 127.0.0.1:4321\n" * 2)
         assert all(map(is_alive, ranks))
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, 0)
+        output = end_of(process, tmp_path, 0)
     assert output.count("listening on 127.0.0.1:4321") == 2
     assert len(list(tmp_path.glob("saved-*"))) == 4
     assert output.count(": left") == 2
@@ -140,7 +149,7 @@ def test_who_does_not_leave_is_killed(tmp_path: Path) -> None:
     with launched(tmp_path, "stubborn", 2, 2, 3, 0.5) as process:
         until_training(tmp_path)
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, 1)
+        output = end_of(process, tmp_path, 1)
     assert output.count("killed before it had left") == 2
     assert not pids(tmp_path)
 
@@ -149,23 +158,23 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     with launched(tmp_path, "stubborn", 2, 2, 3, 60) as process:
         until_training(tmp_path)
         process.send_signal(signal.SIGINT)
-        time.sleep(0.3)
+        until(lambda: said(tmp_path, "save and leave"))
         assert len(pids(tmp_path, "rank")) == 4
         process.send_signal(signal.SIGINT)
-        assert until(lambda: not pids(tmp_path)) < 1
-        end_of(process, 1)
+        assert until(lambda: not pids(tmp_path)) < AT_ONCE_S
+        end_of(process, tmp_path, 1)
 
 
 def test_all_finish(tmp_path: Path) -> None:
     with launched(tmp_path, "short") as process:
-        output = end_of(process, 0)
+        output = end_of(process, tmp_path, 0)
     assert output.count(": finished") == 2
     assert not pids(tmp_path)
 
 
 def test_a_wrong_setting_is_given_up_early_and_shown(tmp_path: Path) -> None:
     with launched(tmp_path, "wrong", 1, 2) as process:
-        output = end_of(process, 1)
+        output = end_of(process, tmp_path, 1)
     assert "Replica 0 is given up: it failed 2 times in the same way" in output
     assert "rank 0: exit status 1." in output
     assert "attempt_00/rank_0.log ends so:\n    rank 0 with http" in output
@@ -176,14 +185,19 @@ def test_a_wrong_setting_is_given_up_early_and_shown(tmp_path: Path) -> None:
 
 def test_who_fails_again_and_again_is_given_up_and_ends_the_others(tmp_path: Path) -> None:
     with launched(tmp_path, "breaks", 2, 2, 1) as process:
-        output = end_of(process, 1)
+        output = end_of(process, tmp_path, 1)
     assert "is given up: it failed 2 times in a row. rank 1: exit status 1." in output
     assert "RuntimeError: the device is gone" in output
     assert not pids(tmp_path)
 
 
+def num_starts(folder: Path, rank: str) -> int:
+    return len(list(folder.glob(f"pids/rank-{rank}-*")))
+
+
 def ranks_are(folder: Path, *wanted: str) -> bool:
-    """Whether just these ranks run, each named REPLICA.RANK."""
+    """Whether just these ranks run, each named REPLICA.RANK. Others may be about to start or end:
+    say also which start is meant."""
     return all(len(pids(folder, "rank", name=name)) == 1 for name in wanted) and len(
         pids(folder, "rank")
     ) == len(wanted)
@@ -198,13 +212,13 @@ def test_replicas_re_form_as_places_go_and_come(tmp_path: Path) -> None:
         time.sleep(0.6)
         assert ranks_are(tmp_path, "0.0", "0.1", "1.0", "1.1")
         slots.write_text('{"1": 1}')
-        until(lambda: ranks_are(tmp_path, "0.0", "1.0"))
+        until(lambda: num_starts(tmp_path, "0.0") == num_starts(tmp_path, "1.0") == 2)
+        assert ranks_are(tmp_path, "0.0", "1.0")
         assert len(list(tmp_path.glob("saved-*"))) == 4
         slots.write_text("{}")
-        until(lambda: ranks_are(tmp_path, "0.0", "0.1", "1.0", "1.1"))
-        until_training(tmp_path)
+        until_training(tmp_path, times=3)
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, 0)
+        output = end_of(process, tmp_path, 0)
     assert "slots is not as" in output
     assert "all replicas re-form with 1 rank each: replica 1 has place for 1" in output
     assert "all replicas re-form with 2 ranks each: the places are back" in output
@@ -214,12 +228,11 @@ def test_replicas_re_form_as_places_go_and_come(tmp_path: Path) -> None:
 
 def test_a_place_where_a_rank_keeps_dying_is_done_without_and_tried_again(tmp_path: Path) -> None:
     with launched(tmp_path, "dies", 2, 2, 20) as process:
-        until(lambda: ranks_are(tmp_path, "0.0", "1.0"))
-        time.sleep(0.5)
+        until(lambda: num_starts(tmp_path, "1.0") == 4 and num_starts(tmp_path, "0.0") == 2)
         assert ranks_are(tmp_path, "0.0", "1.0")
         until(lambda: len(pids(tmp_path, "rank")) > 2)
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, 0)
+        output = end_of(process, tmp_path, 0)
     first, grown = output.split("all replicas re-form with 1 rank each: ")[:2]
     assert first.count("replica 1: failed, rank 1: killed by SIGKILL") == 3
     assert grown.startswith("a rank of replica 1 died 3 times in a row")
@@ -232,18 +245,19 @@ def test_who_does_not_leave_to_re_form_is_killed(tmp_path: Path) -> None:
     with launched(tmp_path, "slots-stubborn", 2, 2, 3, 0.5) as process:
         until_training(tmp_path)
         (tmp_path / "slots").write_text('{"0": 1}')
-        until(lambda: ranks_are(tmp_path, "0.0", "1.0"))
+        until(lambda: num_starts(tmp_path, "0.0") == num_starts(tmp_path, "1.0") == 2)
+        assert ranks_are(tmp_path, "0.0", "1.0")
         process.kill()
         until(lambda: not pids(tmp_path))
 
 
-@pytest.mark.parametrize(("status", "others"), [(3, "left"), (4, "finished")])
+@pytest.mark.parametrize(("status", "others"), [(DIVERGED, "left"), (MACHINE_FAULT, "finished")])
 def test_a_run_that_diverges_ends_and_a_bad_machine_is_done_without(
     tmp_path: Path, status: int, others: str
 ) -> None:
     with launched(tmp_path, str(status)) as process:
-        output = end_of(process, 1)
-    why = {3: "the training has diverged", 4: "its machine is at fault"}[status]
+        output = end_of(process, tmp_path, 1)
+    why = {DIVERGED: "the training has diverged", MACHINE_FAULT: "its machine is at fault"}[status]
     assert f"Replica 1 is given up: {why}. rank" in output
     assert output.count("started") == 2
     assert f"replica 0: {others}" in output
@@ -256,9 +270,10 @@ def test_writers_outlive_their_trainer_and_nothing_else_does(tmp_path: Path) -> 
         (writer,), (stray,) = pids(tmp_path, "writer"), pids(tmp_path, "stray")
         process.send_signal(signal.SIGTERM)
         until(lambda: len(list(tmp_path.glob("saved-*"))) == 2)
+        until(lambda: said(tmp_path, "waiting for writers of checkpoints"))
         assert is_alive(writer)
-        output = end_of(process, 0)
-    assert "waiting for writers of checkpoints" in output
+        (tmp_path / "go").touch()
+        end_of(process, tmp_path, 0)
     assert (tmp_path / "durable").exists()
     assert not is_alive(writer) and not is_alive(stray)
     assert not pids(tmp_path)
@@ -268,6 +283,7 @@ def test_writers_outlive_the_launcher(tmp_path: Path) -> None:
     with launched(tmp_path, "writer", 1, 2) as process:
         until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)
         process.kill()
-        until(lambda: not pids(tmp_path, "rank"), 1)
+        assert until(lambda: not pids(tmp_path, "rank")) < AT_ONCE_S
         assert pids(tmp_path, "writer")
+        (tmp_path / "go").touch()
         until((tmp_path / "durable").exists)
