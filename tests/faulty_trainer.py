@@ -24,6 +24,7 @@ from tests.dying_points import die_at
 from torchtitan_lite import build, trainer
 from torchtitan_lite.checkpoint import synchronous
 from torchtitan_lite.checkpoint.background.process import WriterProcess
+from torchtitan_lite.checkpoint.memory.folder import regions_in
 from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.leaving import leave
 from torchtitan_lite.nn.feed_forward import FeedForward
@@ -131,12 +132,23 @@ def dies_at(given: str) -> None:
 def dies_taking_over(rank: str) -> None:
     """That rank, as the others have taken their shared memory over and it has not."""
 
-    def late(*given: Any, **named: Any) -> None:
+    def late(folder: Path, own: int, *given: Any, **named: Any) -> None:
+        for other, path in regions_in(folder).items():
+            while other != own and not _is_taken_over(path):
+                time.sleep(0.02)
+        # The others go on to where they wait for this rank.
         time.sleep(1)
         _die()
 
     if int(rank) == _RANK:
         Region.adopt = late  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _is_taken_over(path: Path) -> bool:
+    region = Region.open(path)
+    starts = region.starts
+    region.close()
+    return len(starts) > 1
 
 
 def loses_its_place(given: str) -> None:
@@ -165,6 +177,19 @@ def comes_late(file: str) -> None:
     joining.join = later
 
 
+def halts(file: str) -> None:
+    """Stays in a step, when its gradients are computed, once there is such a file."""
+    sum_ = fault_tolerant.FaultTolerantReplicas.sum_
+
+    def halts_before(*given: Any) -> None:
+        while Path(file).exists():
+            Path(file).with_suffix(".halted").touch()
+            time.sleep(0.02)
+        sum_(*given)
+
+    fault_tolerant.FaultTolerantReplicas.sum_ = halts_before
+
+
 def slow(seconds: str) -> None:
     """Each step takes so much longer."""
     step = trainer.train_step
@@ -190,6 +215,7 @@ _FAULTS: dict[str, Callable[[str], None]] = {
         dies_taking_over,
         loses_its_place,
         comes_late,
+        halts,
         slow,
     )
 }

@@ -2,11 +2,10 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -139,10 +138,16 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 def end(process: subprocess.Popen[bytes]) -> None:
     """Make sure that a run that was started here is over, its ranks included."""
     if process.poll() is None:
-        for child in ranks_of(process):
-            child.send_signal(signal.SIGKILL)
+        kill(ranks_of(process))
         process.kill()
         process.wait()
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """Kill these; when the first is gone, others may end by themselves."""
+    for one in processes:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -73,8 +73,16 @@ class Replicas:
 
     def wait_until_ready(self, number: int) -> None:
         """Until one that `comes_late` would join the others."""
+        self._wait_for_file(number, self._go(number).with_suffix(".waits"))
+
+    def halt(self, number: int, file: Path) -> None:
+        """Let one that `halts` at this file do so, within a step that the others take with it."""
+        file.touch()
+        self._wait_for_file(number, file.with_suffix(".halted"))
+
+    def _wait_for_file(self, number: int, file: Path) -> None:
         deadline = time.monotonic() + 120
-        while not self._go(number).with_suffix(".waits").exists():
+        while not file.exists():
             assert self.running[number].poll() is None, self.text(number)
             assert time.monotonic() < deadline, self.text(number)
             time.sleep(0.02)

@@ -87,7 +87,7 @@ class Faults:
             is_it = len(held.seen) >= held.number
         if is_it:
             held.reached.set()
-            held.gone.wait(60)
+            held.gone.wait(120)
         return is_it
 
 

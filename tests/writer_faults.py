@@ -246,13 +246,13 @@ def _trainer(base: str, root: str, victim: str, dies_at: int) -> None:
     mine = [sys.executable, "-m", "tests.writer_faults", "writer"]
     for rank, region in enumerate(run.regions):
         dying = [str(dies_at if victim == str(rank) else 0), f"{base}/count-{rank}"]
-        settings = snapshots.WriterSettings(keep_latest_k=1, preemption_grace_s=3, others_s=0.2)
+        settings = snapshots.WriterSettings(keep_latest_k=1, preemption_grace_s=20, others_s=0.2)
         writer = snapshots.WriterProcess(region.path, settings, [*mine, *dying])
         writer.start()
         print(json.dumps({"writer": writer.pid}), flush=True)
         run.writers.append(writer)
     for writer in run.writers:
-        writer.wait_for("ready", 20)
+        writer.wait_for("ready", 100)
     for step in (1, 2):
         run.snapshot(step, step)
         for region in run.regions:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from fsspec.core import url_to_fs
 
-from tests.launch import REPOSITORY
+from tests.launch import REPOSITORY, kill
 from tests.s3_server import BUCKET, ENVIRONMENT, Faults, Held, s3_server
 from tests.s3_trainer import manager_of, take_step
 from tests.unit.checkpoint.conftest import SmallState, same
@@ -81,11 +81,12 @@ def test_killed_within_a_save(tmp_path: Path, mesh: Mesh, s3: Faults, object_nam
     command = [sys.executable, "-m", "tests.s3_trainer", str(tmp_path / "here"), ROOT]
     trainer = subprocess.Popen(command, cwd=REPOSITORY, env=dict(os.environ))
     try:
-        assert held.reached.wait(60), trainer.poll()
+        assert held.reached.wait(120), trainer.poll()
     finally:
-        family = [*psutil.Process(trainer.pid).children(recursive=True), trainer]
-        for process in family:
-            process.send_signal(signal.SIGKILL)
+        # Stopped first: it could start another writer in place of the one that is killed.
+        trainer.send_signal(signal.SIGSTOP)
+        kill([*psutil.Process(trainer.pid).children(recursive=True)])
+        trainer.kill()
         trainer.wait()
         held.gone.set()
 

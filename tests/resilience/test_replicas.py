@@ -77,10 +77,13 @@ def _check_kill_and_return(
     num_ranks: int, arguments: Sequence[str], tmp_path: Path, *, kill: str = "replica"
 ) -> None:
     with replicas(tmp_path / "run", num_ranks, arguments) as run:
+        file = tmp_path / "halt"
         run.start(0)
-        run.start(1)
+        run.start(1, faults=f"halts={file}")
         run.wait_for_step(0, 4)
         run.wait_for_step(1, 4)
+        # Between two steps the other would miss nothing.
+        run.halt(1, file)
         run.kill(1)
         run.wait_for_step(0, run.steps(0)[-1]["step"] + 3)
         assert run.steps(0)[-1]["num_replicas"] == 1

@@ -21,7 +21,7 @@ def test_a_signal_to_one_rank_saves_and_resumes_bitwise(how: str, tmp_path: Path
     try:
         launch.wait_for_step(folder, 3, process, log)
         launch.ranks_of(process)[1].send_signal(ASKED[how])
-        assert process.wait(timeout=60) == 0, log.read_text()[-4000:]
+        assert process.wait(timeout=120) == 0, log.read_text()[-4000:]
     finally:
         launch.end(process)
     (left,) = (folder / "checkpoint").iterdir()
@@ -50,7 +50,7 @@ def test_a_signal_to_torchrun_saves(tmp_path: Path) -> None:
     try:
         launch.wait_for_step(folder, 2, process, log)
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+        process.wait(timeout=120)
     finally:
         launch.end(process)
     last_step = launch.steps_of(folder)[-1]["step"]

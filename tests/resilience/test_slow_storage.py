@@ -16,8 +16,8 @@ from torchtitan_lite.checkpoint.storage.posix import LocalFolder
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import CommConfig, ParallelismConfig, start_mesh
 
-_LIMIT = timedelta(seconds=3)
-_SLOW = timedelta(seconds=6)
+_LIMIT = timedelta(seconds=5)
+_SLOW = timedelta(seconds=7)
 
 
 def save_slowly(folder: Path, slow: str) -> list[str]:
