@@ -1,5 +1,9 @@
 """What follows from the kind of device."""
 
+import os
+import subprocess
+import sys
+
 import psutil
 import pytest
 import torch
@@ -13,6 +17,25 @@ def test_the_cpu_needs_nothing() -> None:
     assert device.kind == "cpu" and device.backend == "gloo"
     assert device.peak_flops is None and not device.pin_memory
     assert 0.01 < device.peak_memory_gib() < psutil.virtual_memory().total / 2**30
+
+
+_STARTER = """
+import subprocess, sys
+held = b"x" * (1 << 30)
+print(subprocess.check_output([sys.executable, "-c", sys.argv[1]], text=True))
+"""
+_STARTED = "from torchtitan_lite.device import *; print(detect_device('cpu').peak_memory_gib())"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts so")
+def test_the_peak_of_who_started_a_process_is_not_its_own() -> None:
+    path = os.pathsep.join(sys.path)
+    said = subprocess.check_output(
+        [sys.executable, "-c", _STARTER, _STARTED],
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+    )
+    assert 0.05 < float(said) < 0.9
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
