@@ -187,7 +187,7 @@ def halts(file: str) -> None:
             time.sleep(0.02)
         sum_(*given)
 
-    fault_tolerant.FaultTolerantReplicas.sum_ = halts_before
+    fault_tolerant.FaultTolerantReplicas.sum_ = halts_before  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def slow(seconds: str) -> None:

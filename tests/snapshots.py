@@ -135,7 +135,7 @@ class Trainers:
             writer.start()
             self.writers.append(writer)
         for writer in self.writers:
-            assert any("ready" in said for said in writer.wait_for("ready", 20))
+            assert any("ready" in said for said in writer.wait_for("ready", 100))
 
     def snapshot(self, slot: int, step: int) -> None:
         for region in self.regions:
@@ -152,7 +152,7 @@ class Trainers:
 
     def close(self) -> None:
         for writer in self.writers:
-            writer.close(timeout_s=10)
+            writer.close(timeout_s=60)
         for region in self.regions:
             region.close()
             region.unlink()

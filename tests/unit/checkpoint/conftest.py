@@ -133,7 +133,7 @@ def free_memory_of(dump_folder: Path) -> None:
     for run in runs():
         if run.run_id == run_id_in(dump_folder):
             for rank in run.ranks:
-                RankLock(run.path, rank).wait(20)
+                RankLock(run.path, rank).wait(100)
             free(run.run_id)
     assert run_id_in(dump_folder) not in [run.run_id for run in runs()]
 

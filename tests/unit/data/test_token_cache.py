@@ -42,7 +42,7 @@ def start(*arguments: object) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> list[str]:
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 0
     return output.splitlines()
 
@@ -101,7 +101,7 @@ def test_a_build_that_is_killed_leaves_nothing(tmp_path: Path, tokenizer_folder:
     big.write_text(FIXTURE.read_text() * 3000)
     cache = tmp_path / "cache"
     process = start(big, tokenizer_folder, cache)
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 200
     written: list[Path] = []
     while not any(path.stat().st_size for path in written):
         assert process.poll() is None and time.monotonic() < deadline

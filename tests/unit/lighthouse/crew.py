@@ -10,7 +10,7 @@ from typing import Any
 
 from torchft.coordination import LighthouseClient
 
-_CONNECT = timedelta(seconds=5)
+_CONNECT = timedelta(seconds=30)
 _HEARTBEAT_S = 0.05
 
 
@@ -53,7 +53,7 @@ class Crew:
         with self._beat_lock:
             self._living -= set(ids)
 
-    def ask(self, replica_id: str, timeout_s: float = 5.0, **asked: Any) -> "Future[Told | None]":
+    def ask(self, replica_id: str, timeout_s: float = 30.0, **asked: Any) -> "Future[Told | None]":
         """One asks for a quorum; None when it gives up."""
         return self._threads.submit(self._ask, replica_id, timeout_s, asked)
 

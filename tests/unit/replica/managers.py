@@ -1,5 +1,6 @@
 """Managers as processes of replicas have them, in one process: real stores, servers and sockets."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.unit.replica.test_healing import Run
-from torchtitan_lite.lighthouse.client import tell_left
+from torchtitan_lite.lighthouse.client import status, tell_left
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.lighthouse.server import LighthouseService
 from torchtitan_lite.replica.config import FaultToleranceConfig
@@ -28,8 +29,8 @@ class Replica:
     ) -> None:
         """`lighthouse` is "HOST:PORT"; `changes` are settings. Raises ReplicaError."""
         settings: dict[str, Any] = {
-            "process_group_timeout_ms": 5000,
-            "quorum_timeout_s": 30,
+            "process_group_timeout_ms": 30_000,
+            "quorum_timeout_s": 60,
         } | changes
         self.run, self._lighthouse = run, lighthouse
         self.transport = HealingTransport(run, _HOST, _TOKEN)
@@ -56,21 +57,27 @@ class Replica:
     def close(self) -> None:
         """Leave the others, who do not wait for this one any more."""
         self.manager.shutdown(wait=False)
-        tell_left(self._lighthouse, self.manager.full_id, _TOKEN, timeout_s=5)
+        tell_left(self._lighthouse, self.manager.full_id, _TOKEN, timeout_s=30)
 
 
 @contextmanager
 def lighthouse(num_replicas: int, bind: str = f"{_HOST}:0") -> Iterator[str]:
     """One that waits for so many, and its address."""
     settings = QuorumSettings(
-        min_replicas=num_replicas, join_timeout_ms=5000, heartbeat_timeout_ms=5000
+        min_replicas=num_replicas, join_timeout_ms=30_000, heartbeat_timeout_ms=30_000
     )
     with LighthouseService(bind, settings, _TOKEN) as service:
         yield service.address
+
+
+def until_known(address: str, num_replicas: int) -> None:
+    """Until so many send heartbeats: one whose first is still under way is not waited for."""
+    while len(status(address, _TOKEN, timeout_s=30)["replicas"]) < num_replicas:
+        time.sleep(0.01)
 
 
 def meet(replicas: list[Replica]) -> None:
     """All ask for a quorum, and get it."""
     with ThreadPoolExecutor(len(replicas)) as threads:
         for asked in [threads.submit(one.manager.start_quorum) for one in replicas]:
-            asked.result(timeout=30)
+            asked.result(timeout=100)

@@ -24,7 +24,7 @@ configure_logging()
 store = dist.FileStore(str(folder / "store"), 2)
 dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
 group = dist.new_group([0, 1], group_desc="shards")
-recorder = FlightRecorder(folder, rank, {Phase.COMPUTE: 1.0})
+recorder = FlightRecorder(folder, rank, {Phase.COMPUTE: 2.0})
 dist.all_reduce(torch.ones(3), group=group)
 recorder.entered(Phase.COMPUTE, 5)
 if rank == 1:
@@ -47,12 +47,13 @@ def test_a_rank_says_in_which_collective_it_waits(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    path, deadline_s = flight_file(tmp_path, 0), time.monotonic() + 60
-    while not path.exists():
+    path, deadline_s = flight_file(tmp_path, 0), time.monotonic() + 200
+    # Both, since rank 1 would write nothing any more once it goes on.
+    while not (path.exists() and flight_file(tmp_path, 1).exists()):
         assert time.monotonic() < deadline_s and ranks[0].poll() is None
         time.sleep(0.05)
     (tmp_path / "go").touch()
-    said = [one.communicate(timeout=60)[0] for one in ranks]
+    said = [one.communicate(timeout=100)[0] for one in ranks]
     assert [one.returncode for one in ranks] == [0, 0], said
     flight = read_flight(path)
     assert flight is not None

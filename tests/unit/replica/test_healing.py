@@ -48,7 +48,7 @@ def server() -> Iterator[StateServer]:
 
 
 def link(server: StateServer, **changes: Any) -> Link:
-    settings = {"url": server.url, "token": _TOKEN, "timeout_s": 5.0, "connections": 3}
+    settings = {"url": server.url, "token": _TOKEN, "timeout_s": 30.0, "connections": 3}
     return Link(**(settings | changes))
 
 
@@ -96,7 +96,7 @@ def test_a_state_of_another_time_is_not_given(donor: Run, server: StateServer) -
     with pytest.raises(ReplicaError, match="does not give this state"):
         receive(link(server), 8, Run())
     with pytest.raises(ReplicaError, match="does not give this state"):
-        receive(link(server, timeout_s=0.2), 24, Run())
+        receive(link(server, timeout_s=1.0), 24, Run())
 
 
 def test_a_state_that_does_not_fit_changes_nothing(server: StateServer) -> None:
@@ -213,13 +213,13 @@ def test_nobody_there_is_an_error() -> None:
 def test_the_transport_offers_and_notes(donor: Run) -> None:
     giving, taking = (HealingTransport(run, "127.0.0.1", _TOKEN) for run in (donor, Run()))
     try:
-        second = timedelta(seconds=1)
-        giving.send_checkpoint([1], 8, {}, second)
-        told = taking.recv_checkpoint(0, giving.metadata(), 8, second)
+        limit = timedelta(seconds=30)
+        giving.send_checkpoint([1], 8, {}, limit)
+        told = taking.recv_checkpoint(0, giving.metadata(), 8, limit)
         assert told["torchft"]["step"] == 8
         assert taking.source is not None and taking.source.progress == 8
         fresh = Run()
-        receive(Link(taking.source.url, _TOKEN, 5.0, 2), 8, fresh)
+        receive(Link(taking.source.url, _TOKEN, 30.0, 2), 8, fresh)
         assert same(fresh, donor)
         giving.disallow_checkpoint()
         with pytest.raises(ReplicaError):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.unit.replica.managers import Replica, lighthouse, meet
+from tests.unit.replica.managers import Replica, lighthouse, meet, until_known
 from tests.unit.replica.test_healing import Run
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.alike import OthersDiffer
@@ -31,28 +31,34 @@ def _replicas(*numbers: int) -> Iterator[list[Replica]]:
                 one.close()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
+@contextmanager
+def _kept_address() -> Iterator[str]:
+    """Where nobody listens, and nobody but a lighthouse of the test can: the port is taken, in the
+    way that lets one who asks for it listen there."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 def test_a_replica_may_be_started_before_the_lighthouse() -> None:
-    address = f"127.0.0.1:{_free_port()}"
-    with ThreadPoolExecutor(1) as threads:
-        making = threads.submit(Replica, address, 0, Run(elements=8), process_group_timeout_ms=300)
+    with _kept_address() as address, ThreadPoolExecutor(1) as threads:
+        making = threads.submit(Replica, address, 0, Run(elements=8), process_group_timeout_ms=900)
         # Longer than torchft's own attempt at a connection.
-        time.sleep(1)
+        time.sleep(1.1)
         assert not making.done()
         with lighthouse(1, address):
-            replica = making.result(timeout=30)
+            replica = making.result(timeout=100)
             meet([replica])
             assert replica.manager.num_participants() == 1
             replica.close()
 
 
 def test_a_lighthouse_that_never_comes_is_named() -> None:
-    address = f"127.0.0.1:{_free_port()}"
-    with pytest.raises(ReplicaError, match=rf"Nobody answers at .*{address}"):
+    with (
+        _kept_address() as address,
+        pytest.raises(ReplicaError, match=rf"Nobody answers at .*{address}"),
+    ):
         Replica(address, 0, Run(elements=8), quorum_timeout_s=0.1, process_group_timeout_ms=200)
 
 
@@ -125,11 +131,12 @@ def test_who_differs_leaves_before_anything_is_connected() -> None:
         first, second = (
             Replica(address, n, Run(elements=8), likeness=one) for n, one in enumerate("ab")
         )
+        until_known(address, 2)
         asked = [threads.submit(one.manager.start_quorum) for one in (first, second)]
         with pytest.raises(OthersDiffer, match="replica_00001 has another config"):
-            asked[0].result(timeout=30)
+            asked[0].result(timeout=100)
         with pytest.raises(ReplicaError, match="same config and the same number of ranks"):
-            asked[1].result(timeout=30)
+            asked[1].result(timeout=100)
         assert first.manager.quorum is second.manager.quorum is None
         second.close()
         first.manager.forget_failed_quorum()

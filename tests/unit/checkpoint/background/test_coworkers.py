@@ -105,10 +105,10 @@ def test_two_replicas_write_one_checkpoint(tmp_path: Path) -> None:
             run.start(recovers=False)
             run.snapshot(0, 7)
         _save(other, 7, Coworkers(1, 2, "ab12"), "ab12-1")
-        assert other.writers[0].wait_for("written", 10)[-1]["written"] == 7
+        assert other.writers[0].wait_for("written", 60)[-1]["written"] == 7
         assert not (root / "step-7").exists()
         _save(one, 7, Coworkers(0, 2, "ab12"), "ab12-1")
-        assert one.writers[0].wait_for("committed", 10)[-1]["committed"] == 7
+        assert one.writers[0].wait_for("committed", 60)[-1]["committed"] == 7
         manifest = json.loads((root / "step-7" / "manifest.json").read_text())
         files = {
             name: {box["file"] for box in entry["boxes"]}
@@ -126,12 +126,12 @@ def test_those_who_are_left_write_what_a_departed_one_had_to(tmp_path: Path) -> 
         one.start(recovers=False)
         one.snapshot(0, 7)
         _save(one, 7, Coworkers(0, 2, "ab12"), "ab12-1")
-        assert one.writers[0].wait_for("written", 10)[-1]["written"] == 7
+        assert one.writers[0].wait_for("written", 60)[-1]["written"] == 7
         # The other never writes: its replica is lost.
         one.writers[0].abandon(7)
-        one.writers[0].wait_for("abandoned", 10)
+        one.writers[0].wait_for("abandoned", 60)
         _save(one, 7, ALONE, "cd34-1")
-        assert one.writers[0].wait_for("committed", 10)[-1]["committed"] == 7
+        assert one.writers[0].wait_for("committed", 60)[-1]["committed"] == 7
         assert sorted(path.name for path in (root / "step-7").iterdir()) == [
             "manifest.json",
             "rank-00000.safetensors",

@@ -20,7 +20,7 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.memory.lock import RankLock
 assert RankLock(Path(sys.argv[1]), 0).try_acquire()
 print("held", flush=True)
-time.sleep(60)
+time.sleep(200)
 """
 
 
@@ -69,9 +69,9 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         assert lock.owner() == holder.pid
         started = time.monotonic()
         assert not lock.wait(0.1)
-        assert 0.1 <= time.monotonic() - started < 5
+        assert 0.1 <= time.monotonic() - started < 20
         holder.kill()
-        assert lock.wait(5) and lock.owner() is None
+        assert lock.wait(30) and lock.owner() is None
         assert lock.acquire(0) and lock.owner() == os.getpid()
         assert not RankLock(tmp_path, 0).try_acquire()
         lock.release()

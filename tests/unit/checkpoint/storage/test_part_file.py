@@ -83,4 +83,4 @@ def test_the_rate_is_kept(tmp_path: Path) -> None:
     boxes = [PartBox("w", "U8", (8 << 20,), 0, 8 << 20)]
     started = time.monotonic()
     write_part(Files(), tmp_path / "part", boxes, _pool(8 << 20), rate=TokenBucket(20 << 20))
-    assert 0.2 < time.monotonic() - started < 5
+    assert 0.2 < time.monotonic() - started < 20
