@@ -40,13 +40,14 @@ from torchtitan_lite.chaos.verdict import (
     straight_run,
 )
 
+_LOCAL_BATCH = 2
+_ROUNDS = 3
+"""Of a step, which two replicas cannot share evenly."""
 _DEFAULT_ARGUMENTS = (
     "--config=configs/llama3_debug_ft.toml",
     "--training.dtype=float64",
     "--training.seq_len=64",
-    "--training.local_batch_size=2",
-    # Three rounds, which two replicas cannot share evenly.
-    "--training.global_batch_size=6",
+    f"--training.local_batch_size={_LOCAL_BATCH}",
     # Rounding differences would grow with a large one.
     "--optimizer.lr=1e-4",
     "--checkpoint.interval=40",
@@ -75,8 +76,12 @@ def main(argv: list[str]) -> int:
         return 2
     kinds = [KINDS[name] for name in options.kinds or sorted(KINDS)]
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
+    global_batch = _ROUNDS * _LOCAL_BATCH * options.nproc_per_replica
     arguments = [
-        *(argv[place + 1 :] or _DEFAULT_ARGUMENTS),
+        *(
+            argv[place + 1 :]
+            or (*_DEFAULT_ARGUMENTS, f"--training.global_batch_size={global_batch}")
+        ),
         # It must not depend on where the runs end.
         f"--lr_scheduler.total_steps={_ENDLESS}",
         "--debug.sample_ledger=true",

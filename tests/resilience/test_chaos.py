@@ -15,7 +15,6 @@ from torchtitan_lite.chaos.kinds import KINDS
 _ARGUMENTS = (
     *launch.SMALL,
     "--training.dtype=float64",
-    "--training.global_batch_size=6",
     "--optimizer.lr=1e-4",
     "--checkpoint.interval=20",
 )
@@ -28,12 +27,15 @@ _FEW = (
 )
 
 
-def _disturb(tmp_path: Path, *options: str) -> str:
+def _disturb(tmp_path: Path, *options: str, num_ranks: int = 1) -> str:
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "scripts.chaos", f"--folder={tmp_path / 'chaos'}", *options]
+    folder, ranks = f"--folder={tmp_path / 'chaos'}", f"--nproc-per-replica={num_ranks}"
+    command = [sys.executable, "-m", "scripts.chaos", folder, ranks, *options]
+    # Three rounds, which two replicas cannot share evenly.
+    arguments = [*_ARGUMENTS, f"--training.global_batch_size={3 * 2 * num_ranks}"]
     with log.open("wb") as file:
         ended = subprocess.run(
-            [*command, "--", *_ARGUMENTS],
+            [*command, "--", *arguments],
             cwd=launch.REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=file,
@@ -57,4 +59,4 @@ def test_faults_of_five_kinds_leave_no_trace(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_kind_leaves_no_trace(ranks: int, tmp_path: Path) -> None:
-    _disturb(tmp_path, f"--faults={len(KINDS)}", "--seed=1", f"--nproc-per-replica={ranks}")
+    _disturb(tmp_path, f"--faults={len(KINDS)}", "--seed=1", num_ranks=ranks)

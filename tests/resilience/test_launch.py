@@ -160,8 +160,11 @@ def test_a_rank_that_is_stopped_is_named_and_replaced(
     of_waiting, of_stopped = report.partition("rank 0, process ")[2].split("rank 1, process ")
     assert "train_step" in of_waiting and "waits in gloo:" in of_waiting
     assert "T (stopped)" in of_stopped
-    last_step = f"step {FEW_STEPS}/{FEW_STEPS}"
-    assert last_step in (attempts / "attempt_01" / "rank_0.log").read_text()
+    assert f"replica {last}: finished" in text
+    if replicas == 1:
+        # Else the other may have taken all steps before it was back.
+        last_step = f"step {FEW_STEPS}/{FEW_STEPS}"
+        assert last_step in (attempts / "attempt_01" / "rank_0.log").read_text()
     wanted = {step: loss for step, loss in straight.items() if step <= FEW_STEPS}
     assert losses(folder) == pytest.approx(wanted, rel=FAULTS_FLOAT64)
 

@@ -10,6 +10,7 @@ from tests.replicas import Replicas, replicas
 from torchtitan_lite.checkpoint.identity import run_id_of
 from torchtitan_lite.checkpoint.memory.folder import regions_in, run_folder
 from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.errors import DamagedSnapshot
 
 _ARGUMENTS: tuple[str, ...] = (
     *launch.SMALL,
@@ -24,12 +25,29 @@ _ARGUMENTS: tuple[str, ...] = (
 )
 
 
+def _regions(run: Replicas, number: int) -> dict[int, Path]:
+    run_id = run_id_of((run.folder / "run_id").read_text().strip(), number)
+    return regions_in(run_folder(run_id))
+
+
+def _holds_two(run: Replicas, number: int) -> bool:
+    """Whether both ranks of a replica have two complete snapshots or more."""
+    try:
+        regions = [Region.open(path) for path in _regions(run, number).values()]
+    except DamagedSnapshot:
+        # It is being made.
+        return False
+    counts = [len(region.complete_slots()) for region in regions]
+    for region in regions:
+        region.close()
+    return len(counts) == 2 and min(counts) > 1
+
+
 def _remembered(run: Replicas, number: int) -> dict[int, dict[int, dict[str, bytes]]]:
     """Rank -> step -> the tensors by name, and the numbers beside them, of the snapshots in shared
     memory that are complete."""
-    run_id = run_id_of((run.folder / "run_id").read_text().strip(), number)
     found = {}
-    for rank, path in regions_in(run_folder(run_id)).items():
+    for rank, path in _regions(run, number).items():
         region = Region.open(path)
         found[rank] = {}
         for step, slot in region.complete_slots().items():
@@ -64,6 +82,9 @@ def test_parity_after_a_heal(tmp_path: Path, mesh: str) -> None:
         while "healed" not in (run.events(1) if run.output(1).exists() else []):
             run.wait_for_step(0, run.steps(0)[-1]["step"] + 1)
         run.wait_for_step(1, run.steps(0)[-1]["step"] + 3)
+        # Memory is reserved beside the first steps, which may take some of them.
+        while not all(_holds_two(run, number) for number in (0, 1)):
+            run.wait_for_step(1, run.steps(1)[-1]["step"] + 1)
         # Both at once, and who would write their snapshots.
         for number in (0, 1):
             run.suspend(number)
@@ -72,7 +93,8 @@ def test_parity_after_a_heal(tmp_path: Path, mesh: str) -> None:
         of_replicas = [_remembered(run, number) for number in (0, 1)]
         assert [sorted(one) for one in of_replicas] == [[0, 1], [0, 1]]
         steps = set.intersection(*(set(held) for one in of_replicas for held in one.values()))
-        assert steps and min(steps) > 3
+        held = [{rank: sorted(steps) for rank, steps in one.items()} for one in of_replicas]
+        assert steps and min(steps) > 3, held
         for step in steps:
             for rank in (0, 1):
                 first, second = (one[rank][step] for one in of_replicas)
