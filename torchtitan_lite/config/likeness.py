@@ -50,7 +50,6 @@ _MAY_DIFFER = {
         "group_size",
         "process_group_timeout_ms",
         "quorum_timeout_s",
-        "lighthouse_join_timeout_ms",
         "hang_timeout_s",
         "heal_interface",
         "heal_connections",

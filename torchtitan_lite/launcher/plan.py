@@ -116,7 +116,6 @@ def training_plan(
             "enable": "true",
             "replica_id": str(replica),
             "group_size": str(num_replicas),
-            "lighthouse_join_timeout_ms": str(_JOIN_TIMEOUT_MS),
         }
         added = [text for k, v in own.items() for text in (f"--fault_tolerance.{k}", v)]
         return torchrun_command(sys.executable, num_ranks, [str(train), *arguments, *added])

@@ -33,8 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
             given.min_replicas, given.join_timeout_ms, given.heartbeat_timeout_ms
         )
         token = os.environ.get("TORCHTITAN_LITE_TOKEN", "")
-        # Replicas outlive a lighthouse, and groups that they made by its ids.
-        first_id = int(time.time())
+        # Replicas outlive a lighthouse, and so do groups that they made by its ids: one that comes
+        # again would be taken for the same group. In microseconds there are fewer quorums.
+        first_id = time.time_ns() // 1000
         with LighthouseService(given.bind, settings, token, first_id=first_id) as service:
             print(f"listening on {service.address}", flush=True)
             signal.sigwait(_ENDING)

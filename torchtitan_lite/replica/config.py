@@ -30,10 +30,6 @@ class FaultToleranceConfig(Section):
     the others add nothing and stand by."""
     quorum_timeout_s: Annotated[float, above(0)] = 600
     """How long a replica waits for others to take a step with (seconds)."""
-    lighthouse_join_timeout_ms: Annotated[int, at_least(1)] = 10000
-    """How long the lighthouse waits for others to join, as it was told when it was started
-    (milliseconds). Half as long again, a replica waits for its answer before it asks anew: so long
-    does it take to find a lighthouse that was started again."""
     hang_timeout_s: Annotated[float, at_least(0)] = 600
     """Seconds without progress after which a process of a replica writes the stacks of all its
     threads and ends, to be started again; waiting for other replicas it has three times as long.

@@ -117,8 +117,9 @@ class FaultTolerantReplicas:
                 return self._share()
 
     def _found(self, asked: Future[None], since_s: float) -> bool:
-        """Whether there is a quorum. Only the leader of the ranks ever asks again, and they all get
-        what it gets."""
+        """Whether there is a quorum. While too few are there, or the lighthouse is gone, the call
+        goes on; where it fails, it does so on all ranks, and all ask again."""
+        looks_at_s = time.monotonic() + _PATIENCE_S
         while True:
             try:
                 asked.result(timeout=_LOOK_S)
@@ -128,17 +129,24 @@ class FaultTolerantReplicas:
             except TimeoutError as caught:
                 if not asked.done():
                     self._check_patience(since_s, "nobody answers")
+                    if time.monotonic() >= looks_at_s:
+                        looks_at_s += _PATIENCE_S
+                        self._wait_on(f"asked {time.monotonic() - since_s:.0f} s ago")
                     continue
                 error = str(caught)
             except Exception as caught:
-                # Too few are there, or the lighthouse is gone: both may change.
                 error = str(caught)
             self._manager.forget_failed_quorum()
             self._check_patience(since_s, error)
-            if self._mesh.is_leader:
-                self._refuse_what_is_behind(self._newest_stored())
-            logger.warning("No quorum yet, asking again: %s", error)
+            self._wait_on(f"asking again: {error}")
             return False
+
+    def _wait_on(self, why: str) -> None:
+        """Say that there is no quorum yet. Raises ReplicaError on the leader where this replica is
+        of no use any more."""
+        if self._mesh.is_leader:
+            self._refuse_what_is_behind(self._newest_stored())
+        logger.warning("No quorum yet, %s.", why)
 
     def _check_patience(self, since_s: float, reason: str) -> None:
         """Raises LeaveRequested or ReplicaError when it is not waited on."""

@@ -6,6 +6,7 @@ nothing reads the state: torchft would load it in whatever thread has asked for 
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,10 +24,9 @@ from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.descriptors import check_descriptors
 from torchtitan_lite.replica.guard import Floor
 
-_CALL_JOIN_TIMEOUTS = 1.5
-"""Of the lighthouse, that one call for a quorum may take before it is asked for again, and a second
-more. Longer than it waits for others to join, and not by much: where it was started again, the call
-under way is lost."""
+_CALL_AGAIN_S = 2.0
+"""After which a call to the lighthouse that has failed is made again. A lighthouse that was started
+again has by then heard of the other replicas too, and finds a quorum of all."""
 _RETRY_S = 0.5
 _GROUPS = {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}
 
@@ -57,7 +57,6 @@ class QuorumManager(Manager):
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         group: ProcessGroup = _GROUPS[config.process_group](timeout=timeout)
         deadline = time.monotonic() + config.quorum_timeout_s
-        call_s = 1 + _CALL_JOIN_TIMEOUTS * config.lighthouse_join_timeout_ms / 1000
         while True:
             try:
                 super().__init__(
@@ -67,12 +66,11 @@ class QuorumManager(Manager):
                     min_replica_size=config.min_replica_size,
                     use_async_quorum=False,
                     timeout=timeout,
-                    # Only the leader asks again: the others must get what it gets.
-                    quorum_timeout=timedelta(
-                        seconds=min(call_s, config.quorum_timeout_s)
-                        if rank == 0
-                        else config.quorum_timeout_s
-                    ),
+                    quorum_timeout=timedelta(seconds=config.quorum_timeout_s),
+                    # All ranks ask, and torchft makes one call of theirs to the lighthouse. It
+                    # tells none of them when it gives that up, and makes no other until all ask
+                    # again: so it must not before they do. Its pauses add up to their time limit.
+                    quorum_retries=math.ceil(config.quorum_timeout_s / _CALL_AGAIN_S),
                     connect_timeout=timeout,
                     rank=rank,
                     world_size=world_size,

@@ -66,8 +66,7 @@ def test_plan(config: str) -> None:
     assert "--nproc-per-node=4 --max-restarts=0" in command
     assert command.endswith(
         f"train.py --config {config} --training.steps=3 --fault_tolerance.enable true "
-        "--fault_tolerance.replica_id 1 --fault_tolerance.group_size 2 "
-        "--fault_tolerance.lighthouse_join_timeout_ms 2000"
+        "--fault_tolerance.replica_id 1 --fault_tolerance.group_size 2"
     )
     options = "--bind a:1 --min-replicas 2 --join-timeout-ms 2000"
     assert " ".join(plan.lighthouse_command("a:1")).endswith(options)

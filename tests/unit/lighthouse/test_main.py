@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.lighthouse.crew import crew_of
 from torchtitan_lite.lighthouse import client
 
 REPOSITORY = Path(__file__).parents[3]
@@ -48,6 +49,20 @@ def test_it_says_where_it_listens_and_ends_on_a_signal(number: signal.Signals) -
         process.send_signal(number)
         assert process.communicate(timeout=60) == ("", "")
         assert process.returncode == 0
+
+
+def test_no_id_comes_again_when_it_is_started_again() -> None:
+    told: set[int] = set()
+    for _ in range(2):
+        with _lighthouse() as (_, address), crew_of(address) as crew:
+            # Each that comes makes another quorum.
+            for replica_id in map(str, range(8)):
+                crew.live(replica_id)
+                (quorum,) = crew.ask_all(replica_id)
+                assert quorum is not None and quorum.quorum_id not in told
+                told.add(quorum.quorum_id)
+                crew.die(replica_id)
+                client.tell_left(address, replica_id, TOKEN, 30)
 
 
 def _fails(*arguments: str) -> str:

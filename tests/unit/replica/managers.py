@@ -22,21 +22,28 @@ _TOKEN = "a secret of all replicas"
 
 
 class Replica:
-    """One of one rank, whose state is `run`."""
+    """One, whose state is `run`; or a rank of one that has two."""
 
     def __init__(
-        self, lighthouse: str, number: int, run: Run, *, likeness: str = "1-a", **changes: Any
+        self,
+        lighthouse: str,
+        number: int,
+        run: Run,
+        *,
+        likeness: str = "1-a",
+        num_ranks: int = 1,
+        leader: "Replica | None" = None,
+        **changes: Any,
     ) -> None:
-        """`lighthouse` is "HOST:PORT"; `changes` are settings. Raises ReplicaError."""
+        """`lighthouse` is "HOST:PORT"; `leader` is rank 0, where this is rank 1; `changes` are
+        settings. Raises ReplicaError."""
         settings: dict[str, Any] = {
             "process_group_timeout_ms": 30_000,
             "quorum_timeout_s": 60,
         } | changes
         self.run, self._lighthouse = run, lighthouse
         self.transport = HealingTransport(run, _HOST, _TOKEN)
-        self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            _HOST, 0, is_master=True, wait_for_workers=False
-        )
+        self._store = leader._store if leader else _store()
         try:
             self.manager = QuorumManager(
                 FaultToleranceConfig(replica_id=number, **settings),
@@ -45,8 +52,8 @@ class Replica:
                 likeness=likeness,
                 lighthouse=f"http://{lighthouse}",
                 store=(_HOST, self._store.port),
-                rank=0,
-                world_size=1,
+                rank=0 if leader is None else 1,
+                world_size=num_ranks,
                 hostname=_HOST,
             )
         except BaseException:
@@ -58,6 +65,12 @@ class Replica:
         """Leave the others, who do not wait for this one any more."""
         self.manager.shutdown(wait=False)
         tell_left(self._lighthouse, self.manager.full_id, _TOKEN, timeout_s=30)
+
+
+def _store() -> Any:
+    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        _HOST, 0, is_master=True, wait_for_workers=False
+    )
 
 
 @contextmanager
@@ -73,6 +86,12 @@ def lighthouse(num_replicas: int, bind: str = f"{_HOST}:0") -> Iterator[str]:
 def until_known(address: str, num_replicas: int) -> None:
     """Until so many send heartbeats: one whose first is still under way is not waited for."""
     while len(status(address, _TOKEN, timeout_s=30)["replicas"]) < num_replicas:
+        time.sleep(0.01)
+
+
+def until_asking(address: str, num_replicas: int) -> None:
+    """Until so many wait for a quorum."""
+    while len(status(address, _TOKEN, timeout_s=30)["waiting"]) < num_replicas:
         time.sleep(0.01)
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.unit.replica.managers import Replica, lighthouse, meet, until_known
+from tests.unit.replica.managers import Replica, lighthouse, meet, until_asking, until_known
 from tests.unit.replica.test_healing import Run
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.alike import OthersDiffer
@@ -60,6 +60,31 @@ def test_a_lighthouse_that_never_comes_is_named() -> None:
         pytest.raises(ReplicaError, match=rf"Nobody answers at .*{address}"),
     ):
         Replica(address, 0, Run(elements=8), quorum_timeout_s=0.1, process_group_timeout_ms=200)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_lighthouse_that_is_started_again_answers_who_waits(last: int) -> None:
+    """The ranks of a replica ask it together: the call of the one that comes last goes on to the
+    lighthouse, and torchft tells nobody when it fails."""
+    with _kept_address() as address, ThreadPoolExecutor(4) as threads:
+        with lighthouse(2, address):
+            ranks, others = (_two_ranks(address, number) for number in range(2))
+            asked = [threads.submit(ranks[1 - last].manager.start_quorum)]
+            time.sleep(0.2)
+            asked.append(threads.submit(ranks[last].manager.start_quorum))
+            until_asking(address, 1)
+        with lighthouse(2, address):
+            asked += [threads.submit(one.manager.start_quorum) for one in others]
+            for one in asked:
+                one.result(timeout=50)
+            assert all(one.manager.num_participants() == 2 for one in (*ranks, *others))
+            for one in (*ranks[::-1], *others[::-1]):
+                one.close()
+
+
+def _two_ranks(address: str, number: int) -> list[Replica]:
+    leader = Replica(address, number, Run(elements=8), num_ranks=2)
+    return [leader, Replica(address, number, Run(elements=8), num_ranks=2, leader=leader)]
 
 
 def test_the_tenth_replica_comes_after_the_second() -> None:
