@@ -40,20 +40,6 @@ from torchtitan_lite.chaos.verdict import (
     straight_run,
 )
 
-_LOCAL_BATCH = 2
-_ROUNDS = 3
-"""Of a step, which two replicas cannot share evenly."""
-_DEFAULT_ARGUMENTS = (
-    "--config=configs/llama3_debug_ft.toml",
-    "--training.dtype=float64",
-    "--training.seq_len=64",
-    f"--training.local_batch_size={_LOCAL_BATCH}",
-    # Rounding differences would grow with a large one.
-    "--optimizer.lr=1e-4",
-    "--checkpoint.interval=40",
-    "--validation.enable=false",
-    "--metrics.enable_tensorboard=false",
-)
 _ENDLESS = 1_000_000
 _LOSS_TOLERANCE = 1e-8
 """Relative, float64: the same terms are added in another order by those who are there."""
@@ -76,12 +62,8 @@ def main(argv: list[str]) -> int:
         return 2
     kinds = [KINDS[name] for name in options.kinds or sorted(KINDS)]
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
-    global_batch = _ROUNDS * _LOCAL_BATCH * options.nproc_per_replica
     arguments = [
-        *(
-            argv[place + 1 :]
-            or (*_DEFAULT_ARGUMENTS, f"--training.global_batch_size={global_batch}")
-        ),
+        *(argv[place + 1 :] or _default_arguments(options.nproc_per_replica)),
         # It must not depend on where the runs end.
         f"--lr_scheduler.total_steps={_ENDLESS}",
         "--debug.sample_ledger=true",
@@ -92,6 +74,24 @@ def main(argv: list[str]) -> int:
     elif not well:
         print(f"What it has left lies in {folder}.")
     return 0 if well else 1
+
+
+def _default_arguments(num_ranks: int) -> list[str]:
+    """For replicas of so many ranks."""
+    local_batch = 2
+    return [
+        "--config=configs/llama3_debug_ft.toml",
+        "--training.dtype=float64",
+        "--training.seq_len=64",
+        f"--training.local_batch_size={local_batch}",
+        # Three rounds, which two replicas cannot share evenly.
+        f"--training.global_batch_size={3 * local_batch * num_ranks}",
+        # Rounding differences would grow with a large one.
+        "--optimizer.lr=1e-4",
+        "--checkpoint.interval=40",
+        "--validation.enable=false",
+        "--metrics.enable_tensorboard=false",
+    ]
 
 
 def disturb(

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.failures import RankFailed, note_failure
 from tests.pool import WorkerPool
@@ -11,6 +12,12 @@ from tests.pool import WorkerPool
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples on each run; and a slow machine is no fault of theirs.
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")

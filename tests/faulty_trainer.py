@@ -21,6 +21,7 @@ from torch import nn
 
 import train
 from tests.dying_points import die_at
+from tests.snapshots import starts_of
 from torchtitan_lite import build, trainer
 from torchtitan_lite.checkpoint import synchronous
 from torchtitan_lite.checkpoint.background.process import WriterProcess
@@ -134,7 +135,7 @@ def dies_taking_over(rank: str) -> None:
 
     def late(folder: Path, own: int, *given: Any, **named: Any) -> None:
         for other, path in regions_in(folder).items():
-            while other != own and not _is_taken_over(path):
+            while other != own and len(starts_of(path)) < 2:
                 time.sleep(0.02)
         # The others go on to where they wait for this rank.
         time.sleep(1)
@@ -142,13 +143,6 @@ def dies_taking_over(rank: str) -> None:
 
     if int(rank) == _RANK:
         Region.adopt = late  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _is_taken_over(path: Path) -> bool:
-    region = Region.open(path)
-    starts = region.starts
-    region.close()
-    return len(starts) > 1
 
 
 def loses_its_place(given: str) -> None:

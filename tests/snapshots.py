@@ -20,6 +20,14 @@ from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST, is_signed
 LARGE = 3 * 4096 + 512
 
 
+def starts_of(path: Path) -> list[str]:
+    """The starts of a run that have a region."""
+    region = Region.open(path)
+    starts = region.starts
+    region.close()
+    return starts
+
+
 def description(
     root: Path | str,
     rank: int,

@@ -15,9 +15,9 @@ import torch
 
 from tests import launch
 from tests.dying_points import POINTS
+from tests.snapshots import starts_of
 from tests.tolerances import PARITY_FLOAT64
 from torchtitan_lite.checkpoint.memory import folder as shared
-from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.errors import CheckpointError
 
 _RANKS = 2
@@ -229,7 +229,7 @@ def test_a_crash_while_the_memory_is_taken_over_costs_nothing(
         launch.end(process)
     before = re.search(resumed, log.read_text())
     assert before is not None, log.read_text()[-3000:]
-    starts = [_starts(path) for path in _regions(run)]
+    starts = [starts_of(path) for path in _regions(run)]
     assert sorted(map(len, starts)) == [1, 2] and set(starts[rank]) < set(starts[1 - rank])
     last = int(before[1]) + 2
     text = launch.run(_RANKS, _arguments(run, last), tmp_path / "after.log")
@@ -258,13 +258,6 @@ def _regions(run: Path) -> list[Path]:
     folder = shared.known_folder((run / "run_id").read_text().strip())
     assert folder is not None
     return [path for _, path in sorted(shared.regions_in(folder).items())]
-
-
-def _starts(path: Path) -> list[str]:
-    region = Region.open(path)
-    starts = region.starts
-    region.close()
-    return starts
 
 
 def test_the_newest_snapshot_is_durable_soon_after_a_kill(run: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ Layer: above torchft_manager, gradient_sums, healing and guard.
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import nn
@@ -40,7 +40,8 @@ _MOST_HEALS = 5
 """Attempts in a row at receiving the state."""
 _LOOK_S = 0.5
 _PATIENCE_S = 5.0
-"""After which who waits for others heeds a wish that it leave."""
+"""After which who waits for others heeds a wish that it leave, and looks once more whether it is of
+use to them."""
 
 
 class FaultTolerantReplicas:
@@ -120,26 +121,22 @@ class FaultTolerantReplicas:
         """Whether there is a quorum. While too few are there, or the lighthouse is gone, the call
         goes on; where it fails, it does so on all ranks, and all ask again."""
         looks_at_s = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                asked.result(timeout=_LOOK_S)
-                return True
-            except ReplicaError:
-                raise
-            except TimeoutError as caught:
-                if not asked.done():
-                    self._check_patience(since_s, "nobody answers")
-                    if time.monotonic() >= looks_at_s:
-                        looks_at_s += _PATIENCE_S
-                        self._wait_on(f"asked {time.monotonic() - since_s:.0f} s ago")
-                    continue
-                error = str(caught)
-            except Exception as caught:
-                error = str(caught)
-            self._manager.forget_failed_quorum()
-            self._check_patience(since_s, error)
-            self._wait_on(f"asking again: {error}")
-            return False
+        while not wait([asked], _LOOK_S).done:
+            self._check_patience(since_s, "nobody answers")
+            if time.monotonic() >= looks_at_s:
+                looks_at_s += _PATIENCE_S
+                self._wait_on(f"asked {time.monotonic() - since_s:.0f} s ago")
+        try:
+            asked.result()
+            return True
+        except ReplicaError:
+            raise
+        except Exception as caught:
+            error = str(caught)
+        self._manager.forget_failed_quorum()
+        self._check_patience(since_s, error)
+        self._wait_on(f"asking again: {error}")
+        return False
 
     def _wait_on(self, why: str) -> None:
         """Say that there is no quorum yet. Raises ReplicaError on the leader where this replica is

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import waiting
 from tests.launch import REPOSITORY
 from tests.unit.launcher.fakes import fake
 from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
@@ -56,13 +57,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> float:
+def until(condition: Callable[[], object]) -> float:
     """Wait for something that must come; how long that took (seconds)."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < timeout_s
-        time.sleep(0.005)
-    return time.monotonic() - started
+    return waiting.until(condition, TIMEOUT_S)
 
 
 def said(folder: Path, text: str) -> int:

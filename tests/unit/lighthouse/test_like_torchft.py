@@ -13,6 +13,7 @@ import pytest
 from torchft.coordination import LighthouseServer
 
 from tests.unit.lighthouse.crew import Crew, Told
+from tests.waiting import until
 from torchtitan_lite.lighthouse import messages
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.lighthouse.server import LighthouseService
@@ -32,10 +33,7 @@ class Scene(Crew):
 
     def until_asking(self, number: int) -> None:
         """Wait until so many ask."""
-        deadline_s = time.monotonic() + 30
-        while self._num_asking() != number:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        until(lambda: self._num_asking() == number, 30)
 
 
 Script = Callable[[Scene], list[Told | None]]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_lite.errors import LighthouseError
@@ -253,7 +253,6 @@ def test_impossible_settings(wrong: tuple[int, int, int]) -> None:
 _AGES_S = st.floats(0, 8)
 
 
-@settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     asking=st.dictionaries(st.sampled_from(["a", "b!", "c", "d", "e!"]), _AGES_S),
     silent=st.dictionaries(st.sampled_from("abcdefgh"), _AGES_S),

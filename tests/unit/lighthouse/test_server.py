@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from tests.unit.lighthouse.crew import Crew, Told, crew_of
+from tests.waiting import until
 from torchtitan_lite.errors import LighthouseError
 from torchtitan_lite.lighthouse import client, server
 from torchtitan_lite.lighthouse.rules import QuorumSettings
@@ -35,18 +36,14 @@ def crew(service: LighthouseService) -> Iterator[Crew]:
 
 def _until_asking(service: LighthouseService, *steps: tuple[str, int]) -> None:
     """Wait until just these replicas ask, from these steps."""
-    deadline_s = time.monotonic() + _ANSWER_S
-    while (asking := _asking(service)) != [*steps]:
-        assert time.monotonic() < deadline_s, asking
-        time.sleep(0.01)
+    until(lambda: _asking(service) == [*steps], _ANSWER_S)
 
 
 def _until_asked(
     service: LighthouseService, call: "Future[Told | None]", step: tuple[str, int]
 ) -> None:
     """Wait until a call has arrived; on a slow machine it may have ended since."""
-    while _asking(service) != [step] and not call.done():
-        time.sleep(0.01)
+    until(lambda: _asking(service) == [step] or call.done(), _ANSWER_S)
 
 
 def _asking(service: LighthouseService) -> list[tuple[str, int]]:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -18,13 +18,7 @@ from torchtitan_lite.spec import InitRule
 _RULE = InitRule(pattern="*", kind="normal", std=0.5, cutoff_stds=2.0)
 
 
-@settings(
-    deadline=None,
-    derandomize=True,
-    max_examples=150,
-    # A slow machine is no fault of the examples.
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_box_is_that_part_of_the_whole(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))

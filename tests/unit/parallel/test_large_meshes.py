@@ -8,7 +8,6 @@ import multiprocessing
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -103,9 +102,7 @@ def _last_rank(
         assert isinstance(parameter, DTensor) and parameter.to_local().is_meta
         assert tuple(parameter.to_local().shape) == local_box(parameter).size
         held += parameter.to_local().numel()
-    # Not `getrusage`, by which a process begins with the peak of the one that started it.
-    told = Path("/proc/self/status").read_text()
-    peak_gib = int(told.partition("VmHWM:")[2].split()[0]) / 2**20
+    peak_gib = detect_device("cpu").peak_memory_gib()
     return held, _covered(model) + others, spec.cost(1).num_params, peak_gib
 
 

@@ -5,7 +5,7 @@ from math import prod
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
@@ -25,13 +25,7 @@ LAYOUTS = [
 ]
 
 
-@settings(
-    deadline=None,
-    derandomize=True,
-    max_examples=200,
-    # A slow machine is no fault of the examples.
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@settings(max_examples=200)
 @given(
     st.sampled_from(LAYOUTS), st.tuples(st.integers(0, 80), st.integers(0, 9)), st.integers(0, 9)
 )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
@@ -72,13 +72,7 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@settings(
-    deadline=None,
-    derandomize=True,
-    max_examples=150,
-    # A slow machine is no fault of the examples.
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@settings(max_examples=150)
 @given(st.data())
 def test_boxes_of_different_ranks_cover_a_tensor_exactly_once(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -88,13 +88,7 @@ def test_text_says_it_all() -> None:
     )
 
 
-@settings(
-    deadline=None,
-    derandomize=True,
-    max_examples=200,
-    # A slow machine is no fault of the examples.
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@settings(max_examples=200)
 @given(st.data())
 def test_boxes_cover_exactly_what_a_holder_has(data: st.DataObject) -> None:
     mesh, shape = data.draw(meshes(range(12))), data.draw(shapes())
@@ -125,13 +119,7 @@ def test_strided_shards_are_those_of_torch(length: int, count: int, factor: int)
         assert [i for span in spans for i in range(span.start, span.stop)] == theirs.tolist()
 
 
-@settings(
-    deadline=None,
-    derandomize=True,
-    max_examples=200,
-    # A slow machine is no fault of the examples.
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@settings(max_examples=200)
 @given(st.data())
 def test_an_order_survives_being_written_as_strided_shards(data: st.DataObject) -> None:
     mesh = HolderMesh.ranks(*data.draw(mesh_shapes()))

@@ -1,6 +1,5 @@
 """Managers as processes of replicas have them, in one process: real stores, servers and sockets."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.unit.replica.test_healing import Run
+from tests.waiting import until
 from torchtitan_lite.lighthouse.client import status, tell_left
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.lighthouse.server import LighthouseService
@@ -85,14 +85,12 @@ def lighthouse(num_replicas: int, bind: str = f"{_HOST}:0") -> Iterator[str]:
 
 def until_known(address: str, num_replicas: int) -> None:
     """Until so many send heartbeats: one whose first is still under way is not waited for."""
-    while len(status(address, _TOKEN, timeout_s=30)["replicas"]) < num_replicas:
-        time.sleep(0.01)
+    until(lambda: len(status(address, _TOKEN, timeout_s=30)["replicas"]) >= num_replicas, 100)
 
 
 def until_asking(address: str, num_replicas: int) -> None:
     """Until so many wait for a quorum."""
-    while len(status(address, _TOKEN, timeout_s=30)["waiting"]) < num_replicas:
-        time.sleep(0.01)
+    until(lambda: len(status(address, _TOKEN, timeout_s=30)["waiting"]) >= num_replicas, 100)
 
 
 def meet(replicas: list[Replica]) -> None:

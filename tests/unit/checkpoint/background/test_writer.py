@@ -16,6 +16,7 @@ import pytest
 
 from tests.launch import REPOSITORY
 from tests.snapshots import orphan, snapshot, trainers, verify
+from tests.waiting import until
 from torchtitan_lite.checkpoint.background.flush import Ranks
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.background.save import RankSave
@@ -48,10 +49,7 @@ def _told(responses: list[dict[str, Any]], what: str) -> list[int]:
 
 def _begun(root: Path) -> None:
     """Wait until a writer has begun a file."""
-    deadline = time.monotonic() + 60
-    while not list(root.glob("*/*/*.safetensors")):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: list(root.glob("*/*/*.safetensors")), 60)
 
 
 def _steps(root: Path) -> list[str]:
@@ -156,10 +154,8 @@ def test_regions_on_other_machines_get_every_newer_step(tmp_path: Path) -> None:
         first.die()
         second.die()
         _ends(*second.writers)
-        storage, deadline = open_storage(str(root)), time.monotonic() + 60
-        while not storage.steps():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        storage = open_storage(str(root))
+        until(storage.steps, 60)
         # It would wait for the other's step 8.
         assert first.writers[0].pid is not None and first.writers[0].alive
         os.kill(first.writers[0].pid, signal.SIGKILL)
@@ -449,8 +445,7 @@ def _save_many(memory: Path, number: int) -> tuple[list[int], list[int]]:
             assert step in _told(writer.wait_for("committed", 60), "committed")
             if step % (number // 5) == 0:
                 # It removes the old one after it has told of the new one, and looks around.
-                while len(os.listdir(root)) > 2:
-                    time.sleep(0.01)
+                until(lambda: len(os.listdir(root)) <= 2, 60)
                 sizes.append(_private_bytes(writer.pid, run.regions[0].path))
                 handles.append(min(_handles(writer.pid) for _ in range(5)))
         before = set(os.listdir(run.folder))
