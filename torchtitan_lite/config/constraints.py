@@ -19,17 +19,13 @@ from torchtitan_lite.config.mesh_constraints import (
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.semi_sync_constraints import semi_sync_problems
-from torchtitan_lite.data.config import (
-    TEXT_DATASETS,
-    CorpusConfig,
-    DataConfig,
-    ValidationConfig,
-)
 from torchtitan_lite.errors import ConfigError, MeshError
 from torchtitan_lite.mesh import Degrees, resolve_degrees
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.parallel.float8 import why_not
-from torchtitan_lite.section import toml_literal
+from torchtitan_lite.schema.data import TEXT_DATASETS, CorpusConfig, DataConfig
+from torchtitan_lite.schema.section import toml_literal
+from torchtitan_lite.schema.validation import ValidationConfig
 from torchtitan_lite.spec import ModelSpec
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from torchtitan_lite.metrics.books import Books, open_books
-from torchtitan_lite.metrics.config import MetricsConfig, ProfilingConfig
 from torchtitan_lite.metrics.console import open_console
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.metrics.jsonl import JsonLines
@@ -22,13 +21,12 @@ from torchtitan_lite.metrics.tensorboard import TensorBoard
 from torchtitan_lite.metrics.throughput import mfu
 from torchtitan_lite.metrics.wandb import WeightsAndBiases, require_wandb
 from torchtitan_lite.outputs import METRICS
+from torchtitan_lite.schema.metrics import MetricsConfig
 
 __all__ = [
     "Books",
     "Event",
     "Metrics",
-    "MetricsConfig",
-    "ProfilingConfig",
     "ScheduledGarbageCollection",
     "StepProfiler",
     "StepRecord",

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchtitan_lite.log import logger
 from torchtitan_lite.parallel.blocks import blocks_of
-from torchtitan_lite.parallel.config import Float8Config
+from torchtitan_lite.schema.quantize import Float8Config
 from torchtitan_lite.spec import ModelSpec
 
 _MULTIPLE = 16

@@ -3,7 +3,8 @@ from importlib.util import find_spec
 import pytest
 
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.metrics import MetricsConfig, open_metrics
+from torchtitan_lite.metrics import open_metrics
+from torchtitan_lite.schema.metrics import MetricsConfig
 
 pytestmark = pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
 
