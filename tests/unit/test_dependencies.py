@@ -21,8 +21,8 @@ DISTRIBUTIONS = {
 }
 """Import name -> name on PyPI, where they differ."""
 PLUGINS = {"py-spy", "s3fs", "tensorboard"}
-"""Not imported by name: fsspec opens s3:// through s3fs, the launcher runs py-spy, and torch imports
-tensorboard."""
+"""Not imported by name: fsspec opens s3:// through s3fs, the launcher runs py-spy, and torch
+imports tensorboard."""
 
 
 def _names(requirements: list[str]) -> set[str]:
