@@ -331,7 +331,7 @@ def _completion(commands) -> None:
         'eval "$(torchtitan-lite completion bash)"',
         module="completion",
     )
-    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    completion.add_argument("shell", choices=("bash", "zsh"))
 
 
 def _add_device(parser: Parser) -> None:
