@@ -12,7 +12,8 @@ if __name__ == "__main__":
 import os
 import sys
 
-from torchtitan_lite.config import check_against, parse_command_line
+from torchtitan_lite.config import parse_command_line
+from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.leaving import leave
 from torchtitan_lite.log import configure_logging, logger, tell_once

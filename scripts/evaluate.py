@@ -21,8 +21,9 @@ from typing import Any
 
 from torchtitan_lite.build import build_model
 from torchtitan_lite.checkpoint.loader import load
-from torchtitan_lite.config import Config, check_against, config_from
-from torchtitan_lite.data import DataConfig, open_validation
+from torchtitan_lite.config import Config, config_from
+from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.data import open_validation
 from torchtitan_lite.data.tokenizer import TokenizerFiles
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import ConfigError, UserError
@@ -30,16 +31,13 @@ from torchtitan_lite.inference import Weights, everywhere, open_weights, tokeniz
 from torchtitan_lite.leaving import leave
 from torchtitan_lite.log import configure_logging, tell_once
 from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.mesh import (
-    CommConfig,
-    Mesh,
-    ParallelismConfig,
-    resolve_degrees,
-    start_mesh,
-)
+from torchtitan_lite.mesh import Mesh, resolve_degrees, start_mesh
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.parallel import build_schedule
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.data import DataConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.train_state import model_tensors
 from torchtitan_lite.validation import HeldOutLoss, validate
 

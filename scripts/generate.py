@@ -36,8 +36,10 @@ from torchtitan_lite.inference import (
 )
 from torchtitan_lite.leaving import leave
 from torchtitan_lite.log import configure_logging, tell_once
-from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
+from torchtitan_lite.mesh import Mesh, start_mesh
 from torchtitan_lite.messages import gather_texts
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 _DTYPES = ("float64", "float32", "bfloat16")
 

@@ -17,7 +17,6 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import leader_says
 from torchtitan_lite.phases import Phases
 from torchtitan_lite.replica.averaging import Averaging
-from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.replica.guard import Floor
 from torchtitan_lite.replica.healing import HealingTransport
@@ -26,6 +25,7 @@ from torchtitan_lite.replica.healing.live_state import Run
 from torchtitan_lite.replica.participation import Replicas
 from torchtitan_lite.replica.semi_synchronous import SemiSynchronousReplicas
 from torchtitan_lite.replica.torchft_manager import QuorumManager
+from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 TOKEN = "TORCHTITAN_LITE_TOKEN"

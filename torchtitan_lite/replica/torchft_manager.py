@@ -20,9 +20,9 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.alike import check_alike, id_of
-from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.descriptors import check_descriptors
 from torchtitan_lite.replica.guard import Floor
+from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 _CALL_AGAIN_S = 2.0
 """After which a call to the lighthouse that has failed is made again. A lighthouse that was started

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_lite.config import Config, check_against, check_pipeline, load_config
+from torchtitan_lite.config import Config, load_config
+from torchtitan_lite.config.constraints import check_against, check_pipeline
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.section import Section
+from torchtitan_lite.schema.section import Section
 
 
 @pytest.fixture

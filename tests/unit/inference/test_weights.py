@@ -19,7 +19,9 @@ from torchtitan_lite.data.tokenizer import open_tokenizer
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import CheckpointError, DataError, UserError
 from torchtitan_lite.inference import open_weights, stop_ids, tokenizer_of
-from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
+from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
 @pytest.fixture

@@ -30,12 +30,8 @@ from torchtitan_lite.checkpoint.verify import verify
 from torchtitan_lite.checkpoint.whole import whole
 from torchtitan_lite.config import recorded_config
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.models import (
-    ModelConfig,
-    hugging_face_dims,
-    model_spec,
-    read_hugging_face_config,
-)
+from torchtitan_lite.models import hugging_face_dims, model_spec, read_hugging_face_config
+from torchtitan_lite.schema.model import ModelConfig
 
 Convert = Callable[[list[str]], int]
 

@@ -1,8 +1,8 @@
-"""The [fault_tolerance] section. Layer: imports section only."""
+"""The [fault_tolerance] table."""
 
 from typing import Annotated, Literal
 
-from torchtitan_lite.section import Section, above, at_least, at_most
+from torchtitan_lite.schema.section import Section, above, at_least, at_most
 
 
 class FaultToleranceConfig(Section):
