@@ -1,0 +1,1 @@
+"""Commands of torchtitan-lite. Layer: the top."""
