@@ -139,6 +139,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 total_steps=config.training.steps,
                 resume_step=state.step,
                 run_config=config.model_dump(),
+                world_size=mesh.world_size,
+                replica=replica,
             )
         )
         loss_backend = (

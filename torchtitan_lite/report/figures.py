@@ -291,11 +291,14 @@ def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
             trace["base"] = begin
     by_time_title, by_step_title = f"time since the first start ({unit})", "step"
     layout = _layout(by_step_title if first is None else by_time_title, "")
+    lanes_px, below_px = 62 * len(found.lanes), 62 + 20 * -(-len(data) // 5)
     layout |= {
-        "height": 170 + 62 * len(found.lanes),
+        "height": 56 + lanes_px + below_px,
+        "margin": {"l": 64, "r": 20, "t": 56, "b": below_px},
         "hovermode": "closest",
         "barmode": "overlay",
     }
+    layout["legend"] |= {"y": -52 / lanes_px, "yanchor": "top"}
     layout["yaxis"] |= {
         "tickmode": "array",
         "tickvals": list(places.values()),
@@ -307,10 +310,6 @@ def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
     }
     if first is not None:
         layout["updatemenus"] = [_axis_buttons(by_time, by_step, bases, by_time_title)]
-        layout["margin"] |= {"t": 56}
-        layout["legend"] |= {"y": -0.32 if len(places) < 4 else -0.18, "yanchor": "top"}
-        layout["margin"] |= {"b": 110}
-        layout["height"] += 40
     note = f"{found.num_thinned} events of frequent kinds are not drawn." * bool(found.num_thinned)
     return Figure(title=run.label, data=data, layout=layout, note=note, is_wide=True)
 

@@ -38,6 +38,8 @@ from torchtitan_lite.report.figures import (
 from torchtitan_lite.report.run_files import Goodput, RunFiles
 from torchtitan_lite.report.timeline import KINDS, ROUTINE, Timeline, timeline
 
+_UNBROKEN = 32
+"""Length of cells that stay on one line."""
 _MOST_ROWS = 200
 """Of the table of events."""
 
@@ -81,12 +83,15 @@ th { text-align: left; color: #64748b; font-weight: 600; border-bottom: 1px soli
   padding: 5px 12px 5px 0; white-space: nowrap; }
 td { padding: 5px 12px 5px 0; border-bottom: 1px solid #f1f5f9; vertical-align: top;
   overflow-wrap: break-word; }
+td.k { white-space: nowrap; }
 td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 pre { margin: 8px 0 0; padding: 12px; background: #f8fafc; border: 1px solid #e2e8f0; 
   border-radius: 8px; font: 12px/1.5 ui-monospace, "DejaVu Sans Mono", monospace;
   overflow: auto; max-height: 560px; }
 pre.columns { columns: 3 330px; max-height: none; overflow: visible; white-space: pre-wrap;
   overflow-wrap: anywhere; }
+.fit { width: auto; min-width: 50%; } .fit td, .fit th { padding-right: 40px; }
+details table { margin-top: 6px; }
 summary { cursor: pointer; font-weight: 600; color: #334155; }
 footer { color: #94a3b8; font-size: 12px; margin-top: 30px; }
 """
@@ -467,6 +472,8 @@ def _table(
 
     def cell(tag: str, place: int, text: str) -> str:
         kind = ' class="n"' if place >= start else ""
+        if not kind and len(text) <= _UNBROKEN:
+            kind = ' class="k"'
         return f"<{tag}{kind}>{_escaped(text).replace(chr(10), '<br>')}</{tag}>"
 
     head = "".join(cell("th", place, text) for place, text in enumerate(heads))
@@ -474,7 +481,8 @@ def _table(
         "<tr>" + "".join(cell("td", place, text) for place, text in enumerate(row)) + "</tr>"
         for row in rows
     )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    fit = ' class="fit"' if numbers_from is not None and len(heads) < 5 else ""
+    table = f"<table{fit}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div class="scroll">{table}</div>'
 
 

@@ -150,12 +150,14 @@ def _marks(stream: Stream) -> Iterator[Mark]:
     num_starts = 0
     for event in stream.events:
         kind, text, lane = _OF_EVENT.get(event.name, "other"), described(event.values), stream.label
+        time = event.time
         has_refusals = has_refusals or event.name == "refused"
         if event.name == "start":
             num_starts += 1
             if num_starts == 1:
                 continue
-            kind = "restart"
+            kind, text = "restart", f"process {num_starts} begins"
+            time = _process_start(event)
         elif event.name in _NOT_SHOWN:
             continue
         elif kind == "other":
@@ -163,7 +165,7 @@ def _marks(stream: Stream) -> Iterator[Mark]:
         elif kind == "slow_rank":
             lane = _lane_of_rank(event, stream)
             text = f"{'ended: ' if event.name == 'slow_rank_ended' else ''}{text}"
-        yield Mark(kind=kind, lane=lane, time=event.time, step=event.step, text=text)
+        yield Mark(kind=kind, lane=lane, time=time, step=event.step, text=text)
     if not has_refusals:
         for one in stream.steps:
             if one.skipped:
@@ -171,6 +173,14 @@ def _marks(stream: Stream) -> Iterator[Mark]:
                 yield Mark(
                     kind="skipped", lane=stream.label, time=one["time"], step=one.step, text=text
                 )
+
+
+def _process_start(event: RunEvent) -> float | None:
+    """When the process began that wrote a `start` event."""
+    age_s = event.values.get("process_age_s", 0.0)
+    if event.time is None or isinstance(age_s, bool) or not isinstance(age_s, int | float):
+        return event.time
+    return min(event.time, max(0.0, event.time - age_s))
 
 
 def _lane_of_rank(event: RunEvent, stream: Stream) -> str:
@@ -228,9 +238,8 @@ def _spans(stream: Stream, launcher_events: Sequence[RunEvent]) -> Iterator[Span
     )
     starts = list(launched)
     for event in stream.events:
-        age_s = event.values.get("process_age_s")
-        if event.name == "start" and event.time is not None and isinstance(age_s, int | float):
-            began = max(0.0, event.time - age_s)
+        began = _process_start(event)
+        if event.name == "start" and began is not None:
             before = max((one for one in starts if one <= began), default=None)
             # The launcher's start of the same attempt is a little earlier.
             is_known = before is not None and bisect_right(ends, began) == bisect_right(
