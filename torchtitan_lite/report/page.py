@@ -279,11 +279,9 @@ def _facts(run: RunFiles, found: Timeline) -> Iterator[tuple[str, str, str]]:
     ]
     if validations:
         yield "Validation loss", f"{validations[-1]:.4f}", ""
-    rates = [rate for one in run.merged if (rate := one["tokens_per_second"]) is not None]
-    if rates:
+    if rates := run.known("tokens_per_second"):
         yield "Throughput", _si(median(rates)), "tokens/s, median"
-    shares = [one["mfu"] for one in run.merged if one["mfu"] is not None]
-    if shares:
+    if shares := run.known("mfu"):
         yield "MFU", f"{median(shares):.1%}", "median"
     if run.goodput:
         worst = min(one.goodput for one in run.goodput)
@@ -302,10 +300,10 @@ def _duration_s(run: RunFiles, found: Timeline) -> tuple[float | None, str]:
     """Wall time of the run, and what it is taken from."""
     if run.goodput:
         return max(one.wall_s for one in run.goodput), "wall time"
-    times = [one["time"] for one in run.merged if one["time"] is not None]
+    times = run.known("time")
     if times and found.first_time is not None:
         return max(times) - found.first_time, "wall time"
-    steps = [one["step_time_s"] for one in run.merged if one["step_time_s"] is not None]
+    steps = run.known("step_time_s")
     return (sum(steps), "sum of steps") if steps else (None, "")
 
 

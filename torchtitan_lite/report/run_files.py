@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,6 +90,17 @@ class Stream:
         parts += [] if self.rank is None else [f"rank {self.rank}"]
         return ", ".join(parts) or "leader"
 
+    @cached_property
+    def timed(self) -> list[tuple[float, float, int]]:
+        """End and start (Unix times, in seconds) and number of each step whose time is known,
+        ascending."""
+        found = []
+        for one in self.steps:
+            end = one["time"]
+            if end is not None:
+                found.append((end, max(0.0, end - (one["step_time_s"] or 0.0)), one.step))
+        return sorted(found)
+
     def committed(self) -> list[Step]:
         """The steps that were committed and are kept, ascending; of a step that was taken twice,
         the last record."""
@@ -136,6 +148,10 @@ class RunFiles:
     def leaders(self) -> list[Stream]:
         """One stream per replica."""
         return [one for one in self.streams if one.rank is None]
+
+    def known(self, name: str) -> list[float]:
+        """The values of a field, of all committed steps that have one."""
+        return [value for one in self.merged if (value := one[name]) is not None]
 
     def events(self, name: str) -> list[RunEvent]:
         """All events of that name, by leaders."""

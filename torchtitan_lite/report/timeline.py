@@ -2,7 +2,8 @@
 run_files."""
 
 import json
-from bisect import bisect_right
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,7 @@ class Mark:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Span:
     """What a replica did for a while: "starting", "training" or "down"."""
 
@@ -216,69 +217,61 @@ def _last_step(stream: Stream | None, time: float | None) -> int | None:
     """The last step that a replica had taken at `time`."""
     if stream is None or time is None:
         return None
-    steps = [one for one in stream.steps if one["time"] is not None and one["time"] <= time]
-    return max(steps, key=lambda one: one["time"] or 0.0).step if steps else None
+    place = bisect_right(stream.timed, time, key=lambda one: one[0])
+    return stream.timed[place - 1][2] if place else None
 
 
 def _spans(stream: Stream, launcher_events: Sequence[RunEvent]) -> Iterator[Span]:
     """Attempts of a replica: its start, its steps, and the time until the next attempt."""
-    taken = [
-        (one["time"], one["time"] - min(one["step_time_s"] or 0.0, one["time"]), one.step)
-        for one in stream.steps
-        if one["time"] is not None
-    ]
-    taken.sort()
-    ends = [time for time, _, _ in taken]
-    launched = sorted(
-        event.time
-        for event in launcher_events
-        if event.time is not None
-        and event.values["replica"] == stream.replica
-        and event.values["text"].startswith("started")
-    )
-    starts = list(launched)
+    taken, lane = stream.timed, stream.label
+    ends = [end for end, _, _ in taken]
+    failures = _launcher_times(stream, launcher_events, "failed")
+    starts = _attempt_starts(stream, launcher_events)
+    for place, start in enumerate(starts):
+        following = starts[place + 1] if place + 1 < len(starts) else math.inf
+        own = taken[bisect_left(ends, start) : bisect_left(ends, following)]
+        stops = [one for one in failures if start <= one < following][:1]
+        stops += [own[-1][0]] if own else []
+        # What took no step and has not failed is starting still, or was replaced.
+        end = max(stops) if stops else (start if math.isinf(following) else following)
+        begin = max(start, own[0][1]) if own else end
+        first, last = (own[0][2], own[-1][2]) if own else (0, 0)
+        if begin > start:
+            yield Span("starting", lane, start, begin, first, first)
+        if own:
+            yield Span("training", lane, begin, end, first, last)
+        if end < following < math.inf:
+            yield Span("down", lane, end, following, last, last)
+
+
+def _attempt_starts(stream: Stream, launcher_events: Sequence[RunEvent]) -> list[float]:
+    """When each attempt began, as the launcher or the process itself recorded it."""
+    starts = _launcher_times(stream, launcher_events, "started")
+    ends = [end for end, _, _ in stream.timed]
     for event in stream.events:
         began = _process_start(event)
-        if event.name == "start" and began is not None:
-            before = max((one for one in starts if one <= began), default=None)
-            # The launcher's start of the same attempt is a little earlier.
-            is_known = before is not None and bisect_right(ends, began) == bisect_right(
-                ends, before
-            )
-            if not is_known:
-                starts.append(began)
-    starts.sort()
-    if not starts and taken:
-        starts = [taken[0][1]]
-    failures = [
+        if event.name != "start" or began is None:
+            continue
+        before = [one for one in starts if one <= began]
+        # The launcher's start of the same attempt is a little earlier, with no step in between.
+        if not before or bisect_left(ends, began) != bisect_left(ends, max(before)):
+            starts.append(began)
+    if not starts and stream.timed:
+        starts = [stream.timed[0][1]]
+    return sorted(starts)
+
+
+def _launcher_times(
+    stream: Stream, launcher_events: Sequence[RunEvent], beginning: str
+) -> list[float]:
+    """When the launcher recorded a text with that beginning about a replica."""
+    return [
         event.time
         for event in launcher_events
         if event.time is not None
         and event.values["replica"] == stream.replica
-        and event.values["text"].startswith("failed")
+        and event.values["text"].startswith(beginning)
     ]
-    for place, start in enumerate(starts):
-        following = starts[place + 1] if place + 1 < len(starts) else None
-        own = [one for one in taken if one[0] >= start and (not following or one[0] < following)]
-        stop = next((one for one in failures if start <= one <= (following or one)), None)
-        own_ends = [own[-1][0]] if own else []
-        end = max([*own_ends, *([] if stop is None else [stop])], default=following or start)
-        first, last = (own[0][2], own[-1][2]) if own else (0, 0)
-        begin = max(start, own[0][1]) if own else end
-        lane = stream.label
-        if begin > start:
-            yield Span(
-                kind="starting", lane=lane, start=start, end=begin, first_step=first,
-                last_step=first,
-            )  # fmt: skip
-        if own:
-            yield Span(
-                kind="training", lane=lane, start=begin, end=end, first_step=first, last_step=last
-            )
-        if following is not None and following > end:
-            yield Span(
-                kind="down", lane=lane, start=end, end=following, first_step=last, last_step=last
-            )
 
 
 def _recoveries(run: RunFiles) -> Iterator[Recovery]:
@@ -288,12 +281,9 @@ def _recoveries(run: RunFiles) -> Iterator[Recovery]:
         if replica is None or time is None or not text.startswith("failed"):
             continue
         stream = streams.get(replica)
-        later = [
-            (one["time"] - min(one["step_time_s"] or 0.0, one["time"]), one.step)
-            for one in (stream.steps if stream is not None else ())
-            if one["time"] is not None and one["time"] > time
-        ]
-        begun = min(later, default=None)
+        taken = [] if stream is None else stream.timed
+        place = bisect_right(taken, time, key=lambda one: one[0])
+        begun = taken[place][1:] if place < len(taken) else None
         yield Recovery(
             replica=replica,
             reason=_one_line(text.removeprefix("failed, ")),
