@@ -28,7 +28,8 @@ def main(argv: list[str]) -> int:
     num_problems = sum(len(run.problems) for run in runs)
     if num_problems:
         first = next(run.problems[0] for run in runs if run.problems)
-        print(f"report: {num_problems} problems in the files, the first: {first}", file=sys.stderr)
+        count = f"{num_problems} problem{'s' * (num_problems > 1)} in the files"
+        print(f"report: {count}, the first: {first}", file=sys.stderr)
     print(f"Wrote {output}")
     return 0 if options.fail_above is None else _verdict(comparisons, options.fail_above)
 

@@ -31,9 +31,8 @@ class Difference:
     def relative(self) -> float:
         """|a - b| / max(|a|, |b|): 0 for equal values, at most 2, infinite if one of the two is
         not finite."""
-        if self.absolute in (0.0, math.inf):
+        if self.first is None or self.other is None or self.first == self.other:
             return self.absolute
-        assert self.first is not None and self.other is not None
         largest = max(abs(self.first), abs(self.other))
         return abs(self.first / largest - self.other / largest)
 
