@@ -59,13 +59,13 @@ nav a { color: #1d4ed8; text-decoration: none; background: #fff; border: 1px sol
 nav a:hover { background: #eff6ff; }
 .card { background: #fff; border: 1px solid #e2e8f0; border-radius: 10px; padding: 14px 16px;
   box-shadow: 0 1px 2px rgb(15 23 42 / 5%); min-width: 0; margin-bottom: 14px; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 12px 18px;
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px 18px;
   margin: 10px 0 0; }
 .facts div { min-width: 0; }
 .facts dt { color: #64748b; font-size: 12px; }
 .facts dd { margin: 0; font-size: 18px; font-weight: 600; overflow-wrap: anywhere;
   font-variant-numeric: tabular-nums; }
-.facts small { font-size: 12px; font-weight: 400; color: #64748b; }
+.facts small { display: block; font-size: 12px; font-weight: 400; color: #64748b; }
 .run-name { font-size: 16px; font-weight: 650; overflow-wrap: anywhere; }
 .path { color: #64748b; font-size: 12px; font-family: ui-monospace, "DejaVu Sans Mono", monospace;
   overflow-wrap: anywhere; }

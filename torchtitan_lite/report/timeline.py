@@ -157,7 +157,7 @@ def _marks(stream: Stream) -> Iterator[Mark]:
             num_starts += 1
             if num_starts == 1:
                 continue
-            kind, text = "restart", f"process {num_starts} begins"
+            kind, text = "restart", f"process {num_starts} started"
             time = _process_start(event)
         elif event.name in _NOT_SHOWN:
             continue
