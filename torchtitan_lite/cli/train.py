@@ -54,7 +54,7 @@ def train_rank(argv: Sequence[str]) -> int:
         from torchtitan_lite.last_export import export_last_save
         from torchtitan_lite.mesh import start_mesh
         from torchtitan_lite.preemption import StopRequest, stop_on_signals
-        from torchtitan_lite.summary import last_words, say_goodbye
+        from torchtitan_lite.summary import last_words, print_end, print_start
         from torchtitan_lite.trainer import train as train_job
 
         device = detect_device(config.job.device)
@@ -64,9 +64,10 @@ def train_rank(argv: Sequence[str]) -> int:
             build(config, mesh, stop) as built,
             stop_on_signals(stop),
         ):
+            print_start(built, config)
             with last_words(built):
                 finished = train_job(built.job)
-            say_goodbye(built, config, argv, finished=finished)
+            print_end(built, config, argv, finished=finished)
         if finished and config.checkpoint.last_save_in_hf and mesh.is_leader:
             # The other ranks have left: they would wait too long.
             folder = built.data.tokenizer_files.folder
