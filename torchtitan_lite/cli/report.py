@@ -4,8 +4,8 @@ above report; torch-free, so that it starts at once."""
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from torchtitan_lite.cli.parsers import parser
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.report import Comparison, compare, read_run, unique_labels, write_page
 
@@ -14,8 +14,12 @@ _DIFFERS, _FAILED = 1, 2
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Returns 0, 1 if the runs differ by more than --fail-above, 2 for errors."""
-    options = _parser().parse_args(argv)
+    """Run the command with its own arguments. Returns what `run` does."""
+    return run(parser().parse_args(["report", *argv]), [])
+
+
+def run(options: argparse.Namespace, _: Sequence[str]) -> int:
+    """Write the page. Returns 0; 1 if the runs differ by more than --fail-above; 2 for errors."""
     try:
         _check(options)
         runs = unique_labels([read_run(folder) for folder in options.runs])
@@ -25,11 +29,10 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"report: {error}", file=sys.stderr)
         return _FAILED
-    num_problems = sum(len(run.problems) for run in runs)
-    if num_problems:
-        first = next(run.problems[0] for run in runs if run.problems)
-        count = f"{num_problems} problem{'s' * (num_problems > 1)} in the files"
-        print(f"report: {count}, the first: {first}", file=sys.stderr)
+    problems = [problem for one in runs for problem in one.problems]
+    if problems:
+        count = f"{len(problems)} problem{'s' * (len(problems) > 1)} in the files"
+        print(f"report: {count}, the first: {problems[0]}", file=sys.stderr)
     print(f"Wrote {output}")
     return 0 if options.fail_above is None else _verdict(comparisons, options.fail_above)
 
@@ -52,37 +55,3 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError("--fail-above compares runs: give two or more dump folders.")
         if not options.fail_above >= 0:
             raise UserError(f"--fail-above is {options.fail_above:g}, must be at least 0.")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan-lite report",
-        description="Write one self-contained HTML page about one or more runs.",
-        epilog="Exit status: 0; 1 if runs differ by more than --fail-above; 2 for errors.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="dump folder of a run (job.dump_folder); all others are compared with the first",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the page (default: report.html in the first RUN)",
-    )
-    parser.add_argument(
-        "--fail-above",
-        type=float,
-        metavar="X",
-        help="exit with status 1 if the loss or gradient norm of any run differs from the first by "
-        "more than X, relative, at any common step, or if no step is common",
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

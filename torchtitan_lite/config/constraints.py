@@ -232,7 +232,7 @@ def _export(config: Config, spec: ModelSpec) -> Iterator[str]:
             "checkpoint.last_save_in_hf = true, but the bias that balances the experts "
             f"(model.router_bias_update_rate = {moe.bias_update_rate}) has no place in a Hugging "
             "Face folder. Set one of them to false or 0; or export afterwards by "
-            "scripts.convert_to_hf --drop-expert-bias."
+            "torchtitan-lite convert to-hf --drop-expert-bias."
         )
 
 

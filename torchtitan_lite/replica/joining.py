@@ -130,13 +130,14 @@ def environment() -> tuple[str, str]:
     if not lighthouse:
         raise ReplicaError(
             f"fault_tolerance.enable is true, and {LIGHTHOUSE} is not set: it names the "
-            "lighthouse, such as http://10.0.0.1:29510. scripts.launch starts one and sets it."
+            "lighthouse, such as http://10.0.0.1:29510. `torchtitan-lite launch` starts one."
         )
     if len(token) < _FEWEST_TOKEN_CHARS:
         raise ReplicaError(
             f"fault_tolerance.enable is true, and {TOKEN} has {len(token)} characters of at least "
-            f"{_FEWEST_TOKEN_CHARS}: it is a secret that all replicas share. scripts.launch draws "
-            "one; elsewhere set it to the output of `openssl rand -hex 16`."
+            f"{_FEWEST_TOKEN_CHARS}: it is a secret that all replicas share. "
+            "`torchtitan-lite launch` draws one; elsewhere set it to the output of "
+            "`openssl rand -hex 16`."
         )
     return lighthouse, token
 

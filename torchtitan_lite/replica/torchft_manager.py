@@ -95,7 +95,7 @@ class QuorumManager(Manager):
                 if time.monotonic() >= deadline:
                     raise ReplicaError(
                         f"Nobody answers at TORCHFT_LIGHTHOUSE = {lighthouse}: {error} Start the "
-                        "lighthouse (scripts.launch does), or mend the address."
+                        "lighthouse (`torchtitan-lite launch` does), or mend the address."
                     ) from None
                 time.sleep(_RETRY_S)
         self.register_state_dict_fn("state", lambda given: None, lambda: None)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts import convert_from_hf
 from tests.hugging_face import make_folder, our_model
 from torchtitan_lite.checkpoint.hugging_face import snapshot
 from torchtitan_lite.checkpoint.hugging_face.folder import INDEX, is_hugging_face
@@ -18,6 +17,7 @@ from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.opening import open_snapshot
 from torchtitan_lite.checkpoint.storage.storage import split_storage
 from torchtitan_lite.checkpoint.whole import whole
+from torchtitan_lite.cli import main
 from torchtitan_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, UserError
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
 
@@ -166,7 +166,7 @@ def test_quantised_folders_are_refused_by_every_way_in(
     edit(folder / "config.json", lambda v: v.update(quantization_config={"quant_method": "fp8"}))
     with pytest.raises(ConfigError, match=r"quantised \(fp8\).*dequantize\(\)"):
         open_snapshot(*split_storage(str(folder)), spec)
-    assert convert_from_hf.main([str(folder), str(tmp_path / "out")]) == 1
+    assert main(["convert", "from-hf", str(folder), str(tmp_path / "out")]) == 1
     assert "dequantize()" in capsys.readouterr().err
 
 
