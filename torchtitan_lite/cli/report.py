@@ -5,7 +5,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from torchtitan_lite.cli.parsers import parser
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.report import Comparison, compare, read_run, unique_labels, write_page
 
@@ -13,13 +12,8 @@ _DIFFERS, _FAILED = 1, 2
 """Exit statuses: the runs differ by more than --fail-above; there is no report."""
 
 
-def main(argv: list[str]) -> int:
-    """Run the command with its own arguments. Returns what `run` does."""
-    return run(parser().parse_args(["report", *argv]), [])
-
-
-def run(options: argparse.Namespace, _: Sequence[str]) -> int:
-    """Write the page. Returns 0; 1 if the runs differ by more than --fail-above; 2 for errors."""
+def run(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """Write the page. Returns 0, 1 if the runs differ by more than --fail-above, 2 for errors."""
     try:
         _check(options)
         runs = unique_labels([read_run(folder) for folder in options.runs])
@@ -29,10 +23,11 @@ def run(options: argparse.Namespace, _: Sequence[str]) -> int:
     except UserError as error:
         print(f"report: {error}", file=sys.stderr)
         return _FAILED
-    problems = [problem for one in runs for problem in one.problems]
-    if problems:
-        count = f"{len(problems)} problem{'s' * (len(problems) > 1)} in the files"
-        print(f"report: {count}, the first: {problems[0]}", file=sys.stderr)
+    num_problems = sum(len(run.problems) for run in runs)
+    if num_problems:
+        first = next(run.problems[0] for run in runs if run.problems)
+        count = f"{num_problems} problem{'s' * (num_problems > 1)} in the files"
+        print(f"report: {count}, the first: {first}", file=sys.stderr)
     print(f"Wrote {output}")
     return 0 if options.fail_above is None else _verdict(comparisons, options.fail_above)
 
