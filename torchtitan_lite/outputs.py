@@ -10,6 +10,8 @@ LAUNCH_LOGS = "launch_logs"
 LAUNCH_EVENTS = "events.jsonl"
 """File of the launcher's events in its folder: one JSON object per line, with `time` (Unix time, in
 seconds) and `text`."""
+LAUNCHER_STARTED = "launcher started"
+"""Text of the first event of each launcher."""
 RECEIVES_STATE = "Receiving the state of another replica"
 """A line of the leader begins so when it heals."""
 SAMPLE = "A sample of the model:"

@@ -16,6 +16,7 @@ from torchtitan_lite.durations import clock
 from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
 from torchtitan_lite.launcher.replica import Replica, State
 from torchtitan_lite.log import wrapped
+from torchtitan_lite.outputs import LAUNCHER_STARTED
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -121,9 +122,19 @@ class RecordedView:
     def __init__(self, view: View, path: Path) -> None:
         self._view, self._path = view, path
         self._has_failed = False
+        self._record(LAUNCHER_STARTED)
 
     def say(self, event: str) -> None:
         self._view.say(event)
+        self._record(event)
+
+    def show(self, replicas: Sequence[Replica], lighthouse: LighthouseProcess) -> None:
+        self._view.show(replicas, lighthouse)
+
+    def close(self) -> None:
+        self._view.close()
+
+    def _record(self, event: str) -> None:
         line = json.dumps({"time": time.time(), "text": event})
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,12 +144,6 @@ class RecordedView:
             if not self._has_failed:
                 self._has_failed = True
                 self._view.say(f"events are not recorded: {error}")
-
-    def show(self, replicas: Sequence[Replica], lighthouse: LighthouseProcess) -> None:
-        self._view.show(replicas, lighthouse)
-
-    def close(self) -> None:
-        self._view.close()
 
 
 def table(

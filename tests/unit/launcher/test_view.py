@@ -108,11 +108,13 @@ def test_events_are_recorded_with_their_time(
 ) -> None:
     path = tmp_path / "launch_logs" / "events.jsonl"
     before_s = time.time()
-    for view in (RecordedView(PlainLines(), path), RecordedView(PlainLines(), path)):
+    for _ in range(2):
+        view = RecordedView(PlainLines(), path)
         view.say('replica 1: failed, "rank 0"')
         view.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["text"] for line in lines] == ['replica 1: failed, "rank 0"'] * 2
+    texts = ["launcher started", 'replica 1: failed, "rank 0"']
+    assert [line["text"] for line in lines] == texts * 2
     assert before_s <= lines[0]["time"] <= lines[1]["time"] <= time.time()
     assert capsys.readouterr().out.count('replica 1: failed, "rank 0"') == 2
 

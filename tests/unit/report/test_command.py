@@ -3,8 +3,8 @@ import pytest
 from torchtitan_lite import cli
 
 
-def main(arguments):
-    return cli.main(["report", *arguments])
+def main(argv: list[str]) -> int:
+    return cli.main(["report", *argv])
 
 
 def test_the_page_is_written_beside_the_run(make_run, capsys):
