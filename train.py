@@ -12,7 +12,13 @@ if __name__ == "__main__":
 import os
 import sys
 
-from torchtitan_lite.config import check_against, parse_command_line
+from torchtitan_lite.config import (
+    check_against,
+    differing_defaults,
+    is_torchtitan_file,
+    parse_command_line,
+    read_toml,
+)
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.leaving import leave
 from torchtitan_lite.log import configure_logging, logger, tell_once
@@ -22,8 +28,12 @@ def main(argv: list[str]) -> int:
     """Run the job that the command line asks for. Returns the exit status."""
     configure_logging()
     try:
-        config, _ = parse_command_line(argv)
+        config, file = parse_command_line(argv)
         check_against(config, int(os.environ.get("WORLD_SIZE", "1")))
+        if is_torchtitan_file(read_toml(file)):
+            # Rank 0 alone logs at this level.
+            for line in differing_defaults(config):
+                logger.info("%s", line)
     except UserError as error:
         tell_once(error)
         return error.exit_status

@@ -23,7 +23,8 @@ from torchtitan_lite.config.schema import (
     MemoryEstimationConfig,
     TrainingConfig,
 )
-from torchtitan_lite.config.toml_file import to_toml
+from torchtitan_lite.config.toml_file import read_toml, to_toml
+from torchtitan_lite.config.torchtitan_file import differing_defaults, is_torchtitan_file
 
 __all__ = [
     "Config",
@@ -35,10 +36,13 @@ __all__ = [
     "check_against",
     "check_pipeline",
     "config_from",
+    "differing_defaults",
+    "is_torchtitan_file",
     "likeness",
     "load_config",
     "parse_command_line",
     "pipeline_microbatches",
+    "read_toml",
     "recorded_config",
     "to_toml",
 ]

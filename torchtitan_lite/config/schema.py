@@ -5,8 +5,11 @@ Names and meanings are those of torchtitan 0.2.2. Layer: above every owner of a 
 
 from typing import Annotated, Literal
 
+from pydantic import AfterValidator
+
 from torchtitan_lite.anomalies import AnomaliesConfig
 from torchtitan_lite.checkpoint.config import CheckpointConfig
+from torchtitan_lite.config.renames import BUILT_IN_CONFIG_MODULES
 from torchtitan_lite.data.config import DataConfig, ValidationConfig
 from torchtitan_lite.mesh import CommConfig, ParallelismConfig
 from torchtitan_lite.metrics.config import MetricsConfig, ProfilingConfig
@@ -19,7 +22,20 @@ from torchtitan_lite.parallel.config import (
     QuantizeConfig,
 )
 from torchtitan_lite.replica.config import FaultToleranceConfig
-from torchtitan_lite.section import Section, above, at_least, only
+from torchtitan_lite.section import Section, above, at_least, only, toml_literal
+
+
+def _check_config_module(name: str) -> str:
+    if name and name not in BUILT_IN_CONFIG_MODULES:
+        raise ValueError(
+            "a configuration module of your own is not supported by this version; only "
+            f"{', '.join(map(toml_literal, ('', *BUILT_IN_CONFIG_MODULES)))} are accepted, got "
+            f"{toml_literal(name)}"
+        )
+    return name
+
+
+ConfigModule = Annotated[str, AfterValidator(_check_config_module)]
 
 
 class JobConfig(Section):
@@ -33,8 +49,9 @@ class JobConfig(Section):
     """Print the resolved configuration at the start."""
     save_config_file: str | None = None
     """Write the resolved configuration to this file too, below `job.dump_folder`."""
-    custom_config_module: Annotated[str, only("", "a configuration module of your own")] = ""
-    """Module with more sections."""
+    custom_config_module: ConfigModule = ""
+    """Module with more sections. "torchtitan.components.ft.config" is accepted and without effect,
+    because its keys are part of [fault_tolerance]."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What to compute on. "auto": a GPU where there is one, else the CPU."""
 
@@ -96,7 +113,7 @@ class ExperimentalConfig(Section):
 
     custom_import: Annotated[str, only("", "importing a module of your own")] = ""
     """Module to import at the start."""
-    custom_args_module: Annotated[str, only("", "a configuration module of your own")] = ""
+    custom_args_module: ConfigModule = ""
     """Old name of `job.custom_config_module`."""
 
 
