@@ -45,9 +45,7 @@ def test_every_key_of_torchtitan_is_in_the_table_of_keys() -> None:
 
 def test_the_table_of_defaults_is_complete() -> None:
     ours = all_keys(Config)
-    missing = {
-        key for key in THEIRS if key not in ours and not key.startswith(FREE_FORM)
-    }
+    missing = {key for key in THEIRS if key not in ours and not key.startswith(FREE_FORM)}
     assert missing == NOT_HERE
     differing = {
         key: default
@@ -167,7 +165,7 @@ def test_each_differing_default_is_one_line_with_its_remedy() -> None:
         'model.flavor = "torchtitan" and model.dims = {dim = 256, num_layers = 6, '
     )
     assert found[1:] == [
-        'model.hf_assets_path is not set: torchtitan 0.2.2 reads the tokenizer in '
+        "model.hf_assets_path is not set: torchtitan 0.2.2 reads the tokenizer in "
         '"./tests/assets/tokenizer", this run trains a tokenizer on its corpus. For torchtitan\'s, '
         "set it to that folder.",
         'training.dataset is not set: torchtitan 0.2.2 trains on "c4_test", this run on '
@@ -179,7 +177,7 @@ def test_each_differing_default_is_one_line_with_its_remedy() -> None:
         "validation.seq_len is not set: torchtitan 0.2.2 validates with 2048, this run with "
         "training.seq_len = 4096. For torchtitan's, set it to 2048.",
         "training.mixed_precision_param is not set: torchtitan 0.2.2 computes in bfloat16, this "
-        "run in float32, because it has no GPU. For torchtitan's, set it to \"bfloat16\".",
+        'run in float32, because it has no GPU. For torchtitan\'s, set it to "bfloat16".',
         "optimizer.decay_norms_biases_embeddings is not set: torchtitan 0.2.2 applies weight_decay "
         "= 0.1 to all parameters, this run not to norms, biases and embeddings. For torchtitan's, "
         "set it to true.",
