@@ -71,7 +71,3 @@ VALUE_NOTES = {
     },
 }
 """What to add when one of these values of a key is refused."""
-
-BUILT_IN_CONFIG_MODULES = ("torchtitan.components.ft.config",)
-"""Configuration modules of torchtitan whose keys are part of this schema. Naming one has no effect
-and imports nothing."""

@@ -1,7 +1,7 @@
 """Files of torchtitan, and the defaults that make them train something else here.
 
-Layer: above schema, mesh_constraints and models. Invariant: a line is about a value that neither
-the file nor the command line has set.
+Layer: above schema, mesh_constraints and models; imports torch. Invariant: a line is about a value
+that neither the file nor the command line has set.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from torchtitan_lite.config.torchtitan_defaults import (
     VERSION,
 )
 from torchtitan_lite.models import model_spec, plain_dims
-from torchtitan_lite.section import toml_literal
+from torchtitan_lite.schema.section import toml_literal
 
 
 def is_torchtitan_file(tables: Mapping[str, Any]) -> bool:

@@ -1,15 +1,14 @@
 """Configurations for features of torchtitan that do not exist here.
 
 Such a file has many keys that are unknown here, and one line that names the feature says more than
-a list of them. Layer: above models.
+a list of them. Layer: above schema.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan_lite.config.renames import BUILT_IN_CONFIG_MODULES
-from torchtitan_lite.models import families
-from torchtitan_lite.section import toml_literal
+from torchtitan_lite.schema.job import BUILT_IN_CONFIG_MODULES
+from torchtitan_lite.schema.section import toml_literal
 
 _TEXT_ONLY = "only text models can be trained"
 _MODELS = {
@@ -31,17 +30,16 @@ def unsupported_feature(
 ) -> tuple[tuple[str, str], str] | None:
     """The key that asks for a feature of torchtitan which does not exist here, and what to say of
     it; None if no key does."""
-    name = _text(tables, "model", "name")
-    if name is not None and name not in families():
-        experiment, _, family = name.partition(".")
-        problem = _MODELS.get(name)
-        if problem is None and family and experiment in _EXPERIMENTS:
-            problem = (
-                f"the experiment {experiment} of torchtitan is not supported. Set model.name = "
-                f"{toml_literal(family)}"
-            )
-        if problem is not None:
-            return ("model", "name"), f"model.name = {toml_literal(name)}: {problem}."
+    name = _text(tables, "model", "name") or ""
+    experiment, _, family = name.partition(".")
+    problem = _MODELS.get(name)
+    if family and experiment in _EXPERIMENTS:
+        problem = (
+            f"the experiment {experiment} of torchtitan is not supported. Set model.name = "
+            f"{toml_literal(family)}"
+        )
+    if problem is not None:
+        return ("model", "name"), f"model.name = {toml_literal(name)}: {problem}."
     for section, key in _MODULE_KEYS:
         module = _text(tables, section, key) or ""
         if module.startswith("torchtitan.") and module not in BUILT_IN_CONFIG_MODULES:

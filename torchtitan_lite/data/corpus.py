@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.data.config import DEFAULT_DATASET, CorpusConfig
 from torchtitan_lite.data.file_problems import first_problem
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig
 
 FORMATS = {
     "json": (".json", ".jsonl", ".ndjson"),

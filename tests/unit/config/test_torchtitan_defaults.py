@@ -8,15 +8,9 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.config import (
-    Config,
-    config_from,
-    differing_defaults,
-    is_torchtitan_file,
-    load_config,
-    read_toml,
-)
+from torchtitan_lite.config import Config, config_from, load_config
 from torchtitan_lite.config.keys import all_keys
+from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.config.torchtitan_defaults import (
     DEFAULTS,
     FLAVORS,
@@ -24,9 +18,11 @@ from torchtitan_lite.config.torchtitan_defaults import (
     ROUTER_BIAS_UPDATE_RATE,
     VERSION,
 )
-from torchtitan_lite.models import ModelConfig, model_spec, plain_dims
+from torchtitan_lite.config.torchtitan_file import differing_defaults, is_torchtitan_file
+from torchtitan_lite.models import model_spec, plain_dims
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import RopeScaling
+from torchtitan_lite.schema.model import ModelConfig
 
 TORCHTITAN = json.loads(Path("tests/assets/torchtitan_defaults.json").read_text())
 THEIRS: dict[str, Any] = TORCHTITAN["config"] | TORCHTITAN["components.ft.config"]

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import tomli
 
-from torchtitan_lite.config import check_against, config_from
+from torchtitan_lite.config import config_from
+from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import families
 

@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtitan_lite.data import CorpusConfig
+from torchtitan_lite.data.conversations import Unusable, read_conversations
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.stream import StreamedBlocks
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.schema.data import CorpusConfig
 
 GOOD = b'{"text": "one"}\n{"text": "two"}\n'
 CONVERT = "Convert the file, for example by iconv -f LATIN1 -t UTF-8."
@@ -121,8 +122,6 @@ def test_what_can_be_read_is_read(files: dict[str, bytes], tmp_path: Path) -> No
 
 
 def test_conversations_that_are_not_utf8_are_listed_with_their_place(tmp_path: Path) -> None:
-    from torchtitan_lite.data.conversations import Unusable, read_conversations
-
     path = tmp_path / "chat.jsonl"
     path.write_bytes(b'{"messages": [{"role": "user", "content": "caf\xe9"}]}\n')
     corpus = open_corpus(
