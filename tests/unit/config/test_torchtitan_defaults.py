@@ -2,6 +2,7 @@
 lines that a run of one of its files logs. The asset has what its configuration dataclasses hold."""
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from torchtitan_lite.config import Config, config_from, load_config
-from torchtitan_lite.config.keys import all_keys
+from torchtitan_lite.config.keys import all_keys, type_at, value_text
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.config.torchtitan_defaults import (
     DEFAULTS,
@@ -49,6 +50,24 @@ def test_the_table_of_defaults_is_complete() -> None:
         if key in ours and (ours[key].default, type(ours[key].default)) != (default, type(default))
     }
     assert differing == DEFAULTS
+
+
+def test_the_page_for_users_of_torchtitan_lists_every_difference() -> None:
+    page = Path("docs/from_torchtitan.md").read_text()
+    ours = all_keys(Config)
+    for key, theirs in DEFAULTS.items():
+        row = f"| `{key}` | `{value_text(theirs)}` | `{value_text(ours[key].default)}` | "
+        assert row in page
+    for family, flavor in FLAVORS:
+        assert f"| `{family}` | `{flavor}` | " in page
+    # Every key that the page names exists, on one side or the other.
+    tables = "|".join(sorted(Config.model_fields))
+    named = set(re.findall(rf"`((?:{tables})\.[a-z0-9_.]+)`", page))
+    assert [
+        name
+        for name in sorted(named - set(THEIRS))
+        if type_at(Config, tuple(name.split("."))) is None
+    ] == []
 
 
 def _sizes_of_llama3(args: dict[str, Any]) -> dict[str, Any]:
