@@ -24,13 +24,22 @@ from torchtitan_lite._links import refuse_other_name
 refuse_other_name(__name__)
 
 from torchtitan_lite.errors import ConfigError  # noqa: E402
+from torchtitan_lite.extension import REGISTRY, import_module  # noqa: E402
 from torchtitan_lite.schema.model import ModelConfig  # noqa: E402
 from torchtitan_lite.spec import ModelSpec  # noqa: E402
 
 
 def families() -> list[str]:
-    """The names of all model families: the files in this folder."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """The names of all model families: the files in this folder, and those that a user's module
+    has registered."""
+    return sorted({*(module.name for module in pkgutil.iter_modules(__path__)), *REGISTRY.models})
+
+
+def family(name: str) -> Any:
+    """The module of a model family."""
+    if name in REGISTRY.models:
+        return import_module(REGISTRY.models[name], f"the module of model family {name}")
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def check_family(config: ModelConfig) -> None:
@@ -45,15 +54,15 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     Raises ConfigError with the known names when the family or the flavor does not exist.
     """
     check_family(config)
-    family = importlib.import_module(f"{__name__}.{config.name}")
-    if config.flavor in family.FLAVORS and config.dims:
+    module = family(config.name)
+    if config.flavor in module.FLAVORS and config.dims:
         raise ConfigError(
             f'model.flavor = "{config.flavor}" has sizes of its own, and model.dims gives others. '
             "Leave out one of them."
         )
-    if config.flavor not in family.FLAVORS and not config.dims:
-        raise ConfigError(_unknown("model.flavor", config.flavor, list(family.FLAVORS)))
-    return family.model_spec(config)
+    if config.flavor not in module.FLAVORS and not config.dims:
+        raise ConfigError(_unknown("model.flavor", config.flavor, list(module.FLAVORS)))
+    return module.model_spec(config)
 
 
 def read_hugging_face_config(folder: Path) -> dict[str, Any]:
@@ -81,10 +90,10 @@ def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     asked = given if isinstance(given, list) else []
     known: list[str] = []
     for name in families():
-        family = importlib.import_module(f"{__name__}.{name}")
-        architectures = getattr(family, "ARCHITECTURES", ())
+        module = family(name)
+        architectures = getattr(module, "ARCHITECTURES", ())
         if any(architecture in architectures for architecture in asked):
-            return name, plain_dims(family.dims_of_hugging_face(values))
+            return name, plain_dims(module.dims_of_hugging_face(values))
         known += architectures
     raise ConfigError(
         f"config.json is of architecture {given!r:.200}. Known are: {', '.join(sorted(known))}."

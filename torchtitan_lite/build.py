@@ -22,7 +22,9 @@ from torchtitan_lite.debug import (
     traced_step,
 )
 from torchtitan_lite.hooks import (
+    HookContext,
     record_metrics,
+    registered_hooks,
     tell_books,
     validate_every,
     write_sample_ledger,
@@ -396,7 +398,8 @@ def _hooks(
             )
         )
         hooks.append(lambda state, report: profiler.step(report.number))
-    return hooks
+    context = HookContext(config=config, mesh=mesh, spec=spec, metrics=metrics, folder=dump_folder)
+    return [*hooks, *registered_hooks(context)]
 
 
 def _sampler(config: Config, spec: ModelSpec, data: OpenedData, mesh: Mesh) -> Sampler | None:

@@ -4,21 +4,41 @@ Layer: above trainer.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from torchtitan_lite.config import Config
 from torchtitan_lite.data import ValidationData
+from torchtitan_lite.extension import REGISTRY
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics import Books, Event, Metrics, StepRecord
 from torchtitan_lite.metrics.books import process_age_s
 from torchtitan_lite.metrics.jsonl import JsonLines
 from torchtitan_lite.metrics.throughput import mfu
 from torchtitan_lite.samples import Sampler
-from torchtitan_lite.spec import ModelCost, Schedule
+from torchtitan_lite.spec import ModelCost, ModelSpec, Schedule
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, StepReport
 from torchtitan_lite.validation import validate
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookContext:
+    """What a registered hook may use."""
+
+    config: Config
+    mesh: Mesh
+    spec: ModelSpec
+    metrics: Metrics
+    folder: Path
+    """Where this rank's replica writes: `job.dump_folder`, or the replica's folder below it."""
+
+
+def registered_hooks(context: HookContext) -> list[Hook]:
+    """The hooks that a user's module has registered, in that order."""
+    return [make(context) for make in REGISTRY.hooks]
 
 
 def record_metrics(

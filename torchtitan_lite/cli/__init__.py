@@ -4,13 +4,15 @@
 be right. Layer: the top.
 """
 
+import importlib
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 from torchtitan_lite import __version__
 from torchtitan_lite.cli.parsers import parser
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.extension import import_module
 
 _INTERRUPTED = 130
 """Exit status of a process that SIGINT ends, as a shell reports it."""
@@ -49,7 +51,12 @@ def _run_parsed(argv: Sequence[str]) -> int:
     if others and not options.passes_on:
         options.parser.error(f"unrecognized arguments: {' '.join(others)}")
     options.argv = own[1:]
-    function = getattr(import_module(options.module), options.function)
+    if getattr(options, "custom_import", None):
+        try:
+            import_module(options.custom_import, "--custom-import")
+        except ConfigError as error:
+            options.parser.error(str(error).rstrip("."))
+    function = getattr(importlib.import_module(options.module), options.function)
     return function(options, others if rest is None else rest)
 
 

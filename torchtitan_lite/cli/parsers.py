@@ -171,6 +171,7 @@ def _generate(commands) -> None:
     )
     add("--tokenizer", help="folder of tokenizer.json (default: that of the checkpoint's run)")
     add("--json", type=Path, help="also write prompts, texts and ids to this file")
+    _add_custom_import(generate)
 
 
 def _evaluate(commands) -> None:
@@ -204,6 +205,7 @@ def _evaluate(commands) -> None:
     _add_device(evaluate)
     add("--tokenizer", help="folder of tokenizer.json (default: that of the run)")
     add("--json", type=Path, help="also write the numbers to this file")
+    _add_custom_import(evaluate)
 
 
 def _convert(commands) -> None:
@@ -273,6 +275,7 @@ def _convert(commands) -> None:
         default="0.3",
         help="release whose names to use (default: %(default)s)",
     )
+    _add_custom_import(to_dcp)
 
 
 def _inspect(commands) -> None:
@@ -341,6 +344,15 @@ def _completion(commands) -> None:
     completion.add_argument("shell", choices=("bash", "zsh"))
 
 
+def _add_custom_import(parser: Parser) -> None:
+    parser.add_argument(
+        "--custom-import",
+        metavar="MODULE",
+        help="module that registers the model family, as experimental.custom_import; the name that "
+        "a checkpoint records is not imported",
+    )
+
+
 def _add_device(parser: Parser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
@@ -357,6 +369,7 @@ def _add_conversion(parser: Parser) -> None:
         default=len(os.sched_getaffinity(0)),
         help="files written at the same time (default: the number of cores, %(default)s)",
     )
+    _add_custom_import(parser)
 
 
 def positive(text: str) -> int:

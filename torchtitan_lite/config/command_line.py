@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_lite.config.extending import schema_for
 from torchtitan_lite.config.loading import load_config
 from torchtitan_lite.config.reference import help_text
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.toml_file import known_files
+from torchtitan_lite.config.toml_file import known_files, read_toml
 from torchtitan_lite.errors import ConfigError
 
 _FILE_OPTIONS = ("--config", "--job.config_file", "--job.config-file")
@@ -26,14 +27,23 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Config, Path]:
     """
     for index, argument in enumerate(argv):
         if argument in _HELP_OPTIONS:
-            _print_help([name for name in argv[index + 1 :] if not name.startswith("-")])
+            sections = [name for name in argv[index + 1 :] if not name.startswith("-")]
+            _print_help(_schema_of(argv[:index]), sections)
             raise SystemExit(0)
     file, overrides = _split_file(argv)
     return load_config(file, overrides), file
 
 
-def _print_help(sections: Sequence[str]) -> None:
-    text = help_text(Config, shutil.get_terminal_size().columns, sections)
+def _schema_of(argv: Sequence[str]) -> type[Config]:
+    """The schema of the file that `argv` names, with what its modules add; else `Config`."""
+    if not any(argument.partition("=")[0] in _FILE_OPTIONS for argument in argv):
+        return Config
+    file, _ = _split_file(argv)
+    return schema_for(read_toml(file))
+
+
+def _print_help(schema: type[Config], sections: Sequence[str]) -> None:
+    text = help_text(schema, shutil.get_terminal_size().columns, sections)
     # Under torchrun every rank comes here.
     if os.environ.get("RANK", "0") == "0":
         print(text)

@@ -73,7 +73,9 @@ def _compared(config: Config) -> Iterator[tuple[str, object]]:
     values = config.model_dump()
     # Unset means 0.
     values["debug"]["seed"] = values["debug"]["seed"] or 0
-    for section in _SECTIONS:
+    # What a user's module has added may change anything.
+    added = sorted(type(config).model_fields.keys() - Config.model_fields.keys())
+    for section in (*_SECTIONS, *added):
         for key, value in values[section].items():
             if key in _MAY_DIFFER.get(section, ()):
                 continue

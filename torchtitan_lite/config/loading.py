@@ -3,13 +3,14 @@
 Invariant: every problem of both is found in one go. Layer: above overrides, problems, toml_file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from torchtitan_lite.config import problems
+from torchtitan_lite.config.extending import schema_for
 from torchtitan_lite.config.keys import section_in, split_none, type_at, without_constraints
 from torchtitan_lite.config.overrides import COMMAND_LINE, Override, parse_overrides
 from torchtitan_lite.config.schema import Config
@@ -31,12 +32,14 @@ def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = (
     """The configuration of the tables `given`, which are from `source`, with command-line
     `overrides` over them. Raises as `load_config` does; a file for a feature of torchtitan that
     does not exist here is one problem, however many unknown keys it has."""
+    early = _with_overrides(given, overrides)
+    schema = Config if unsupported_feature(early) else schema_for(early)
     found: list[str] = []
-    tables = _known(given, Config, (), source, found)
-    parsed = parse_overrides(overrides, Config)
+    tables = _known(given, schema, schema, (), source, found)
+    parsed = parse_overrides(overrides, schema)
     found += [override.problem for override in parsed if override.problem]
     for override in parsed:
-        _put(tables, override)
+        _put(tables, override, schema)
     overridden = [override.path for override in parsed if override.path]
 
     def where(key: problems.Path) -> str:
@@ -52,9 +55,9 @@ def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = (
     if problem := _read_hugging_face_dims(tables):
         found.append(f"{where(('model',))}: model: {problem}")
     try:
-        config = Config.model_validate(tables)
+        config = schema.model_validate(tables)
     except ValidationError as error:
-        found += problems.from_validation(error, Config, where)
+        found += problems.from_validation(error, schema, where)
         raise problems.config_error(found) from None
     if found:
         raise problems.config_error(found)
@@ -89,8 +92,19 @@ def _read_hugging_face_dims(tables: dict[str, Any]) -> str | None:
     return None
 
 
+def _with_overrides(given: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of the tables with the overrides of keys that every schema has. The others may be of
+    the modules that these keys name."""
+    tables = {name: dict(table) for name, table in given.items() if isinstance(table, dict)}
+    for override in parse_overrides(overrides, Config):
+        if override.problem is None:
+            _put(tables, override, Config)
+    return tables
+
+
 def _known(
     table: dict[str, Any],
+    schema: type[Config],
     section: type[BaseModel],
     path: problems.Path,
     where: str,
@@ -102,15 +116,15 @@ def _known(
         here = (*path, name)
         field = section.model_fields.get(name)
         if field is None:
-            found.append(f"{where}: {_unknown(here, value)}")
+            found.append(f"{where}: {_unknown(here, value, schema)}")
             continue
         type_ = without_constraints(field.annotation)
         inner, is_list = section_in(type_)
         if inner is not None and not is_list and isinstance(value, dict):
-            kept[name] = _known(value, inner, here, where, found)
+            kept[name] = _known(value, schema, inner, here, where, found)
         elif inner is not None and is_list and isinstance(value, list):
             kept[name] = [
-                _known(element, inner, (*here, index), where, found)
+                _known(element, schema, inner, (*here, index), where, found)
                 if isinstance(element, dict)
                 else element
                 for index, element in enumerate(value)
@@ -122,17 +136,17 @@ def _known(
     return kept
 
 
-def _unknown(path: problems.Path, value: Any) -> str:
+def _unknown(path: problems.Path, value: Any, schema: type[Config]) -> str:
     *outer, name = path
     if outer:
-        return problems.unknown_key(Config, path)
+        return problems.unknown_key(schema, path)
     name = str(name)
     if isinstance(value, dict):
-        return problems.unknown_section(Config, name)
-    return problems.without_section(Config, name)
+        return problems.unknown_section(schema, name)
+    return problems.without_section(schema, name)
 
 
-def _put(tables: dict[str, Any], override: Override) -> None:
+def _put(tables: dict[str, Any], override: Override, schema: type[Config]) -> None:
     """Write the override into `tables`. One that could not be read takes the file's value away, so
     that the key is not reported twice."""
     if not override.path:
@@ -145,5 +159,5 @@ def _put(tables: dict[str, Any], override: Override) -> None:
         tables = inner
     if override.problem is None:
         tables[name] = override.value
-    elif type_at(Config, override.path) is not None and not isinstance(tables.get(name), dict):
+    elif type_at(schema, override.path) is not None and not isinstance(tables.get(name), dict):
         tables.pop(name, None)

@@ -9,7 +9,7 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 from torchtitan_lite.data.file_problems import first_problem
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.extension import REGISTRY
 from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig
 
 FORMATS = {
@@ -52,6 +53,8 @@ class Corpus:
     split: str
     streaming: bool
     cache_folder: Path
+    reader: Callable[[], Iterable[Any]] | None = None
+    """Of a data set that a user's module has registered."""
 
     def documents(self) -> Iterator[str]:
         """All documents in order, empty ones left out."""
@@ -63,6 +66,9 @@ class Corpus:
     def values(self) -> Iterator[Any]:
         """What stands in the column, in order. Reads it into a memory-mapped table first, which
         `datasets` keeps in its own cache."""
+        if self.reader is not None:
+            yield from self.reader()
+            return
         with self.reading():
             dataset = self._load(streaming=False)
             self._check_column(dataset.column_names)
@@ -77,6 +83,10 @@ class Corpus:
 
     def stream(self) -> Any:
         """The documents as a `datasets.IterableDataset`, from their start."""
+        if self.reader is not None:
+            import datasets
+
+            return datasets.IterableDataset.from_generator(self._examples)
         with self.reading():
             dataset = self._load(streaming=True)
             names = dataset.column_names
@@ -84,6 +94,11 @@ class Corpus:
                 names = list(next(iter(dataset.take(1)), {self.column: ""}))
             self._check_column(names)
             return dataset.select_columns([self.column])
+
+    def _examples(self) -> Iterator[dict[str, Any]]:
+        assert self.reader is not None
+        for value in self.reader():
+            yield {self.column: value}
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -165,6 +180,8 @@ def open_corpus(config: CorpusConfig, cache_folder: Path) -> Corpus:
     column = config.text_column if config.messages_column is None else config.messages_column
     if config.dataset_path is not None:
         format, files = _local_files(config.dataset, config.dataset_path)
+    elif config.dataset in REGISTRY.datasets:
+        return _registered(config, column, cache_folder, is_chat=is_chat)
     elif config.dataset == DEFAULT_DATASET:
         format, files = "text", _standard_library_files()
         column = column if is_chat else "text"
@@ -211,6 +228,25 @@ def open_corpus(config: CorpusConfig, cache_folder: Path) -> Corpus:
         split=split,
         streaming=config.streaming,
         cache_folder=cache_folder,
+    )
+
+
+def _registered(config: CorpusConfig, column: str, cache_folder: Path, *, is_chat: bool) -> Corpus:
+    dataset = REGISTRY.datasets[config.dataset]
+    words = ("registered", config.dataset, dataset.version, column, repr(is_chat))
+    return Corpus(
+        name=config.dataset,
+        fingerprint=hashlib.sha256("\x1f".join(words).encode()).hexdigest(),
+        column=column,
+        is_chat=is_chat,
+        format=None,
+        files=(),
+        hub_name=None,
+        hub_config=None,
+        split="",
+        streaming=config.streaming,
+        cache_folder=cache_folder,
+        reader=dataset.documents,
     )
 
 

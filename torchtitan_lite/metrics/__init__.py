@@ -8,9 +8,11 @@ used.
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from torchtitan_lite.extension import REGISTRY
 from torchtitan_lite.extras import require
 from torchtitan_lite.metrics.books import Books, open_books
 from torchtitan_lite.metrics.console import open_console
@@ -31,12 +33,26 @@ __all__ = [
     "Event",
     "Metrics",
     "ScheduledGarbageCollection",
+    "SinkContext",
     "StepProfiler",
     "StepRecord",
     "mfu",
     "open_books",
     "open_metrics",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkContext:
+    """What a registered sink may use."""
+
+    folder: Path
+    """Where this rank's replica writes."""
+    resume_step: int
+    """The last step of the state that training starts from; 0 for a fresh run."""
+    total_steps: int
+    run_config: Mapping[str, Any]
+    """The resolved configuration."""
 
 
 class Metrics:
@@ -122,5 +138,12 @@ def open_metrics(
         if config.enable_tensorboard:
             when_due.append(TensorBoard(folder / config.save_tb_folder / label, resume_step))
     if is_leader:
+        context = SinkContext(
+            folder=folder,
+            resume_step=resume_step,
+            total_steps=total_steps,
+            run_config=run_config,
+        )
+        every_step += [make(context) for make in REGISTRY.sinks]
         every_step.append(open_console(cadence, color=not config.disable_color_printing))
     return Metrics(every_step, when_due, cadence)

@@ -1,15 +1,13 @@
 """The [experimental] table."""
 
-from typing import Annotated
-
-from torchtitan_lite.schema.job import ConfigModule
-from torchtitan_lite.schema.section import Section, only
+from torchtitan_lite.schema.section import Section
 
 
 class ExperimentalConfig(Section):
-    """Code of your own that is imported by name."""
+    """Code of your own that is imported by name, see docs/extending.md."""
 
-    custom_import: Annotated[str, only("", "importing a module of your own")] = ""
-    """Module to import at the start."""
-    custom_args_module: ConfigModule = ""
+    custom_import: str = ""
+    """Module to import before the configuration is checked. It registers model families, data
+    sets, hooks and metrics sinks."""
+    custom_args_module: str = ""
     """Old name of `job.custom_config_module`."""

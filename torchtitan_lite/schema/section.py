@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -19,6 +19,9 @@ class Section(BaseModel):
     """A frozen group of settings that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    source_class: ClassVar[type | None] = None
+    """Of a section that was made at run time: the class in whose source the field texts stand."""
 
 
 @cache
@@ -29,7 +32,8 @@ def field_texts(section: type[BaseModel]) -> Mapping[str, str]:
     for owner in reversed(section.__mro__):
         if not issubclass(owner, Section) or owner is Section:
             continue
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        written = owner.__dict__.get("source_class") or owner
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(written))).body
         assert isinstance(tree, ast.ClassDef)
         for field, below in pairwise(tree.body):
             match field, below:

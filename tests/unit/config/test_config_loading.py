@@ -151,7 +151,6 @@ def test_a_torchtitan_file_loads_unchanged(write) -> None:
             "memory_estimation.enable",
             "memory estimation",
         ),
-        ('custom_args_module = ""', 'custom_args_module = "a.b"', "experimental.custom", "module"),
     ],
 )
 def test_a_feature_switched_on_is_refused_by_name(

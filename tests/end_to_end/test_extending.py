@@ -1,0 +1,102 @@
+"""A user's own package extends a run, and a script trains: the examples of the docs, as they
+stand, run from a temporary folder."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPOSITORY
+
+_FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```\n", re.DOTALL)
+
+
+def write_files(page: str, folder: Path) -> None:
+    for name, text in _FILE.findall((REPOSITORY / "docs" / page).read_text()):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def call(*words: str, folder: Path, status: int = 0) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+def test_the_example_of_a_package(tmp_path: Path) -> None:
+    write_files("extending.md", tmp_path)
+    command = ("-m", "torchtitan_lite", "train", "--config", "fruits.toml")
+    text = call(*command, "--nproc=2", "--training.cache_folder=cache", folder=tmp_path)
+    assert "2 processes: dp_shard 2" in text and "tiny_llama" not in text
+    folder = tmp_path / "outputs" / "fruits"
+    losses = [json.loads(line) for line in (folder / "losses.jsonl").read_text().splitlines()]
+    assert [step for step, _ in losses] == [1, 2, 3, 4]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    large = [record for record in records if record.get("event") == "large_norm"]
+    assert large and {record["fruit"] for record in large} == {"pear"}
+    resolved = (folder / "config.toml").read_text()
+    assert 'name = "pear"' in resolved and "max_norm_after = 0.01" in resolved
+    # It resumes, and another override reaches the hook.
+    more = ("--training.steps=5", "--fruit.name=plum", "--training.cache_folder=cache")
+    call(*command, *more, folder=tmp_path)
+    assert '"plum"' in (folder / "metrics.jsonl").read_text()
+    # Streamed, the same texts.
+    call(
+        *command, "--training.streaming=true", "--checkpoint.enable=false", "--training.steps=2",
+        "--job.dump_folder=streamed", "--training.cache_folder=cache", folder=tmp_path,
+    )  # fmt: skip
+    generate = (
+        "-m",
+        "torchtitan_lite",
+        "generate",
+        str(folder / "checkpoint"),
+        "--prompt=3 apples",
+    )
+    assert "is not one of" in call(*generate, folder=tmp_path, status=1)
+    text = call(
+        *generate, "--custom-import=my_package.extensions", "--max-new-tokens=4", folder=tmp_path
+    )
+    assert "3 apples" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--fruit.nome=x"], "Did you mean fruit.name?"),
+        (["--fruit.name=3", "--training.max_norm_after=much"], 'max_norm_after: given "much"'),
+        (["--experimental.custom_import=nowhere.at_all"], "there is no module nowhere"),
+        (["--job.custom_config_module=json"], "the module has no class JobConfig"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], error: str, tmp_path: Path) -> None:
+    write_files("extending.md", tmp_path)
+    command = ("-m", "torchtitan_lite", "train", "--config", "fruits.toml", *arguments)
+    text = call(*command, folder=tmp_path, status=1)
+    assert error in text and len(text.splitlines()) == 1
+
+
+def test_help_has_the_keys(tmp_path: Path) -> None:
+    write_files("extending.md", tmp_path)
+    command = ("-m", "torchtitan_lite", "train", "--config", "fruits.toml", "--help", "fruit")
+    text = call(*command, folder=tmp_path)
+    assert "Which fruit the texts are about." in text
+
+
+def test_the_script_of_the_python_api(tmp_path: Path) -> None:
+    write_files("python_api.md", tmp_path)
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    text = call("train_in_python.py", folder=tmp_path)
+    assert "finished True, step 3, llama3" in text

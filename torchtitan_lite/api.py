@@ -1,0 +1,43 @@
+"""The Python API: what a script needs to train, and to extend a run. Documented in
+docs/python_api.md. Layer: the top."""
+
+from torchtitan_lite.build import Built, build
+from torchtitan_lite.config import Config, load_config
+from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.extension import (
+    register_dataset,
+    register_hook,
+    register_metrics_sink,
+    register_model,
+)
+from torchtitan_lite.hooks import HookContext
+from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.metrics import Event, SinkContext, StepRecord
+from torchtitan_lite.preemption import StopRequest, stop_on_signals
+from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.trainer import StepReport, train
+
+__all__ = [
+    "Built",
+    "Config",
+    "Event",
+    "HookContext",
+    "Mesh",
+    "SinkContext",
+    "StepRecord",
+    "StepReport",
+    "StopRequest",
+    "TrainState",
+    "build",
+    "check_against",
+    "detect_device",
+    "load_config",
+    "register_dataset",
+    "register_hook",
+    "register_metrics_sink",
+    "register_model",
+    "start_mesh",
+    "stop_on_signals",
+    "train",
+]
