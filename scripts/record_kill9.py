@@ -4,7 +4,8 @@ python -m scripts.record_kill9 [--svg docs/images/kill9.svg] [--text FILE] [--sp
 
 Runs the two commands of the README in tmux, one pane each, captures the screen every half second,
 and draws the captured screens unedited. The animation plays the recording `--speed` times faster
-and repeats it. Needs tmux. Run it from the top of the repository.
+and repeats it. Needs tmux, and that no other run of that config is on the machine. Run it from the
+top of the repository.
 """
 
 import argparse
@@ -36,7 +37,7 @@ LAST_SCREEN_S = 4.0
 
 CHAR_WIDTH, LINE_HEIGHT, MARGIN = 7.2, 15.0, 10.0
 _PAGE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}">
-<style>text {{ font: 12px Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre }}</style>
+<style>text {{ font: 12px Menlo, Consolas, monospace; white-space: pre }}</style>
 <rect width="100%" height="100%" rx="6" fill="{background}"/>
 {lines}
 </svg>
@@ -192,7 +193,9 @@ def _type(pane: int, line: str) -> None:
 
 
 def _tmux(*arguments: str) -> str:
-    return subprocess.run(["tmux", "-L", SESSION, *arguments], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["tmux", "-L", SESSION, *arguments], check=True, capture_output=True, text=True
+    ).stdout
 
 
 if __name__ == "__main__":

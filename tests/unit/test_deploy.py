@@ -81,9 +81,10 @@ def test_slurm_counts_consecutive_restarts(site: Path) -> None:
     assert job.returncode == 1, said
     assert [attempts(site, replica) for replica in range(3)] == [1, 3, 2], said
     assert "Replica 2 failed 2 times in a row and is given up" in said
-    assert sorted((site / "notices").read_text().split()) == ["replica_00001"] * 2 + [
-        "replica_00002"
-    ] * 2
+    assert (
+        sorted((site / "notices").read_text().split())
+        == ["replica_00001"] * 2 + ["replica_00002"] * 2
+    )
     logs = {path.name for path in (site / "job-7").iterdir()}
     assert {"lighthouse.log", "replica_1-attempt_2-node_0.log"} <= logs
     called = (site / "calls").read_text()
