@@ -148,16 +148,17 @@ def _draw(ansi: str, row: int) -> str:
     column, drawn = 0, []
     for segment in Text.from_ansi(ansi.rstrip()).render(console):
         text = segment.text.rstrip("\n")
-        style, lead = segment.style, len(text) - len(text.lstrip())
+        style = segment.style
         color = theme.foreground_color.hex
         if style is not None and style.color is not None and not style.color.is_default:
             color = style.color.get_truecolor(theme).hex
         weight = ' font-weight="bold"' if style is not None and style.bold else ""
-        shown = text.strip()
-        if shown:
+        # Viewers differ in what they make of several spaces.
+        for words in re.finditer(r"\S+(?: \S+)*", text):
             drawn.append(
-                f'<text x="{MARGIN + (column + lead) * CHAR_WIDTH:.1f}" y="{y:.1f}" fill="{color}"'
-                f'{weight} textLength="{len(shown) * CHAR_WIDTH:.1f}">{html.escape(shown)}</text>'
+                f'<text x="{MARGIN + (column + words.start()) * CHAR_WIDTH:.1f}" y="{y:.1f}" '
+                f'fill="{color}"{weight} textLength="{len(words[0]) * CHAR_WIDTH:.1f}">'
+                f"{html.escape(words[0])}</text>"
             )
         column += len(text)
     return "".join(drawn)
