@@ -13,12 +13,12 @@ NOT_RUN = {
     r"sbatch |scancel |squeue ": "needs Slurm; tests/end_to_end/test_slurm.py runs the script",
     r"kubectl ": "needs Kubernetes; tests/unit/test_deploy.py checks the manifest",
     r"docker ": "needs a container engine",
-    r"ssh ": "needs a second machine",
     r"(?s)torchrun --nnodes.*--rdzv-endpoint": "needs several machines",
-    r"pip install ": "downloads packages",
-    r"lm_eval ": "needs lm-eval in an environment of its own",
-    r"python3? -m venv ": "creates the environment of lm-eval",
-    r"sudo ": "needs root",
+    r"(HF_HUB_OFFLINE=1 )?\.venv-lm-eval/": "needs lm-eval in an environment of its own",
+    r"python3 -m venv \.venv-lm-eval": "creates that environment",
+    r"torchrun \.\.\.": "stands for the options of a cluster",
+    r"python -m torchtitan_lite launch .* 1:4 ": "8 ranks; see tests/resilience/test_launch.py",
+    r"python -m scripts\.chaos ": "takes many minutes; tests/resilience/test_chaos.py has fewer",
     r"py-spy ": "needs an extra package and the right to trace processes",
 }
 """Pattern of a command's beginning: the reason."""

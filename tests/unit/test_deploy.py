@@ -1,6 +1,7 @@
 """The files of deploy/: syntax, agreement of repeated values, and the restart logic of their
 scripts, run with stand-ins for Slurm and for the processes that they start."""
 
+import json
 import os
 import re
 import shutil
@@ -221,3 +222,30 @@ def test_shell_syntax(tmp_path: Path) -> None:
         if shutil.which("shellcheck"):
             # SC2154: set by the manifest.
             subprocess.run(["shellcheck", "--exclude=SC2154", str(path)], check=True)
+
+
+def test_dockerfile_builds_from_files_that_exist_and_drops_root() -> None:
+    text = (ROOT / "deploy/Dockerfile").read_text()
+    joined = re.sub(r"\\\n", " ", text)
+    lines = [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
+    known = {"FROM", "ARG", "SHELL", "RUN", "WORKDIR", "COPY", "USER", "ENV", "CMD"}
+    instructions = [line.split()[0] for line in lines]
+    assert instructions[0] == "FROM" and set(instructions) <= known
+    users = [line.split()[1] for line in lines if line.startswith("USER")]
+    assert users == ["trainer"]
+    assert instructions.index("USER") > max(
+        place for place, name in enumerate(instructions) if name in ("RUN", "COPY")
+    )
+    for line in lines:
+        if line.startswith("COPY"):
+            sources = [word for word in line.split()[1:-1] if not word.startswith("--")]
+            assert all((ROOT / source).exists() for source in sources)
+    # The build argument replaces the index of this requirement.
+    assert re.search(r"^torch==", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+
+
+def test_dev_container_is_json_and_runs_a_make_target() -> None:
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    target = container["postCreateCommand"].removeprefix("make ")
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert container["remoteUser"] != "root"
