@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.checkpoint_state import BenchState
-from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.schema.checkpoint import CheckpointConfig
 
 STEPS = 6
 """Of a cycle, whose first step is a multiple of it and saves."""

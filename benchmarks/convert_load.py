@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.loader import load
 from torchtitan_lite.checkpoint.model_shapes import expected_shapes
 from torchtitan_lite.checkpoint.storage.storage import split_storage
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.models import ModelConfig, model_spec
+from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(THREADS)
     mesh = sharding_mesh(port=given.port)
     files = sorted(given.source.glob("*.safetensors"))
-    spec = model_spec(ModelConfig(flavor="hf", hf_assets_path=str(given.source)))
+    spec = model_spec(hugging_face_model(read_hugging_face_config(given.source), str(given.source)))
     parameters, _ = expected_shapes(spec)
     live = {f"model.{name}": _sharded(shape, mesh) for name, shape in parameters.items()}
     num_read = 0

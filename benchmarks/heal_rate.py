@@ -20,8 +20,8 @@ from benchmarks.agreement import Agreement
 from benchmarks.heal_giver import PROGRESS, FixedState
 from benchmarks.processes import CHECKOUT, THREADS, ChildFailed
 from benchmarks.rows import Row, compare
-from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.healing.client import Link, receive
+from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 _GOAL = 0.5
 _TIMEOUT_S = 30.0

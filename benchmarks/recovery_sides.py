@@ -119,7 +119,7 @@ class Ours:
             *("--checkpoint.interval", "500"),
             *("--checkpoint.enable_first_step_checkpoint", "false"),
         ]
-        command = [sys.executable, "-m", "scripts.launch", f"--replicas={NUM_REPLICAS}"]
+        command = [sys.executable, "-m", "torchtitan_lite", "launch", f"--replicas={NUM_REPLICAS}"]
         command += ["--lighthouse", self.lighthouse, "--max-restarts=1000", "--", *arguments]
         log = folder / "launch.log"
         process = _start(command, log)

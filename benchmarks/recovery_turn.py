@@ -17,7 +17,8 @@ import torch
 
 from benchmarks.turns import Turns
 from torchtitan_lite.build import build
-from torchtitan_lite.config import check_against, parse_command_line
+from torchtitan_lite.config import parse_command_line
+from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.leaving import leave
 from torchtitan_lite.log import configure_logging

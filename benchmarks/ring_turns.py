@@ -23,12 +23,14 @@ import torch
 from benchmarks.memory import peak_tensor_bytes
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.leaving import leave
-from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
+from torchtitan_lite.mesh import Mesh, start_mesh
 from torchtitan_lite.models.llama3 import FLAVORS, Llama3Dims, build, spec_of
 from torchtitan_lite.nn.attention import BlockContext
 from torchtitan_lite.nn.decoder import DecoderBlock
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.parallel import context
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 METHODS = ("alltoall", "allgather")
 """The ring, and what it is compared with."""

@@ -16,12 +16,12 @@ def refuse_foreign(storage: Storage, folder: str) -> None:
     where = f"{storage.root}/{folder}"
     if is_there(storage, f"{folder}/{_DCP}"):
         raise CheckpointError(
-            f"{where} is a torch DCP checkpoint, as torchtitan writes them. Convert it: python -m "
-            f"scripts.convert_from_dcp {where} OUT_DIR --config CONFIG; then set "
+            f"{where} is a torch DCP checkpoint, as torchtitan writes them. Convert it: "
+            f"torchtitan-lite convert from-dcp {where} OUT_DIR --config CONFIG; then set "
             "checkpoint.initial_load_path to the step's folder in OUT_DIR."
         )
     if is_hugging_face(storage, folder):
         raise CheckpointError(
             f"{where} is a Hugging Face folder, and a checkpoint of torchtitan_lite is needed. "
-            f"Convert it: python -m scripts.convert_from_hf {where} OUT_DIR."
+            f"Convert it: torchtitan-lite convert from-hf {where} OUT_DIR."
         )

@@ -12,7 +12,6 @@ import torch
 
 from torchtitan_lite.checkpoint.asynchronous import AsynchronousSaver
 from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
-from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.identity import identify
 from torchtitan_lite.checkpoint.memory.folder import remove_regions
 from torchtitan_lite.checkpoint.outcome import Signals
@@ -27,6 +26,7 @@ from torchtitan_lite.checkpoint.synchronous import SynchronousSaver
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.schema.checkpoint import CheckpointConfig
 from torchtitan_lite.spec import ModelSpec
 
 _POLL_S = 0.1

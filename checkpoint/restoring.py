@@ -192,7 +192,7 @@ class Restorer:
                     together(candidate.check)
                 except UserError as error:
                     damage.append(
-                        f"{error} (`python -m scripts.inspect_checkpoint --shm --free "
+                        f"{error} (`torchtitan-lite inspect --shm --free "
                         f"{self._saved.identity.run_id}` removes it.)"
                     )
                     logger.warning("The snapshot in shared memory is not used: %s", error)

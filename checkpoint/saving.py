@@ -9,13 +9,13 @@ import torch
 from torchtitan_lite import __version__, rng
 from torchtitan_lite.checkpoint.background.coworkers import Coworkers
 from torchtitan_lite.checkpoint.background.save import attempt_token
-from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.identity import Identity
 from torchtitan_lite.checkpoint.inventory import Inventory, layouts_json
 from torchtitan_lite.checkpoint.memory.description import Description
 from torchtitan_lite.checkpoint.state import State
 from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.schema.checkpoint import CheckpointConfig
 from torchtitan_lite.spec import ModelSpec
 
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError, model_validator
+from pydantic import TypeAdapter, ValidationError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -24,65 +24,8 @@ from torchtitan_lite._links import refuse_other_name
 refuse_other_name(__name__)
 
 from torchtitan_lite.errors import ConfigError  # noqa: E402
-from torchtitan_lite.section import Section, at_least, below  # noqa: E402
+from torchtitan_lite.schema.model import ModelConfig  # noqa: E402
 from torchtitan_lite.spec import ModelSpec  # noqa: E402
-
-
-class ModelConfig(Section):
-    """Which model to train."""
-
-    name: str = "llama3"
-    """Model family: the name of a file in `models/`."""
-    flavor: str = "debugmodel"
-    """Size of the model within its family. "hf": the model, family included, that `config.json` in
-    `hf_assets_path` describes."""
-    dims: dict[str, Any] = {}
-    """The sizes of a model that is no flavor, by name. With flavor "hf" they are read from
-    `config.json` and need not be given; a checkpoint's manifest names them."""
-    hf_assets_path: str | None = None
-    """Folder with the tokenizer in Hugging Face's format (tokenizer.json). Unset: a byte-level BPE
-    of the model's vocabulary size is trained once on the corpus and cached."""
-    attention_backend: Literal["auto", "sdpa", "flex"] = "auto"
-    """Attention kernel: "sdpa" runs anywhere, "flex" (FlexAttention) needs a GPU. "auto": what
-    the flavor asks for."""
-    attention_mask: Literal["auto", "causal", "document"] = "auto"
-    """"causal": a token sees all earlier tokens of its block; "document": only those of its own
-    document, and the first token of a document is no target. "auto": what the flavor asks for."""
-    dropout: Annotated[float, at_least(0), below(1)] = 0.0
-    """Share of the residual updates that is dropped in training, by a mask that depends on the
-    seed, the step and the position only."""
-    router_bias_update_rate: Annotated[float, at_least(0)] | None = None
-    """How far each step moves the bias by which a mixture of experts evens out the load of its
-    experts. Unset: what the flavor asks for."""
-    converters: list[Literal["quantize.linear.float8"]] = []
-    """Changes of the model's modules before training: "quantize.linear.float8" computes linear
-    layers in float8, as [quantize.linear.float8] says."""
-    print_after_conversion: bool = False
-    """Print the model's modules once they are built."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_sizes(cls, given: Any) -> Any:
-        """Put what config.json says in the place of flavor "hf", so that all that follows, and
-        whoever reads the resolved configuration, needs the folder no more."""
-        if not isinstance(given, dict) or given.get("flavor") != "hf" or given.get("dims"):
-            return given
-        folder = given.get("hf_assets_path")
-        if not isinstance(folder, str):
-            raise ValueError(
-                'flavor "hf" takes the model from config.json in hf_assets_path, which is not set. '
-                "Set it to the Hugging Face folder"
-            )
-        try:
-            family, dims = hugging_face_dims(read_hugging_face_config(Path(folder).expanduser()))
-        except ConfigError as error:
-            raise ValueError(str(error).rstrip(".")) from None
-        if given.get("name", family) != family:
-            raise ValueError(
-                f'name is "{given["name"]}", but {folder}/config.json is of "{family}". Set '
-                f"model.name to it, or leave it out"
-            )
-        return given | {"name": family, "dims": dims}
 
 
 def families() -> list[str]:

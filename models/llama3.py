@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models import ModelConfig, flavor_dims
+from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import Backend
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.decoder_family import (
@@ -28,6 +28,7 @@ from torchtitan_lite.nn.decoder_spec import (
 )
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
 from torchtitan_lite.nn.rope import RopeScaling
+from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
 
 ARCHITECTURES = ("LlamaForCausalLM",)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.models import ModelConfig, flavor_dims
+from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import Backend
 from torchtitan_lite.nn.decoder_family import check_head_width, check_heads, decoder_model_spec
 from torchtitan_lite.nn.decoder_hugging_face import (
@@ -20,6 +20,7 @@ from torchtitan_lite.nn.decoder_hugging_face import (
 )
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
 from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
 
 ARCHITECTURES = ("MixtralForCausalLM",)

@@ -16,19 +16,17 @@ from pathlib import Path
 from scripts.pipeline_chart import Chart
 from scripts.pipeline_svg import as_svg
 from scripts.pipeline_text import as_text
-from torchtitan_lite.config import (
-    Config,
-    check_pipeline,
-    parse_command_line,
-    pipeline_microbatches,
-)
+from torchtitan_lite.config import Config, parse_command_line
+from torchtitan_lite.config.constraints import check_pipeline
+from torchtitan_lite.config.mesh_constraints import pipeline_microbatches
 from torchtitan_lite.errors import MeshError, UserError
 from torchtitan_lite.log import configure_logging, logger
-from torchtitan_lite.mesh import ParallelismConfig, resolve_degrees
+from torchtitan_lite.mesh import resolve_degrees
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.parallel.stages import plan_stages, stage_weights
 from torchtitan_lite.parallel.step_order import step_order
 from torchtitan_lite.parallel.timeline import Costs, simulate
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
 def main(argv: list[str]) -> int:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import train
 from tests.dying_points import die_at
 from tests.snapshots import starts_of
 from torchtitan_lite import build, trainer
@@ -27,6 +26,7 @@ from torchtitan_lite.checkpoint import synchronous
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.memory.folder import regions_in
 from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.cli.train import train_rank
 from torchtitan_lite.leaving import leave
 from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.replica import fault_tolerant, joining
@@ -241,4 +241,4 @@ if __name__ == "__main__":
     for fault in os.environ.get("FAULTS", "").split():
         name, _, value = fault.partition("=")
         _FAULTS[name](value)
-    leave(train.main(sys.argv[1:]))
+    leave(train_rank(sys.argv[1:]))

@@ -30,7 +30,7 @@ from tests.job import FIXTURE
 from torchtitan_lite.checkpoint.opening import open_snapshot
 from torchtitan_lite.checkpoint.storage.storage import split_storage
 from torchtitan_lite.checkpoint.whole import whole
-from torchtitan_lite.models import ModelConfig, model_spec
+from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
 
 VOCAB_SIZE = 517
 CHAT_TEMPLATE = (
@@ -144,7 +144,7 @@ def add_tokenizer(folder: Path) -> Path:
 
 def our_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model of a folder, filled by one process without a mesh."""
-    spec = model_spec(ModelConfig(flavor="hf", hf_assets_path=str(folder)))
+    spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
     snapshot = open_snapshot(*split_storage(str(folder)), spec)
     model = spec.build()
     tensors = {name.removeprefix("model."): whole(snapshot, name) for name in snapshot.tensors}

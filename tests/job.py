@@ -12,7 +12,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.build import build
-from torchtitan_lite.config import Config, check_against
+from torchtitan_lite.config import Config
+from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Degrees, Mesh, resolve_degrees
 from torchtitan_lite.models import llama3, qwen3

@@ -130,7 +130,7 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(process.pid).children():
         with suppress(psutil.NoSuchProcess):
-            if {"train.py", "tests.faulty_trainer"} & set(child.cmdline()):
+            if {"train.py", "torchtitan_lite", "tests.faulty_trainer"} & set(child.cmdline()):
                 found.append(child)
     return found
 

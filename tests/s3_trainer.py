@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 
 from tests.unit.checkpoint.conftest import SmallState
-from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
+from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.schema.checkpoint import CheckpointConfig
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 CPU = torch.device("cpu")
 

@@ -44,7 +44,7 @@ def export_last_save(config: Config, root: str, tokenizer: Path) -> None:
     except OSError as error:
         raise CheckpointError(
             f"Step {step} is saved in {root}, but could not be exported to {target}: {error}. "
-            f"Export it by python -m scripts.convert_to_hf {root}/{step_name(step)} {target}."
+            f"Export it by torchtitan-lite convert to-hf {root}/{step_name(step)} {target}."
         ) from None
     else:
         logger.info("Exported step %d to %s", step, target)

@@ -25,8 +25,8 @@ def configure_logging(level: str | None = None) -> None:
     logger.handlers = [handler]
 
 
-def tell_once(error: Exception) -> None:
-    """Tell of an error that every rank has found alike."""
+def log_once(error: Exception) -> None:
+    """Log an error that every rank has found alike, once."""
     if os.environ.get("RANK", "0") == "0":
         logger.error("%s", error)
     else:

@@ -1,7 +1,7 @@
 """The mesh: its axes, its degrees, and everything that ranks agree on outside a parallelism.
 
 All axes exist always; a degree of 1 is the identity, so no caller asks whether a parallelism is on.
-Layer: above axis_groups, device, errors, log, section.
+Layer: above axis_groups, device, errors, log, schema.
 
 Axes, outermost first: `pp` pipeline stages, `dp_replicate` copies of the weights, `dp_shard`
 shards of the weights, `cp` shards of the sequence, `tp` shards of the matrices. The experts of a
@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,95 +26,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan_lite.axis_groups import AxisGroups
 from torchtitan_lite.device import Device
 from torchtitan_lite.errors import MeshError
-from torchtitan_lite.section import Section, above, at_least, only, positive_or_minus_one
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep", "etp")
-
-
-class ParallelismConfig(Section):
-    """Degrees of each parallelism. Their product is the number of processes."""
-
-    data_parallel_replicate_degree: Annotated[int, at_least(1)] = 1
-    """Copies of the weights (HSDP when `data_parallel_shard_degree` is above 1 too)."""
-    data_parallel_shard_degree: Annotated[int, positive_or_minus_one()] = -1
-    """Ranks that share one copy of the weights (FSDP2). -1: all ranks that are left."""
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free a block's gathered weights after its forward. "default": yes, but for the last unit that
-    is gathered (the output, or the last block when embeddings are tied), which backward needs at
-    once, and not at all under a pipeline."""
-    tensor_parallel_degree: Annotated[int, at_least(1)] = 1
-    """Ranks that share each matrix."""
-    enable_sequence_parallel: bool = True
-    """Between the matrices that tensor parallelism cuts, let each rank work on its part of the
-    sequence (torchtitan: always)."""
-    disable_loss_parallel: bool = False
-    """Compute the loss on whole logits under tensor parallelism."""
-    enable_async_tensor_parallel: bool = False
-    """Overlap the collectives of tensor parallelism with its matrix products, in compiled blocks.
-    Needs GPUs that reach each other's memory."""
-    pipeline_parallel_degree: Annotated[int, at_least(1)] = 1
-    """Ranks that share the layers."""
-    pipeline_parallel_schedule: str = "1F1B"
-    """Order of forward and backward over the stages: 1F1B, GPipe, Interleaved1F1B, LoopedBFS,
-    InterleavedZeroBubble, ZBVZeroBubble or DualPipeV. The last five hold several stages a rank."""
-    pipeline_parallel_microbatch_size: Annotated[int, at_least(1)] = 1
-    """Samples in a microbatch of the pipeline, in the place of `training.local_batch_size`: all
-    samples of a step that a rank has go through the pipeline in one run."""
-    pipeline_parallel_first_stage_less_layers: Annotated[int, at_least(0)] = 1
-    """Layers that the first stage has fewer, since it holds the embedding."""
-    pipeline_parallel_last_stage_less_layers: Annotated[int, at_least(0)] = 1
-    """Layers that the last stage has fewer, since it holds the output."""
-    pipeline_parallel_layers_per_stage: Annotated[int, at_least(1)] | None = None
-    """Layers in a stage. Unset: one or two stages a rank, as the schedule needs."""
-    pipeline_parallel_schedule_csv: str | None = ""
-    """File with a schedule of your own, which takes the place of `pipeline_parallel_schedule`, in
-    torch's CSV form: a row a rank, its actions in order, such as 0F3 for stage 0, forward,
-    microbatch 3; B backward, or I and W its parts for input and weights. Which rank holds which
-    stages is read off it, and a step must give as many microbatches as it has."""
-    pipeline_parallel_expert_parallel_overlap: bool = True
-    """Accepted and without effect: the order of a step is the schedule's or the file's."""
-    module_fqns_per_model_part: list[list[str]] | None = None
-    """Names of the modules of each stage, in the order of forward."""
-    context_parallel_degree: Annotated[int, at_least(1)] = 1
-    """Ranks that share each sequence."""
-    context_parallel_load_balancer: Literal["headtail", "ptrr"] | None = "headtail"
-    """How a sequence is cut. "headtail": each rank has a piece from its head and one from its tail,
-    so that causal attention costs every rank the same. "none": one piece each. "ptrr" is not
-    supported by this version."""
-    context_parallel_rotate_method: Literal["allgather", "alltoall", "ulysses"] = "allgather"
-    """"allgather": keys and values are gathered. "alltoall": they go round in a ring, which needs
-    the least memory and cannot keep to documents. "ulysses" (not in torchtitan): heads are
-    exchanged for positions, which needs as many heads as ranks."""
-    expert_parallel_degree: Annotated[int, at_least(1)] = 1
-    """Ranks that share the experts of a mixture: of those that share the weights otherwise, so
-    that it times `expert_tensor_parallel_degree` divides the product of the degrees of
-    data_parallel_shard, context and tensor."""
-    expert_tensor_parallel_degree: Annotated[int, at_least(1)] = 1
-    """Ranks that share each expert's matrices; `tensor_parallel_degree` does not cut them."""
-    expert_parallel_comm_backend: Annotated[str, only("standard", "another exchange of tokens")] = (
-        "standard"
-    )
-    """How tokens travel to their experts: in torch's all-to-all."""
-
-
-class CommConfig(Section):
-    """Time limits of collectives and the flight recorder."""
-
-    init_timeout_seconds: Annotated[float, above(0)] = 300
-    """Time limit of a collective until the first step has ended (seconds)."""
-    train_timeout_seconds: Annotated[float, above(0)] = 100
-    """Time limit of a collective after the first step (seconds)."""
-    trace_buf_size: Annotated[int, at_least(0)] = 20000
-    """Entries of the flight recorder, which knows the collectives of a rank; 0 switches it off.
-    With `fault_tolerance.enable` it is written when a rank hangs, with NCCL also when a collective
-    is late. It costs some 15 microseconds a collective."""
-    save_traces_folder: str = "comm_traces"
-    """Folder of the flight recorder's files, below `job.dump_folder`."""
-    save_traces_file_prefix: str = "rank_"
-    """Prefix of the flight recorder's files."""
-    mode: Annotated[str, only("default", "a simulated communication mode")] = "default"
-    """"default": real communication."""
 
 
 @dataclass(frozen=True, kw_only=True)

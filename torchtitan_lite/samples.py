@@ -7,14 +7,16 @@ move_state.
 import torch
 from torch import nn
 
-from torchtitan_lite.data import Tokenizer, ValidationConfig
+from torchtitan_lite.data import Tokenizer
 from torchtitan_lite.generate import generate, prompt_ids
 from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.move_state import fill
 from torchtitan_lite.nn.initialize import give_memory
 from torchtitan_lite.parallel import build_schedule, serving
 from torchtitan_lite.rng import fold
+from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.schema.validation import ValidationConfig
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import TrainState, model_tensors
 

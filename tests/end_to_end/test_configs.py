@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.launch import REPOSITORY
-from torchtitan_lite.config import check_against, load_config, to_toml
+from torchtitan_lite.config import load_config, to_toml
+from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.models import model_spec
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.toml"))

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from scripts import convert_from_dcp, convert_to_dcp
 from tests.launch import SMALL, run
 from torchtitan_lite.checkpoint.interchange.to_dcp import whole
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.storage import split_storage
+from torchtitan_lite.cli import main
 
 CONFIG = "--config=configs/llama3_debug.toml"
 
@@ -26,7 +26,7 @@ def test_out_and_in_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     log = tmp_path / "log"
     run(2, [*saving, f"--job.dump_folder={tmp_path}/first", "--training.steps=2"], log)
     checkpoint, dcp = tmp_path / "first" / "checkpoint" / "step-2", tmp_path / "dcp"
-    assert convert_to_dcp.main([str(checkpoint), str(dcp)]) == 0
+    assert main(["convert", "to-dcp", str(checkpoint), str(dcp)]) == 0
     dcp_to_torch_save(dcp, tmp_path / "dcp.pt")
     theirs = torch.load(tmp_path / "dcp.pt", weights_only=True)
     assert theirs["train_state"]["step"] == 2 and "lm_head.weight" in theirs
@@ -34,7 +34,7 @@ def test_out_and_in_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert groups["param_groups.layers.0.attention.qkv_linear.wq.weight.lr"] > 0
 
     out = tmp_path / "converted"
-    assert convert_from_dcp.main([str(dcp), str(out), CONFIG]) == 0
+    assert main(["convert", "from-dcp", str(dcp), str(out), CONFIG]) == 0
     assert f"{out}/step-2" in capsys.readouterr().out
     before, after = tensors_of(checkpoint), tensors_of(out / "step-2")
     assert before.keys() == after.keys()
@@ -56,7 +56,7 @@ def test_foreign_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "dcp" / ".metadata").touch()
     (tmp_path / "hf").mkdir()
     save_file({"a": torch.zeros(1)}, tmp_path / "hf" / "model.safetensors")
-    for folder, told in (("dcp", "python -m scripts.convert_from_dcp"), ("hf", "Hugging Face")):
+    for folder, told in (("dcp", "torchtitan-lite convert from-dcp"), ("hf", "Hugging Face")):
         arguments = [
             *SMALL,
             f"--job.dump_folder={tmp_path}/out-{folder}",

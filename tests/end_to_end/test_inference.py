@@ -10,8 +10,8 @@ from tests.job import run_job
 from tests.launch import run
 from tests.pool import WorkerPool
 
-GENERATE = ("-m", "scripts.generate")
-EVALUATE = ("-m", "scripts.evaluate")
+GENERATE = ("-m", "torchtitan_lite", "generate")
+EVALUATE = ("-m", "torchtitan_lite", "evaluate")
 RUN = {
     "model.flavor": "tiny",
     "training.dtype": "float32",

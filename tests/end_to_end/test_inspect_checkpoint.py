@@ -5,16 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from scripts.inspect_checkpoint import main
 from tests.snapshots import trainers
 from tests.stored import TWO_FILES, store
+from torchtitan_lite.cli import inspect
+from torchtitan_lite.cli.parsers import parser
 
 
 def ask(
     capsys: pytest.CaptureFixture[str], *arguments: object, shm: Path = Path("/"), status: int = 0
 ) -> str:
     """What the command prints, its errors where it fails."""
-    assert main(list(map(str, arguments)), shm) == status
+    try:
+        options = parser().parse_args(["inspect", *map(str, arguments)])
+        assert inspect.run(options, [], shm) == status
+    except SystemExit as left:
+        assert left.code == status
     printed = capsys.readouterr()
     assert not (printed.out if status == 2 else printed.err)
     return printed.err if status == 2 else printed.out
@@ -69,7 +74,7 @@ def test_what_cannot_be_answered_is_told_in_a_line(
     for arguments, needed in (
         ([], "Give either PATH or --shm"),
         ([tmp_path, "--shm"], "Give either PATH or --shm"),
-        ([tmp_path, "--free"], "--free goes with --shm"),
+        ([tmp_path, "--free"], "--free needs --shm"),
         ([tmp_path / "nothing"], "holds no checkpoint"),
         ([tmp_path / "step-3"], "has format version 9"),
         (["--shm", "--free", "0" * 32], "No run"),
@@ -96,11 +101,14 @@ def test_shared_memory_is_listed_and_freed(
         assert found["bytes"] >= 6 * 12288
         assert found["writers"] == {str(r): w.pid for r, w in enumerate(run.writers)}
         text = ask(capsys, "--shm", "--free", shm=tmp_path)
-        assert "Freed" not in text and f"rank 1 is used by process {run.writers[1].pid}" in text
+        assert "Freed" not in text and f"rank 1 is written by process {run.writers[1].pid}" in text
         said = ask(capsys, "--shm", "--free", run.run_id, shm=tmp_path, status=2)
         assert "still writes" in said
         for writer in run.writers:
             writer.close()
-        text = ask(capsys, "--shm", "--free", shm=tmp_path)
+        said = ask(capsys, "--shm", "--free", shm=tmp_path, status=2)
+        assert run.run_id in said and "Confirm with --yes" in said
+        assert run.folder.exists()
+        text = ask(capsys, "--shm", "--free", "--yes", shm=tmp_path)
         assert text == f"Freed run {run.run_id}.\n"
         assert not run.folder.exists()

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from scripts import evaluate, generate
 from tests.job import FIXTURE, mesh_for, odd_config, run_job
 from tests.parity.meshes import CP, TP
 from tests.pool import WorkerPool
 from tests.tolerances import PARITY_FLOAT32_LOSS, PARITY_FLOAT64
+from torchtitan_lite.cli import evaluate, generate
+from torchtitan_lite.cli.parsers import parser
 from torchtitan_lite.errors import ConfigError, DataError, MeshError, UserError
 from torchtitan_lite.inference import everywhere
 
@@ -53,7 +54,7 @@ def texts(
 ) -> list[dict[str, Any]]:
     """What the command gives on one rank."""
     world = _world(folder, overrides)
-    options = generate.options_of([str(folder / "checkpoint"), *arguments])
+    options = parser().parse_args(["generate", str(folder / "checkpoint"), *arguments])
     return [asdict(text) for text in generate.generate(options, world)[0]]
 
 
@@ -63,8 +64,8 @@ def record(
     """What the command says on one rank."""
     world = _world(folder, {})
     keys = [f"--{key}={value}" for key, value in overrides.items()]
-    options, others = evaluate.parser().parse_known_args(
-        [str(folder / "checkpoint" / "step-2"), *arguments, *keys]
+    options, others = parser().parse_known_args(
+        ["evaluate", str(folder / "checkpoint" / "step-2"), *arguments, *keys]
     )
     return evaluate.evaluate(options, others, world)
 

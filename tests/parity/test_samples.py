@@ -14,7 +14,7 @@ from tests.job import ODD_EXPERTS, mesh_for, odd_config
 from tests.parity.meshes import EXPERT_MESHES, MESHES
 from tests.pool import WorkerPool
 from torchtitan_lite.build import build, model_on_meta
-from torchtitan_lite.config import check_against
+from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.generate import generate, prompt_ids
 from torchtitan_lite.models import qwen3
 from torchtitan_lite.nn.moe import MoEDims

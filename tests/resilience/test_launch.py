@@ -43,7 +43,7 @@ def start(
         "--metrics.log_freq=1",
         *more,
     ]
-    command = [sys.executable, "-m", "scripts.launch", f"--replicas={replicas}", *own]
+    command = [sys.executable, "-m", "torchtitan_lite", "launch", f"--replicas={replicas}", *own]
     command.append(f"--nproc-per-replica={ranks}")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as file:

@@ -19,7 +19,9 @@ from tests.s3_trainer import manager_of, take_step
 from tests.unit.checkpoint.conftest import SmallState, same
 from torchtitan_lite.checkpoint.storage.storage import open_storage
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
+from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 ROOT = f"s3://{BUCKET}/run"
 

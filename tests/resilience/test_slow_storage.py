@@ -10,11 +10,13 @@ import pytest
 
 from tests.pool import WorkerPool
 from tests.unit.checkpoint.conftest import SmallState, run_steps
-from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.storage.posix import LocalFolder
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import CommConfig, ParallelismConfig, start_mesh
+from torchtitan_lite.mesh import start_mesh
+from torchtitan_lite.schema.checkpoint import CheckpointConfig
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 _LIMIT = timedelta(seconds=5)
 _SLOW = timedelta(seconds=7)

@@ -11,9 +11,12 @@ from tests.unit.models.tiny import DIMS, WHOLE, tiny_decoder, tiny_spec
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.generate import generate
 from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
+from torchtitan_lite.mesh import Mesh, start_mesh
 from torchtitan_lite.nn.decoder import Decoder
-from torchtitan_lite.parallel import OneStage, PrecisionConfig, fsdp
+from torchtitan_lite.parallel import OneStage, fsdp
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.schema.training import PrecisionConfig
 
 
 @pytest.fixture

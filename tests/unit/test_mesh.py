@@ -9,14 +9,9 @@ import torch.distributed as dist
 
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import MeshError
-from torchtitan_lite.mesh import (
-    AXES,
-    CommConfig,
-    Degrees,
-    ParallelismConfig,
-    resolve_degrees,
-    start_mesh,
-)
+from torchtitan_lite.mesh import AXES, Degrees, resolve_degrees, start_mesh
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,20 @@ from torch import nn
 
 from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
 from torchtitan_lite.anomalies import History
-from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.data import DataConfig, OpenedData, ValidationConfig, open_data
+from torchtitan_lite.data import OpenedData, open_data
 from torchtitan_lite.data.tokenizer import train_tokenizer
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.mesh import CommConfig, ParallelismConfig, start_mesh
-from torchtitan_lite.optim import (
-    LRSchedulerConfig,
-    OptimizerConfig,
-    build_optimizer,
-    build_schedule,
-)
+from torchtitan_lite.mesh import start_mesh
+from torchtitan_lite.optim import build_optimizer, build_schedule
+from torchtitan_lite.schema.checkpoint import CheckpointConfig
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.data import DataConfig
+from torchtitan_lite.schema.lr_scheduler import LRSchedulerConfig
+from torchtitan_lite.schema.optimizer import OptimizerConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.schema.validation import ValidationConfig
 from torchtitan_lite.train_state import TrainState
 
 _FIXTURE = Path(__file__).parents[1] / "assets" / "fixture.jsonl"

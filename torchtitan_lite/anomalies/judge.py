@@ -5,9 +5,9 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from torchtitan_lite.anomalies.config import AnomaliesConfig
 from torchtitan_lite.anomalies.history import History
 from torchtitan_lite.anomalies.spikes import deviations_above
+from torchtitan_lite.schema.anomalies import AnomaliesConfig
 
 _LEAST_OF_LOSS = 0.02
 _LEAST_OF_LOG_NORM = 0.05

@@ -31,7 +31,7 @@ class Scene:
     """A run: who works for it now, and where its files lie."""
 
     def __init__(self, launcher: int, folder: Path, num_replicas: int) -> None:
-        """`launcher` is the process of scripts.launch, `folder` the job.dump_folder of the run."""
+        """`launcher` is the process of `torchtitan-lite launch`, `folder` the run's dump folder."""
         self._launcher = psutil.Process(launcher)
         self.folder = folder
         self.num_replicas = num_replicas
@@ -114,6 +114,6 @@ class Scene:
 
 def _replica_of(words: list[str]) -> int | None:
     """Of a command line of torchrun or a trainer."""
-    if _REPLICA_ID not in words or "train.py" not in " ".join(words):
+    if _REPLICA_ID not in words or not {"train.py", "torchtitan_lite"} & set(words):
         return None
     return int(words[words.index(_REPLICA_ID) + 1])

@@ -133,7 +133,13 @@ class Storm:
 
     def _launch(self) -> subprocess.Popen[bytes]:
         run = self._run
-        command = [sys.executable, "-m", "scripts.launch", f"--replicas={run.num_replicas}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torchtitan_lite",
+            "launch",
+            f"--replicas={run.num_replicas}",
+        ]
         command += [f"--nproc-per-replica={run.num_ranks}", *run.launch_options]
         with self._log.open("ab") as log:
             return subprocess.Popen(

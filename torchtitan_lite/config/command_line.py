@@ -1,4 +1,4 @@
-"""The command line of a run: `--config FILE [--section.key value ...]`, or `--help`.
+"""The command line of a run: `--config FILE [--section.key value ...]`, or `--help [SECTION]`.
 
 Layer: above loading and reference.
 """
@@ -21,15 +21,22 @@ _HELP_OPTIONS = ("-h", "--help")
 def parse_command_line(argv: Sequence[str]) -> tuple[Config, Path]:
     """The configuration that the arguments after the program's name ask for, and its file.
 
-    `--help` prints every key and leaves with SystemExit(0). Raises ConfigError with every problem.
+    `--help` prints every key, `--help SECTION` those of one section; both leave with
+    SystemExit(0). Raises ConfigError with every problem.
     """
-    if any(argument in _HELP_OPTIONS for argument in argv):
-        # Under torchrun every rank comes here.
-        if os.environ.get("RANK", "0") == "0":
-            print(help_text(Config, shutil.get_terminal_size().columns))
-        raise SystemExit(0)
+    for index, argument in enumerate(argv):
+        if argument in _HELP_OPTIONS:
+            _print_help([name for name in argv[index + 1 :] if not name.startswith("-")])
+            raise SystemExit(0)
     file, overrides = _split_file(argv)
     return load_config(file, overrides), file
+
+
+def _print_help(sections: Sequence[str]) -> None:
+    text = help_text(Config, shutil.get_terminal_size().columns, sections)
+    # Under torchrun every rank comes here.
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
 
 
 def _split_file(argv: Sequence[str]) -> tuple[Path, list[str]]:
@@ -38,6 +45,8 @@ def _split_file(argv: Sequence[str]) -> tuple[Path, list[str]]:
         option, has_value, value = argv[index].partition("=")
         index += 1
         if option not in _FILE_OPTIONS:
+            if option.endswith(".toml") and not argv[max(0, index - 2)].startswith("--"):
+                raise ConfigError(f"{option} is given without an option: write --config {option}.")
             rest.append(argv[index - 1])
             continue
         if not has_value:

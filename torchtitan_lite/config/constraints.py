@@ -19,17 +19,14 @@ from torchtitan_lite.config.mesh_constraints import (
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.semi_sync_constraints import semi_sync_problems
-from torchtitan_lite.data.config import (
-    TEXT_DATASETS,
-    CorpusConfig,
-    DataConfig,
-    ValidationConfig,
-)
 from torchtitan_lite.errors import ConfigError, MeshError
+from torchtitan_lite.extras import missing
 from torchtitan_lite.mesh import Degrees, resolve_degrees
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.parallel.float8 import why_not
-from torchtitan_lite.section import toml_literal
+from torchtitan_lite.schema.data import TEXT_DATASETS, CorpusConfig, DataConfig
+from torchtitan_lite.schema.section import toml_literal
+from torchtitan_lite.schema.validation import ValidationConfig
 from torchtitan_lite.spec import ModelSpec
 
 
@@ -235,7 +232,7 @@ def _export(config: Config, spec: ModelSpec) -> Iterator[str]:
             "checkpoint.last_save_in_hf = true, but the bias that balances the experts "
             f"(model.router_bias_update_rate = {moe.bias_update_rate}) has no place in a Hugging "
             "Face folder. Set one of them to false or 0; or export afterwards by "
-            "scripts.convert_to_hf --drop-expert-bias."
+            "torchtitan-lite convert to-hf --drop-expert-bias."
         )
 
 
@@ -266,6 +263,10 @@ def _anomalies(config: Config) -> Iterator[str]:
 
 def _replicas(config: Config) -> Iterator[str]:
     section, path = config.fault_tolerance, config.parallelism.pipeline_parallel_schedule_csv
+    if section.enable:
+        packages = ("torchft", "grpc", "google.protobuf")
+        errors = (missing(package, "fault_tolerance.enable = true") for package in packages)
+        yield from (error for error in errors if error is not None)
     if section.enable and path and section.world_size_mode != "dynamic":
         yield (
             f'parallelism.pipeline_parallel_schedule_csv = "{path}" is for one number of '

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from torchtitan_lite.section import Section, field_texts
+from torchtitan_lite.schema.section import Section, field_texts
 
 _SectionType = type[BaseModel]
 

@@ -14,6 +14,7 @@ from torchtitan_lite.config.keys import section_in, split_none, type_at, without
 from torchtitan_lite.config.overrides import COMMAND_LINE, Override, parse_overrides
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml_file import read_toml
+from torchtitan_lite.errors import ConfigError
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -43,6 +44,8 @@ def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = (
         below = any(one[: len(names)] == names for one in overridden)
         return f"{source} and {COMMAND_LINE}" if below else source
 
+    if problem := _read_hugging_face_dims(tables):
+        found.append(f"{where(('model',))}: model: {problem}")
     try:
         config = Config.model_validate(tables)
     except ValidationError as error:
@@ -51,6 +54,34 @@ def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = (
     if found:
         raise problems.config_error(found)
     return config
+
+
+def _read_hugging_face_dims(tables: dict[str, Any]) -> str | None:
+    """Replace flavor "hf" by the family and the dimensions in config.json, so that whoever reads
+    the resolved configuration does not need the folder. Returns the problem, if any."""
+    model = tables.get("model")
+    if not isinstance(model, dict) or model.get("flavor") != "hf" or model.get("dims"):
+        return None
+    folder = model.get("hf_assets_path")
+    if not isinstance(folder, str):
+        return (
+            'flavor "hf" reads the model from config.json in hf_assets_path, which is not set. '
+            "Set it to the Hugging Face folder."
+        )
+    # Importing a model family imports torch, which takes seconds.
+    from torchtitan_lite.models import hugging_face_dims, read_hugging_face_config
+
+    try:
+        family, dims = hugging_face_dims(read_hugging_face_config(Path(folder).expanduser()))
+    except ConfigError as error:
+        return str(error)
+    if model.get("name", family) != family:
+        return (
+            f'name is "{model["name"]}", but {folder}/config.json is of "{family}". Set '
+            "model.name to it, or omit it."
+        )
+    model |= {"name": family, "dims": dims}
+    return None
 
 
 def _known(

@@ -1,9 +1,7 @@
-"""`python -m torchtitan_lite.config.other_ranks 1,2 -- ARGUMENTS`: whether a run with these
-arguments for train.py can go on, from one start to the next, on each of these numbers of
-processes. Layer: above command_line and constraints.
+"""`python -m torchtitan_lite.config.other_ranks 1,2 -- ARGUMENTS`: checks a configuration for
+replicas of each of these numbers of ranks. Layer: above command_line and constraints.
 
-The launcher asks before it starts replicas that may be re-formed; it cannot read a configuration
-itself.
+The launcher runs it before it starts anything; it does not import torch itself.
 """
 
 import sys
@@ -17,8 +15,12 @@ from torchtitan_lite.errors import ConfigError, UserError
 
 
 def check_other_ranks(config: Config, numbers: Sequence[int]) -> None:
-    """Raises ConfigError, which names every problem."""
-    problems = list(_of_going_on(config))
+    """Raise ConfigError, which names every problem, unless replicas can have any of these numbers
+    of ranks, and change between them."""
+    if len(numbers) == 1:
+        check_against(config, numbers[0])
+        return
+    problems = list(_resize_problems(config))
     for number in numbers:
         try:
             check_against(config, number)
@@ -28,7 +30,7 @@ def check_other_ranks(config: Config, numbers: Sequence[int]) -> None:
         raise config_error(problems)
 
 
-def _of_going_on(config: Config) -> Iterator[str]:
+def _resize_problems(config: Config) -> Iterator[str]:
     given = "Replicas that may have another number of ranks (--nproc-per-replica with several)"
     if config.training.global_batch_size == -1:
         yield (

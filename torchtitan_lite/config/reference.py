@@ -1,19 +1,22 @@
 """Every key with its meaning, type and default: as `--help`, and as Markdown.
 
-Both come from the same walk over the schema. Layer: above keys.
+Both come from the same walk over the schema. Layer: above keys and problems.
 """
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel
 
 from torchtitan_lite.config.keys import Group, Key, groups, type_text, value_text
+from torchtitan_lite.config.problems import unknown_section
 from torchtitan_lite.config.torchtitan_defaults import DEFAULTS, VERSION
+from torchtitan_lite.errors import ConfigError
 
 _USAGE = """\
 torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]
-python train.py --config FILE [--section.key value ...]"""
+torchtitan-lite train [--nproc N] --config FILE [--section.key value ...]
+torchtitan-lite train --help [SECTION ...]"""
 
 _FORMS = """\
 Every key can be set in the file and on the command line, where --section.key value and \
@@ -22,16 +25,32 @@ separated by commas or written as TOML arrays, and none is null. In the file, wh
 null, leave the key out or write "none"."""
 
 
-def help_text(schema: type[BaseModel], width: int) -> str:
-    """The text of `--help`, wrapped to `width` columns."""
+def help_text(schema: type[BaseModel], width: int, sections: Sequence[str] = ()) -> str:
+    """The text of `--help`, wrapped to `width` columns: all keys, or those of `sections`. Raises
+    ConfigError for a section that does not exist."""
+    found = list(groups(schema))
     lines = [_USAGE, "", *textwrap.wrap(_FORMS, width)]
-    for group in groups(schema):
+    if sections:
+        known = dict.fromkeys(group.path[0] for group in found)
+        for name in sections:
+            if name.strip("[]").partition(".")[0] not in known:
+                raise ConfigError(unknown_section(schema, name))
+        names = tuple(name.strip("[]") for name in sections)
+        found = [group for group in found if _is_in(group, names)]
+        lines = []
+    for group in found:
         lines += ["", group.header]
         lines += textwrap.wrap(group.meaning, width)
         for key in group.keys:
             lines += _wrapped(_signature(key, group), width, "  ", "      ")
             lines += _wrapped(key.meaning, width, "      ", "      ")
-    return "\n".join(lines)
+    return "\n".join(lines).lstrip("\n")
+
+
+def _is_in(group: Group, names: Sequence[str]) -> bool:
+    """Whether the table is one of `names`, or below it."""
+    path = ".".join(group.path)
+    return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
 def markdown(schema: type[BaseModel]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torchtitan_lite.config.mesh_constraints import on_gpu
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.section import toml_literal
+from torchtitan_lite.schema.section import toml_literal
 
 
 def semi_sync_problems(config: Config) -> Iterator[str]:

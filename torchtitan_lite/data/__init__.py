@@ -5,7 +5,6 @@ Invariant: which samples a step uses, and in which order, is a pure function of 
 seed and the cursor, whatever the ranks.
 """
 
-from torchtitan_lite.data.config import CorpusConfig, DataConfig, DataLoaderConfig, ValidationConfig
 from torchtitan_lite.data.loader import DataLoader
 from torchtitan_lite.data.opening import OpenedData, open_data, open_validation
 from torchtitan_lite.data.order import SampleOrder, share_of_step
@@ -13,14 +12,10 @@ from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.data.validation import ValidationData
 
 __all__ = [
-    "CorpusConfig",
-    "DataConfig",
     "DataLoader",
-    "DataLoaderConfig",
     "OpenedData",
     "SampleOrder",
     "Tokenizer",
-    "ValidationConfig",
     "ValidationData",
     "load_tokenizer",
     "open_data",

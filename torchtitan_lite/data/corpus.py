@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.data.config import DEFAULT_DATASET, CorpusConfig
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig
 
 FORMATS = {
     "json": (".json", ".jsonl", ".ndjson"),

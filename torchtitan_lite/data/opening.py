@@ -7,7 +7,6 @@ with a warm cache none of them imports `datasets` or `tokenizers` (unless a corp
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan_lite.data.config import DataConfig, ValidationConfig
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.loader import DataLoader, Source
 from torchtitan_lite.data.packing import PackedBlocks
@@ -22,6 +21,8 @@ from torchtitan_lite.data.tokenizer import (
 from torchtitan_lite.data.validation import ValidationData
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.log import logger
+from torchtitan_lite.schema.data import DataConfig
+from torchtitan_lite.schema.validation import ValidationConfig
 
 
 @dataclass(frozen=True, kw_only=True)

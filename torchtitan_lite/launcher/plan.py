@@ -30,6 +30,7 @@ _LIGHTHOUSES = {
     "builtin": "torchtitan_lite.lighthouse",
     "torchft": "torchtitan_lite.launcher.torchft_lighthouse",
 }
+_PROGRAM = ("-m", "torchtitan_lite", "train")
 _TORCHRUN_MARGIN_S = 10
 """torchrun kills ranks that take longer to leave: later than the launcher, which says so."""
 
@@ -92,7 +93,6 @@ class Plan:
 def training_plan(
     arguments: Sequence[str],
     *,
-    train: Path,
     num_replicas: int,
     ranks: Sequence[int],
     slots_file: Path | None,
@@ -105,20 +105,19 @@ def training_plan(
     host: str,
     log_dir: Path | None,
 ) -> Plan:
-    """Replicas of the script `train` with `arguments`. Raises ConfigError, also where the run
-    cannot go on with each number of `ranks`."""
+    """Replicas that train with `arguments`. Raises ConfigError, also if the configuration is wrong
+    for one of the numbers of `ranks`."""
     folder = dump_folder(arguments)
-    if len(ranks) > 1:
-        _check_ranks(ranks, arguments)
+
+    def of_replica(replica: int) -> list[str]:
+        own = {"enable": "true", "replica_id": str(replica), "group_size": str(num_replicas)}
+        added = [text for k, v in own.items() for text in (f"--fault_tolerance.{k}", v)]
+        return [*arguments, *added]
+
+    _check_ranks(ranks, of_replica(0))
 
     def group(replica: int, num_ranks: int) -> list[str]:
-        own = {
-            "enable": "true",
-            "replica_id": str(replica),
-            "group_size": str(num_replicas),
-        }
-        added = [text for k, v in own.items() for text in (f"--fault_tolerance.{k}", v)]
-        return torchrun_command(sys.executable, num_ranks, [str(train), *arguments, *added])
+        return torchrun_command(sys.executable, num_ranks, [*_PROGRAM, *of_replica(replica)])
 
     def lighthouse_command(address: str) -> list[str]:
         options = ["--bind", address, "--min-replicas", str(min_replicas)]
@@ -147,7 +146,7 @@ def training_plan(
 
 
 def _check_ranks(ranks: Sequence[int], arguments: Sequence[str]) -> None:
-    """Ask who can read the configuration, which takes some seconds. Raises ConfigError."""
+    """Check the configuration in a process that imports torch. Raises ConfigError."""
     module, numbers = "torchtitan_lite.config.other_ranks", ",".join(map(str, ranks))
     answer = subprocess.run(
         [sys.executable, "-m", module, numbers, "--", *arguments], capture_output=True, text=True

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+from torchtitan_lite.extras import require
 from torchtitan_lite.metrics.books import Books, open_books
-from torchtitan_lite.metrics.config import MetricsConfig, ProfilingConfig
 from torchtitan_lite.metrics.console import open_console
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.metrics.jsonl import JsonLines
@@ -20,15 +20,14 @@ from torchtitan_lite.metrics.record import Event, StepRecord
 from torchtitan_lite.metrics.sink import Cadence, Sink
 from torchtitan_lite.metrics.tensorboard import TensorBoard
 from torchtitan_lite.metrics.throughput import mfu
-from torchtitan_lite.metrics.wandb import WeightsAndBiases, require_wandb
+from torchtitan_lite.metrics.wandb import WeightsAndBiases
 from torchtitan_lite.outputs import METRICS
+from torchtitan_lite.schema.metrics import MetricsConfig
 
 __all__ = [
     "Books",
     "Event",
     "Metrics",
-    "MetricsConfig",
-    "ProfilingConfig",
     "ScheduledGarbageCollection",
     "StepProfiler",
     "StepRecord",
@@ -92,7 +91,7 @@ def open_metrics(
     Raises UserError when wandb is asked for and missing, on every rank.
     """
     if config.enable_wandb:
-        require_wandb()
+        require("wandb", "metrics.enable_wandb = true")
     cadence = Cadence(log_freq=config.log_freq, first_step=resume_step + 1, last_step=total_steps)
     every_step: list[Sink] = []
     when_due: list[Sink] = []

@@ -15,7 +15,7 @@ import torch
 
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.log import logger
-from torchtitan_lite.metrics.config import ProfilingConfig
+from torchtitan_lite.schema.profiling import ProfilingConfig
 from torchtitan_lite.torch_compat import dump_cuda_memory_snapshot, record_cuda_memory_history
 
 _SNAPSHOT_MAX_ENTRIES = 100_000

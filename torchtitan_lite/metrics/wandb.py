@@ -1,4 +1,4 @@
-"""Weights & Biases, an option beside TensorBoard. Layer: above record and errors.
+"""Weights & Biases, an option beside TensorBoard. Layer: above record and extras.
 
 The run is opened at the start, so that a missing login shows before the first step and not after
 it. Project, entity, group and mode come from wandb's own environment variables.
@@ -8,23 +8,11 @@ import os
 import uuid
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.errors import UserError
+from torchtitan_lite.extras import require
 from torchtitan_lite.metrics.record import Event, StepRecord, scalars
-
-
-def require_wandb() -> None:
-    """Raise UserError when the package is not installed. Cheap: imports nothing."""
-    spec = find_spec("wandb")
-    # A folder ./wandb of an earlier run is found too, as a package without a file.
-    if spec is None or spec.origin is None:
-        raise UserError(
-            "[metrics] enable_wandb = true needs the package wandb, which is not installed. "
-            "Run pip install wandb, or set enable_wandb = false."
-        )
 
 
 class WeightsAndBiases:
@@ -38,7 +26,7 @@ class WeightsAndBiases:
     def __init__(
         self, folder: Path, *, resume_step: int, run_config: Mapping[str, Any], label: str
     ) -> None:
-        require_wandb()
+        require("wandb", "metrics.enable_wandb = true")
         wandb: Any = import_module("wandb")
         # wandb makes this folder by itself, but only after it was told the id.
         id_path = folder / "wandb" / "run_id"

@@ -1,13 +1,10 @@
 """The optimizer, its learning rate, and the gradient's norm. Layer: above device and mesh."""
 
-from torchtitan_lite.optim.config import LRSchedulerConfig, OptimizerConfig
 from torchtitan_lite.optim.gradients import local_gradients, scale_, square_norm
 from torchtitan_lite.optim.learning_rate import WarmupStableDecay, build_schedule
 from torchtitan_lite.optim.sharded import ShardedOptimizer, build_optimizer
 
 __all__ = [
-    "LRSchedulerConfig",
-    "OptimizerConfig",
     "ShardedOptimizer",
     "WarmupStableDecay",
     "build_optimizer",

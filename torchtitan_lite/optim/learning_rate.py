@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass
 
 from torchtitan_lite.log import logger
-from torchtitan_lite.optim.config import LRSchedulerConfig, OptimizerConfig
+from torchtitan_lite.schema.lr_scheduler import LRSchedulerConfig
+from torchtitan_lite.schema.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)

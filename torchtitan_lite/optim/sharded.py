@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.device import Device
-from torchtitan_lite.optim.config import OptimizerConfig
+from torchtitan_lite.schema.optimizer import OptimizerConfig
 
 _COUNT = "step"
 """The one slot that is not of its parameter's shape."""

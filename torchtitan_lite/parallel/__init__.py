@@ -6,7 +6,7 @@ they know of one is its ModelSpec. Layer: above nn, redistribute, mesh and spec.
 
 from torch import nn
 
-from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.parallel import (
     activation_checkpoint,
     compiling,
@@ -16,21 +16,16 @@ from torchtitan_lite.parallel import (
     fsdp,
     tensor,
 )
-from torchtitan_lite.parallel.config import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    Float8Config,
-    PrecisionConfig,
-)
 from torchtitan_lite.parallel.schedule import OneStage, build_schedule
+from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan_lite.schema.compile import CompileConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.schema.quantize import Float8Config
+from torchtitan_lite.schema.training import PrecisionConfig
 from torchtitan_lite.spec import ModelSpec
 
 __all__ = [
-    "ActivationCheckpointConfig",
-    "CompileConfig",
-    "Float8Config",
     "OneStage",
-    "PrecisionConfig",
     "build_schedule",
     "parallelize",
 ]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 
 import torchtitan_lite.nn.grouped_linear  # noqa: F401 (registers its operator)
 from torchtitan_lite.parallel.blocks import blocks_of
-from torchtitan_lite.parallel.config import ActivationCheckpointConfig
+from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.torch_compat import ATTENTION_OPS
 

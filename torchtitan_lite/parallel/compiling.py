@@ -8,8 +8,8 @@ from torch import nn
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.moe import Experts
 from torchtitan_lite.parallel.blocks import blocks_of
-from torchtitan_lite.parallel.config import CompileConfig
 from torchtitan_lite.parallel.expert import has_own_mesh
+from torchtitan_lite.schema.compile import CompileConfig
 from torchtitan_lite.spec import ModelSpec
 
 

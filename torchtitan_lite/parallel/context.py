@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.attention import Attention, AttentionMask, visible
 from torchtitan_lite.parallel.collectives import all_gather, all_to_all
 from torchtitan_lite.parallel.ring import RingKernel
 from torchtitan_lite.parallel.sequence_cut import SequenceCut
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
 def sequence_cut(mesh: Mesh, parallelism: ParallelismConfig) -> SequenceCut:

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.moe import Experts, Router, grouped_swiglu
 from torchtitan_lite.nn.rows import take_rows
 from torchtitan_lite.parallel.collectives import exchange_rows, part_of_rows, rows_of_parts
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import ModelSpec
 
 

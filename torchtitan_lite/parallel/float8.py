@@ -3,15 +3,15 @@
 Layer: above errors, log and spec.
 """
 
-import importlib.util
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from torchtitan_lite.extras import missing
 from torchtitan_lite.log import logger
 from torchtitan_lite.parallel.blocks import blocks_of
-from torchtitan_lite.parallel.config import Float8Config
+from torchtitan_lite.schema.quantize import Float8Config
 from torchtitan_lite.spec import ModelSpec
 
 _MULTIPLE = 16
@@ -50,8 +50,8 @@ def apply(model: nn.Module, spec: ModelSpec, config: Float8Config | None) -> Non
 
 def why_not(config: Float8Config, *, on_gpu: bool, tensor_parallel_degree: int) -> str | None:
     """Why float8 cannot be used here, with what to change; None where it can."""
-    if importlib.util.find_spec("torchao") is None:
-        return "torchao is not installed. Install it with: pip install torchao"
+    if error := missing("torchao", "float8"):
+        return error.rstrip(".")
     if tensor_parallel_degree > 1:
         return (
             "float8 linears are not cut by tensor parallelism. Set tensor_parallel_degree = 1 "

@@ -21,11 +21,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.device import Device
-from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.moe import Experts
 from torchtitan_lite.parallel.blocks import modules_matching
-from torchtitan_lite.parallel.config import PrecisionConfig
 from torchtitan_lite.parallel.expert import has_own_mesh
+from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.schema.training import PrecisionConfig
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.torch_compat import shards_on
 

@@ -16,13 +16,14 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.parallel.fsdp import reshard
 from torchtitan_lite.parallel.order import forward_only
 from torchtitan_lite.parallel.sequence_cut import SequenceCut, plain_sequences
 from torchtitan_lite.parallel.stages import StagePlan
 from torchtitan_lite.parallel.step_order import refused_microbatches
 from torchtitan_lite.parallel.tied import TiedCopy
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import Microbatch, ModelSpec, TokenLoss
 from torchtitan_lite.torch_compat import forward_schedule, schedule_of_order
 

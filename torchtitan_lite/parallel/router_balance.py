@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.moe import Router
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
 class RouterBalance:

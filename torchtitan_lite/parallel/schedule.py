@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.parallel.context import sequence_cut
 from torchtitan_lite.parallel.fsdp import reshard
 from torchtitan_lite.parallel.pipeline import Pipeline
 from torchtitan_lite.parallel.sequence_cut import SequenceCut, plain_sequences
 from torchtitan_lite.parallel.stages import plan_stages
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import Microbatch, ModelSpec, Schedule, TokenLoss
 
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lite.errors import MeshError
-from torchtitan_lite.mesh import Degrees, Mesh, ParallelismConfig
+from torchtitan_lite.mesh import Degrees, Mesh
 from torchtitan_lite.parallel import expert, tensor
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import ModelSpec
 
 

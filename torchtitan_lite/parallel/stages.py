@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchtitan_lite.errors import MeshError
-from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.parallel.order import PipelineOrder
 from torchtitan_lite.parallel.schedule_file import read_order
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import ModelSpec
 
 _V_SHAPED = {"zbvzerobubble", "dualpipev"}

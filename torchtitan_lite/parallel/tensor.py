@@ -33,9 +33,10 @@ from torch.distributed.tensor.parallel import (
 
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.log import logger
-from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.moe import Experts
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import ModelSpec, ShardRule, TokenLoss
 from torchtitan_lite.torch_compat import overlap_collectives
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from torchtitan_lite.errors import LayoutError
+from torchtitan_lite.extras import require
 from torchtitan_lite.redistribute.common_parts import CommonParts
 from torchtitan_lite.redistribute.holder_mesh import Holder, HolderMesh
 from torchtitan_lite.redistribute.kept import Kept
@@ -35,7 +36,7 @@ def choose_holders(moves: Iterable[Move], candidates: Sequence[Holder]) -> Holde
 
     Raises LayoutError where the destinations' meshes differ, or the candidates are too few.
     """
-    # Importing it takes as long as all else here, and few runs choose holders.
+    require("scipy", "choose_holders")
     from scipy.optimize import linear_sum_assignment
 
     moves = list(moves)

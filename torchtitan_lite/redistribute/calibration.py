@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from scipy.optimize import nnls
 
+from torchtitan_lite.extras import require
 from torchtitan_lite.redistribute.calibration_steps import SHAPES, designed
 from torchtitan_lite.redistribute.collective import Collective
 from torchtitan_lite.redistribute.cost import Costs, Link, default_costs, loads_of, share_of_all
@@ -123,6 +123,9 @@ def predicted_s(step: Step, costs: Costs) -> float:
 def fit(samples: Sequence[Sample], default: Costs) -> Costs:
     """The figures with the least relative errors; those of `default` for what no sample has, and
     for the cores."""
+    require("scipy", "calibration")
+    from scipy.optimize import nnls
+
     costs = default
     measured = np.array([sample.seconds for sample in samples])
     told = measured

@@ -4,7 +4,6 @@ The loop asks a `Replicas` who takes part in a step, adds gradients over those, 
 whether the sums hold. A job without fault tolerance is one replica that always agrees with itself.
 """
 
-from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.hangs import hang_listeners
 from torchtitan_lite.replica.participation import (
     LeaveRequested,
@@ -15,7 +14,6 @@ from torchtitan_lite.replica.participation import (
 )
 
 __all__ = [
-    "FaultToleranceConfig",
     "LeaveRequested",
     "News",
     "Replicas",

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torchft.local_sgd import DiLoCo, LocalSGD
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.torchft_manager import QuorumManager
+from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 _ROUND = 10**9
 """More steps than a run has."""

@@ -25,7 +25,6 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.outputs import RECEIVES_STATE, TAKES_PART
 from torchtitan_lite.phases import Phase, Phases
-from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.gradient_sums import GradientSums
 from torchtitan_lite.replica.guard import Floor
 from torchtitan_lite.replica.healing import HealingTransport, Source
@@ -33,6 +32,7 @@ from torchtitan_lite.replica.healing.client import Link, Misfit, receive
 from torchtitan_lite.replica.healing.live_state import Run
 from torchtitan_lite.replica.participation import LeaveRequested, News, Share
 from torchtitan_lite.replica.torchft_manager import QuorumManager, same_device_in_thread
+from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 _MOST_FAILURES = 20
 """Of steps in a row, those aside in which others came or went."""

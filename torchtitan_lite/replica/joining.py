@@ -17,7 +17,6 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import leader_says
 from torchtitan_lite.phases import Phases
 from torchtitan_lite.replica.averaging import Averaging
-from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.replica.guard import Floor
 from torchtitan_lite.replica.healing import HealingTransport
@@ -26,6 +25,7 @@ from torchtitan_lite.replica.healing.live_state import Run
 from torchtitan_lite.replica.participation import Replicas
 from torchtitan_lite.replica.semi_synchronous import SemiSynchronousReplicas
 from torchtitan_lite.replica.torchft_manager import QuorumManager
+from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 TOKEN = "TORCHTITAN_LITE_TOKEN"
@@ -130,13 +130,14 @@ def environment() -> tuple[str, str]:
     if not lighthouse:
         raise ReplicaError(
             f"fault_tolerance.enable is true, and {LIGHTHOUSE} is not set: it names the "
-            "lighthouse, such as http://10.0.0.1:29510. scripts.launch starts one and sets it."
+            "lighthouse, such as http://10.0.0.1:29510. `torchtitan-lite launch` starts one."
         )
     if len(token) < _FEWEST_TOKEN_CHARS:
         raise ReplicaError(
             f"fault_tolerance.enable is true, and {TOKEN} has {len(token)} characters of at least "
-            f"{_FEWEST_TOKEN_CHARS}: it is a secret that all replicas share. scripts.launch draws "
-            "one; elsewhere set it to the output of `openssl rand -hex 16`."
+            f"{_FEWEST_TOKEN_CHARS}: it is a secret that all replicas share. "
+            "`torchtitan-lite launch` draws one; elsewhere set it to the output of "
+            "`openssl rand -hex 16`."
         )
     return lighthouse, token
 

@@ -20,9 +20,9 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.alike import check_alike, id_of
-from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.descriptors import check_descriptors
 from torchtitan_lite.replica.guard import Floor
+from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 _CALL_AGAIN_S = 2.0
 """After which a call to the lighthouse that has failed is made again. A lighthouse that was started
@@ -95,7 +95,7 @@ class QuorumManager(Manager):
                 if time.monotonic() >= deadline:
                     raise ReplicaError(
                         f"Nobody answers at TORCHFT_LIGHTHOUSE = {lighthouse}: {error} Start the "
-                        "lighthouse (scripts.launch does), or mend the address."
+                        "lighthouse (`torchtitan-lite launch` does), or mend the address."
                     ) from None
                 time.sleep(_RETRY_S)
         self.register_state_dict_fn("state", lambda given: None, lambda: None)

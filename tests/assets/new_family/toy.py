@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan_lite.models import ModelConfig, flavor_dims
+from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import Attention, AttentionMask, Backend, BlockContext
 from torchtitan_lite.nn.decoder import OutputProjection
 from torchtitan_lite.nn.rope import RotaryEmbedding
+from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.spec import InitRule, ModelCost, ModelSpec, ShardRule, TokenLoss
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.anomalies import Action, AnomaliesConfig, History, Judge
+from torchtitan_lite.anomalies import Action, History, Judge
 from torchtitan_lite.anomalies.spikes import deviations_above
+from torchtitan_lite.schema.anomalies import AnomaliesConfig
 
 
 def _judge(max_skipped_steps: int = 10, **settings: Any) -> Judge:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_lite.checkpoint.config import CheckpointConfig
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.manifest import Manifest, read_manifest
 from torchtitan_lite.checkpoint.memory.folder import free, runs
@@ -18,7 +17,10 @@ from torchtitan_lite.checkpoint.memory.lock import RankLock
 from torchtitan_lite.checkpoint.storage.storage import open_storage
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.log import logger
-from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
+from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.schema.checkpoint import CheckpointConfig
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
 class SmallState:

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_lite.config import Config, check_against, check_pipeline, load_config
+from torchtitan_lite.config import Config, load_config
+from torchtitan_lite.config.constraints import check_against, check_pipeline
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.section import Section
+from torchtitan_lite.schema.section import Section
 
 
 @pytest.fixture
@@ -299,8 +300,10 @@ def test_float8_is_refused_where_tensor_parallelism_cuts(config) -> None:
 
 
 def test_float8_without_torchao_is_refused(config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "Install it with: pip install torchao." in refusal(config(*FLOAT8))
+    monkeypatch.setattr("torchtitan_lite.extras.find_spec", lambda name: None)
+    assert "Run pip install torchao, or install torchtitan_lite with the extra" in refusal(
+        config(*FLOAT8)
+    )
 
 
 def test_microbatches_that_a_schedule_cannot_run_are_refused_with_the_nearest_batch(config) -> None:

@@ -13,9 +13,11 @@ import torch
 from tests.job import Outcome, run_job
 from tests.pool import WorkerPool
 from tests.unit.data.chat_templates import CHAT, CHATML, write_tokenizer
-from torchtitan_lite.data import CorpusConfig, OpenedData, ValidationConfig
+from torchtitan_lite.data import OpenedData
 from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.schema.data import CorpusConfig
+from torchtitan_lite.schema.validation import ValidationConfig
 from torchtitan_lite.spec import IGNORE
 
 TEXTS = CHAT.parent / "fixture.jsonl"

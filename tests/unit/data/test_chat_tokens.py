@@ -18,13 +18,13 @@ from tests.unit.data.chat_templates import (
     chat_messages,
     write_tokenizer,
 )
-from torchtitan_lite.data import CorpusConfig
 from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, TemplateRefusal, find_template
 from torchtitan_lite.data.chat_tokens import ConversationTokens, tokenise_conversations
 from torchtitan_lite.data.conversations import Conversation, Unusable
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.schema.data import CorpusConfig
 
 Messages = list[dict[str, Any]]
 TOOLS: Messages = [

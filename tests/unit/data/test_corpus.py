@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.data import CorpusConfig
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.schema.data import CorpusConfig
 
 DOCUMENTS = ["first document", "second\nwith lines\n", "third ✓"]
 

@@ -3,8 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
-from torchtitan_lite.data import CorpusConfig, DataConfig, ValidationConfig
-from torchtitan_lite.section import field_texts
+from torchtitan_lite.schema.data import CorpusConfig, DataConfig
+from torchtitan_lite.schema.section import field_texts
+from torchtitan_lite.schema.validation import ValidationConfig
 
 
 def test_corpora_take_the_place_of_the_keys_beside_them() -> None:

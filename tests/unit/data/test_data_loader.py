@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_lite.data import CorpusConfig, OpenedData, ValidationConfig, share_of_step
+from torchtitan_lite.data import OpenedData, share_of_step
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.schema.data import CorpusConfig
+from torchtitan_lite.schema.validation import ValidationConfig
 from torchtitan_lite.spec import IGNORE, Microbatch
 
 FIXTURE = Path(__file__).parents[2] / "assets" / "fixture.jsonl"

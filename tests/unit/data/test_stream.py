@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtitan_lite.data import CorpusConfig
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.packing import PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
 from torchtitan_lite.data.token_cache import tokenise
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.schema.data import CorpusConfig
 
 SEQ_LEN = 23
 

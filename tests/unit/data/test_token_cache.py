@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtitan_lite.data import CorpusConfig
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.token_cache import TokenisedCorpus, open_token_cache
 from torchtitan_lite.data.tokenizer import load_tokenizer, open_tokenizer
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.schema.data import CorpusConfig
 
 FIXTURE = Path(__file__).parents[2] / "assets" / "fixture.jsonl"
 

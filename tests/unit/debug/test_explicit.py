@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.pool import WorkerPool
-from torchtitan_lite.config import Config, check_against
+from torchtitan_lite.config import Config
+from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.debug import explicit_redistribution
 from torchtitan_lite.errors import ConfigError, RedistributionError
 

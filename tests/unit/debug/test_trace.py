@@ -11,7 +11,8 @@ import pytest
 from tests.job import MANY_EXPERTS, ODD_DIMS, Outcome, run_job
 from tests.parity.meshes import CP, FSDP, MESHES, TP
 from tests.pool import WorkerPool
-from torchtitan_lite.config import Config, check_against
+from torchtitan_lite.config import Config
+from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.debug import traced_step
 from torchtitan_lite.debug.table import fold
 from torchtitan_lite.errors import ConfigError

@@ -14,10 +14,12 @@ from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.inference import BatchGenerator, Prompt, Sampling, generation
 from torchtitan_lite.inference.kv_cache import KeyValueCache
-from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
+from torchtitan_lite.mesh import Mesh, start_mesh
 from torchtitan_lite.models import llama3, qwen3
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import ModelSpec
 
 GREEDY = Sampling(temperature=0.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.launch import main
+from torchtitan_lite.cli import main
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.arguments import dump_folder
 from torchtitan_lite.launcher.log_lines import LineFilter, last_lines, without_numbers
@@ -49,7 +49,6 @@ def test_arguments_that_cannot_be_launched(arguments: list[str], told: str) -> N
 def test_plan(config: str) -> None:
     plan = training_plan(
         ["--config", config, "--training.steps=3"],
-        train=Path("train.py"),
         num_replicas=2,
         ranks=[4],
         slots_file=None,
@@ -65,8 +64,9 @@ def test_plan(config: str) -> None:
     command = " ".join(plan.group_command(1, 4))
     assert "--nproc-per-node=4 --max-restarts=0" in command
     assert command.endswith(
-        f"train.py --config {config} --training.steps=3 --fault_tolerance.enable true "
-        "--fault_tolerance.replica_id 1 --fault_tolerance.group_size 2"
+        f"-m torchtitan_lite train --config {config} --training.steps=3 "
+        "--fault_tolerance.enable true --fault_tolerance.replica_id 1 "
+        "--fault_tolerance.group_size 2"
     )
     options = "--bind a:1 --min-replicas 2 --join-timeout-ms 2000"
     assert " ".join(plan.lighthouse_command("a:1")).endswith(options)
@@ -127,7 +127,7 @@ def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str]) ->
         "end the command with -- --config": ["--replicas=2"],
     }
     for told, arguments in wrong.items():
-        assert main(arguments) == 2
+        assert main(["launch", *arguments]) == 2
         said = capsys.readouterr().err
         assert told in said and len(said.splitlines()) == 1
 

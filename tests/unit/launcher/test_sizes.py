@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.launch import main
 from tests.launch import SMALL
+from torchtitan_lite.cli import main
 from torchtitan_lite.config import load_config
 from torchtitan_lite.config.other_ranks import check_other_ranks
 from torchtitan_lite.errors import ConfigError
@@ -129,8 +129,12 @@ def test_the_launcher_refuses_it_before_it_starts_anything(
 ) -> None:
     own = ["--replicas=1", "--nproc-per-replica=1:2", f"--slots-file={tmp_path / 'slots'}"]
     arguments = [*SMALL, "--training.global_batch_size=-1", f"--job.dump_folder={tmp_path / 'run'}"]
-    assert main([*own, "--", *arguments]) == 2
+    assert main(["launch", *own, "--", *arguments]) == 2
     assert "global_batch_size = -1 follows the mesh" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert main(["--replicas=1", "--slots-file=x", "--", *arguments]) == 2
-    assert "--slots-file changes nothing" in capsys.readouterr().err
+    typo = [*SMALL, "--trainning.steps=3", f"--job.dump_folder={tmp_path / 'run'}"]
+    assert main(["launch", "--replicas=1", "--", *typo]) == 2
+    assert "Did you mean [training]?" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(["launch", "--replicas=1", "--slots-file=x", "--", *arguments]) == 2
+    assert "--slots-file has no effect" in capsys.readouterr().err

@@ -1,8 +1,9 @@
 import pytest
 from pydantic import ValidationError
 
-from torchtitan_lite.metrics import MetricsConfig, ProfilingConfig
-from torchtitan_lite.section import field_texts
+from torchtitan_lite.schema.metrics import MetricsConfig
+from torchtitan_lite.schema.profiling import ProfilingConfig
+from torchtitan_lite.schema.section import field_texts
 
 
 def test_a_cycle_that_does_not_fit_shows_its_numbers():

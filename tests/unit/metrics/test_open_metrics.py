@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from torchtitan_lite.metrics import Event, MetricsConfig, open_metrics
+from torchtitan_lite.metrics import Event, open_metrics
+from torchtitan_lite.schema.metrics import MetricsConfig
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.metrics import ProfilingConfig, StepProfiler
+from torchtitan_lite.metrics import StepProfiler
+from torchtitan_lite.schema.profiling import ProfilingConfig
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@ from importlib.util import find_spec
 import pytest
 
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.metrics import MetricsConfig, open_metrics
+from torchtitan_lite.metrics import open_metrics
+from torchtitan_lite.schema.metrics import MetricsConfig
 
 pytestmark = pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
 
@@ -26,7 +27,7 @@ def test_a_missing_package_is_one_clear_error_on_every_rank(tmp_path, rank):
 def test_a_folder_named_wandb_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    from torchtitan_lite.metrics.wandb import require_wandb
+    from torchtitan_lite.extras import require
 
     with pytest.raises(UserError, match="not installed"):
-        require_wandb()
+        require("wandb", "metrics.enable_wandb = true")

@@ -15,15 +15,10 @@ from tests.tolerances import PRETRAINED_GRADIENTS, PRETRAINED_LOGITS
 from torchtitan_lite.config import load_config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.models import (
-    ModelConfig,
-    families,
-    hugging_face_dims,
-    model_spec,
-    read_hugging_face_config,
-)
+from torchtitan_lite.models import families, hugging_face_dims, model_spec, read_hugging_face_config
 from torchtitan_lite.models.qwen3 import FLAVORS, spec_of
 from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.schema.model import ModelConfig
 
 _ATTENTION = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
 _NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}

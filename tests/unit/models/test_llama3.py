@@ -14,10 +14,11 @@ from tests.tolerances import COUNTED_FLOPS
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples, tiny_spec, tiny_targets
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.models import ModelConfig, families, llama3, model_spec
+from torchtitan_lite.models import families, llama3, model_spec
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.dropout import KeyedDropout
 from torchtitan_lite.nn.initialize import initialize
+from torchtitan_lite.schema.model import ModelConfig
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,12 @@ from tests.unit.models.tiny import QWEN3_EXPERTS as SPARSE
 from tests.unit.models.tiny import tiny_samples, tiny_targets
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.models import ModelConfig, model_spec, qwen3
+from torchtitan_lite.models import model_spec, qwen3
 from torchtitan_lite.models.qwen3 import Qwen3Dims
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.moe import MoE, MoEDims
+from torchtitan_lite.schema.model import ModelConfig
 
 BOTH = pytest.mark.parametrize("dims", [DENSE, SPARSE], ids=["dense", "experts"])
 

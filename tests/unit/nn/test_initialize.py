@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.tolerances import GOLDEN_DIGEST
-from torchtitan_lite.models import ModelConfig, model_spec
+from torchtitan_lite.models import model_spec
 from torchtitan_lite.nn import initialize as module
 from torchtitan_lite.nn.initialize import draw_box, initialize
 from torchtitan_lite.redistribute import Box
+from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.spec import InitRule
 
 _RULE = InitRule(pattern="*", kind="normal", std=0.5, cutoff_stds=2.0)

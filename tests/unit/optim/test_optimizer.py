@@ -14,14 +14,14 @@ from torchtitan_lite.device import detect_device
 from torchtitan_lite.log import logger
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.optim import (
-    LRSchedulerConfig,
-    OptimizerConfig,
     build_optimizer,
     build_schedule,
     local_gradients,
     scale_,
     square_norm,
 )
+from torchtitan_lite.schema.lr_scheduler import LRSchedulerConfig
+from torchtitan_lite.schema.optimizer import OptimizerConfig
 
 _SHAPES = {
     "linear": lambda p: 1 - p,

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import CommConfig, Mesh, ParallelismConfig, start_mesh
+from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
 @pytest.fixture

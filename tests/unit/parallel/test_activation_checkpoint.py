@@ -13,7 +13,7 @@ from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples, tiny_spec, 
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.parallel import activation_checkpoint
-from torchtitan_lite.parallel.config import ActivationCheckpointConfig
+from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
 
 _MODES = {
     "none": {"mode": "none"},

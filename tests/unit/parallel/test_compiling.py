@@ -6,7 +6,8 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples, tiny_spec
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.parallel import CompileConfig, compiling
+from torchtitan_lite.parallel import compiling
+from torchtitan_lite.schema.compile import CompileConfig
 
 
 @pytest.mark.parametrize(

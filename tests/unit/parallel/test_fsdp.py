@@ -14,9 +14,11 @@ from tests.tolerances import CHUNKED_LOSS_BFLOAT16
 from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
 from torchtitan_lite.device import Device, detect_device
 from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.mesh import Mesh, ParallelismConfig
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.decoder import Decoder
-from torchtitan_lite.parallel import PrecisionConfig, fsdp
+from torchtitan_lite.parallel import fsdp
+from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.schema.training import PrecisionConfig
 
 _MIXED = PrecisionConfig(mixed_precision_param="bfloat16")
 

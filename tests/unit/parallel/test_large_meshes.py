@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Mesh, ParallelismConfig, resolve_degrees
-from torchtitan_lite.models import ModelConfig, model_spec
-from torchtitan_lite.parallel import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    PrecisionConfig,
-    parallelize,
-)
+from torchtitan_lite.mesh import Mesh, resolve_degrees
+from torchtitan_lite.models import model_spec
+from torchtitan_lite.parallel import parallelize
 from torchtitan_lite.parallel.stages import keep_only, plan_stages
 from torchtitan_lite.redistribute import HolderMesh, Layout, local_box
+from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan_lite.schema.compile import CompileConfig
+from torchtitan_lite.schema.model import ModelConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.schema.training import PrecisionConfig
 
 CASES = {
     "70B on 256": (256, "llama3", "70B", {"tensor_parallel_degree": 8}),

@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
-from torchtitan_lite.mesh import Degrees, Mesh, ParallelismConfig
+from torchtitan_lite.mesh import Degrees, Mesh
 from torchtitan_lite.nn.moe import MoEDims, Router
 from torchtitan_lite.parallel.router_balance import RouterBalance, routers_of
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 NAMES = ["first", "elsewhere", "last"]
 

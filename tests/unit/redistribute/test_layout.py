@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, zeros
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import CommConfig, ParallelismConfig, start_mesh
+from torchtitan_lite.mesh import start_mesh
 from torchtitan_lite.redistribute import Box, HolderMesh, Layout, is_first_holder, local_box
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 _PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
 

@@ -12,10 +12,10 @@ from tests.waiting import until
 from torchtitan_lite.lighthouse.client import status, tell_left
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.lighthouse.server import LighthouseService
-from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.guard import Floor
 from torchtitan_lite.replica.healing import HealingTransport
 from torchtitan_lite.replica.torchft_manager import QuorumManager
+from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 _HOST = "127.0.0.1"
 _TOKEN = "a secret of all replicas"

@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.replica.averaging import Averaging, fragments_of
-from torchtitan_lite.replica.config import FaultToleranceConfig
+from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 
 class _Done:

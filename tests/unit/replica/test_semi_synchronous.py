@@ -11,11 +11,11 @@ from torch import nn
 from tests.unit.replica.test_healing import Run
 from torchtitan_lite.phases import Phases
 from torchtitan_lite.replica.averaging import Averaging
-from torchtitan_lite.replica.config import FaultToleranceConfig
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.replica.guard import Floor
 from torchtitan_lite.replica.participation import Share
 from torchtitan_lite.replica.semi_synchronous import SemiSynchronousReplicas
+from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 _FURTHEST = 40
 

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from scripts import convert_from_hf, convert_to_hf
 from tests.hugging_face import FAMILIES, make_folder, make_model, tensors_of, tokens
 from tests.writer_faults import DyingFiles
 from torchtitan_lite.checkpoint.hugging_face import to_hf
@@ -28,25 +27,22 @@ from torchtitan_lite.checkpoint.storage.storage import open_storage, split_stora
 from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
 from torchtitan_lite.checkpoint.verify import verify
 from torchtitan_lite.checkpoint.whole import whole
+from torchtitan_lite.cli import main
 from torchtitan_lite.config import recorded_config
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.models import (
-    ModelConfig,
-    hugging_face_dims,
-    model_spec,
-    read_hugging_face_config,
-)
+from torchtitan_lite.models import hugging_face_dims, model_spec, read_hugging_face_config
+from torchtitan_lite.schema.model import ModelConfig
 
 Convert = Callable[[list[str]], int]
 
 
 def there(folder: Path, out: Path, *options: str) -> Path:
-    assert convert_from_hf.main([str(folder), str(out), *options]) == 0
+    assert main(["convert", "from-hf", str(folder), str(out), *options]) == 0
     return out / "step-0"
 
 
 def back(checkpoint: Path, out: Path, *options: str) -> Path:
-    assert convert_to_hf.main([str(checkpoint), str(out), *options]) == 0
+    assert main(["convert", "to-hf", str(checkpoint), str(out), *options]) == 0
     return out
 
 
@@ -235,9 +231,9 @@ def test_another_conversion_does_not_go_on_with_what_is_there(tmp_path: Path) ->
 def test_what_is_there_already_is_not_written_over(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
     checkpoint = there(folder, tmp_path / "ours")
-    assert convert_from_hf.main([str(folder), str(tmp_path / "ours")]) == 1
-    assert convert_to_hf.main([str(checkpoint), str(folder)]) == 1
-    assert convert_from_hf.main([str(tmp_path), str(tmp_path / "other")]) == 1
+    assert main(["convert", "from-hf", str(folder), str(tmp_path / "ours")]) == 1
+    assert main(["convert", "to-hf", str(checkpoint), str(folder)]) == 1
+    assert main(["convert", "from-hf", str(tmp_path), str(tmp_path / "other")]) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
 
 
@@ -246,7 +242,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(
 ) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    assert convert_from_hf.main([str(folder), str(tmp_path / "ours")]) == 1
+    assert main(["convert", "from-hf", str(folder), str(tmp_path / "ours")]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -299,7 +295,7 @@ def test_numbers_that_float16_cannot_hold_are_refused(
     tensors[name].view(-1)[3] = 1e5
     save_file(tensors, shard, metadata={"format": "pt"})
     arguments = [str(folder), str(tmp_path / "ours"), "--dtype", "fp16"]
-    assert convert_from_hf.main(arguments) == 1
+    assert main(["convert", "from-hf", *arguments]) == 1
     assert "has numbers that float16 cannot hold" in capsys.readouterr().err
     assert os.listdir(tmp_path / "ours") == []
 
@@ -323,6 +319,5 @@ def test_urls_are_refused_where_folders_are_needed(
     arguments = [str(tmp_path), "s3://bucket/out"]
     if option == "assets":
         arguments = [str(tmp_path), str(tmp_path / "out"), "--assets", "s3://bucket/assets"]
-    with pytest.raises(SystemExit):
-        convert_to_hf.main(arguments)
-    assert "is a URL, and a folder of this machine is needed" in capsys.readouterr().err
+    assert main(["convert", "to-hf", *arguments]) == 2
+    assert "is a URL; a folder on this machine is needed" in capsys.readouterr().err

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scripts import convert_from_hf
 from tests.hugging_face import make_folder, our_model
 from torchtitan_lite.checkpoint.hugging_face import snapshot
 from torchtitan_lite.checkpoint.hugging_face.folder import INDEX, is_hugging_face
@@ -18,8 +17,9 @@ from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.opening import open_snapshot
 from torchtitan_lite.checkpoint.storage.storage import split_storage
 from torchtitan_lite.checkpoint.whole import whole
+from torchtitan_lite.cli import main
 from torchtitan_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, UserError
-from torchtitan_lite.models import ModelConfig, model_spec
+from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +162,11 @@ def test_all_that_does_not_fit_is_listed(folder: Path) -> None:
 def test_quantised_folders_are_refused_by_every_way_in(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    spec = model_spec(ModelConfig(flavor="hf", hf_assets_path=str(folder)))
+    spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
     edit(folder / "config.json", lambda v: v.update(quantization_config={"quant_method": "fp8"}))
     with pytest.raises(ConfigError, match=r"quantised \(fp8\).*dequantize\(\)"):
         open_snapshot(*split_storage(str(folder)), spec)
-    assert convert_from_hf.main([str(folder), str(tmp_path / "out")]) == 1
+    assert main(["convert", "from-hf", str(folder), str(tmp_path / "out")]) == 1
     assert "dequantize()" in capsys.readouterr().err
 
 
@@ -187,7 +187,7 @@ def test_pickles_are_refused_with_a_way_out(tmp_path: Path) -> None:
 def test_another_model_than_the_folder_holds_is_refused(
     change: dict[str, Any], told: str, folder: Path
 ) -> None:
-    spec = model_spec(ModelConfig(flavor="hf", hf_assets_path=str(folder)))
+    spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
     edit(folder / "config.json", lambda values: values.update(change))
     with pytest.raises(UserError) as caught:
         open_snapshot(*split_storage(str(folder)), spec)
@@ -201,7 +201,7 @@ def test_blocks_make_up_every_parameter(
 ) -> None:
     monkeypatch.setattr(snapshot, "_SMALL_BYTES", 0)
     folder = make_folder(tmp_path / "hf", family)
-    spec = model_spec(ModelConfig(flavor="hf", hf_assets_path=str(folder)))
+    spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
     one = HuggingFaceSnapshot(*split_storage(str(folder)), spec)
     cut = HuggingFaceSnapshot(*split_storage(str(folder)), spec, num_blocks=num_blocks)
     for name, placed in cut.tensors.items():

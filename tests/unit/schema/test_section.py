@@ -5,7 +5,7 @@ from typing import Annotated
 import pytest
 from pydantic import ValidationError
 
-from torchtitan_lite.section import (
+from torchtitan_lite.schema.section import (
     Section,
     above,
     at_least,

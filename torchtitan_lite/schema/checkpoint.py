@@ -1,8 +1,8 @@
-"""The [checkpoint] section. Layer: imports section only."""
+"""The [checkpoint] table."""
 
 from typing import Annotated, Literal
 
-from torchtitan_lite.section import Section, above, at_least, only
+from torchtitan_lite.schema.section import Section, above, at_least, only
 
 
 class CheckpointConfig(Section):

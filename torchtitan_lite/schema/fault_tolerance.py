@@ -1,8 +1,8 @@
-"""The [fault_tolerance] section. Layer: imports section only."""
+"""The [fault_tolerance] table."""
 
 from typing import Annotated, Literal
 
-from torchtitan_lite.section import Section, above, at_least, at_most
+from torchtitan_lite.schema.section import Section, above, at_least, at_most
 
 
 class FaultToleranceConfig(Section):
@@ -11,7 +11,7 @@ class FaultToleranceConfig(Section):
     enable: bool = False
     """Train with other replicas, which may die and return. The environment variable
     TORCHFT_LIGHTHOUSE names the lighthouse by which they find each other, and
-    TORCHTITAN_LITE_TOKEN is a secret that all of them share; `scripts.launch` sets both."""
+    TORCHTITAN_LITE_TOKEN is a secret that all of them share; `torchtitan-lite launch` sets both."""
     process_group: Literal["gloo", "nccl"] = "gloo"
     """Backend between replicas."""
     process_group_timeout_ms: Annotated[int, at_least(1)] = 60000
@@ -33,8 +33,8 @@ class FaultToleranceConfig(Section):
     hang_timeout_s: Annotated[float, at_least(0)] = 600
     """Seconds without progress after which a process of a replica writes the stacks of all its
     threads and ends, to be started again; waiting for other replicas it has three times as long.
-    `scripts.launch` also finds one that is stopped altogether. Longer than the longest step.
-    0: it may hang."""
+    `torchtitan-lite launch` also finds one that is stopped altogether. Longer than the longest
+    step. 0: it may hang."""
     replay_check: bool = False
     """Compute a step that is not finite or spikes again before `[anomalies]` applies. Where a rank
     comes to something else its machine is at fault: it is named, and its replica ends (without

@@ -1,8 +1,8 @@
-"""The `[anomalies]` section. Layer: above section."""
+"""The [anomalies] table."""
 
 from typing import Annotated, Literal
 
-from torchtitan_lite.section import Section, above, at_least
+from torchtitan_lite.schema.section import Section, above, at_least
 
 
 class AnomaliesConfig(Section):

@@ -1,0 +1,82 @@
+"""`torchtitan-lite train --nproc N` as a user calls it: real processes, real signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch import REPOSITORY, SMALL
+from tests.waiting import until
+
+
+def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torchtitan_lite", "train", *arguments],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def has_stepped(folder: Path) -> bool:
+    path = folder / "metrics.jsonl"
+    return path.exists() and '"loss"' in path.read_text()
+
+
+def run_without_end(folder: Path) -> list[str]:
+    steps = ["--training.steps=100000", "--checkpoint.enable=true"]
+    return [*SMALL, *steps, f"--job.dump_folder={folder}"]
+
+
+def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
+    log, folder = tmp_path / "log", tmp_path / "run"
+    process = start("--nproc=3", *SMALL, f"--job.dump_folder={folder}", log=log)
+    assert process.wait(120) == 1
+    assert len(log.read_text().splitlines()) == 1
+    assert "but there are 3 processes" in log.read_text() or "global_batch_size" in log.read_text()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_ctrl_c_saves_and_exits_with_0(nproc: int, tmp_path: Path) -> None:
+    log, folder = tmp_path / "log", tmp_path / "run"
+    process = start(f"--nproc={nproc}", *run_without_end(folder), log=log)
+    until(lambda: has_stepped(folder), log)
+    # A terminal sends SIGINT to the foreground process group: ranks are in sessions of their own.
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 0, log.read_text()
+    said = log.read_text()
+    assert "Traceback" not in said and "SIGINT received" in said
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = max(record["step"] for record in steps)
+    assert (folder / "checkpoint" / f"step-{last}").is_dir()
+
+
+def test_a_killed_rank_is_one_line_and_a_status(tmp_path: Path) -> None:
+    log, folder = tmp_path / "log", tmp_path / "run"
+    process = start("--nproc=2", *run_without_end(folder), log=log)
+    until(lambda: has_stepped(folder), log)
+    ranks = psutil.Process(process.pid).children()
+    os.kill(ranks[-1].pid, signal.SIGKILL)
+    assert process.wait(120) == 1
+    assert "was killed by SIGKILL." in log.read_text()
+
+
+def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
+    log, folder = tmp_path / "log", tmp_path / "run"
+    process = start("--nproc=2", *run_without_end(folder), log=log)
+    until(lambda: has_stepped(folder), log)
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == 2
+    process.kill()
+    process.wait(60)
+    gone, alive = psutil.wait_procs(ranks, timeout=60)
+    assert len(gone) == 2 and not alive

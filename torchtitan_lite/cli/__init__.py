@@ -1,0 +1,63 @@
+"""The command `torchtitan-lite`: one function per command, and one parser for all.
+
+`parsers.py` defines the options; the module of a command is imported once its options are known to
+be right. Layer: the top.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from torchtitan_lite import __version__
+from torchtitan_lite.cli.parsers import parser
+
+_INTERRUPTED = 130
+"""Exit status of a process that SIGINT ends, as a shell reports it."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command that `argv` asks for. Returns the exit status."""
+    try:
+        if list(argv[:1]) == ["train"]:
+            # Every argument but one belongs to the configuration.
+            from torchtitan_lite.cli.train import train
+
+            return train(argv[1:])
+        return _run_parsed(argv)
+    except SystemExit as left:
+        # argparse ends so after --help (0) and for a wrong command line (2).
+        return left.code if isinstance(left.code, int) else 0
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _run_parsed(argv: Sequence[str]) -> int:
+    own, rest = list(argv), None
+    if "--" in own and own[0] == "launch":
+        place = own.index("--")
+        own, rest = own[:place], own[place + 1 :]
+    top = parser()
+    options, others = top.parse_known_args(own)
+    if options.version:
+        print(versions())
+        return 0
+    if options.command is None:
+        top.print_help(sys.stderr)
+        return 2
+    if others and not options.passes_on:
+        options.parser.error(f"unrecognized arguments: {' '.join(others)}")
+    function = getattr(import_module(options.module), options.function)
+    return function(options, others if rest is None else rest)
+
+
+def versions() -> str:
+    """This package, Python and the libraries that decide what a run computes, in one line."""
+    found = [f"torchtitan_lite {__version__}", f"Python {sys.version.split()[0]}"]
+    for name in ("torch", "torchft"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return ", ".join(found)

@@ -1,0 +1,158 @@
+"""`torchtitan-lite convert from-hf` and `to-hf`. Layer: below cli."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from torchtitan_lite.checkpoint.foreign import refuse_foreign
+from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face, read_config
+from torchtitan_lite.checkpoint.hugging_face.from_hf import BLOCK_BYTES, FromHuggingFace
+from torchtitan_lite.checkpoint.hugging_face.room import check_room
+from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
+from torchtitan_lite.checkpoint.hugging_face.to_hf import ToHuggingFace
+from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
+from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
+from torchtitan_lite.cli.parsers import local_path
+from torchtitan_lite.config import Config, recorded_config
+from torchtitan_lite.data.tokenizer import special_ids
+from torchtitan_lite.errors import CheckpointError, DataError, UserError
+from torchtitan_lite.inference.weights import Weights, find_tokenizer
+from torchtitan_lite.log import configure_logging, logger
+from torchtitan_lite.models import hugging_face_model, model_spec
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_INTERRUPTED = 130
+"""Exit status of a process that SIGINT ends, as a shell reports it."""
+
+
+def from_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """Make a checkpoint from a Hugging Face folder. Returns the exit status."""
+    configure_logging()
+    try:
+        conversion = _prepare(options)
+        if conversion.assets is not None:
+            check_room(conversion.assets, conversion.num_bytes_left)
+        _run_with_bar(
+            conversion.num_bytes,
+            lambda written: conversion.run(num_workers=options.workers, written=written),
+        )
+    except (UserError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    print(f"{conversion.where}: {len(conversion.source.tensors)} tensors, weights only.")
+    return 0
+
+
+def _prepare(options: argparse.Namespace) -> FromHuggingFace:
+    folder = options.hf_dir
+    storage, name = split_storage(str(folder))
+    if not is_hugging_face(storage, name):
+        raise CheckpointError(
+            f"{folder} is not a Hugging Face folder: it has neither model.safetensors nor "
+            "model.safetensors.index.json."
+        )
+    # An object store has no place for what is read from a folder.
+    assets = None if "://" in options.out_dir else local_path(options.out_dir) / "assets"
+    model = hugging_face_model(read_config(storage, name), str(assets or folder))
+    return FromHuggingFace(
+        source=HuggingFaceSnapshot(storage, name, model_spec(model), block_bytes=BLOCK_BYTES),
+        storage=open_storage(options.out_dir),
+        dtype=_dtype(options),
+        run_config=Config(model=model).model_dump(),
+        assets=assets,
+    )
+
+
+def to_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """Make a Hugging Face folder from a checkpoint. Returns the exit status."""
+    configure_logging()
+    try:
+        storage, name = split_storage(options.checkpoint)
+        refuse_foreign(storage, name)
+        source = StoredSnapshot(storage, name)
+        config = recorded_config(source.manifest.config, source.where)
+        spec = model_spec(config.model)
+        weights = Weights(snapshot=source, spec=spec, config=config)
+        assets = options.assets or _tokenizer_folder(weights)
+        conversion = ToHuggingFace(
+            source,
+            options.out_dir,
+            spec,
+            dtype=_dtype(options),
+            max_shard_bytes=options.max_shard_size,
+            assets=assets,
+            special_ids=special_ids(assets),
+            drop_expert_bias=options.drop_expert_bias,
+        )
+        check_room(options.out_dir, conversion.num_bytes_left)
+        copied = _run_with_bar(
+            conversion.num_bytes,
+            lambda written: conversion.run(num_workers=options.workers, written=written),
+        )
+    except (UserError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    if "tokenizer.json" not in copied and "tokenizer.model" not in copied:
+        logger.warning(
+            "There is no tokenizer in %s. Add its files, or export again with --assets DIR.",
+            options.out_dir,
+        )
+    print(f"{options.out_dir}: {conversion.num_bytes / 1e6:.1f} MB of weights.")
+    return 0
+
+
+def _tokenizer_folder(weights: Weights) -> Path | None:
+    """The folder of the tokenizer that the weights were trained with, where it is in reach."""
+    given = weights.config.model.hf_assets_path
+    if given is not None and Path(given).expanduser().is_dir():
+        return Path(given).expanduser()
+    try:
+        return find_tokenizer(weights, None).folder
+    except DataError as error:
+        logger.warning("%s", error)
+        return None
+
+
+def _dtype(options: argparse.Namespace) -> torch.dtype | None:
+    return _DTYPES[options.dtype] if options.dtype else None
+
+
+def _run_with_bar(num_bytes: int, run: Callable[[Callable[[int], None]], Any]) -> Any:
+    """Run a conversion, which reports the bytes it has written. An interrupt ends the program and
+    says how to continue."""
+    columns = (
+        TextColumn("{task.description}"),
+        *(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()),
+    )
+    with _sigterm_interrupts(), Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("writing", total=num_bytes)
+        try:
+            return run(lambda count: bar.advance(task, count))
+        except KeyboardInterrupt:
+            print("Interrupted. The same command continues from here.", file=sys.stderr)
+            sys.exit(_INTERRUPTED)
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Treat SIGTERM, with which batch systems end jobs, as Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,174 @@
+"""`torchtitan-lite evaluate`. Layer: below cli."""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.build import build_model
+from torchtitan_lite.checkpoint.loader import load
+from torchtitan_lite.config import Config, config_from
+from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.data import open_validation
+from torchtitan_lite.data.tokenizer import TokenizerFiles
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite.inference import Weights, everywhere, open_weights, tokenizer_of
+from torchtitan_lite.log import configure_logging, log_once
+from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.mesh import Mesh, resolve_degrees, start_mesh
+from torchtitan_lite.models import model_spec
+from torchtitan_lite.parallel import build_schedule
+from torchtitan_lite.parallel.fsdp import compute_dtype_of
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.data import DataConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.train_state import model_tensors
+from torchtitan_lite.validation import HeldOutLoss, validate
+
+_KEYS = {
+    "dataset": ("validation.dataset",),
+    "dataset_path": ("validation.dataset_path",),
+    "dataset_config": ("validation.dataset_config",),
+    "dataset_split": ("validation.dataset_split",),
+    "text_column": ("validation.text_column",),
+    "seq_len": ("validation.seq_len", "training.seq_len"),
+    "batch_size": ("validation.local_batch_size",),
+    "steps": ("validation.steps",),
+    "dtype": ("training.dtype", "training.mixed_precision_param"),
+    "device": ("job.device",),
+}
+"""Option -> the keys that it sets."""
+_DATA = ("dataset", "dataset_path")
+_OF_TRAINING = ("dtype", "mixed_precision_param", "cache_folder", "seq_len")
+"""Keys of the run's [training] that hold for any data."""
+
+
+def run(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """Evaluate as `options` ask, with overrides `others`. Returns the exit status."""
+    configure_logging()
+    try:
+        with start_mesh(ParallelismConfig(), CommConfig(), detect_device(options.device)) as mesh:
+            record = evaluate(options, others, mesh)
+            if mesh.is_leader:
+                _print(record, options.json)
+    except (UserError, OSError) as error:
+        log_once(error)
+        return 1
+    return 0
+
+
+def evaluate(options: argparse.Namespace, others: Sequence[str], world: Mesh) -> dict[str, Any]:
+    """Loss, perplexity and speed, on every rank; `others` are overrides as of `train`. Every rank
+    must call it."""
+    weights = open_weights(options.checkpoint, world)
+    config = _config(weights, options, others)
+    check_against(config, world.world_size)
+    mesh = world.seen_as(resolve_degrees(config.parallelism, world.world_size))
+    tokenizer = tokenizer_of(weights, options.tokenizer)
+    loss, seconds = _measured(weights, config, tokenizer, mesh)
+    corpus = config.validation.corpus()
+    return {
+        "checkpoint": weights.snapshot.where,
+        "data": "held-out documents" if corpus is None else corpus.dataset_path or corpus.dataset,
+        "seq_len": config.validation.seq_len or config.training.seq_len,
+        "dtype": config.training.dtype,
+        "processes": mesh.world_size,
+        "loss": loss.mean,
+        "perplexity": perplexity(loss.mean),
+        "tokens": loss.num_targets,
+        "tokens_per_second": loss.num_targets / seconds,
+    }
+
+
+def _measured(
+    weights: Weights, config: Config, tokenizer: TokenizerFiles, mesh: Mesh
+) -> tuple[HeldOutLoss, float]:
+    """The loss, and the seconds it took after the model was loaded. Every rank must call it."""
+    spec = model_spec(config.model)
+    data = everywhere(
+        lambda: open_validation(
+            config.training,
+            config.validation,
+            tokenizer,
+            vocab_size=spec.vocab_size,
+            seed=config.debug.seed or 0,
+            document_mask=spec.document_mask,
+            pin_memory=mesh.device.pin_memory,
+        )
+    )
+    (model,) = build_model(config, spec, mesh, draw=False)
+    load(weights.snapshot, model_tensors(model), {"model"}, mesh)
+    schedule = build_schedule(
+        [model],
+        spec,
+        cross_entropy(),
+        mesh,
+        config.parallelism,
+        hidden_dtype=compute_dtype_of(config.training, mesh.device),
+    )
+    begin = time.perf_counter()
+    loss = validate(model, schedule, data, mesh)
+    return loss, time.perf_counter() - begin
+
+
+def _config(weights: Weights, options: argparse.Namespace, others: Sequence[str]) -> Config:
+    """What the command line asks for, over what the run of the weights says of the model and the
+    precision, and of the data where none are asked for."""
+    run = weights.config
+    given = [
+        f"--{key}={getattr(options, option)}"
+        for option, keys in _KEYS.items()
+        if getattr(options, option) is not None
+        for key in keys
+    ]
+    tables = {
+        "model": run.model.model_dump(),
+        "training": _part_of(run.training.model_dump(), _OF_TRAINING),
+        "validation": {"enable": True},
+        "debug": {"seed": run.debug.seed},
+    }
+    if not any(f"validation.{key}" in argument for key in _DATA for argument in [*given, *others]):
+        batch = {"local_batch_size", "global_batch_size"}
+        data_keys = DataConfig.model_fields.keys() - batch
+        tables["training"] |= _part_of(run.training.model_dump(), data_keys)
+        changes = {"enable": True, "samples": 0, "steps": -1}
+        tables["validation"] = run.validation.model_dump() | changes
+        if run.validation.corpus() is None and not run.training.held_out_fraction:
+            raise ConfigError(
+                f"{weights.snapshot.where} is of a run without validation data, and none are "
+                "given. Give --dataset NAME or --dataset-path FILES."
+            )
+    config = config_from(tables, weights.snapshot.where, [*given, *others])
+    if config.parallelism.pipeline_parallel_degree > 1:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}:"
+            " a model is evaluated without a pipeline. Use data_parallel_shard_degree or "
+            "tensor_parallel_degree."
+        )
+    return config
+
+
+def _part_of(section: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if key in keys}
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss in nats; infinite where no float is as large."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _print(record: dict[str, Any], path: Path | None) -> None:
+    print(f"{record['checkpoint']} on {record['data']}, {record['seq_len']} tokens per sample")
+    print(f"loss        {record['loss']:.6f} nats per token")
+    print(f"perplexity  {record['perplexity']:.4f}")
+    print(f"tokens      {record['tokens']:,}")
+    print(f"tokens/s    {record['tokens_per_second']:,.0f}")
+    if path is not None:
+        path.write_text(json.dumps(record, indent=2) + "\n")

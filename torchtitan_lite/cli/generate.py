@@ -1,0 +1,146 @@
+"""`torchtitan-lite generate`. Layer: below cli."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from torchtitan_lite.data.tokenizer import check_vocab_size
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.generate import prompt_ids
+from torchtitan_lite.inference import (
+    BatchGenerator,
+    Prompt,
+    Sampling,
+    TextStream,
+    check_prompts,
+    open_weights,
+    serve,
+    stop_ids,
+    tokenizer_of,
+)
+from torchtitan_lite.log import configure_logging, log_once
+from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.messages import gather_texts
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
+
+
+@dataclass(frozen=True)
+class Text:
+    """A generated text."""
+
+    prompt: str
+    text: str
+    ids: list[int]
+    ended_by: str
+    """ "stop" (the end of a document) or "length"."""
+
+
+def run(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """Generate what `options` ask for. Returns the exit status."""
+    if any(other.startswith("--parallelism.") for other in others):
+        options.parser.error(
+            f"{' '.join(others)}: text is generated under tensor parallelism alone, neither under "
+            "a pipeline nor under context parallelism; give --tensor-parallel N"
+        )
+    if others:
+        options.parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if not options.prompt and options.prompt_file is None:
+        options.parser.error("no prompt: give --prompt TEXT or --prompt-file FILE")
+    configure_logging()
+    try:
+        with start_mesh(ParallelismConfig(), CommConfig(), detect_device(options.device)) as mesh:
+            texts, seconds = generate(options, mesh)
+            if mesh.is_leader:
+                _print(options, texts, seconds)
+    except (UserError, OSError) as error:
+        log_once(error)
+        return 1
+    return 0
+
+
+def generate(options: argparse.Namespace, world: Mesh) -> tuple[list[Text], float]:
+    """The text of each prompt, on every rank, and the seconds it took after the model was loaded.
+    Every rank must call it."""
+    sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
+    wanted = [prompt for prompt in _prompts(options) for _ in range(options.num_samples)]
+    weights = open_weights(options.checkpoint, world)
+    files = tokenizer_of(weights, options.tokenizer)
+    tokenizer = files.load()
+    check_vocab_size(files.folder, tokenizer.vocab_size, weights.spec.vocab_size)
+    prompts = [
+        Prompt(prompt_ids(tokenizer, text), sample=number % options.num_samples)
+        for number, text in enumerate(wanted)
+    ]
+    check_prompts(prompts, weights.spec)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    model, mesh = serve(weights, world, dtype=dtype, tensor_parallel=options.tensor_parallel)
+    generator = BatchGenerator(model, weights.spec, mesh)
+    on_token, stream = _ignore, None
+    if len(wanted) == 1 and mesh.is_leader:
+        # A single text is streamed.
+        stream = TextStream(tokenizer, sys.stdout)
+        sys.stdout.write(wanted[0])
+        on_token = _streamed(stream)
+    own = slice(mesh.batch_rank, None, mesh.degrees.batch)
+    begin = time.perf_counter()
+    found = generator.generate(
+        prompts[own],
+        max_new_tokens=options.max_new_tokens,
+        sampling=sampling,
+        stop_ids=stop_ids(weights, tokenizer),
+        heard=on_token,
+    )
+    world.barrier()
+    seconds = time.perf_counter() - begin
+    if stream is not None:
+        stream.close()
+    texts = [
+        asdict(Text(text, tokenizer.decode(one.ids), one.ids, "stop" if one.stopped else "length"))
+        for text, one in zip(wanted[own], found, strict=True)
+    ]
+    is_first = mesh.device_mesh.get_local_rank("tp") == 0
+    gathered = gather_texts(json.dumps(texts).encode() if is_first else b"")
+    copies = [json.loads(text) for text in gathered if text]
+    return [
+        Text(**copies[number % len(copies)][number // len(copies)]) for number in range(len(wanted))
+    ], seconds
+
+
+def _ignore(number: int, token: int) -> None:
+    """No text is streamed."""
+
+
+def _streamed(stream: TextStream) -> Callable[[int, int], None]:
+    return lambda number, token: stream.take(token)
+
+
+def _print(options: argparse.Namespace, texts: Sequence[Text], seconds: float) -> None:
+    """Print the texts to stdout, unless streamed, and the speed to stderr."""
+    if len(texts) > 1:
+        for number, text in enumerate(texts, start=1):
+            print(f"--- {number} of {len(texts)}\n{text.prompt}{text.text}")
+    else:
+        print(flush=True)
+    num_tokens = sum(len(text.ids) for text in texts)
+    print(
+        f"{num_tokens} tokens in {seconds:.2f} s: {num_tokens / seconds:.1f} tokens/s",
+        file=sys.stderr,
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(text) for text in texts], indent=2) + "\n")
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    prompts = list(options.prompt)
+    if options.prompt_file is not None:
+        prompts += options.prompt_file.read_text().splitlines()
+        if not prompts:
+            raise UserError(f"{options.prompt_file} is empty: one prompt per line is needed.")
+    return prompts

@@ -1,0 +1,226 @@
+"""`torchtitan-lite inspect`: checkpoints, and snapshots in shared memory. Layer: below cli."""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.checkpoint.manifest import Manifest, layouts_of, read_manifest_alone
+from torchtitan_lite.checkpoint.memory.description import BYTES_PER_ELEMENT
+from torchtitan_lite.checkpoint.memory.folder import SHARED_MEMORY, Run, free, regions_in, runs
+from torchtitan_lite.checkpoint.memory.region import Region, State
+from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
+from torchtitan_lite.checkpoint.storage.names import step_name, step_of
+from torchtitan_lite.checkpoint.storage.storage import Storage, open_storage
+from torchtitan_lite.checkpoint.verify import verify
+from torchtitan_lite.errors import (
+    CheckpointError,
+    DamagedCheckpoint,
+    DamagedSnapshot,
+    UserError,
+)
+
+
+def run(
+    options: argparse.Namespace, others: Sequence[str], shared_memory: Path = SHARED_MEMORY
+) -> int:
+    """Inspect what `options` name. Returns the exit status."""
+    try:
+        if (options.path is None) != options.shm or (options.free is not None and not options.shm):
+            raise UserError("Give either PATH or --shm; --free needs --shm.")
+        if options.shm:
+            return _inspect_memory(options, shared_memory)
+        storage, names = _steps(options.path)
+        records = [_record(storage, name, options) for name in names]
+        shown = records[0] if _is_step(options.path) else {"root": storage.root, "steps": records}
+        _print(options, shown, "\n\n".join(map(_in_words, records)))
+        return int(any(record["damage"] for record in records))
+    except (UserError, OSError) as error:
+        print(f"inspect: {error}", file=sys.stderr)
+        return 2
+
+
+def _inspect_memory(options: argparse.Namespace, base: Path) -> int:
+    freed: list[str] = []
+    if options.free is not None:
+        found = {run.run_id: run for run in runs(base=base)}
+        ids = [options.free] if options.free else [i for i, run in found.items() if not run.owners]
+        unused = [_memory_record(found[run_id]) for run_id in ids if run_id in found]
+        if not options.free and unused and not options.yes and not _confirmed(unused):
+            return 2
+        for run_id in ids:
+            # Raises CheckpointError for an unknown run, and for one that a process writes to.
+            free(run_id, base=base)
+        freed = ids
+    left = [_memory_record(run) for run in runs(base=base)]
+    _print(options, {"freed": freed, "runs": left}, _memory_in_words(left, freed))
+    return 0
+
+
+def _confirmed(unused: Sequence[Mapping[str, Any]]) -> bool:
+    """Show what would be freed and ask. Raises UserError where nobody can answer."""
+    print(_memory_in_words(unused, []), file=sys.stderr)
+    if not sys.stdin.isatty():
+        raise UserError(
+            f"--free without RUN_ID would free the snapshots of {len(unused)} runs listed above. "
+            "Confirm with --yes, or name one run."
+        )
+    print(f"Free the snapshots of these {len(unused)} runs? [y/N] ", end="", file=sys.stderr)
+    return input().strip().lower() in ("y", "yes")
+
+
+def _print(options: argparse.Namespace, record: Mapping[str, Any], words: str) -> None:
+    print(json.dumps(record, indent=2) if options.json else words)
+
+
+def _is_step(path: str) -> bool:
+    name = path.rstrip("/").rpartition("/")[2]
+    return step_of(name) is not None or Path(path, MANIFEST).is_file()
+
+
+def _steps(path: str) -> tuple[Storage, list[str]]:
+    """Where the checkpoints lie, and their names. Raises CheckpointError when there are none."""
+    whole = path.rstrip("/") if "://" in path else str(Path(path).absolute())
+    if _is_step(path):
+        root, _, name = whole.rpartition("/")
+        return open_storage(root or "/"), [name]
+    storage = open_storage(whole)
+    names = [step_name(step) for step in storage.steps()]
+    if not names:
+        raise CheckpointError(
+            f"{path} holds no checkpoint. Give the folder of a step, which contains "
+            f"{MANIFEST}, or a folder of steps."
+        )
+    return storage, names
+
+
+def _record(storage: Storage, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What there is to say of one checkpoint."""
+    record: dict[str, Any] = {"path": f"{storage.root}/{name}", "verified": options.verify}
+    try:
+        manifest = read_manifest_alone(storage, name)
+    except DamagedCheckpoint as error:
+        return record | {"damage": [{"file": MANIFEST, "tensor": None, "problem": str(error)}]}
+    found = verify(storage, name) if options.verify else []
+    record |= {"damage": [asdict(one) for one in found]} | _contents(manifest)
+    if options.tensors:
+        record["tensors"] = _tensors(manifest)
+    return record
+
+
+def _contents(manifest: Manifest) -> dict[str, Any]:
+    parts: Counter[str] = Counter()
+    dtypes: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for name, entry in manifest.tensors.items():
+        num_bytes = prod(entry.shape) * BYTES_PER_ELEMENT.get(entry.dtype, 0)
+        parts[name.partition(".")[0]] += num_bytes
+        dtypes[entry.dtype] += num_bytes
+        for box in entry.boxes:
+            files[box.file] += box.bytes[1] - box.bytes[0]
+    return {
+        "step": manifest.step,
+        "model_only": manifest.model_only,
+        "format_version": manifest.version,
+        "versions": manifest.versions,
+        "data": manifest.data,
+        "mesh": manifest.mesh,
+        "num_tensors": len(manifest.tensors),
+        "bytes": sum(parts.values()),
+        "bytes_by_part": dict(parts),
+        "bytes_by_dtype": dict(dtypes),
+        "bytes_by_file": dict(sorted(files.items())),
+        "values": sorted(manifest.values),
+    }
+
+
+def _tensors(manifest: Manifest) -> dict[str, Any]:
+    layouts = layouts_of(manifest)
+    return {
+        name: {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "layout": str(layouts[entry.layout]),
+            "boxes": len(entry.boxes),
+        }
+        for name, entry in sorted(manifest.tensors.items())
+    }
+
+
+def _in_words(record: Mapping[str, Any]) -> str:
+    lines = [record["path"]]
+    if "step" in record:
+        written = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        degrees = [f"{axis} {degree}" for axis, degree in record["mesh"].items() if degree > 1]
+        below = "" if record["data"] is None else f" below {record['data']}"
+        lines += [
+            f"  step {record['step']}" + (", weights only" if record["model_only"] else ""),
+            f"  format version {record['format_version']}, written by {written}",
+            f"  mesh: {' x '.join(degrees) or 'one rank'}",
+            f"  {record['num_tensors']} tensors, {_size(record['bytes'])} in "
+            f"{len(record['bytes_by_file'])} files{below}",
+            f"  parts: {_sizes(record['bytes_by_part'])}",
+            f"  dtypes: {_sizes(record['bytes_by_dtype'])}",
+            f"  values: {', '.join(record['values']) or 'none'}",
+        ]
+    for name, entry in record.get("tensors", {}).items():
+        shape = " x ".join(map(str, entry["shape"])) or "scalar"
+        lines.append(f"    {name}: {entry['dtype']} {shape}, {entry['layout']}")
+    for damage in record["damage"]:
+        tensor = f"{damage['tensor']}: " if damage["tensor"] else ""
+        lines.append(f"  DAMAGED {damage['file']}: {tensor}{damage['problem']}")
+    if record["verified"] and not record["damage"]:
+        lines.append("  whole: all checksums hold")
+    return "\n".join(lines)
+
+
+def _sizes(by_name: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_size(count)}" for name, count in by_name.items()) or "none"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 1 << 20 else f"{num_bytes:,} bytes"
+
+
+def _memory_in_words(found: Sequence[Mapping[str, Any]], freed: Sequence[str]) -> str:
+    lines = [f"Freed run {run_id}." for run_id in freed]
+    for run in found:
+        lines += [
+            f"run {run['run_id']}",
+            f"  {run['bytes'] / 2**20:,.1f} MiB of {len(run['ranks'])} ranks",
+            f"  checkpoints in {run['root'] or 'an unknown place'}",
+            f"  complete steps: {', '.join(map(str, run['steps'])) or 'none'}",
+            *(
+                f"  rank {rank} is written by process {pid or 'unknown'}"
+                for rank, pid in run["writers"].items()
+            ),
+        ]
+    return "\n".join(lines or ["No run left snapshots in shared memory."])
+
+
+def _memory_record(run: Run) -> dict[str, Any]:
+    roots: set[str] = set()
+    steps: list[set[int]] = []
+    for path in regions_in(run.path).values():
+        # One that is damaged has no step.
+        held: set[int] = set()
+        with suppress(DamagedSnapshot):
+            region = Region.open(path)
+            roots.add(str(region.description.get("root")))
+            held = {slot.step for slot in region.slots() if slot.state == State.COMPLETE}
+            region.close()
+        steps.append(held)
+    return {
+        "run_id": run.run_id,
+        "root": ", ".join(sorted(roots)),
+        "steps": sorted(set.intersection(*steps)) if steps else [],
+        "bytes": run.bytes,
+        "ranks": list(run.ranks),
+        "writers": {str(rank): owner for rank, owner in run.owners.items()},
+    }

@@ -1,0 +1,79 @@
+"""`torchtitan-lite launch`. Imports no torch, because the launcher runs as long as the run.
+Layer: below cli."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite.launcher import goodput
+from torchtitan_lite.launcher.launcher import Launcher
+from torchtitan_lite.launcher.plan import training_plan
+from torchtitan_lite.launcher.sizes import parse_ranks
+from torchtitan_lite.launcher.view import open_view
+
+
+def run(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """Launch the replicas; `others` are the arguments of `train`. Returns the exit status."""
+    try:
+        ranks = parse_ranks(options.nproc_per_replica)
+        _check(options, ranks)
+        plan = training_plan(
+            others,
+            num_replicas=options.replicas,
+            ranks=ranks,
+            slots_file=options.slots_file,
+            regrow_after_s=options.regrow_after_s,
+            lighthouse=options.lighthouse,
+            min_replicas=options.min_replicas,
+            max_restarts=options.max_restarts,
+            max_restart_delay_s=options.max_restart_delay_s,
+            grace_s=options.grace_s,
+            host=options.bind,
+            log_dir=options.log_dir,
+        )
+    except UserError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        return 2
+    launcher = Launcher(plan, open_view())
+    try:
+        status = launcher.run()
+    except OSError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        return 1
+    for number in range(plan.num_replicas):
+        summary = goodput.in_words(plan.books(number))
+        if summary is not None:
+            print(f"replica {number}: {summary}")
+    for failure in launcher.failures():
+        print(failure, file=sys.stderr)
+    return status
+
+
+def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:
+    """Raise ConfigError if the options contradict each other or this machine."""
+    if sys.platform != "linux":
+        raise ConfigError(f"The launcher needs Linux, but this is {sys.platform}.")
+    minimums = {
+        "replicas": 1,
+        "min_replicas": 1,
+        "max_restarts": 0,
+        "grace_s": 0,
+        "regrow_after_s": 0,
+        "max_restart_delay_s": 0,
+    }
+    for name, minimum in minimums.items():
+        given = getattr(options, name)
+        if given < minimum:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} is {given}, but must be at least {minimum}.")
+    if options.slots_file is not None and len(ranks) == 1:
+        raise ConfigError(
+            "--slots-file has no effect while every replica has one fixed number of processes: "
+            "give --nproc-per-replica several, such as 1:4."
+        )
+    if options.min_replicas > options.replicas:
+        raise ConfigError(
+            f"--min-replicas is {options.min_replicas}, but there are {options.replicas} replicas, "
+            "so no quorum could ever form: lower it, or start more."
+        )

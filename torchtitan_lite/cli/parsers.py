@@ -1,0 +1,375 @@
+"""The options of every command. Layer: imports argparse and nothing heavier.
+
+The commands themselves import torch, which takes seconds; parsing, `--help` and completion must
+not wait for it.
+"""
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import NoReturn
+
+PROGRAM = "torchtitan-lite"
+DTYPES = ("bf16", "fp16", "fp32")
+"""Data types of converted weights."""
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong command line in one line, with status 2."""
+
+    def __init__(self, **options) -> None:
+        options.setdefault("allow_abbrev", False)
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(**options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}. --help lists the options.\n")
+
+
+def parser() -> Parser:
+    """All commands. Each sets `module` and `function`, which implement it, and `passes_on` if it
+    takes `--section.key value` too."""
+    top = Parser(
+        prog=PROGRAM,
+        description="Fault-tolerant distributed training of language models on PyTorch.",
+        epilog=f"{PROGRAM} COMMAND --help describes a command.",
+    )
+    top.add_argument("--version", action="store_true", help="print the versions and exit")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    _train(commands)
+    _launch(commands)
+    _generate(commands)
+    _evaluate(commands)
+    _convert(commands)
+    _inspect(commands)
+    _report(commands)
+    _completion(commands)
+    return top
+
+
+def _add(commands, name: str, summary: str, description: str, *, module: str, **defaults) -> Parser:
+    parser = commands.add_parser(name, help=summary, description=f"{summary}\n\n{description}")
+    defaults = {"function": "run", "passes_on": False, **defaults}
+    parser.set_defaults(parser=parser, module=f"torchtitan_lite.cli.{module}", **defaults)
+    return parser
+
+
+def _train(commands) -> None:
+    train = _add(
+        commands,
+        "train",
+        "Train a model from one TOML file.",
+        "torchtitan-lite train [--nproc N] --config FILE [--section.key value ...]\n"
+        "torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]",
+        module="train",
+        passes_on=True,
+    )
+    # Read by cli.train, since every other argument belongs to the configuration.
+    train.add_argument("--nproc", metavar="N", help="processes to start on this machine")
+    train.add_argument("--config", metavar="FILE", help="the TOML file")
+
+
+def _launch(commands) -> None:
+    launch = _add(
+        commands,
+        "launch",
+        "Train with several replicas on this machine; a failed one restarts and rejoins.",
+        "torchtitan-lite launch --replicas 2 --nproc-per-replica 2 -- --config llama.toml\n\n"
+        "Arguments after -- are those of `train`. Each replica is a torchrun of its own; one\n"
+        "whose ranks die or hang is restarted while the others keep training. SIGTERM or Ctrl-C:\n"
+        "all replicas save and leave; a second Ctrl-C kills them. Exit status 0: all replicas\n"
+        "finished or left; 1: a replica was given up or killed; 2: wrong command line or config.",
+        module="launch",
+    )
+    add = launch.add_argument
+    add("--replicas", type=int, required=True, help="number of replicas")
+    add(
+        "--nproc-per-replica",
+        default="1",
+        metavar="RANKS",
+        help="processes per replica (default 1); 1:4 (from 1 to 4) or 1,2,4: the largest of these "
+        "that every replica can have, resized when that changes",
+    )
+    add(
+        "--slots-file",
+        type=Path,
+        metavar="FILE",
+        help='how many processes each replica has room for now, as {"0": 2, "1": 1}; may change at '
+        "any time",
+    )
+    add(
+        "--regrow-after-s",
+        type=float,
+        default=600.0,
+        help="seconds after which a process that died three times in a row is tried again, where "
+        "--nproc-per-replica allows fewer; doubles each time (default 600)",
+    )
+    add(
+        "--lighthouse",
+        choices=("builtin", "torchft"),
+        default="builtin",
+        help="which lighthouse forms the quorums (default builtin, which is notified of a death at "
+        "once)",
+    )
+    add("--min-replicas", type=int, default=1, help="minimum replicas for a quorum (default 1)")
+    add("--max-restarts", type=int, default=10, help="restarts of a replica in a row (default 10)")
+    add(
+        "--max-restart-delay-s",
+        type=float,
+        default=30.0,
+        help="limit of the delay before a restart, which doubles each time (default 30)",
+    )
+    add("--log-dir", type=Path, help="default: launch_logs in job.dump_folder of the run")
+    add(
+        "--bind",
+        default="127.0.0.1",
+        help="address on which the lighthouse listens (default 127.0.0.1)",
+    )
+    add("--grace-s", type=float, default=30.0, help="seconds to save and leave (default 30)")
+
+
+def _generate(commands) -> None:
+    generate = _add(
+        commands,
+        "generate",
+        "Generate text from a checkpoint.",
+        "torchtitan-lite generate CHECKPOINT --prompt TEXT [--prompt TEXT ...]\n"
+        "torchrun --nproc-per-node 2 -m torchtitan_lite generate CHECKPOINT --prompt-file FILE\n\n"
+        'CHECKPOINT is the folder of a step (".../step-1000"), a folder of steps, whose newest is\n'
+        "used, or a Hugging Face folder. Under torchrun the processes share the model by tensor\n"
+        "parallelism; where it cannot be sharded over all of them, they hold copies and share the\n"
+        "prompts.",
+        module="generate",
+        passes_on=True,
+    )
+    add = generate.add_argument
+    add("checkpoint", help="folder of a step, folder of steps, or Hugging Face folder")
+    add("--prompt", action="append", default=[], help="start of a text; several make a batch")
+    add("--prompt-file", type=Path, help="file with one prompt per line")
+    add("--max-new-tokens", type=positive, default=128, help="default: %(default)s")
+    add("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the smallest set of tokens with this probability (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="seed of the sampling (default: %(default)s)")
+    add("--num-samples", type=positive, default=1, help="texts per prompt (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16"),
+        help="data type of the computation (default: that of the files)",
+    )
+    _add_device(generate)
+    add(
+        "--tensor-parallel",
+        type=positive,
+        help="processes that share one copy of the model (default: as many as possible)",
+    )
+    add("--tokenizer", help="folder of tokenizer.json (default: that of the checkpoint's run)")
+    add("--json", type=Path, help="also write prompts, texts and ids to this file")
+
+
+def _evaluate(commands) -> None:
+    evaluate = _add(
+        commands,
+        "evaluate",
+        "Measure the loss of a checkpoint on a data set.",
+        "torchtitan-lite evaluate CHECKPOINT [--dataset NAME] [--section.key value ...]\n"
+        "torchrun --nproc-per-node 2 -m torchtitan_lite evaluate CHECKPOINT ...\n\n"
+        "CHECKPOINT as for `generate`. If no data set is given, the run's validation set. Samples\n"
+        "are packed and masked as in training. Keys of [validation], [training] and [parallelism]\n"
+        "are accepted as for `train`; the model is that of the checkpoint.",
+        module="evaluate",
+        passes_on=True,
+    )
+    add = evaluate.add_argument
+    add("checkpoint", help="folder of a step, folder of steps, or Hugging Face folder")
+    add("--dataset", help='such as "python_stdlib", "c4_validation", or a name on the hub')
+    add("--dataset-path", help="a local file, folder or glob")
+    add("--dataset-config", help="configuration (subset) of a data set on the hub")
+    add("--dataset-split", help="split of a data set on the hub")
+    add("--text-column", help="column that holds the text")
+    add("--seq-len", help="target tokens per sample (default: as in the run)")
+    add("--batch-size", help="samples per rank and batch")
+    add("--steps", help="batches per rank (default: the whole data set)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="data type of the computation (default: as in the run)",
+    )
+    _add_device(evaluate)
+    add("--tokenizer", help="folder of tokenizer.json (default: that of the run)")
+    add("--json", type=Path, help="also write the numbers to this file")
+
+
+def _convert(commands) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="Convert weights and checkpoints from and to Hugging Face and torch DCP.",
+        description="Convert weights and checkpoints from and to Hugging Face and torch DCP.",
+    )
+    kinds = convert.add_subparsers(dest="kind", metavar="KIND", required=True, parser_class=Parser)
+    from_hf = _add(
+        kinds,
+        "from-hf",
+        "Hugging Face folder -> checkpoint, without holding the model in memory.",
+        "The weights go to OUT_DIR/step-0, which checkpoint.initial_load_path can name; tokenizer\n"
+        "and settings go to OUT_DIR/assets. An interrupted conversion continues when restarted.",
+        module="convert_hugging_face",
+        function="from_hugging_face",
+    )
+    from_hf.add_argument("hf_dir", type=local_path, help="the folder that holds config.json")
+    from_hf.add_argument("out_dir", help="folder or URL in which step-0 is written")
+    _add_conversion(from_hf)
+    to_hf = _add(
+        kinds,
+        "to-hf",
+        "Checkpoint -> Hugging Face folder, which transformers loads.",
+        'CHECKPOINT is the folder of a step (".../step-1000"), which records its model. Tokenizer\n'
+        "and generation settings come from the run's tokenizer folder, or from --assets. An\n"
+        "interrupted conversion continues when restarted.",
+        module="convert_hugging_face",
+        function="to_hugging_face",
+    )
+    to_hf.add_argument("checkpoint", help='folder of a step, such as ".../step-1000"')
+    to_hf.add_argument("out_dir", type=local_path, help="a folder that does not exist yet")
+    to_hf.add_argument("--max-shard-size", type=size, default="5GB", help="(default: 5GB)")
+    to_hf.add_argument("--assets", type=local_path, help="folder with the tokenizer's files")
+    to_hf.add_argument(
+        "--drop-expert-bias",
+        action="store_true",
+        help="omit the bias that balances the experts, which transformers does not have",
+    )
+    _add_conversion(to_hf)
+    from_dcp = _add(
+        kinds,
+        "from-dcp",
+        "torch DCP checkpoint with torchtitan's names -> checkpoint.",
+        "The configuration names the model: [model] name and flavor. OUT_DIR may be the\n"
+        "checkpoint folder of a new run, or any other for checkpoint.initial_load_path.",
+        module="convert_dcp",
+        function="from_dcp",
+        passes_on=True,
+    )
+    from_dcp.add_argument("dcp_dir", type=Path, help="the folder that holds .metadata")
+    from_dcp.add_argument("out_dir", help="folder or URL in which step-N is written")
+    to_dcp = _add(
+        kinds,
+        "to-dcp",
+        "Checkpoint -> torch DCP checkpoint with torchtitan's names.",
+        'CHECKPOINT is the folder of a step (".../step-1000"), which records its model.',
+        module="convert_dcp",
+        function="to_dcp",
+    )
+    to_dcp.add_argument("checkpoint", help='folder of a step, such as ".../step-1000"')
+    to_dcp.add_argument("out_dir", type=Path, help="a folder that holds no checkpoint yet")
+    to_dcp.add_argument(
+        "--torchtitan",
+        choices=("0.2", "0.3"),
+        default="0.3",
+        help="release whose names to use (default: %(default)s)",
+    )
+
+
+def _inspect(commands) -> None:
+    inspect = _add(
+        commands,
+        "inspect",
+        "Show the contents of a checkpoint, verify it, or list snapshots in shared memory.",
+        "torchtitan-lite inspect PATH [--verify] [--tensors] [--json]\n"
+        "torchtitan-lite inspect --shm [--free [RUN_ID] [--yes]] [--json]\n\n"
+        "PATH is the folder or URL of a step, or of all steps of a run. Exit status 1: damage was\n"
+        "found; 2: the command could not be carried out.",
+        module="inspect",
+    )
+    add = inspect.add_argument
+    add("path", nargs="?", help="folder or URL of a step, or of all steps")
+    add("--verify", action="store_true", help="read everything and compare all checksums")
+    add("--tensors", action="store_true", help="list the tensors")
+    add("--shm", action="store_true", help="list the snapshots that runs left in shared memory")
+    add(
+        "--free",
+        nargs="?",
+        const="",
+        metavar="RUN_ID",
+        help="with --shm: free the snapshots of that run; if RUN_ID is omitted, those of all runs "
+        "that no process writes to, after confirmation",
+    )
+    add("--yes", action="store_true", help="with --free: do not ask")
+    add("--json", action="store_true", help="print JSON")
+
+
+def _report(commands) -> None:
+    report = _add(
+        commands,
+        "report",
+        "Write one self-contained HTML page about one or more runs.",
+        "torchtitan-lite report RUN [RUN ...]",
+        module="report",
+    )
+    add = report.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="job.dump_folder of a run")
+    add("--output", type=Path, metavar="FILE", help="default: report.html in the first RUN")
+    add(
+        "--fail-above",
+        type=float,
+        metavar="X",
+        help="exit with status 1 if loss or gradient norm of two runs differ by more than this "
+        "share at any step",
+    )
+
+
+def _completion(commands) -> None:
+    completion = _add(
+        commands,
+        "completion",
+        "Print a completion script for a shell.",
+        'eval "$(torchtitan-lite completion bash)"',
+        module="completion",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+
+
+def _add_device(parser: Parser) -> None:
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s"
+    )
+
+
+def _add_conversion(parser: Parser) -> None:
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="data type of the written weights (default: unchanged)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        default=len(os.sched_getaffinity(0)),
+        help="files written at the same time (default: the number of cores, %(default)s)",
+    )
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def local_path(text: str) -> Path:
+    """A path on this machine, absolute. Raises ArgumentTypeError for a URL."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is a URL; a folder on this machine is needed")
+    return Path(text).expanduser().absolute()
+
+
+def size(text: str) -> int:
+    """Bytes, from a number and a unit as transformers writes them ("5GB"). Raises
+    ArgumentTypeError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]B)", text.upper())
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2]])

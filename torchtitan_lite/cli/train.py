@@ -1,0 +1,195 @@
+"""`torchtitan-lite train`, and what every rank runs. Layer: below cli.
+
+With --nproc the configuration is checked once, before any process starts; ranks are started by
+torch's own process context, as torchrun does, and Ctrl-C reaches them as SIGINT, so that they save
+and leave.
+"""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+from torchtitan_lite.config import Config, parse_command_line
+from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite.launcher.parent_death import die_with_parent
+from torchtitan_lite.log import configure_logging, log_once, logger
+
+_PARENT = "TORCHTITAN_LITE_PARENT_PID"
+"""Environment variable: the process of --nproc, with which its ranks die."""
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_POLL_S = 0.1
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train as `argv` asks, in this process or in --nproc processes. Returns the exit status."""
+    configure_logging()
+    try:
+        num_processes, arguments = _split_nproc(argv)
+        if num_processes == 1 or "RANK" in os.environ:
+            return train_rank(arguments)
+        config = _checked(arguments, num_processes)
+    except UserError as error:
+        log_once(error)
+        return error.exit_status
+    return _train_ranks(arguments, num_processes, config)
+
+
+def train_rank(argv: Sequence[str]) -> int:
+    """Train as one rank of the world that the environment describes, or alone. Returns the exit
+    status."""
+    configure_logging()
+    _die_with_nproc()
+    try:
+        config = _checked(argv, int(os.environ.get("WORLD_SIZE", "1")))
+    except UserError as error:
+        log_once(error)
+        return error.exit_status
+    try:
+        # Imported once the configuration is known to be right, so that a typo fails fast.
+        from torchtitan_lite.build import build
+        from torchtitan_lite.device import detect_device
+        from torchtitan_lite.last_export import export_last_save
+        from torchtitan_lite.mesh import start_mesh
+        from torchtitan_lite.preemption import StopRequest, stop_on_signals
+        from torchtitan_lite.summary import last_words, say_goodbye
+        from torchtitan_lite.trainer import train as train_job
+
+        device = detect_device(config.job.device)
+        stop = StopRequest()
+        with (
+            start_mesh(config.parallelism, config.comm, device, config.job.dump_folder) as mesh,
+            build(config, mesh, stop) as built,
+            stop_on_signals(stop),
+        ):
+            with last_words(built):
+                finished = train_job(built.job)
+            say_goodbye(built, config, argv, finished=finished)
+        if finished and config.checkpoint.last_save_in_hf and mesh.is_leader:
+            # The other ranks have left: they would wait too long.
+            folder = built.data.tokenizer_files.folder
+            export_last_save(config, built.job.checkpoints.root, folder)
+    except UserError as error:
+        logger.error("%s", error)
+        return error.exit_status
+    return 0
+
+
+def _checked(argv: Sequence[str], world_size: int) -> Config:
+    config, _ = parse_command_line(argv)
+    # Imports torch; typos in the file are reported before.
+    from torchtitan_lite.config.constraints import check_against
+
+    check_against(config, world_size)
+    return config
+
+
+def _split_nproc(argv: Sequence[str]) -> tuple[int, list[str]]:
+    """The number of processes, and the arguments without it. Raises ConfigError."""
+    rest, given = [], None
+    words = iter(argv)
+    for word in words:
+        name, has_value, value = word.partition("=")
+        if name not in ("--nproc", "--nproc-per-node", "--nproc_per_node"):
+            rest.append(word)
+        else:
+            given = value if has_value else next(words, "")
+    if given is None:
+        return 1, rest
+    if "RANK" in os.environ:
+        raise ConfigError(
+            "--nproc is given, but torchrun has already started the processes: omit it."
+        )
+    if given == "auto":
+        import torch
+
+        return max(1, torch.cuda.device_count()), rest
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(
+            f'--nproc is "{given}", but must be a number of at least 1, or "auto" for one process '
+            "per GPU."
+        )
+    return int(given), rest
+
+
+def _die_with_nproc() -> None:
+    """A rank whose parent was killed must not keep training unsupervised."""
+    parent = os.environ.pop(_PARENT, None)
+    if parent is not None:
+        die_with_parent()
+        if os.getppid() != int(parent):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train_ranks(arguments: Sequence[str], num_processes: int, config: Config) -> int:
+    """Start the ranks, pass signals on to them, and return the exit status of the first that
+    failed, or 0."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        PContext,
+        start_processes,
+    )
+
+    # It logs each closing signal, and each failure with a table of its own.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Port 0: the kernel chooses a free one, and nobody can take it before the ranks connect.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = ("-m", "torchtitan_lite", "train", *arguments)
+    ranks: PContext = start_processes(
+        "train",
+        sys.executable,
+        args=dict.fromkeys(range(num_processes), words),
+        envs={rank: _environment(rank, num_processes, store.port) for rank in range(num_processes)},
+        logs_specs=DefaultLogsSpecs(),
+    )
+    with _forwarded_signals(ranks) as received:
+        result = ranks.wait(period=_POLL_S)
+    if result is None or not result.is_failed():
+        return 0
+    rank, first = min(result.failures.items(), key=lambda one: (one[1].timestamp, one[0]))
+    if first.exitcode < 0:
+        logger.error("Rank %d was killed by %s.", rank, signal.Signals(-first.exitcode).name)
+    elif not received:
+        logger.error("Rank %d failed with exit status %d; see above.", rank, first.exitcode)
+    return first.exitcode if first.exitcode > 0 else 1
+
+
+def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank on one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        # The processes share the cores.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        _PARENT: str(os.getpid()),
+    }
+
+
+@contextmanager
+def _forwarded_signals(ranks) -> Iterator[list[int]]:
+    """Pass signals on to the ranks until the end of the block. Yields those that came."""
+    received: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
+        pids: Mapping[int, int] = ranks.pids()
+        for pid in pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,16 @@
+"""The [compile] table."""
+
+from typing import Literal
+
+from torchtitan_lite.schema.section import Section
+
+
+class CompileConfig(Section):
+    """torch.compile, block by block."""
+
+    enable: bool = False
+    """Compile the repeated blocks of the model."""
+    components: list[Literal["model", "loss"]] = ["model", "loss"]
+    """What is compiled: "model" the blocks, "loss" the output projection with its loss."""
+    backend: str = "inductor"
+    """Backend of torch.compile."""
