@@ -145,7 +145,7 @@ def page(results: dict[str, Result]) -> str:
 
 def wrong_figures(results: dict[str, Result]) -> Iterator[str]:
     """One line for each figure in the docs that its file does not have."""
-    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]:
+    for path in [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         yield from (f"{path.relative_to(ROOT)}: {problem}" for problem in wrong_in(text, results))
 

@@ -28,7 +28,7 @@ LAUNCH = (
     "python -m torchtitan_lite launch --replicas 2 --nproc-per-replica 1 -- "
     "--config configs/llama3_debug_ft.toml"
 )
-KILL = "kill -9 $(pgrep -n -f '[t]rain.py.*debug_ft.*replica_id 1')"
+KILL = "kill -9 $(pgrep -n -f '[t]orchtitan_lite train.*replica_id 1')"
 SESSION = "kill9"
 INTERVAL_S = 0.5
 LIMIT_S = 240.0

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from tests.job import FIXTURE
 
@@ -185,7 +186,7 @@ class Page:
         """End what runs in the background, as Ctrl-C does."""
         for process, _ in self._background:
             with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
+                os.killpg(process.pid, signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=60)
             _end(process)
@@ -196,7 +197,7 @@ class Page:
         before = [f"source {shlex.quote(str(saved))}"] if saved.exists() else []
         return [*before, *commands, f"export -p >{shlex.quote(str(saved))}"]
 
-    def _start(self, script: str, file: "object") -> "subprocess.Popen[bytes]":
+    def _start(self, script: str, file: BinaryIO) -> "subprocess.Popen[bytes]":
         environment = os.environ | {
             "TREE": str(self.tree.resolve()),
             "PATH": f"{self.tree / '.bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -210,7 +211,7 @@ class Page:
             ["bash", "-c", script],
             cwd=self.tree.resolve(),
             env=environment,
-            stdout=file,  # pyright: ignore[reportArgumentType]
+            stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
