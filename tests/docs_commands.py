@@ -1,4 +1,4 @@
-"""The commands of the documentation: the ```bash blocks of a page, run in order in a copy of the
+"""Run the commands of the documentation: the ```bash blocks of a page, in order, in a copy of the
 tree with small settings.
 
 Comments in a page steer this, each on a line of its own:
@@ -55,8 +55,8 @@ for pid in $(/usr/bin/env -i PATH=/usr/bin:/bin pgrep "${@:2}"); do
 done
 echo "${newest:?no process matches}"
 """
-"""`pgrep -n -f PATTERN` among the processes of the copied tree: other runs of the machine are left
-alone."""
+"""`pgrep -n -f PATTERN` restricted to processes of the copied tree, so that no other run on the
+machine is killed."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Block:
 
     commands: tuple[str, ...]
     until: str | None = None
-    """If set, the block runs in the background, until its output matches this."""
+    """If set, the block runs in the background, and the test waits until its output matches."""
     wait_for: str | None = None
-    """What the output of the background block matches after this one."""
+    """Pattern that the output of the background block must match after this one."""
     fails: bool = False
 
 
@@ -112,8 +112,8 @@ def split(text: str) -> list[str]:
 
 
 def copy_tree(folder: Path) -> None:
-    """A tree in which the commands of the docs run: the code is linked, configs are copied with
-    small settings, and what runs write stays in `folder`."""
+    """Create a tree in which the commands of the docs run: links to the code, copies of the configs
+    with small settings. Outputs of the runs stay in `folder`."""
     folder.mkdir(parents=True)
     for name in _LINKED:
         (folder / name).symlink_to(ROOT / name)
@@ -128,7 +128,7 @@ def copy_tree(folder: Path) -> None:
         text = text.replace('dataset = "python_stdlib"', corpus)
         text = text.replace('"tests/assets/', f'"{ROOT}/tests/assets/')
         (folder / "configs" / config.name).write_text(text, encoding="utf-8")
-    # The environment of this process, and stamps which say that it is complete.
+    # The environment of this process, with the stamps by which make finds it complete.
     environment = folder / ".venv"
     environment.mkdir()
     for entry in Path(sys.prefix).iterdir():
@@ -149,12 +149,12 @@ class Page:
     tree: Path
     variables: Mapping[str, str]
     timeout_s: float = 240.0
-    said: str = ""
-    """Output of all commands so far, without those in the background."""
+    output: str = ""
+    """Output of all foreground commands so far."""
     _background: list[tuple[subprocess.Popen[bytes], Path]] = field(default_factory=list)
 
     def run(self, block: Block, skipped: list[str]) -> None:
-        """Run the commands of a block, but those that are `skipped`."""
+        """Run the commands of a block except the `skipped` ones."""
         commands = [command for command in block.commands if command not in skipped]
         if not commands:
             return
@@ -172,18 +172,18 @@ class Page:
         try:
             status = process.wait(timeout=self.timeout_s)
         except subprocess.TimeoutExpired:
-            status = "none, it took too long"
+            status = f"none after {self.timeout_s} s"
         finally:
             _end(process)
-        said = log.read_text(encoding="utf-8", errors="replace")
-        self.said += said
+        printed = log.read_text(encoding="utf-8", errors="replace")
+        self.output += printed
         if (status != 0) != block.fails:
-            raise AssertionError(f"{commands}\nexit status {status}:\n{said[-5000:]}")
+            raise AssertionError(f"{commands}\nexit status {status}:\n{printed[-5000:]}")
         if block.wait_for is not None:
             self._wait_for(block.wait_for)
 
     def close(self) -> None:
-        """End what runs in the background, as Ctrl-C does."""
+        """Stop the background blocks as Ctrl-C does."""
         for process, _ in self._background:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGINT)
@@ -192,7 +192,7 @@ class Page:
             _end(process)
 
     def _exports(self, commands: list[str]) -> list[str]:
-        # Later blocks see what earlier ones have exported and activated, as in one terminal.
+        # Exported variables and the activated environment last for the page, as in one terminal.
         saved = self.tree / ".exports"
         before = [f"source {shlex.quote(str(saved))}"] if saved.exists() else []
         return [*before, *commands, f"export -p >{shlex.quote(str(saved))}"]
@@ -221,12 +221,12 @@ class Page:
         deadline = time.monotonic() + self.timeout_s
         while not re.search(pattern, log.read_text(encoding="utf-8", errors="replace")):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"{pattern!r} never came:\n{log.read_text()[-5000:]}")
+                raise AssertionError(f"no output matches {pattern!r}:\n{log.read_text()[-5000:]}")
             time.sleep(0.1)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill what is left of a command: it has a session of its own."""
+    """Kill the remaining processes of a command, which has a session of its own."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""Every command of the documentation runs, or stands here with the reason why it does not."""
+"""Every command of the documentation runs, or is listed here with the reason why it cannot."""
 
 import re
 from pathlib import Path
@@ -47,7 +47,7 @@ def run_page(page: str, folder: Path) -> str:
             running.run(block, [command for command in block.commands if reason(command)])
     finally:
         running.close()
-    return running.said
+    return running.output
 
 
 @pytest.mark.timeout(900)
@@ -67,7 +67,7 @@ def test_every_page_is_run_or_covered() -> None:
     assert set(SHORT) <= set(pages())
     for test in COVERED.values():
         assert " " in test or (ROOT / test).exists()
-    # A reason that no command needs any more is removed.
+    # Reasons that no command needs must be removed.
     commands = [command for page in pages() for block in blocks(page) for command in block.commands]
     unused = [pattern for pattern in NOT_RUN if not any(re.match(pattern, c) for c in commands)]
     assert unused == []
@@ -99,7 +99,7 @@ def test_a_command_that_fails_is_reported(tmp_path: Path) -> None:
     page = Page(tree, {})
     page.run(Block(("export A=1", "echo b$A")), [])
     page.run(Block(("echo c$A", "false")), ["false"])
-    assert page.said == "b1\nc1\n"
+    assert page.output == "b1\nc1\n"
     page.run(Block(("false",), fails=True), [])
     with pytest.raises(AssertionError, match="exit status 3"):
         page.run(Block(("exit 3",)), [])

@@ -36,7 +36,7 @@ def test_the_guide_from_a_folder_to_an_exported_model(tmp_path: Path) -> None:
     page = Page(tmp_path / "tree", {"HF_DIR": str(folder), "OUT": str(out)})
     for block in blocks(GUIDE):
         page.run(block, [])
-    said = page.said
+    said = page.output
     # It began from the folder, and then went on from its own state on another mesh.
     assert f"Resumed from {folder} at step 0" in said, said[-6000:]
     assert f"Resumed from {out}/run/checkpoint/step-2 at step 2" in said, said[-6000:]
