@@ -186,6 +186,11 @@ class CheckpointManager:
         """Saves that could not be written, one after the other."""
         return self._saver.failures_in_a_row
 
+    @property
+    def saved_step(self) -> int | None:
+        """Step of the newest durable checkpoint that this process has written or resumed from."""
+        return self._saver.saved_step
+
     def final_save(self, *, finished: bool) -> str | None:
         """Save the last step, unless it is saved already, and come back when it is durable.
         `finished`: the run is at its end, so that `last_save_model_only` applies. Raises

@@ -139,6 +139,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 total_steps=config.training.steps,
                 resume_step=state.step,
                 run_config=config.model_dump(),
+                world_size=mesh.world_size,
+                replica=replica,
             )
         )
         loss_backend = (
@@ -350,7 +352,7 @@ def _hooks(
 ) -> list[Hook]:
     """What runs after each step, in this order."""
     cost = spec.cost(config.training.seq_len)
-    hooks = [record_metrics(metrics, mesh, flops_per_token=cost.flops_per_token, books=books)]
+    hooks = [record_metrics(metrics, mesh, cost=cost, books=books)]
     if books is not None and config.checkpoint.enable:
         hooks.append(tell_books(config.checkpoint.interval, books, metrics))
     if data.validation is not None:

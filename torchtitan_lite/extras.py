@@ -7,6 +7,8 @@ from torchtitan_lite.errors import UserError
 EXTRAS = {
     "google.protobuf": "ft",
     "grpc": "ft",
+    "plotly": "report",
+    "prometheus_client": "prometheus",
     "s3fs": "s3",
     "scipy": "planner",
     "torchao": "float8",

@@ -11,24 +11,26 @@ import torch
 from torchtitan_lite.data import ValidationData
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics import Books, Event, Metrics, StepRecord
+from torchtitan_lite.metrics.books import process_age_s
 from torchtitan_lite.metrics.jsonl import JsonLines
 from torchtitan_lite.metrics.throughput import mfu
 from torchtitan_lite.samples import Sampler
-from torchtitan_lite.spec import Schedule
+from torchtitan_lite.spec import ModelCost, Schedule
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, StepReport
 from torchtitan_lite.validation import validate
 
 
-def record_metrics(
-    metrics: Metrics, mesh: Mesh, *, flops_per_token: int, books: Books | None
-) -> Hook:
-    """Hand each step to the metrics."""
+def record_metrics(metrics: Metrics, mesh: Mesh, *, cost: ModelCost, books: Books | None) -> Hook:
+    """Record each step, and the events `start` (once, after the first step of this process),
+    `saved` and `saves_failed`."""
 
     failed_before = 0
+    saved_before: int | None = None
+    has_started = False
 
     def hook(state: TrainState, report: StepReport) -> None:
-        nonlocal failed_before
+        nonlocal failed_before, saved_before, has_started
         for news in report.news:
             metrics.event(Event(name=news.name, step=state.step, values=news.values))
         if report.failed:
@@ -45,7 +47,9 @@ def record_metrics(
                 tokens=state.tokens,
                 num_target_tokens=report.num_target_tokens,
                 tokens_per_second=tokens_per_second,
-                mfu=mfu(flops_per_token, tokens_per_second, mesh.device.peak_flops, num_devices),
+                mfu=mfu(
+                    cost.flops_per_token, tokens_per_second, mesh.device.peak_flops, num_devices
+                ),
                 memory_gib=mesh.device.peak_memory_gib(),
                 step_time_s=report.step_time_s,
                 data_time_s=report.data_time_s,
@@ -58,6 +62,20 @@ def record_metrics(
                 skipped=not report.committed,
             )
         )
+        if not has_started:
+            has_started, saved_before = True, report.number - 1
+            values = {
+                "parameters": cost.num_params,
+                "active_parameters": cost.num_active_params,
+                "ranks": mesh.world_size,
+                "device": mesh.device.kind,
+                "process_age_s": process_age_s(),
+            }
+            metrics.event(Event(name="start", step=report.number - 1, values=values))
+        if report.saved_step is not None and report.saved_step != saved_before:
+            saved_before = report.saved_step
+            values = {"checkpoint_step": report.saved_step}
+            metrics.event(Event(name="saved", step=state.step, values=values))
         if report.failed_saves > max(failed_before, 1):
             values = {"in_a_row": report.failed_saves}
             metrics.event(Event(name="saves_failed", step=report.number, values=values))

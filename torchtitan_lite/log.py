@@ -1,7 +1,7 @@
 """Logging for every rank. Layer: imports nothing of the project.
 
-One logger, `torchtitan_lite`. Rank 0 logs at INFO, the other ranks at WARNING, each line with
-its rank when there is more than one process.
+One logger, `torchtitan_lite`. Rank 0 logs at INFO; the other ranks log at WARNING, each line
+with the rank.
 """
 
 import logging
@@ -19,7 +19,7 @@ def configure_logging(level: str | None = None) -> None:
     default = "INFO" if rank == 0 else "WARNING"
     logger.setLevel(os.environ.get("TORCHTITAN_LITE_LOG") or level or default)
     logger.propagate = False
-    prefix = f"[rank {rank}] " if world_size > 1 else ""
+    prefix = f"[rank {rank}] " if world_size > 1 and rank > 0 else ""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
     logger.handlers = [handler]

@@ -5,6 +5,11 @@ from pathlib import Path
 
 METRICS = "metrics.jsonl"
 BOOKS = "books.json"
+LAUNCH_LOGS = "launch_logs"
+"""Folder of the launcher, below that of the run."""
+LAUNCH_EVENTS = "events.jsonl"
+"""File of the launcher's events in its folder: one JSON object per line, with `time` (Unix time, in
+seconds) and `text`."""
 RECEIVES_STATE = "Receiving the state of another replica"
 """A line of the leader begins so when it heals."""
 TAKES_PART = "Replicas that take part from sample"

@@ -35,6 +35,11 @@ def last_words(built: Built) -> Iterator[None]:
         _tell_news(built)
         metrics.event(Event(name="error", step=job.state.step, values={"reason": str(error)}))
         raise
+    else:
+        saved_step = job.checkpoints.saved_step
+        if saved_step is not None:
+            values = {"checkpoint_step": saved_step}
+            metrics.event(Event(name="saved", step=job.state.step, values=values))
     finally:
         _tell_news(built)
         if built.books is not None:

@@ -67,6 +67,8 @@ class StepReport:
     checkpoint_stall_s: float = 0.0
     failed_saves: int = 0
     """That failed one after the other, up to now."""
+    saved_step: int | None = None
+    """Step of the newest durable checkpoint of this process."""
     gc_time_s: float = 0.0
 
 
@@ -127,6 +129,7 @@ def train(job: Job) -> bool:
             step_time_s=time.perf_counter() - started,
             checkpoint_stall_s=stall_s,
             failed_saves=job.checkpoints.failures_in_a_row,
+            saved_step=job.checkpoints.saved_step,
             gc_time_s=gc_s,
         )
         for hook in job.hooks:

@@ -49,7 +49,7 @@ def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
 def test_ctrl_c_saves_and_exits_with_0(nproc: int, tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start(f"--nproc={nproc}", *run_without_end(folder), log=log)
-    until(lambda: has_stepped(folder), log)
+    until(lambda: has_stepped(folder), 120)
     # A terminal sends SIGINT to the foreground process group: ranks are in sessions of their own.
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 0, log.read_text()
@@ -63,7 +63,7 @@ def test_ctrl_c_saves_and_exits_with_0(nproc: int, tmp_path: Path) -> None:
 def test_a_killed_rank_is_one_line_and_a_status(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)
-    until(lambda: has_stepped(folder), log)
+    until(lambda: has_stepped(folder), 120)
     ranks = psutil.Process(process.pid).children()
     os.kill(ranks[-1].pid, signal.SIGKILL)
     assert process.wait(120) == 1
@@ -73,7 +73,7 @@ def test_a_killed_rank_is_one_line_and_a_status(tmp_path: Path) -> None:
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)
-    until(lambda: has_stepped(folder), log)
+    until(lambda: has_stepped(folder), 120)
     ranks = psutil.Process(process.pid).children()
     assert len(ranks) == 2
     process.kill()

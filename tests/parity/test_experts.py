@@ -1,7 +1,6 @@
 """What experts add to a mesh: one start everywhere, a load that is counted and evened out, and one
 validation loss."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ import torch
 
 from tests import tolerances
 from tests.job import Outcome, mesh_for, odd_config, run_job
+from tests.launch import steps_of
 from tests.parity.meshes import EXPERT_MESHES
 from tests.parity.test_mesh_independence import initial_weights, validation_loss
 from tests.pool import WorkerPool
@@ -55,10 +55,7 @@ def test_the_load_of_every_router_is_logged_and_sums_to_the_tokens(
     pools(1).run(run_job, tmp_path / "alone", settings)
     world_size, overrides = EXPERT_MESHES[mesh]
     pools(world_size).run(run_job, tmp_path / "mesh", {**settings, **overrides})
-    alone, shared = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("alone", "mesh")
-    )
+    alone, shared = (steps_of(tmp_path / name) for name in ("alone", "mesh"))
     routers = [f"layers.{layer}.feed_forward.router" for layer in range(3)]
     assert [list(line["router_load"]) for line in shared] == [routers, routers]
     assert [line["router_load"] for line in shared] == [line["router_load"] for line in alone]

@@ -52,7 +52,7 @@ def _events(run: Replicas, number: int) -> set[str]:
     drawn.Reload()
     tags = drawn.Tags()
     for event in told:
-        for name in event.keys() - {"event", "step"}:
+        for name in event.keys() - {"event", "step", "time"}:
             value, tag = event[name], f"{event['event']}/{name}"
             if isinstance(value, str):
                 assert f"{tag}/text_summary" in tags["tensors"]

@@ -10,7 +10,7 @@ from torchtitan_lite.launcher import goodput
 from torchtitan_lite.launcher.launcher import Launcher
 from torchtitan_lite.launcher.plan import training_plan
 from torchtitan_lite.launcher.sizes import parse_ranks
-from torchtitan_lite.launcher.view import open_view
+from torchtitan_lite.launcher.view import RecordedView, open_view
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
     except UserError as error:
         print(f"launch: {error}", file=sys.stderr)
         return 2
-    launcher = Launcher(plan, open_view())
+    launcher = Launcher(plan, RecordedView(open_view(), plan.events))
     try:
         status = launcher.run()
     except OSError as error:

@@ -308,18 +308,25 @@ def _report(commands) -> None:
         commands,
         "report",
         "Write one self-contained HTML page about one or more runs.",
-        "torchtitan-lite report RUN [RUN ...]",
+        "torchtitan-lite report RUN [RUN ...]\n\n"
+        "Exit status 1: the runs differ by more than --fail-above; 2: there is no report.",
         module="report",
     )
     add = report.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="job.dump_folder of a run")
+    add(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="dump folder of a run (job.dump_folder); all others are compared with the first",
+    )
     add("--output", type=Path, metavar="FILE", help="default: report.html in the first RUN")
     add(
         "--fail-above",
         type=float,
         metavar="X",
-        help="exit with status 1 if loss or gradient norm of two runs differ by more than this "
-        "share at any step",
+        help="exit with status 1 if loss or gradient norm of any run differ from the first by more "
+        "than X, relative, at any common step, or if no step is common",
     )
 
 
@@ -331,7 +338,7 @@ def _completion(commands) -> None:
         'eval "$(torchtitan-lite completion bash)"',
         module="completion",
     )
-    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    completion.add_argument("shell", choices=("bash", "zsh"))
 
 
 def _add_device(parser: Parser) -> None:

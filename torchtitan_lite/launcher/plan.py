@@ -11,7 +11,7 @@ from pathlib import Path
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.arguments import dump_folder
 from torchtitan_lite.launcher.group import torchrun_command
-from torchtitan_lite.outputs import BOOKS, METRICS, replica_folder
+from torchtitan_lite.outputs import BOOKS, LAUNCH_EVENTS, LAUNCH_LOGS, METRICS, replica_folder
 
 _TORCHRUN_VARIABLES = (
     "RANK",
@@ -77,6 +77,11 @@ class Plan:
         """A folder for each attempt of a replica lies in this one."""
         return replica_folder(self.log_dir, replica)
 
+    @property
+    def events(self) -> Path:
+        """File of the launcher's events."""
+        return self.log_dir / LAUNCH_EVENTS
+
     def first_environment(self) -> dict[str, str]:
         """What all that is started has in common, but for the lighthouse's address."""
         kept = {k: v for k, v in self.environment.items() if k not in _TORCHRUN_VARIABLES}
@@ -135,7 +140,7 @@ def training_plan(
         group_command=group,
         lighthouse_command=lighthouse_command,
         dump_folder=folder,
-        log_dir=log_dir or folder / "launch_logs",
+        log_dir=log_dir or folder / LAUNCH_LOGS,
         host=host,
         max_restarts=max_restarts,
         max_restart_delay_s=max_restart_delay_s,

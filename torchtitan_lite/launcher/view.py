@@ -4,10 +4,12 @@ replica and lighthouse_process.
 The launcher draws it; no thread does, since forks and threads do not go together.
 """
 
+import json
 import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
@@ -99,6 +101,36 @@ class LiveTable:
 
     def close(self) -> None:
         self._live.stop()
+
+
+class RecordedView:
+    """Another view, whose events are appended to a file as JSON lines too.
+
+    The report of a run draws its faults and recoveries from this file. A file that cannot be
+    written is reported once and changes nothing else.
+    """
+
+    def __init__(self, view: View, path: Path) -> None:
+        self._view, self._path = view, path
+        self._has_failed = False
+
+    def say(self, event: str) -> None:
+        self._view.say(event)
+        line = json.dumps({"time": time.time(), "text": event})
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self._view.say(f"events are not recorded: {error}")
+
+    def show(self, replicas: Sequence[Replica], lighthouse: LighthouseProcess) -> None:
+        self._view.show(replicas, lighthouse)
+
+    def close(self) -> None:
+        self._view.close()
 
 
 def table(replicas: Sequence[Replica], lighthouse: LighthouseProcess, now_s: float) -> "Table":

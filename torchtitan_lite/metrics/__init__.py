@@ -1,8 +1,9 @@
 """Metrics: what is told of a run while it goes on. Layer: above device and mesh, below config.
 
 `open_metrics` opens what `[metrics]` asks for; the loop hands a `StepRecord` a step to the result.
-Metrics read and never change the run, and no call of theirs waits for another rank. Everything
-heavy (TensorBoard, rich, wandb, the profiler) is imported where it is first used.
+Metrics read and never change the run, and no call of theirs waits for another rank. What is
+heavy (TensorBoard, rich, wandb, prometheus_client, the profiler) is imported where it is first
+used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from torchtitan_lite.metrics.console import open_console
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.metrics.jsonl import JsonLines
 from torchtitan_lite.metrics.profiler import StepProfiler
+from torchtitan_lite.metrics.prometheus import Prometheus
 from torchtitan_lite.metrics.record import Event, StepRecord
 from torchtitan_lite.metrics.sink import Cadence, Sink
 from torchtitan_lite.metrics.tensorboard import TensorBoard
@@ -81,17 +83,24 @@ def open_metrics(
     total_steps: int,
     resume_step: int,
     run_config: Mapping[str, Any],
+    world_size: int = 1,
+    replica: int | None = None,
 ) -> Metrics:
     """Open the sinks of this rank: on the leader `folder/metrics.jsonl`, the console and what
     `config` switches on; on the others nothing, or the same files with the rank in their names
     when `config.save_for_all_ranks`.
 
     `resume_step` is the last step of the state that training starts from, 0 for a fresh run: what
-    the files say of later steps goes. `run_config` is shown by Weights & Biases.
-    Raises UserError when wandb is asked for and missing, on every rank.
+    the files say of later steps goes. `run_config` is shown by Weights & Biases. `world_size`
+    (ranks per replica) and `replica` (None without replicas) give each rank its own port for
+    Prometheus.
+    Raises UserError if wandb or prometheus_client is needed and missing, on every rank, and if the
+    port for Prometheus cannot be opened.
     """
     if config.enable_wandb:
         require("wandb", "metrics.enable_wandb = true")
+    if config.prometheus_port:
+        require("prometheus_client", f"metrics.prometheus_port = {config.prometheus_port}")
     cadence = Cadence(log_freq=config.log_freq, first_step=resume_step + 1, last_step=total_steps)
     every_step: list[Sink] = []
     when_due: list[Sink] = []
@@ -107,6 +116,8 @@ def open_metrics(
                     label=label,
                 )
             )
+        if config.prometheus_port:
+            every_step.append(Prometheus(config, rank=rank, world_size=world_size, replica=replica))
         every_step.append(JsonLines(folder / name, resume_step))
         if config.enable_tensorboard:
             when_due.append(TensorBoard(folder / config.save_tb_folder / label, resume_step))

@@ -8,6 +8,7 @@ the first step, and only for the bar.
 import logging
 import os
 import sys
+import textwrap
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+_NOT_SHOWN = {"books", "start", "saved"}
+"""Events for files: the console shows the same at the start, at each save and at the end."""
 _RECENT_STEPS = 50
 """Steps that the time left is estimated from."""
 
@@ -45,7 +48,8 @@ class PlainLines:
             print(step_line(record, self._cadence.last_step, self._recent_step_s), flush=True)
 
     def event(self, event: Event) -> None:
-        print(event_line(event), flush=True)
+        if event.name not in _NOT_SHOWN:
+            print(event_line(event), flush=True)
 
     def close(self) -> None:
         """Nothing is pending."""
@@ -71,7 +75,8 @@ class LiveBar:
         last_step = self._cadence.last_step
         progress = self._start()
         if record.skipped or self._cadence.is_due(record.step):
-            self._print(step_line(record, last_step, self._recent_step_s))
+            line = step_line(record, last_step, self._recent_step_s, progress.console.width)
+            self._print(line)
         left = time_left_s(self._recent_step_s, last_step - record.step)
         progress.update(
             progress.task_ids[0],
@@ -82,7 +87,8 @@ class LiveBar:
         )
 
     def event(self, event: Event) -> None:
-        self._print(event_line(event))
+        if event.name not in _NOT_SHOWN:
+            self._print(event_line(event))
 
     def close(self) -> None:
         """Leave the bar as it is on screen and give the streams back. Idempotent."""
@@ -97,7 +103,10 @@ class LiveBar:
         if self._progress is None:
             print(line, flush=True)
         else:
-            self._progress.console.print(line, highlight=self._color, markup=False)
+            # Continued lines are indented, so that each line of a record begins at the margin.
+            width = self._progress.console.width
+            text = line if len(line) <= width else wrapped(line, width)
+            self._progress.console.print(text, highlight=self._color, markup=False, soft_wrap=True)
 
     def _start(self) -> "Progress":
         """The bar, put on screen at the first call."""
@@ -130,28 +139,50 @@ class LiveBar:
         return progress
 
 
-def step_line(record: StepRecord, last_step: int, recent_step_s: Iterable[float]) -> str:
-    """A step for the eye; the time left follows from the seconds of the last steps."""
-    parts = [
-        f"step {record.step}/{last_step}",
-        f"loss {record.loss:.4f}",
-        f"grad_norm {record.grad_norm:.2f}",
-        f"lr {record.lr:.1e}",
-        f"tok/s {record.tokens_per_second:,.0f}",
-        f"mem {record.memory_gib:.2f} GiB",
-        f"left {clock(time_left_s(recent_step_s, last_step - record.step))}",
-    ]
+def step_line(
+    record: StepRecord,
+    last_step: int,
+    recent_step_s: Iterable[float],
+    width: int | None = None,
+) -> str:
+    """One line about a step. The time left is estimated from the seconds of recent steps. On a
+    terminal of `width` columns, what the live bar shows too is omitted where it does not fit."""
+    parts = {
+        "step": f"step {record.step}/{last_step}",
+        "loss": f"loss {record.loss:.4f}",
+        "grad_norm": f"grad_norm {record.grad_norm:.2f}",
+        "lr": f"lr {record.lr:.1e}",
+        "tokens": f"tok/s {record.tokens_per_second:,.0f}",
+    }
     if record.mfu is not None:
-        parts.insert(5, f"mfu {record.mfu * 100:.1f} %")
+        parts["mfu"] = f"mfu {record.mfu * 100:.1f} %"
     if record.router_load:
-        parts.insert(-2, f"busiest expert {max(record.router_load.values()):.1f}x")
+        parts["experts"] = f"busiest expert {max(record.router_load.values()):.1f}x"
+    parts["memory"] = f"mem {record.memory_gib:.2f} GiB"
+    parts["left"] = f"left {clock(time_left_s(recent_step_s, last_step - record.step))}"
     if record.skipped:
-        parts.append("skipped: not finite")
-    return "  ".join(parts)
+        parts["skipped"] = "skipped: not finite"
+    for name in ("left", "memory", "tokens", "lr", "mfu", "experts", "grad_norm"):
+        if width is None or len("  ".join(parts.values())) <= width:
+            break
+        parts.pop(name, None)
+    return "  ".join(parts.values())
+
+
+def wrapped(line: str, width: int) -> str:
+    """The line broken between words, with its continuation indented. A word that is longer than
+    the terminal stays whole, so that paths and commands can be copied."""
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def event_line(event: Event) -> str:
-    """An event for the eye."""
+    """One line about an event."""
     shown = [f"{name} {_shown(value)}" for name, value in event.values.items()]
     return "  ".join([event.name, f"step {event.step}", *shown])
 

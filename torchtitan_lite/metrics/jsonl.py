@@ -1,8 +1,9 @@
-"""`metrics.jsonl`: the whole history of a run, one JSON object a line. Layer: above record, log.
+"""`metrics.jsonl`: the whole history of a run, one JSON object per line. Layer: above record, log.
 
-Invariant: the file tells one history. A run that resumes at step N first drops what an earlier
-process wrote beyond N, so every step stands in it once and in order. Each line is handed to the
-operating system whole, so a killed process loses at most the line in progress.
+Invariant: the file holds one history. A run that resumes at step N first drops the lines that an
+earlier process wrote after N, so every step stands in it once and in order; a run that starts from
+step 0 renames an earlier run's file to `metrics.1.jsonl`, or the next free number. Each line is
+handed to the operating system whole, so a killed process loses at most the line in progress.
 """
 
 import json
@@ -15,12 +16,15 @@ from torchtitan_lite.metrics.record import Event, StepRecord
 
 
 class JsonLines:
-    """Appends to the file at `path`, after it was cut back to `resume_step` (0: a fresh run)."""
+    """Appends to the file at `path`, after cutting it back to `resume_step`, or renaming it for a
+    run that starts from step 0."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if path.exists() and resume_step > 0:
             _cut_back(path, resume_step)
+        elif path.exists() and path.stat().st_size > 0:
+            _rotate(path)
         # Unbuffered: one line is one write.
         self._file = FileIO(path, "a")
 
@@ -35,6 +39,15 @@ class JsonLines:
 
     def _append(self, line: str) -> None:
         self._file.write(line.encode() + b"\n")
+
+
+def _rotate(path: Path) -> None:
+    """Keep an earlier run's file under the next free number."""
+    numbers = (other.name.split(".")[-2] for other in path.parent.glob(f"{path.stem}.*.jsonl"))
+    taken = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    target = path.with_name(f"{path.stem}.{taken + 1}.jsonl")
+    path.rename(target)
+    logger.info("The metrics of an earlier run are kept in %s.", target)
 
 
 def _cut_back(path: Path, resume_step: int) -> None:

@@ -8,8 +8,12 @@ not finite becomes null.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from time import time as unix_time
 from typing import Any
+
+_NOT_DRAWN = frozenset({"step", "time"})
+"""The axes of curves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +59,12 @@ class StepRecord:
     """Experts that no token of the step chose, over all routers."""
     skipped: bool = False
     """True when the step was refused for its loss or gradient, so that no weight changed."""
+    time: float = field(default_factory=unix_time)
+    """When the step ended: Unix time, in seconds."""
 
     def values(self) -> dict[str, Any]:
         """The fields in their order, by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def to_json(self) -> str:
         """One line, without the line end."""
@@ -73,21 +79,23 @@ class Event:
     step: int
     """The last step that had ended."""
     values: Mapping[str, Any]
-    """What there is to tell, in types that JSON has. May not contain "event" or "step"."""
+    """What there is to tell, in types that JSON has. May not contain "event", "step" or "time"."""
+    time: float = field(default_factory=unix_time)
+    """When it happened: Unix time, in seconds."""
 
     def __post_init__(self) -> None:
-        taken = {"event", "step"} & self.values.keys()
+        taken = {"event", "step", "time"} & self.values.keys()
         if taken:
             raise ValueError(f"Event {self.name!r} has values named {sorted(taken)}; rename them.")
 
     def to_json(self) -> str:
         """One line, without the line end."""
-        return _json_line({"event": self.name, "step": self.step, **self.values})
+        return _json_line({"event": self.name, "step": self.step, "time": self.time, **self.values})
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those of `values` that can be drawn over the steps, one level down too, as `NAME/INNER`; the
-    step itself is none of them."""
+    """Those of `values` that can be drawn over the steps, one level down too, as `NAME/INNER`,
+    without the step and the time."""
     inner = {
         f"{name}/{key}": value
         for name, several in values.items()
@@ -97,7 +105,7 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in {**values, **inner}.items()
-        if isinstance(value, bool | int | float) and name != "step"
+        if isinstance(value, bool | int | float) and name not in _NOT_DRAWN
     }
 
 

@@ -6,7 +6,19 @@ writes it.
 
 from typing import Annotated
 
-from torchtitan_lite.schema.section import Section, at_least
+from pydantic import AfterValidator
+
+from torchtitan_lite.schema.section import Section, at_least, at_most
+
+
+def _has_text(given: str) -> str:
+    if not given.strip():
+        # An empty address means all interfaces to a socket.
+        raise ValueError('must be an address, such as "127.0.0.1", got ""')
+    return given
+
+
+_not_empty = AfterValidator(_has_text)
 
 
 class MetricsConfig(Section):
@@ -25,3 +37,10 @@ class MetricsConfig(Section):
     others' end in the rank."""
     enable_wandb: bool = False
     """Send the metrics to Weights & Biases. Needs the package wandb."""
+    prometheus_port: Annotated[int, at_least(0), at_most(65535)] = 0
+    """Port on which the newest values can be scraped by Prometheus, as /metrics; 0: off. The leader
+    of replica k listens on this port + k; with `save_for_all_ranks`, rank r listens on this port +
+    k * ranks per replica + r. Needs the package prometheus_client."""
+    prometheus_host: Annotated[str, _not_empty] = "127.0.0.1"
+    """Address of the one interface on which Prometheus may scrape. There is no password: choose a
+    private one."""

@@ -1,5 +1,7 @@
 """What people see."""
 
+import json
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,7 +12,7 @@ from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
 from torchtitan_lite.launcher.policy import RestartPolicy
 from torchtitan_lite.launcher.progress import Progress
 from torchtitan_lite.launcher.replica import Replica, State
-from torchtitan_lite.launcher.view import PlainLines, in_words, table
+from torchtitan_lite.launcher.view import PlainLines, RecordedView, in_words, table
 
 RECORD = {"step": 12, "loss": 3.14159, "tokens_per_second": 12345.6, "num_replicas": 2}
 
@@ -77,3 +79,29 @@ def test_lines_come_only_while_something_trains(
         view.show([replica(0, State.TRAINING, RECORD, tmp_path), away], lighthouse)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("2 replicas; replica 1: restarting in 0 s")
+
+
+def test_events_are_recorded_with_their_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "launch_logs" / "events.jsonl"
+    before_s = time.time()
+    for view in (RecordedView(PlainLines(), path), RecordedView(PlainLines(), path)):
+        view.say('replica 1: failed, "rank 0"')
+        view.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["text"] for line in lines] == ['replica 1: failed, "rank 0"'] * 2
+    assert before_s <= lines[0]["time"] <= lines[1]["time"] <= time.time()
+    assert capsys.readouterr().out.count('replica 1: failed, "rank 0"') == 2
+
+
+def test_events_that_cannot_be_recorded_are_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    view = RecordedView(PlainLines(), tmp_path / "file" / "events.jsonl")
+    view.say("replica 0: started")
+    view.say("replica 0: finished")
+    shown = capsys.readouterr().out
+    assert shown.count("events are not recorded") == 1
+    assert "replica 0: started" in shown and "replica 0: finished" in shown

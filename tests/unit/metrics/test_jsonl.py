@@ -2,6 +2,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -12,7 +13,7 @@ KEYS = {
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib"),
     *("step_time_s", "data_time_s", "checkpoint_stall_s", "num_replicas"),
     *("gc_time_s", "skipped", "num_target_tokens"),
-    *("router_load", "idle_experts", "goodput"),
+    *("router_load", "idle_experts", "goodput", "time"),
 }
 
 
@@ -59,17 +60,28 @@ def test_one_line_a_step_with_every_key(path, make_record):
 def test_numbers_that_are_not_finite_become_null(path, make_record):
     lines = JsonLines(path, 0)
     lines.step(make_record(1, loss=float("nan"), grad_norm=float("inf"), skipped=True))
-    lines.event(Event(name="skip", step=1, values={"losses": [float("-inf"), 2.0]}))
+    lines.event(Event(name="skip", step=1, time=5.5, values={"losses": [float("-inf"), 2.0]}))
     lines.close()
     step, event = read(path)
     assert (step["loss"], step["grad_norm"], step["skipped"]) == (None, None, True)
-    assert event == {"event": "skip", "step": 1, "losses": [None, 2.0]}
+    assert event == {"event": "skip", "step": 1, "time": 5.5, "losses": [None, 2.0]}
     assert "NaN" not in path.read_text() and "Infinity" not in path.read_text()
 
 
-def test_an_event_may_not_hide_the_step():
-    with pytest.raises(ValueError, match="step"):
-        Event(name="validation", step=3, values={"step": 4})
+@pytest.mark.parametrize("key", ["event", "step", "time"])
+def test_the_values_of_an_event_do_not_hide_its_own_fields(key):
+    with pytest.raises(ValueError, match=key):
+        Event(name="validation", step=3, values={key: 4})
+
+
+def test_records_and_events_have_the_time_at_which_they_were_made(path, make_record):
+    before_s = time.time()
+    lines = JsonLines(path, 0)
+    lines.step(make_record(1))
+    lines.event(Event(name="validation", step=1, values={"loss": 4.0}))
+    lines.close()
+    step, event = read(path)
+    assert before_s <= step["time"] <= event["time"] <= time.time()
 
 
 def test_resume_drops_what_came_later_and_nothing_else(path, write):

@@ -1,0 +1,91 @@
+import pytest
+
+from torchtitan_lite.cli.report import main
+
+
+def test_the_page_is_written_beside_the_run(make_run, capsys):
+    folder = make_run()
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out == f"Wrote {folder / 'report.html'}\n"
+    first = (folder / "report.html").read_text()
+    assert first.startswith("<!DOCTYPE html>")
+    # Again, over the first one.
+    assert main([str(folder)]) == 0
+    assert (folder / "report.html").read_text() == first
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_the_page_can_be_elsewhere(make_run, tmp_path):
+    assert main([str(make_run()), "--output", str(tmp_path / "new" / "page.html")]) == 0
+    assert (tmp_path / "new" / "page.html").exists()
+
+
+@pytest.mark.parametrize(("limit", "status"), [("0", 1), ("0.1", 1), ("0.5", 0), ("1e9", 0)])
+def test_fail_above(make_run, capsys, limit, status):
+    runs = [make_run("a"), make_run("b"), make_run("c", changes={3: {"grad_norm": 0.25}})]
+    assert main([*map(str, runs), "--fail-above", limit]) == status
+    written, verdict = capsys.readouterr().out.splitlines()
+    assert written.startswith("Wrote ")
+    if status:
+        assert verdict.startswith("FAILED: gradient norm of c differs from a by 0.25 (relative)")
+        assert "at step 3: 0.25 and 0.333333" in verdict
+    else:
+        assert verdict.startswith("OK: ")
+
+
+def test_fail_above_without_common_steps(make_run, capsys):
+    other = make_run("b")
+    path = other / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": ', '"step": 9'))
+    assert main([str(make_run("a")), str(other), "--fail-above", "9"]) == 1
+    assert "FAILED: b and a have no step in common" in capsys.readouterr().out
+
+
+def test_a_value_that_is_not_finite_on_one_side_fails(make_run, capsys):
+    runs = [make_run("a"), make_run("b", changes={2: {"loss": float("nan")}})]
+    assert main([*map(str, runs), "--fail-above", "1e300"]) == 1
+    assert "by inf (relative) at step 2: not finite and 7.8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit", ["-1", "nan"])
+def test_a_limit_that_makes_no_sense_is_refused(make_run, capsys, limit):
+    runs = [str(make_run("a")), str(make_run("b"))]
+    assert main([*runs, f"--fail-above={limit}"]) == 2
+    assert "must be at least 0" in capsys.readouterr().err
+
+
+def test_fail_above_needs_two_runs(make_run, capsys):
+    assert main([str(make_run()), "--fail-above", "0"]) == 2
+    assert "two or more" in capsys.readouterr().err
+
+
+def test_missing_files_are_one_clear_error(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and len(shown.err.splitlines()) == 1
+    assert shown.err.startswith(f"report: {tmp_path} is not the dump folder of a run")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_page_that_cannot_be_written_is_one_clear_error(make_run, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main([str(make_run()), "--output", str(tmp_path / "file" / "page.html")]) == 2
+    assert capsys.readouterr().err.startswith("report: The report cannot be written to ")
+
+
+def test_malformed_lines_are_counted(make_run, capsys):
+    folder = make_run()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("{\n")
+    assert main([str(folder)]) == 0
+    shown = capsys.readouterr().err
+    assert "1 problem in the files" in shown and "metrics.jsonl:5: " in shown
+
+
+def test_a_missing_plotly_is_one_clear_error(make_run, monkeypatch, capsys):
+    monkeypatch.setattr("torchtitan_lite.extras.find_spec", lambda name: None)
+    folder = make_run()
+    assert main([str(folder)]) == 2
+    shown = capsys.readouterr().err
+    assert "pip install plotly" in shown and "[report]" in shown
+    assert len(shown.splitlines()) == 1 and not (folder / "report.html").exists()

@@ -1,0 +1,73 @@
+import math
+
+import pytest
+
+from torchtitan_lite.report import compare, read_run
+from torchtitan_lite.report.comparison import Difference, config_differences
+
+
+def compared(first, other):
+    return compare(read_run(first), read_run(other))
+
+
+def test_equal_runs_have_no_difference(make_run):
+    found = compared(make_run("a"), make_run("b"))
+    assert found.steps == (1, 2, 3, 4)
+    assert found.first_difference("loss") is found.first_difference("grad_norm") is None
+    assert found.exceeds(0.0) is None
+
+
+def test_the_first_and_the_largest_difference(make_run):
+    changes = {2: {"loss": 7.9}, 4: {"loss": 3.8}, 3: {"grad_norm": 0.5}}
+    found = compared(make_run("a"), make_run("b", changes=changes))
+    first, largest = found.first_difference("loss"), found.largest("loss")
+    assert first is not None and (first.step, first.first, first.other) == (2, 7.8, 7.9)
+    assert first.absolute == pytest.approx(0.1) and first.relative == pytest.approx(0.1 / 7.9)
+    assert largest is not None and (largest.step, largest.relative) == (4, pytest.approx(0.5))
+    norm = found.first_difference("grad_norm")
+    assert norm is not None and norm.step == 3
+    why = found.exceeds(0.1)
+    assert why is not None and "loss of b differs from a by 0.5 (relative) at step 4" in why
+    assert found.exceeds(0.6) is None
+
+
+def test_only_common_steps_are_compared(make_run):
+    found = compared(make_run("a", steps=3), make_run("b", steps=6))
+    assert found.steps == (1, 2, 3)
+
+
+def test_without_common_steps_any_limit_is_exceeded(make_run, tmp_path):
+    other = make_run("b")
+    lines = (other / "metrics.jsonl").read_text().replace('"step": ', '"step": 10')
+    (other / "metrics.jsonl").write_text(lines)
+    found = compared(make_run("a"), other)
+    assert found.largest("loss") is None
+    assert found.exceeds(math.inf) == "b and a have no step in common"
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "relative"),
+    [
+        (1.0, 1.0, 0.0),
+        (0.0, 0.0, 0.0),
+        (0.0, -0.0, 0.0),
+        (1.0, 0.0, 1.0),
+        (1.0, -1.0, 2.0),
+        (1e308, -1e308, 2.0),
+        (None, None, 0.0),
+        (None, 1.0, math.inf),
+    ],
+)
+def test_relative_differences(first, other, relative):
+    assert Difference(1, first, other).relative == relative
+
+
+def test_configs_are_compared_key_by_key():
+    first = {"a": {"b": 1, "c": True, "gone": []}, "same": {"x": "y"}}
+    other = {"a": {"b": 2, "c": False}, "same": {"x": "y"}, "new": {"z": "text"}}
+    assert config_differences(first, other) == (
+        ("a.b", "1", "2"),
+        ("a.c", "true", "false"),
+        ("a.gone", "[]", ""),
+        ("new.z", "", "'text'"),
+    )

@@ -1,0 +1,52 @@
+"""`torchtitan-lite report`: one HTML page about one run, or about several side by side. Layer:
+above report; torch-free, so that it starts at once."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.report import Comparison, compare, read_run, unique_labels, write_page
+
+_DIFFERS, _FAILED = 1, 2
+"""Exit statuses: the runs differ by more than --fail-above; there is no report."""
+
+
+def run(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """Write the page. Returns 0, 1 if the runs differ by more than --fail-above, 2 for errors."""
+    try:
+        _check(options)
+        runs = unique_labels([read_run(folder) for folder in options.runs])
+        comparisons = [compare(runs[0], other) for other in runs[1:]]
+        output = options.output or options.runs[0] / "report.html"
+        write_page(output, runs, comparisons)
+    except UserError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return _FAILED
+    num_problems = sum(len(run.problems) for run in runs)
+    if num_problems:
+        first = next(run.problems[0] for run in runs if run.problems)
+        count = f"{num_problems} problem{'s' * (num_problems > 1)} in the files"
+        print(f"report: {count}, the first: {first}", file=sys.stderr)
+    print(f"Wrote {output}")
+    return 0 if options.fail_above is None else _verdict(comparisons, options.fail_above)
+
+
+def _verdict(comparisons: Sequence[Comparison], limit: float) -> int:
+    """Print one line about the limit. Returns the exit status."""
+    failures = [why for one in comparisons if (why := one.exceeds(limit)) is not None]
+    if failures:
+        more = f"; {len(failures) - 1} more runs differ" if len(failures) > 1 else ""
+        print(f"FAILED: {failures[0]}; --fail-above is {limit:g}{more}")
+        return _DIFFERS
+    print(f"OK: loss and gradient norm differ by at most --fail-above {limit:g} (relative)")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise UserError for options that make no sense together."""
+    if options.fail_above is not None:
+        if len(options.runs) < 2:
+            raise UserError("--fail-above compares runs: give two or more dump folders.")
+        if not options.fail_above >= 0:
+            raise UserError(f"--fail-above is {options.fail_above:g}, must be at least 0.")

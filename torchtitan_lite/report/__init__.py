@@ -1,0 +1,12 @@
+"""Reports of runs: one HTML page from the files that a run has written. Layer: above extras and
+outputs; torch-free.
+
+`read_run` reads a dump folder, `compare` compares two runs, `write_page` makes the page. Files are
+untrusted input: what is not a valid record is skipped and listed, and text is escaped.
+"""
+
+from torchtitan_lite.report.comparison import Comparison, compare
+from torchtitan_lite.report.page import write_page
+from torchtitan_lite.report.run_files import RunFiles, read_run, unique_labels
+
+__all__ = ["Comparison", "RunFiles", "compare", "read_run", "unique_labels", "write_page"]

@@ -1,0 +1,114 @@
+"""Differences between two runs: their loss, gradient norm and config. Pure. Layer: above
+run_files."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_lite.report.run_files import RunFiles
+
+COMPARED = ("loss", "grad_norm")
+NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The values of two runs at one step. None: not finite."""
+
+    step: int
+    first: float | None
+    other: float | None
+
+    @property
+    def absolute(self) -> float:
+        """Infinite if one of the two is not finite."""
+        if self.first is None or self.other is None:
+            return 0.0 if self.first is self.other else math.inf
+        return abs(self.first - self.other)
+
+    @property
+    def relative(self) -> float:
+        """|a - b| / max(|a|, |b|): 0 for equal values, at most 2, infinite if one of the two is
+        not finite."""
+        if self.first is None or self.other is None or self.first == self.other:
+            return self.absolute
+        largest = max(abs(self.first), abs(self.other))
+        return abs(self.first / largest - self.other / largest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The first run against another one, over the committed steps that both have."""
+
+    first: str
+    other: str
+    steps: tuple[int, ...]
+    """Common steps, ascending."""
+    differences: Mapping[str, tuple[Difference, ...]]
+    """By name in COMPARED: one for each common step."""
+    config: tuple[tuple[str, str, str], ...]
+    """Keys of the config that differ, with both values; empty text: not set."""
+
+    def first_difference(self, name: str) -> Difference | None:
+        """At the first step where the two differ; None if they are equal."""
+        return next((one for one in self.differences[name] if one.relative > 0), None)
+
+    def largest(self, name: str) -> Difference | None:
+        """The largest relative difference; None without common steps."""
+        return max(self.differences[name], key=lambda one: one.relative, default=None)
+
+    def exceeds(self, limit: float) -> str | None:
+        """Why the runs differ by more than `limit`, as one line; None if they do not."""
+        if not self.steps:
+            return f"{self.other} and {self.first} have no step in common"
+        found = [(name, worst) for name in COMPARED if (worst := self.largest(name)) is not None]
+        name, worst = max(found, key=lambda one: one[1].relative)
+        if worst.relative <= limit:
+            return None
+        return (
+            f"{NAMES[name]} of {self.other} differs from {self.first} by {worst.relative:.3g} "
+            f"(relative) at step {worst.step}: {_shown(worst.other)} and {_shown(worst.first)}"
+        )
+
+
+def compare(first: RunFiles, other: RunFiles) -> Comparison:
+    """Compare `other` with `first`."""
+    left, right = ({one.step: one for one in run.merged} for run in (first, other))
+    steps = tuple(sorted(left.keys() & right.keys()))
+    return Comparison(
+        first=first.label,
+        other=other.label,
+        steps=steps,
+        differences={
+            name: tuple(Difference(step, left[step][name], right[step][name]) for step in steps)
+            for name in COMPARED
+        },
+        config=config_differences(first.config, other.config),
+    )
+
+
+def config_differences(
+    first: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[tuple[str, str, str], ...]:
+    """Keys whose values differ, with both values as text."""
+    left, right = dict(_flat(first)), dict(_flat(other))
+    keys = [*left, *(key for key in right if key not in left)]
+    pairs = ((key, left.get(key, ""), right.get(key, "")) for key in keys)
+    return tuple(pair for pair in pairs if pair[1] != pair[2])
+
+
+def _flat(table: Mapping[str, Any], prefix: str = ""):
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", _literal(value)
+
+
+def _literal(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _shown(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.6g}"

@@ -1,0 +1,425 @@
+"""The files of a run: metrics of each replica and rank, goodput, launcher events, config. Layer:
+above errors and outputs.
+
+Invariant: whatever the files contain, each value that is kept has the type that its field declares.
+A line that is not a valid record is skipped and listed in `problems`, with its file and number.
+"""
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.outputs import BOOKS, LAUNCH_EVENTS, LAUNCH_LOGS, METRICS
+
+NUMBERS = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_second",
+    "mfu",
+    "memory_gib",
+    "step_time_s",
+    "data_time_s",
+    "checkpoint_stall_s",
+    "num_replicas",
+    "goodput",
+    "idle_experts",
+    "time",
+)
+"""Fields of a step that the report reads. A missing one is None, so that files of earlier versions
+stay readable."""
+_CONFIG = "config.toml"
+_REPLICA = re.compile(r"replica_(\d{1,9})")
+_RANK_METRICS = re.compile(r"metrics_rank_(\d{1,9})\.jsonl")
+_LAUNCHED_REPLICA = re.compile(r"replica (\d{1,9}): (.*)", re.DOTALL)
+_LARGEST_STEP = 2**53
+_LATEST_TIME = 4e11
+"""Beyond year 9999 there is no date to show."""
+_MOST_PROBLEMS = 200
+
+
+@dataclass(frozen=True)
+class Step:
+    """One record of a step. None: missing, or not finite."""
+
+    step: int
+    skipped: bool
+    values: Mapping[str, float | None]
+    """By name, all of NUMBERS."""
+    router_load: Mapping[str, float]
+
+    def __getitem__(self, name: str) -> float | None:
+        return self.values[name]
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """One event of the metrics stream or of the launcher."""
+
+    name: str
+    step: int | None
+    """Last step that had ended; None for the launcher's."""
+    time: float | None
+    """Unix time, in seconds."""
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """The records of one metrics file."""
+
+    replica: int | None
+    """None for a run without replicas."""
+    rank: int | None
+    """None for the leader."""
+    steps: Sequence[Step]
+    events: Sequence[RunEvent]
+
+    @property
+    def label(self) -> str:
+        """Such as "replica 1, rank 3"; "leader" for the one stream of a run without replicas."""
+        parts = [] if self.replica is None else [f"replica {self.replica}"]
+        parts += [] if self.rank is None else [f"rank {self.rank}"]
+        return ", ".join(parts) or "leader"
+
+    @cached_property
+    def timed(self) -> list[tuple[float, float, int]]:
+        """End and start (Unix times, in seconds) and number of each step whose time is known,
+        ascending."""
+        found = []
+        for one in self.steps:
+            end = one["time"]
+            if end is not None:
+                found.append((end, max(0.0, end - (one["step_time_s"] or 0.0)), one.step))
+        return sorted(found)
+
+    def committed(self) -> list[Step]:
+        """The steps that were committed and are kept, ascending; of a step that was taken twice,
+        the last record."""
+        newest = {one.step: one for one in self.steps if not one.skipped}
+        return [newest[number] for number in sorted(newest)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Where the wall time of one replica went."""
+
+    replica: int | None
+    goodput: float
+    """Share of useful time, 0 to 1."""
+    wall_s: float
+    seconds: Mapping[str, float]
+    """By kind of time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """Everything that was read of one run."""
+
+    folder: Path
+    label: str
+    streams: Sequence[Stream]
+    """Leaders first, by replica; then other ranks."""
+    goodput: Sequence[Goodput]
+    launcher_events: Sequence[RunEvent]
+    """With `values` of `replica` (None: the launcher or the lighthouse) and `text`."""
+    config: Mapping[str, Any]
+    config_text: str
+    problems: Sequence[str]
+    merged: Sequence[Step] = field(init=False)
+    """The committed steps of all replicas: of each step, the record of the first that has it."""
+
+    def __post_init__(self) -> None:
+        found: dict[int, Step] = {}
+        for stream in self.leaders:
+            for one in stream.committed():
+                found.setdefault(one.step, one)
+        object.__setattr__(self, "merged", [found[number] for number in sorted(found)])
+
+    @property
+    def leaders(self) -> list[Stream]:
+        """One stream per replica."""
+        return [one for one in self.streams if one.rank is None]
+
+    def known(self, name: str) -> list[float]:
+        """The values of a field, of all committed steps that have one."""
+        return [value for one in self.merged if (value := one[name]) is not None]
+
+    def events(self, name: str) -> list[RunEvent]:
+        """All events of that name, by leaders."""
+        return [one for stream in self.leaders for one in stream.events if one.name == name]
+
+    def setting(self, table: str, key: str) -> Any:
+        """A value of the resolved config; None if it is not there."""
+        section = self.config.get(table)
+        return section.get(key) if isinstance(section, dict) else None
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Read the dump folder of a run. Raises UserError if it has no metrics."""
+    if not folder.is_dir():
+        kind = "is not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {kind}. RUN must be the dump folder of a run (job.dump_folder).")
+    problems = _Problems()
+    replicas = sorted((number, path) for number, path in _replica_folders(folder))
+    places = [(None, folder), *replicas]
+    streams = [stream for replica, path in places for stream in _streams(path, replica, problems)]
+    if not any(one.steps or one.events for one in streams):
+        found = "have no valid record" if streams else "do not exist"
+        raise UserError(
+            f"{folder} is not the dump folder of a run with steps: {METRICS} and "
+            f"replica_NNN/{METRICS} {found}.{problems.first()}"
+        )
+    config_text, config = _config([path for _, path in places], problems)
+    return RunFiles(
+        folder=folder,
+        label=folder.resolve().name or str(folder),
+        streams=sorted(streams, key=lambda one: (one.rank is not None, one.replica or 0)),
+        goodput=[
+            one for replica, path in places for one in _goodput(path, replica, streams, problems)
+        ],
+        launcher_events=_launcher_events(folder / LAUNCH_LOGS / LAUNCH_EVENTS, problems),
+        config=config,
+        config_text=config_text,
+        problems=problems.listed(),
+    )
+
+
+def unique_labels(runs: Sequence[RunFiles]) -> list[RunFiles]:
+    """The runs with labels that differ: those that share a folder name get more of their path, and
+    a number if that is not enough."""
+    taken: dict[str, int] = {}
+    made = []
+    names = [one.label for one in runs]
+    for one in runs:
+        label = one.label
+        if names.count(label) > 1:
+            label = "/".join(one.folder.resolve().parts[-2:]).lstrip("/")
+        taken[label] = taken.get(label, 0) + 1
+        label = f"{label} ({taken[label]})" if taken[label] > 1 else label
+        made.append(replace(one, label=label))
+    return made
+
+
+class _Problems:
+    """What was wrong in the files."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+        self._more = 0
+
+    def add(self, text: str) -> None:
+        if len(self._found) < _MOST_PROBLEMS:
+            self._found.append(text)
+        else:
+            self._more += 1
+
+    def first(self) -> str:
+        return f" First problem: {self._found[0]}" if self._found else ""
+
+    def listed(self) -> list[str]:
+        more = [f"and {self._more} more problems"] if self._more else []
+        return [*self._found, *more]
+
+
+def _replica_folders(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in folder.iterdir():
+        found = _REPLICA.fullmatch(path.name)
+        if found and path.is_dir():
+            yield int(found[1]), path
+
+
+def _streams(folder: Path, replica: int | None, problems: _Problems) -> Iterator[Stream]:
+    """Of the current attempt: rotated files (metrics.1.jsonl) are those of earlier runs."""
+    ranks = sorted(
+        (int(found[1]), path)
+        for path in folder.iterdir()
+        if (found := _RANK_METRICS.fullmatch(path.name))
+    )
+    for rank, path in [(None, folder / METRICS), *ranks]:
+        if not path.is_file():
+            continue
+        steps: list[Step] = []
+        events: list[RunEvent] = []
+        for where, line in _json_lines(path, problems):
+            try:
+                if "event" in line:
+                    events.append(_event(line))
+                else:
+                    steps.append(_step(line))
+            except ValueError as error:
+                problems.add(f"{where}: {error}; the line is skipped")
+        yield Stream(replica=replica, rank=rank, steps=steps, events=events)
+
+
+def _json_lines(path: Path, problems: _Problems) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines, each with FILE:LINE."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                where = f"{path}:{number}"
+                if not line.strip():
+                    continue
+                try:
+                    values = json.loads(line.decode("utf-8"), parse_constant=_refuse)
+                    if not isinstance(values, dict):
+                        raise ValueError(f"a JSON {type(values).__name__}, not an object")
+                except (ValueError, RecursionError) as error:
+                    what = "" if line.endswith(b"\n") else " (the last line is incomplete)"
+                    problems.add(f"{where}: not a JSON object{what}: {error}; the line is skipped")
+                    continue
+                yield where, values
+    except OSError as error:
+        problems.add(f"{path} cannot be read: {error}")
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _step(line: Mapping[str, Any]) -> Step:
+    """Raises ValueError with what is wrong."""
+    skipped = line.get("skipped", False)
+    if not isinstance(skipped, bool):
+        raise ValueError(f"skipped must be true or false, got {_short(skipped)}")
+    load = line.get("router_load") or {}
+    if not isinstance(load, dict):
+        raise ValueError(f"router_load must be an object, got {_short(load)}")
+    values = {name: _number(name, line.get(name)) for name in NUMBERS}
+    values["time"] = _time(line)
+    return Step(
+        step=_step_number(line),
+        skipped=skipped,
+        values=values,
+        router_load={
+            name: number
+            for name, value in load.items()
+            if (number := _number(f"router_load.{name}", value)) is not None
+        },
+    )
+
+
+def _event(line: Mapping[str, Any]) -> RunEvent:
+    """Raises ValueError with what is wrong."""
+    name = line["event"]
+    if not isinstance(name, str):
+        raise ValueError(f"event must be a string, got {_short(name)}")
+    values = {k: v for k, v in line.items() if k not in ("event", "step", "time")}
+    return RunEvent(name, _step_number(line), _time(line), values)
+
+
+def _step_number(line: Mapping[str, Any]) -> int:
+    step = line.get("step")
+    if type(step) is not int or not 0 <= step < _LARGEST_STEP:
+        raise ValueError(f"step must be an integer of at least 0, got {_short(step)}")
+    return step
+
+
+def _time(line: Mapping[str, Any]) -> float | None:
+    time = _number("time", line.get("time"))
+    if time is not None and not 0 <= time < _LATEST_TIME:
+        raise ValueError(f"time must be Unix time in seconds, got {_short(time)}")
+    return time
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be a number or null, got {_short(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is too large: {_short(value)}")
+    return number
+
+
+def _short(value: Any) -> str:
+    """A value in an error."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _goodput(
+    folder: Path, replica: int | None, streams: Sequence[Stream], problems: _Problems
+) -> Iterator[Goodput]:
+    """From the goodput file, else from the newest event that has the same values."""
+    path = folder / BOOKS
+    if path.is_file():
+        try:
+            yield _accounts(json.loads(path.read_bytes(), parse_constant=_refuse), replica)
+            return
+        except (OSError, ValueError, RecursionError) as error:
+            problems.add(f"{path}: not a goodput file: {error}; it is skipped")
+    for stream in streams:
+        if stream.replica == replica and stream.rank is None:
+            for event in reversed(stream.events):
+                if "wall_s" in event.values and "goodput" in event.values:
+                    try:
+                        yield _accounts(event.values, replica)
+                    except ValueError as error:
+                        problems.add(f"{folder / METRICS}: event {event.name}: {error}")
+                    return
+
+
+def _accounts(values: Any, replica: int | None) -> Goodput:
+    """Raises ValueError with what is wrong."""
+    if not isinstance(values, dict):
+        raise ValueError("it is not a JSON object")
+    numbers = {
+        name: number
+        for name, value in values.items()
+        if (name == "goodput" or name.endswith("_s"))
+        and (number := _number(name, value)) is not None
+    }
+    if missing := {"goodput", "wall_s"} - numbers.keys():
+        raise ValueError(f"{min(missing)} is missing")
+    if negative := [name for name, number in numbers.items() if number < 0]:
+        raise ValueError(f"{negative[0]} is negative: {numbers[negative[0]]:g}")
+    goodput, wall_s = numbers.pop("goodput"), numbers.pop("wall_s")
+    seconds = {name.removesuffix("_s"): number for name, number in numbers.items()}
+    return Goodput(replica=replica, goodput=goodput, wall_s=wall_s, seconds=seconds)
+
+
+def _launcher_events(path: Path, problems: _Problems) -> list[RunEvent]:
+    if not path.is_file():
+        return []
+    found = []
+    for where, line in _json_lines(path, problems):
+        try:
+            text, time = line.get("text"), _time(line)
+            if not isinstance(text, str) or time is None:
+                raise ValueError("text must be a string, and time a number")
+        except ValueError as error:
+            problems.add(f"{where}: {error}; the line is skipped")
+            continue
+        named = _LAUNCHED_REPLICA.fullmatch(text)
+        values = {"replica": int(named[1]) if named else None, "text": named[2] if named else text}
+        found.append(RunEvent("launcher", None, time, values))
+    return sorted(found, key=lambda one: one.time or 0.0)
+
+
+def _config(folders: Sequence[Path], problems: _Problems) -> tuple[str, dict[str, Any]]:
+    """The first resolved config: its text, and its tables."""
+    for folder in folders:
+        path = folder / _CONFIG
+        if not path.is_file():
+            continue
+        text = ""
+        try:
+            text = path.read_text(encoding="utf-8")
+            return text, tomllib.loads(text)
+        except (OSError, ValueError, RecursionError) as error:
+            problems.add(f"{path}: not a TOML file: {error}")
+            return text, {}
+    return "", {}

@@ -1,0 +1,314 @@
+"""The timeline of a run: attempts of each replica, and what happened when. Pure. Layer: above
+run_files."""
+
+import json
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_lite.report.run_files import RunEvent, RunFiles, Stream
+
+KINDS = {
+    "fault": "fault",
+    "error": "error that ended the run",
+    "machine_fault": "machine fault",
+    "hang": "hang",
+    "aborted": "aborted step",
+    "skipped": "skipped step",
+    "rolled_back": "rollback",
+    "save_failed": "save failed",
+    "slow_rank": "slow rank",
+    "restart": "restart",
+    "resume": "resumed from checkpoint",
+    "healed": "healed",
+    "quorum": "quorum changed",
+    "saved": "checkpoint saved",
+    "validation": "validation",
+    "averaged": "replicas averaged",
+    "other": "other event",
+}
+"""Kinds of marks, the most important first, with their names for the legend."""
+ROUTINE = frozenset({"saved", "validation", "averaged", "quorum"})
+"""Kinds that a run without any fault has too."""
+_OF_EVENT = {
+    "error": "error",
+    "replay_differs": "machine_fault",
+    "step_failed": "aborted",
+    "refused": "skipped",
+    "rolled_back": "rolled_back",
+    "saves_failed": "save_failed",
+    "slow_rank": "slow_rank",
+    "slow_rank_ended": "slow_rank",
+    "resume": "resume",
+    "healed": "healed",
+    "quorum": "quorum",
+    "saved": "saved",
+    "validation": "validation",
+    "averaged": "averaged",
+}
+_NOT_SHOWN = frozenset({"books", "goodput", "sample", "samples", "start"})
+_LAUNCHER_KINDS = {"failed": "fault", "given up": "fault", "makes no progress": "hang"}
+"""By the beginning of the launcher's text."""
+_LONGEST_TEXT = 300
+_MOST_MARKS = 1000
+"""Of one kind; beyond it they are thinned out evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Something that happened at one moment."""
+
+    kind: str
+    """One of KINDS."""
+    lane: str
+    time: float | None
+    """Unix time, in seconds."""
+    step: int | None
+    """Last step that had ended."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a replica did for a while: "starting", "training" or "down"."""
+
+    kind: str
+    lane: str
+    start: float
+    end: float
+    """Unix times, in seconds."""
+    first_step: int
+    last_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """A failure of a replica, and its return."""
+
+    replica: int
+    reason: str
+    time: float
+    failed_after: int | None
+    """Last step of the replica before the failure."""
+    seconds: float | None
+    """Until its next step began; None if it took none."""
+    resumed_at: int | None
+    """That step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Everything of one run."""
+
+    lanes: tuple[str, ...]
+    marks: tuple[Mark, ...]
+    spans: tuple[Span, ...]
+    recoveries: tuple[Recovery, ...]
+    first_time: float | None
+    """Of all marks and spans; None if the records have no times (files of earlier versions)."""
+    num_thinned: int
+    """Marks that are not in `marks`, because there are too many of their kind."""
+
+
+def timeline(run: RunFiles) -> Timeline:
+    """The timeline of `run`."""
+    spans = [span for stream in run.leaders for span in _spans(stream, run.launcher_events)]
+    marks = [mark for stream in run.leaders for mark in _marks(stream)]
+    marks += _launcher_marks(run)
+    marks.sort(key=lambda one: (one.time or 0.0, one.step or 0))
+    kept = _thinned(marks)
+    named = {one.lane for one in (*kept, *spans)} | {stream.label for stream in run.streams}
+    times = [one.start for one in spans] + [one.time for one in marks if one.time is not None]
+    return Timeline(
+        lanes=tuple(sorted(named, key=_lane_order)),
+        marks=tuple(kept),
+        spans=tuple(spans),
+        recoveries=tuple(_recoveries(run)),
+        first_time=min(times, default=None),
+        num_thinned=len(marks) - len(kept),
+    )
+
+
+def described(values: Mapping[str, Any]) -> str:
+    """The values of an event as one line of limited length."""
+    parts = []
+    for name, value in values.items():
+        if isinstance(value, float):
+            shown = f"{value:.6g}"
+        elif isinstance(value, str):
+            shown = value
+        else:
+            shown = json.dumps(value)
+        parts.append(f"{name.replace('_', ' ')} {shown}")
+    text = " ".join(", ".join(parts).split())
+    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
+
+
+def _marks(stream: Stream) -> Iterator[Mark]:
+    has_refusals = False
+    num_starts = 0
+    for event in stream.events:
+        kind, text, lane = _OF_EVENT.get(event.name, "other"), described(event.values), stream.label
+        time = event.time
+        has_refusals = has_refusals or event.name == "refused"
+        if event.name == "start":
+            num_starts += 1
+            if num_starts == 1:
+                continue
+            kind, text = "restart", f"process {num_starts} started"
+            time = _process_start(event)
+        elif event.name in _NOT_SHOWN:
+            continue
+        elif kind == "other":
+            text = f"{event.name}: {text}"
+        elif kind == "slow_rank":
+            lane = _lane_of_rank(event, stream)
+            text = f"{'ended: ' if event.name == 'slow_rank_ended' else ''}{text}"
+        yield Mark(kind=kind, lane=lane, time=time, step=event.step, text=text)
+    if not has_refusals:
+        for one in stream.steps:
+            if one.skipped:
+                text = f"step {one.step} was skipped"
+                yield Mark(
+                    kind="skipped", lane=stream.label, time=one["time"], step=one.step, text=text
+                )
+
+
+def _process_start(event: RunEvent) -> float | None:
+    """When the process began that wrote a `start` event."""
+    age_s = event.values.get("process_age_s", 0.0)
+    if event.time is None or isinstance(age_s, bool) or not isinstance(age_s, int | float):
+        return event.time
+    return min(event.time, max(0.0, event.time - age_s))
+
+
+def _lane_of_rank(event: RunEvent, stream: Stream) -> str:
+    """The lane of the rank that an event of the leader names."""
+    replica, rank = event.values.get("replica"), event.values.get("rank")
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        return stream.label
+    number = None if stream.replica is None or not isinstance(replica, int) else replica
+    return Stream(replica=number, rank=rank, steps=(), events=()).label
+
+
+def _launcher_marks(run: RunFiles) -> Iterator[Mark]:
+    streams = {stream.replica: stream for stream in run.leaders}
+    for event in run.launcher_events:
+        text, replica = event.values["text"], event.values["replica"]
+        kind = next((k for start, k in _LAUNCHER_KINDS.items() if text.startswith(start)), None)
+        if kind is not None and replica is not None:
+            step = _last_step(streams.get(replica), event.time)
+            lane = f"replica {replica}"
+        elif replica is None and not text.startswith("lighthouse: listening"):
+            kind, lane, step = "other", "launcher", None
+        else:
+            continue
+        yield Mark(kind=kind, lane=lane, time=event.time, step=step, text=_one_line(text))
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_TEXT else line[: _LONGEST_TEXT - 3] + "..."
+
+
+def _last_step(stream: Stream | None, time: float | None) -> int | None:
+    """The last step that a replica had taken at `time`."""
+    if stream is None or time is None:
+        return None
+    place = bisect_right(stream.timed, time, key=lambda one: one[0])
+    return stream.timed[place - 1][2] if place else None
+
+
+def _spans(stream: Stream, launcher_events: Sequence[RunEvent]) -> Iterator[Span]:
+    """Attempts of a replica: its start, its steps, and the time until the next attempt."""
+    taken, lane = stream.timed, stream.label
+    ends = [end for end, _, _ in taken]
+    failures = _launcher_times(stream, launcher_events, "failed")
+    starts = _attempt_starts(stream, launcher_events)
+    for place, start in enumerate(starts):
+        following = starts[place + 1] if place + 1 < len(starts) else math.inf
+        own = taken[bisect_left(ends, start) : bisect_left(ends, following)]
+        stops = [one for one in failures if start <= one < following][:1]
+        stops += [own[-1][0]] if own else []
+        # What took no step and has not failed is starting still, or was replaced.
+        end = max(stops) if stops else (start if math.isinf(following) else following)
+        begin = max(start, own[0][1]) if own else end
+        first, last = (own[0][2], own[-1][2]) if own else (0, 0)
+        if begin > start:
+            yield Span("starting", lane, start, begin, first, first)
+        if own:
+            yield Span("training", lane, begin, end, first, last)
+        if end < following < math.inf:
+            yield Span("down", lane, end, following, last, last)
+
+
+def _attempt_starts(stream: Stream, launcher_events: Sequence[RunEvent]) -> list[float]:
+    """When each attempt began, as the launcher or the process itself recorded it."""
+    starts = _launcher_times(stream, launcher_events, "started")
+    ends = [end for end, _, _ in stream.timed]
+    for event in stream.events:
+        began = _process_start(event)
+        if event.name != "start" or began is None:
+            continue
+        before = [one for one in starts if one <= began]
+        # The launcher's start of the same attempt is a little earlier, with no step in between.
+        if not before or bisect_left(ends, began) != bisect_left(ends, max(before)):
+            starts.append(began)
+    if not starts and stream.timed:
+        starts = [stream.timed[0][1]]
+    return sorted(starts)
+
+
+def _launcher_times(
+    stream: Stream, launcher_events: Sequence[RunEvent], beginning: str
+) -> list[float]:
+    """When the launcher recorded a text with that beginning about a replica."""
+    return [
+        event.time
+        for event in launcher_events
+        if event.time is not None
+        and event.values["replica"] == stream.replica
+        and event.values["text"].startswith(beginning)
+    ]
+
+
+def _recoveries(run: RunFiles) -> Iterator[Recovery]:
+    streams = {stream.replica: stream for stream in run.leaders}
+    for event in run.launcher_events:
+        replica, text, time = event.values["replica"], event.values["text"], event.time
+        if replica is None or time is None or not text.startswith("failed"):
+            continue
+        stream = streams.get(replica)
+        taken = [] if stream is None else stream.timed
+        place = bisect_right(taken, time, key=lambda one: one[0])
+        begun = taken[place][1:] if place < len(taken) else None
+        yield Recovery(
+            replica=replica,
+            reason=_one_line(text.removeprefix("failed, ")),
+            time=time,
+            failed_after=_last_step(stream, time),
+            seconds=None if begun is None else max(0.0, begun[0] - time),
+            resumed_at=None if begun is None else begun[1],
+        )
+
+
+def _thinned(marks: Sequence[Mark]) -> list[Mark]:
+    by_kind: dict[str, int] = {}
+    for one in marks:
+        by_kind[one.kind] = by_kind.get(one.kind, 0) + 1
+    strides = {kind: -(-count // _MOST_MARKS) for kind, count in by_kind.items()}
+    seen: dict[str, int] = {}
+    kept = []
+    for one in marks:
+        place = seen[one.kind] = seen.get(one.kind, -1) + 1
+        if place % strides[one.kind] == 0:
+            kept.append(one)
+    return kept
+
+
+def _lane_order(lane: str) -> tuple[bool, list[int]]:
+    """Replicas and their ranks by number, the launcher last."""
+    numbers = [int(word.strip(",")) for word in lane.split() if word.strip(",").isdigit()]
+    return lane == "launcher", numbers
