@@ -22,7 +22,7 @@ help: ## List the targets.
 setup: $(VENV)/.installed-dev ## Make .venv with everything that tests and checks need.
 
 train: $(VENV)/.installed ## Train the small Llama 3 (CONFIG=, PROCESSES=, ARGS="--section.key value").
-	$(BIN)/torchrun --nproc-per-node $(PROCESSES) train.py --config $(CONFIG) $(ARGS)
+	$(BIN)/python -m torchtitan_lite train --nproc $(PROCESSES) --config $(CONFIG) $(ARGS)
 
 test: setup ## Run the tests that every change must pass (ARGS="-k name" to choose).
 	$(BIN)/python -m pytest -m "not matrix and not gpu" $(ARGS)

@@ -71,6 +71,8 @@ class CheckpointManager:
         self._is_wanted = False
         self.stored_before = -1
         """The newest step that was stored when `restore` looked for what to start from."""
+        self.has_initial_load = False
+        """Whether `restore` loaded `initial_load_path`, and no earlier state of this run."""
         self._synchronous = SynchronousSaver(self._saved)
         self._asynchronous: AsynchronousSaver | None = None
         self._may_be_asynchronous = self._saves and config.async_mode != "disabled"
@@ -88,6 +90,7 @@ class CheckpointManager:
         self.stored_before = restorer.newest_seen
         if restored is None:
             return None
+        self.has_initial_load = restored.is_initial
         self._origin = restored.origin
         self._is_over = restored.is_the_end
         if restored.is_saved:

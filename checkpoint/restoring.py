@@ -40,6 +40,8 @@ class Restored:
     """If all of it lay in shared memory."""
     is_saved: bool
     """Whether this run has it stored."""
+    is_initial: bool = False
+    """Whether it was `initial_load_path`, and no earlier state of this run."""
     is_the_end: bool = False
     """The weights alone, of the last step: nothing follows."""
 
@@ -98,7 +100,9 @@ class Restorer:
         elif self._remembers:
             remembered = newest_remembered(self._saved.identity.run_id, self._mesh.rank)
         candidates = self._newest_first(steps, remembered)
-        if not candidates and config.initial_load_path is not None:
+        is_initial = not candidates and config.initial_load_path is not None
+        if is_initial:
+            assert config.initial_load_path is not None
             storage, name = split_storage(config.initial_load_path)
             candidates = [(storage, name)]
             if config.initial_load_model_only:
@@ -117,7 +121,13 @@ class Restorer:
             is_whole = not config.exclude_from_loading
             return Restored(found.where, found.origin if is_whole else None, is_saved=False)
         at_the_end = self._is_the_end(found, parts)
-        return Restored(found.where, None, is_saved=bool(steps), is_the_end=at_the_end)
+        return Restored(
+            found.where,
+            None,
+            is_saved=bool(steps),
+            is_initial=is_initial,
+            is_the_end=at_the_end,
+        )
 
     def go_back(self, newest: int, accepts: Callable[[SavedValues], bool]) -> Restored | None:
         """Load the newest intact state of this run, up to step `newest`, that is accepted: all of

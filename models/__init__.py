@@ -33,13 +33,18 @@ def families() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
+def check_family(config: ModelConfig) -> None:
+    """Raises ConfigError with the known names when the family does not exist."""
+    if config.name not in families():
+        raise ConfigError(_unknown("model.name", config.name, families()))
+
+
 def model_spec(config: ModelConfig) -> ModelSpec:
     """The spec that `config` asks for.
 
     Raises ConfigError with the known names when the family or the flavor does not exist.
     """
-    if config.name not in families():
-        raise ConfigError(_unknown("model.name", config.name, families()))
+    check_family(config)
     family = importlib.import_module(f"{__name__}.{config.name}")
     if config.flavor in family.FLAVORS and config.dims:
         raise ConfigError(

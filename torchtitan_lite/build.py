@@ -27,6 +27,7 @@ from torchtitan_lite.hooks import (
     validate_every,
     write_sample_ledger,
 )
+from torchtitan_lite.launcher.supervised import announce
 from torchtitan_lite.log import logger
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh
@@ -64,7 +65,8 @@ class Built:
     metrics: Metrics
     books: Books | None
     """The leader's."""
-    resumed_from: str | None
+    restored_from: str | None
+    """What the state was loaded from, if anything."""
 
 
 @contextmanager
@@ -88,6 +90,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         books = _books(config, own_folder, opened) if mesh.is_leader else None
         phases = Phases(_phase_listeners(config, mesh, books, own_folder, opened))
         phases.enter(Phase.START, 0)
+        announce("reading data")
         data = open_data(
             config.training,
             config.validation,
@@ -98,6 +101,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             pin_memory=mesh.device.pin_memory,
         )
         opened.callback(data.loader.close)
+        announce("building model")
         parts = build_model(config, spec, mesh)
         model = joined(parts, spec, mesh)
         state = TrainState(
@@ -126,7 +130,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             last_step=config.training.steps,
         )
         opened.callback(checkpoints.close)
-        resumed_from = checkpoints.restore()
+        announce("restoring")
+        restored_from = checkpoints.restore()
         if averaging is not None and state.step == 0:
             # They may be pretrained.
             averaging.start_here()
@@ -223,12 +228,16 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             train_timeout_s=config.comm.train_timeout_seconds,
             step_context=step_context,
         )
-        if resumed_from is not None:
-            logger.info("Resumed from %s at step %d", resumed_from, state.step)
-            values = {"folder": resumed_from}
+        if restored_from is not None and checkpoints.has_initial_load:
+            logger.info("Initial weights loaded from %s", restored_from)
+            values = {"folder": restored_from}
+            metrics.event(Event(name="initial_load", step=state.step, values=values))
+        elif restored_from is not None:
+            logger.info("Resumed from %s at step %d", restored_from, state.step)
+            values = {"folder": restored_from}
             metrics.event(Event(name="resume", step=state.step, values=values))
             if state.step >= job.steps:
-                logger.info("This run has taken all of its %d steps: nothing is left.", job.steps)
+                logger.info("All %d steps of this run are done.", job.steps)
         if mesh.is_leader:
             _write_config(config, own_folder)
         if replica is not None and state.step < job.steps:
@@ -237,6 +246,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             from torchtitan_lite.replica.quiet import without_chatter
 
             opened.enter_context(without_chatter())
+            announce("joining")
             # The last thing of all: from here on the other replicas wait for this one.
             joined_replicas = join(
                 config.fault_tolerance,
@@ -251,13 +261,14 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 averaging=averaging,
             )
             job = replace(job, replicas=opened.enter_context(joined_replicas))
+        announce("compiling" if config.compile.enable else "first step")
         yield Built(
             job=job,
             spec=spec,
             data=data,
             metrics=metrics,
             books=books,
-            resumed_from=resumed_from,
+            restored_from=restored_from,
         )
 
 
@@ -352,7 +363,9 @@ def _hooks(
 ) -> list[Hook]:
     """What runs after each step, in this order."""
     cost = spec.cost(config.training.seq_len)
-    hooks = [record_metrics(metrics, mesh, cost=cost, books=books)]
+    hooks = [
+        record_metrics(metrics, mesh, cost=cost, books=books, total_steps=config.training.steps)
+    ]
     if books is not None and config.checkpoint.enable:
         hooks.append(tell_books(config.checkpoint.interval, books, metrics))
     if data.validation is not None:

@@ -21,7 +21,9 @@ from torchtitan_lite.trainer import Hook, StepReport
 from torchtitan_lite.validation import validate
 
 
-def record_metrics(metrics: Metrics, mesh: Mesh, *, cost: ModelCost, books: Books | None) -> Hook:
+def record_metrics(
+    metrics: Metrics, mesh: Mesh, *, cost: ModelCost, books: Books | None, total_steps: int
+) -> Hook:
     """Record each step, and the events `start` (once, after the first step of this process),
     `saved` and `saves_failed`."""
 
@@ -65,6 +67,7 @@ def record_metrics(metrics: Metrics, mesh: Mesh, *, cost: ModelCost, books: Book
         if not has_started:
             has_started, saved_before = True, report.number - 1
             values = {
+                "steps": total_steps,
                 "parameters": cost.num_params,
                 "active_parameters": cost.num_active_params,
                 "ranks": mesh.world_size,

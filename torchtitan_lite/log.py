@@ -6,7 +6,9 @@ with the rank.
 
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import time
 
 logger = logging.getLogger("torchtitan_lite")
@@ -21,8 +23,31 @@ def configure_logging(level: str | None = None) -> None:
     logger.propagate = False
     prefix = f"[rank {rank}] " if world_size > 1 and rank > 0 else ""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
+    formatter = _Wrapping if sys.stderr.isatty() else logging.Formatter
+    handler.setFormatter(formatter(f"%(asctime)s {prefix}%(message)s", "%H:%M:%S"))
     logger.handlers = [handler]
+
+
+class _Wrapping(logging.Formatter):
+    """Breaks long lines for a terminal; a file keeps one line per message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        width = shutil.get_terminal_size().columns
+        return "\n".join(wrapped(line, width) for line in super().format(record).splitlines())
+
+
+def wrapped(line: str, width: int) -> str:
+    """The line broken between words, with its continuation indented. A word that is longer than
+    the terminal stays whole, so that paths and commands can be copied."""
+    if len(line) <= width:
+        return line
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def log_once(error: Exception) -> None:

@@ -1,33 +1,77 @@
-"""What a run says at its end: what its time went into, a sample of the model, where the outputs
-are, how to go on.
+"""What a run prints at its start (what is trained, on what) and at its end (goodput, a sample of
+the model, where the outputs are, how to resume).
 
 Layer: the top.
 """
 
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite.build import Built
+from torchtitan_lite.commands import program, torchtitan_lite
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.generate import generate, prompt_ids
+from torchtitan_lite.launcher import goodput
+from torchtitan_lite.mesh import AXES
 from torchtitan_lite.metrics import Event
-from torchtitan_lite.metrics.books import Accounts
-from torchtitan_lite.metrics.console import clock
+from torchtitan_lite.outputs import SAMPLE
+from torchtitan_lite.parallel.fsdp import compute_dtype_of
 
 _SAMPLE_TOKENS = 80
 _STEPS = "--training.steps"
 
 
+def print_start(built: Built, config: Config) -> None:
+    """Print what is trained, on what, and from where. The leader does."""
+    job = built.job
+    if job.mesh.is_leader:
+        rows = _start_rows(built, config)
+        print("\n".join(f"{name:<13}{value}" for name, value in rows.items()), flush=True)
+
+
+def _start_rows(built: Built, config: Config) -> dict[str, str]:
+    job, mesh, spec = built.job, built.job.mesh, built.spec
+    cost = spec.cost(config.training.seq_len)
+    active = ""
+    if cost.num_active_params != cost.num_params:
+        active = f" ({cost.num_active_params:,} active)"
+    degrees = {axis: getattr(mesh.degrees, axis) for axis in (*AXES, "ep", "etp")}
+    axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+    processes = f"{mesh.world_size} process{'es' * (mesh.world_size > 1)}"
+    if config.fault_tolerance.enable:
+        processes += f" in replica {config.fault_tolerance.replica_id}"
+    compute = str(compute_dtype_of(config.training, mesh.device)).removeprefix("torch.")
+    stored = config.training.dtype
+    dtype = stored if compute == stored else f"{stored} parameters, {compute} compute"
+    tokens = job.global_batch_size * job.seq_len
+    return {
+        "Model": f"{spec.name} {spec.flavor}, {cost.num_params:,} parameters{active}",
+        "Mesh": f"{processes}{': ' if axes else ''}{axes}",
+        "Device": f"{mesh.device.kind}, {dtype}",
+        "Global batch": f"{job.global_batch_size:,} samples x {job.seq_len:,} tokens = "
+        f"{tokens:,} tokens per step",
+        "Steps": f"{job.state.step:,} of {job.steps:,} done",
+        "State": _origin(built),
+    }
+
+
+def _origin(built: Built) -> str:
+    if built.restored_from is None:
+        return "new, with initial weights drawn from the seed"
+    if built.job.checkpoints.has_initial_load:
+        return f"new, with initial weights from {built.restored_from}"
+    return f"resumed from {built.restored_from}"
+
+
 @contextmanager
 def last_words(built: Built) -> Iterator[None]:
-    """Whatever ends the training in this block: what has happened last, an error too, and the
-    books reach the metrics, and the leader prints the books."""
+    """Whatever ends the training in this block: record the last events, an error included, close
+    the metrics, and print the goodput on the leader."""
     metrics, job = built.metrics, built.job
     try:
         yield
@@ -42,10 +86,13 @@ def last_words(built: Built) -> Iterator[None]:
             metrics.event(Event(name="saved", step=job.state.step, values=values))
     finally:
         _tell_news(built)
-        if built.books is not None:
-            accounts = built.books.accounts()
-            metrics.event(Event(name="books", step=job.state.step, values=accounts.values()))
-            print("\n" + "\n".join(table(accounts)), flush=True)
+        values = None if built.books is None else built.books.accounts().values()
+        if values is not None:
+            metrics.event(Event(name="books", step=job.state.step, values=values))
+        # The live bar would break long lines, so that they could not be copied.
+        metrics.close()
+        if values is not None:
+            print("\n" + "\n".join(goodput.table(values)), flush=True)
 
 
 def _tell_news(built: Built) -> None:
@@ -54,23 +101,13 @@ def _tell_news(built: Built) -> None:
         built.metrics.event(Event(name=news.name, step=built.job.state.step, values=news.values))
 
 
-def table(accounts: Accounts) -> list[str]:
-    """What the time went into, the largest first."""
-    total_ns = max(1, sum(accounts.ns.values()))
-    spent = sorted(((ns, kind) for kind, ns in accounts.ns.items() if ns), reverse=True)
-    return [
-        f"Goodput      {accounts.goodput:.1%} of {clock(accounts.wall_s)} since the first start",
-        *(f"  {kind:<15}{ns / 1e9:>12,.1f} s{ns / total_ns:>8.1%}" for ns, kind in spent),
-    ]
-
-
-def say_goodbye(built: Built, config: Config, argv: Sequence[str], *, finished: bool) -> None:
-    """Print the end of the run. `argv` are the arguments that it was started with. Every rank must
-    call it, since the sample is made by all."""
+def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bool) -> None:
+    """Print the end of the run. `argv` are the arguments it was started with. Every rank must call
+    it, because all ranks generate the sample."""
     job = built.job
     lines = [""]
     if finished:
-        lines += ["A sample of the model:", "", _indented(_sample(built, config)), ""]
+        lines += [SAMPLE, "", _indented(_sample(built, config)), ""]
     else:
         lines += [f"Left at step {job.state.step} of {job.steps}, as asked.", ""]
     folder = Path(config.job.dump_folder)
@@ -80,9 +117,10 @@ def say_goodbye(built: Built, config: Config, argv: Sequence[str], *, finished: 
         lines.append(
             f"Resume       {_resume_command(argv, job.mesh.world_size, job.steps, finished)}"
         )
+    lines.append(f"Report       {shlex.join([*torchtitan_lite(), 'report', str(folder)])}")
     if config.metrics.enable_tensorboard:
         logs = folder / config.metrics.save_tb_folder
-        lines.append(f"TensorBoard  {_program('tensorboard')} --logdir {logs}")
+        lines.append(f"TensorBoard  {program('tensorboard')} --logdir {logs}")
     if job.mesh.is_leader:
         print("\n".join(lines), flush=True)
 
@@ -117,15 +155,9 @@ def _resume_command(argv: Sequence[str], world_size: int, steps: int, finished: 
             del kept[place : place + 2]
         arguments = [*kept, _STEPS, str(2 * steps)]
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    launcher = [_program("torchrun"), "--nproc-per-node", str(local_size)]
-    launcher = launcher if world_size > 1 else [_program("python")]
+    if Path(sys.argv[0]).name != "train.py":
+        count = ["--nproc", str(local_size)] if world_size > 1 else []
+        return shlex.join([*torchtitan_lite(), "train", *count, *arguments])
+    launcher = [program("torchrun"), "--nproc-per-node", str(local_size)]
+    launcher = launcher if world_size > 1 else [program("python")]
     return shlex.join([*launcher, "train.py", *arguments])
-
-
-def _program(name: str) -> str:
-    """The command that starts a program of this environment, which may not be on the PATH."""
-    beside = Path(sys.executable).with_name(name)
-    if shutil.which(name) == str(beside) or not beside.exists():
-        return name
-    here = Path.cwd()
-    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)

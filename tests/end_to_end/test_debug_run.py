@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import time
 from pathlib import Path
 
 from tests import launch
@@ -23,12 +24,19 @@ def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path:
     assert re.search(r"validation +step 3 +loss \d", text)
     assert re.search(r"Goodput +\d+\.\d% of \d+:\d\d since the first start", text)
     assert [e["step"] for e in launch.events_of(folder) if e["event"] == "books"] == [4, 6]
+    (start,) = [e for e in launch.events_of(folder) if e["event"] == "start"]
+    assert (start["step"], start["ranks"], start["device"]) == (0, 2, "cpu")
+    assert start["parameters"] > 10**6 and 0 < start["process_age_s"] < 600
+    durable = [e["checkpoint_step"] for e in launch.events_of(folder) if e["event"] == "saved"]
+    assert durable == sorted(durable) and (durable[0], durable[-1]) == (1, 6)
     books = launch.books_of(folder)
     sample = text.split("A sample of the model:")[1].split("Outputs")[0]
     assert len(sample.strip()) > 20
     steps = launch.steps_of(folder)
     assert [line["step"] for line in steps] == list(range(1, 7))
     assert steps[-1]["loss"] < steps[0]["loss"]
+    times = [line["time"] for line in steps]
+    assert times == sorted(times) and time.time() - 600 < times[0] < times[-1] < time.time()
     assert steps[-1]["tokens"] == 6 * 16 * 256
     saved = {path.name for path in (folder / "checkpoint").iterdir()}
     # The second waits, where the machine is loaded, until the first is written.

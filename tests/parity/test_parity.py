@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import tolerances
 from tests.job import Outcome, run_job
@@ -77,6 +78,19 @@ def test_same_training_with_dropout(
     shared = {"model.dropout": 0.2}
     expected = reference(**shared)
     assert expected.losses != reference().losses
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp-2", "tp-2", "pp-2", "fsdp-2-tp-2"])
+def test_same_training_when_all_parameters_decay(
+    mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = MESHES[mesh]
+    shared = {"optimizer.weight_decay": 0.5, "optimizer.decay_norms_biases_embeddings": True}
+    expected = reference(**shared)
+    exempt = reference(**{**shared, "optimizer.decay_norms_biases_embeddings": False})
+    assert not torch.equal(expected.weights["norm.weight"], exempt.weights["norm.weight"])
     for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 

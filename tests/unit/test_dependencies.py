@@ -83,7 +83,7 @@ def test_every_extra_has_its_error():
         assert DISTRIBUTIONS.get(top, top).replace("_", "-") in OPTIONAL[extra]
 
 
-@pytest.mark.parametrize("extra", ["ft"])
+@pytest.mark.parametrize("extra", ["ft", "report"])
 def test_the_requirements_file_pins_what_a_run_needs(extra: str):
     """`make train` and the replicas of the README need no other file."""
     lines = (ROOT / "requirements.txt").read_text().splitlines()

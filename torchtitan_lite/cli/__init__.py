@@ -48,6 +48,7 @@ def _run_parsed(argv: Sequence[str]) -> int:
         return 2
     if others and not options.passes_on:
         options.parser.error(f"unrecognized arguments: {' '.join(others)}")
+    options.argv = own[1:]
     function = getattr(import_module(options.module), options.function)
     return function(options, others if rest is None else rest)
 

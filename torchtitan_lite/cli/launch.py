@@ -2,15 +2,18 @@
 Layer: below cli."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 
+from torchtitan_lite.commands import torchtitan_lite
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher import goodput
 from torchtitan_lite.launcher.launcher import Launcher
-from torchtitan_lite.launcher.plan import training_plan
+from torchtitan_lite.launcher.plan import Plan, training_plan
 from torchtitan_lite.launcher.sizes import parse_ranks
 from torchtitan_lite.launcher.view import RecordedView, open_view
+from torchtitan_lite.outputs import LAUNCH_LOGS
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
@@ -41,13 +44,31 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
     except OSError as error:
         print(f"launch: {error}", file=sys.stderr)
         return 1
-    for number in range(plan.num_replicas):
-        summary = goodput.in_words(plan.books(number))
-        if summary is not None:
-            print(f"replica {number}: {summary}")
+    _print_end(plan, launcher, options, others)
     for failure in launcher.failures():
         print(failure, file=sys.stderr)
     return status
+
+
+def _print_end(
+    plan: Plan, launcher: Launcher, options: argparse.Namespace, others: Sequence[str]
+) -> None:
+    """Print what a run without replicas prints at its end."""
+    values = {number: goodput.read(plan.books(number)) for number in range(plan.num_replicas)}
+    known = {number: found for number, found in values.items() if found is not None}
+    lines = [f"replica {number}: {goodput.line(found)}" for number, found in known.items()]
+    if known:
+        number, found = next(iter(known.items()))
+        lines += ["", f"Replica {number}:", *goodput.table(found)]
+    lines += ["", *launcher.sample()]
+    folder = plan.dump_folder
+    command = [*torchtitan_lite(), "launch", *options.argv, "--", *others]
+    lines += [
+        f"Outputs      {folder}/ (replica_NNN/metrics.jsonl, {LAUNCH_LOGS}/)",
+        f"Resume       {shlex.join(command)}",
+        f"Report       {shlex.join([*torchtitan_lite(), 'report', str(folder)])}",
+    ]
+    print("\n".join(lines), flush=True)
 
 
 def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:

@@ -11,8 +11,10 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from torchtitan_lite.config import Config, parse_command_line
+from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher.parent_death import die_with_parent
 from torchtitan_lite.log import configure_logging, log_once, logger
@@ -30,7 +32,7 @@ def train(argv: Sequence[str]) -> int:
         num_processes, arguments = _split_nproc(argv)
         if num_processes == 1 or "RANK" in os.environ:
             return train_rank(arguments)
-        config = _checked(arguments, num_processes)
+        config, _ = _checked(arguments, num_processes)
     except UserError as error:
         log_once(error)
         return error.exit_status
@@ -43,7 +45,8 @@ def train_rank(argv: Sequence[str]) -> int:
     configure_logging()
     _die_with_nproc()
     try:
-        config = _checked(argv, int(os.environ.get("WORLD_SIZE", "1")))
+        config, file = _checked(argv, int(os.environ.get("WORLD_SIZE", "1")))
+        _log_differing_defaults(config, file)
     except UserError as error:
         log_once(error)
         return error.exit_status
@@ -54,7 +57,7 @@ def train_rank(argv: Sequence[str]) -> int:
         from torchtitan_lite.last_export import export_last_save
         from torchtitan_lite.mesh import start_mesh
         from torchtitan_lite.preemption import StopRequest, stop_on_signals
-        from torchtitan_lite.summary import last_words, say_goodbye
+        from torchtitan_lite.summary import last_words, print_end, print_start
         from torchtitan_lite.trainer import train as train_job
 
         device = detect_device(config.job.device)
@@ -64,9 +67,10 @@ def train_rank(argv: Sequence[str]) -> int:
             build(config, mesh, stop) as built,
             stop_on_signals(stop),
         ):
+            print_start(built, config)
             with last_words(built):
                 finished = train_job(built.job)
-            say_goodbye(built, config, argv, finished=finished)
+            print_end(built, config, argv, finished=finished)
         if finished and config.checkpoint.last_save_in_hf and mesh.is_leader:
             # The other ranks have left: they would wait too long.
             folder = built.data.tokenizer_files.folder
@@ -77,13 +81,22 @@ def train_rank(argv: Sequence[str]) -> int:
     return 0
 
 
-def _checked(argv: Sequence[str], world_size: int) -> Config:
-    config, _ = parse_command_line(argv)
+def _checked(argv: Sequence[str], world_size: int) -> tuple[Config, Path]:
+    config, file = parse_command_line(argv)
     # Imports torch; typos in the file are reported before.
     from torchtitan_lite.config.constraints import check_against
 
     check_against(config, world_size)
-    return config
+    return config, file
+
+
+def _log_differing_defaults(config: Config, file: Path) -> None:
+    from torchtitan_lite.config.torchtitan_file import differing_defaults, is_torchtitan_file
+
+    if is_torchtitan_file(read_toml(file)):
+        # Only rank 0 logs at this level.
+        for line in differing_defaults(config):
+            logger.info("%s", line)
 
 
 def _split_nproc(argv: Sequence[str]) -> tuple[int, list[str]]:

@@ -2,7 +2,8 @@
 
 `torchtitan_lite/schema/` defines the tables; this package composes, reads and checks them.
 `constraints.check_against` checks what depends on several tables, on the model or on the number of
-processes; it is imported by its own name, because it imports torch and this package does not.
+processes; it and `torchtitan_file` are imported by their own names, because they import torch and
+this package does not.
 Layer: above every owner of a table, below the trainer. Invariant: a wrong configuration is one
 ConfigError that names every problem, and nothing that the user asked for is changed on the way.
 """

@@ -22,7 +22,7 @@ from torchtitan_lite.config.semi_sync_constraints import semi_sync_problems
 from torchtitan_lite.errors import ConfigError, MeshError
 from torchtitan_lite.extras import missing
 from torchtitan_lite.mesh import Degrees, resolve_degrees
-from torchtitan_lite.models import model_spec
+from torchtitan_lite.models import check_family, model_spec
 from torchtitan_lite.parallel.float8 import why_not
 from torchtitan_lite.schema.data import TEXT_DATASETS, CorpusConfig, DataConfig
 from torchtitan_lite.schema.section import toml_literal
@@ -69,7 +69,9 @@ def check_pipeline(config: Config, world_size: int) -> None:
 def _mesh_and_model(
     config: Config, world_size: int
 ) -> tuple[list[str], Degrees | None, ModelSpec | None]:
-    """What most checks need, and the problems where there is none."""
+    """What most checks need, and the problems where there is none. Raises ConfigError for an
+    unknown family of models at once: what else is wrong depends on the model."""
+    check_family(config.model)
     problems: list[str] = []
     degrees = spec = None
     try:

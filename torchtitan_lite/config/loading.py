@@ -14,6 +14,7 @@ from torchtitan_lite.config.keys import section_in, split_none, type_at, without
 from torchtitan_lite.config.overrides import COMMAND_LINE, Override, parse_overrides
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml_file import read_toml
+from torchtitan_lite.config.unsupported import unsupported_feature
 from torchtitan_lite.errors import ConfigError
 
 
@@ -28,7 +29,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
     """The configuration of the tables `given`, which are from `source`, with command-line
-    `overrides` over them. Raises as `load_config` does."""
+    `overrides` over them. Raises as `load_config` does; a file for a feature of torchtitan that
+    does not exist here is one problem, however many unknown keys it has."""
     found: list[str] = []
     tables = _known(given, Config, (), source, found)
     parsed = parse_overrides(overrides, Config)
@@ -44,6 +46,9 @@ def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = (
         below = any(one[: len(names)] == names for one in overridden)
         return f"{source} and {COMMAND_LINE}" if below else source
 
+    if feature := unsupported_feature(tables):
+        path, problem = feature
+        raise problems.config_error([f"{where(path)}: {problem}"])
     if problem := _read_hugging_face_dims(tables):
         found.append(f"{where(('model',))}: model: {problem}")
     try:

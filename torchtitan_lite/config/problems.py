@@ -25,6 +25,7 @@ from torchtitan_lite.config.renames import (
     RENAMED_KEYS,
     RENAMED_NOTES,
     RENAMED_SECTIONS,
+    VALUE_NOTES,
 )
 from torchtitan_lite.errors import ConfigError
 
@@ -78,9 +79,7 @@ def without_section(schema: type[BaseModel], name: str) -> str:
 
 def wrong_type(path: Path, given: str, type_: Any) -> str:
     """What to say of a value that is not of the key's type."""
-    return (
-        f"{dotted(path)}: given {given}, needed {needed_text(type_)}{_nearest_choice(given, type_)}"
-    )
+    return f"{dotted(path)}: given {given}, needed {needed_text(type_)}{_hint(path, given, type_)}"
 
 
 def from_validation(
@@ -100,7 +99,7 @@ def from_validation(
             needed = needed_text(type_) if type_ is not None else detail["msg"]
             given = given_text(detail["input"])
             text = f"{dotted(path)}: given {given}, needed {needed}"
-            text += _nearest_choice(str(detail["input"]), type_)
+            text += _hint(path, str(detail["input"]), type_)
         lines.append(f"{where(path)}: {text}")
     return lines
 
@@ -138,7 +137,11 @@ def tables_with(schema: type[BaseModel], name: str) -> list[str]:
     ]
 
 
-def _nearest_choice(given: str, type_: Any) -> str:
+def _hint(path: Path, given: str, type_: Any) -> str:
+    """What the value may have been meant as."""
+    notes = VALUE_NOTES.get(".".join(part for part in path if isinstance(part, str)), {})
+    if note := notes.get(given.strip('"')):
+        return f". {note}"
     choices = [choice for choice in get_args(split_none(type_)[0]) if isinstance(choice, str)]
     nearest = get_close_matches(given.strip('"'), choices, n=1)
     return f". Did you mean {value_text(nearest[0])}?" if nearest else ""

@@ -72,7 +72,8 @@ def _markdown_lines(schema: type[BaseModel]) -> Iterator[str]:
     yield (
         f"Sections and keys are those of torchtitan {VERSION}, so its files load here; a key of a "
         "feature that is not supported is accepted while it is switched off. Where a default "
-        "differs from torchtitan's, the table gives both."
+        "differs from torchtitan's, the table gives both; [from_torchtitan.md](from_torchtitan.md) "
+        "lists what else differs."
     )
     for group in groups(schema):
         yield ""

@@ -60,3 +60,14 @@ RENAMED_SECTIONS = {
     "float8": "quantize.linear.float8",
     "mx": "quantize.linear.mx",
 }
+
+VALUE_NOTES = {
+    "model.converters": {
+        "float8": 'It is a name of an earlier torchtitan, now "quantize.linear.float8".',
+        "mx": "MX formats are not supported.",
+        "quantize.linear.mx": "MX formats are not supported.",
+        "quantize.grouped_mm.mx": "MX formats are not supported.",
+        "quantize.grouped_mm.float8": "float8 is supported for linear layers only.",
+    },
+}
+"""What to add when one of these values of a key is refused."""

@@ -76,7 +76,14 @@ def _only_streaming(config: Config) -> Iterator[str]:
     keys = {"num_fragments": 1, "fragment_sync_delay": 0, "fragment_update_alpha": 0.0}
     for key, off in keys.items():
         if (given := getattr(section, key)) != off:
+            # torchtitan runs DiLoCo with several fragments as Streaming DiLoCo.
+            streaming = (
+                'Set semi_sync_method = "streaming_diloco", which torchtitan means by "diloco" '
+                f"with fragments, or {key} = {toml_literal(off)}."
+            )
+            remedy = streaming if section.semi_sync_method == "diloco" else ""
             yield (
                 f"fault_tolerance.{key} = {toml_literal(given)} has no effect without "
-                f'semi_sync_method = "streaming_diloco". Set it to {toml_literal(off)}.'
+                f'semi_sync_method = "streaming_diloco". '
+                f"{remedy or f'Set it to {toml_literal(off)}.'}"
             )

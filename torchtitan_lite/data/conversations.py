@@ -100,6 +100,7 @@ def _values(corpus: Corpus, unusable: Unusable) -> Iterator[tuple[str, Any]]:
             yield f"row {number}", value
         return
     # Read here and not by `datasets`, which tells neither all bad lines nor where they are.
+    corpus.check_not_empty()
     for file in corpus.files:
         for place, text in _examples(file):
             if text == b"":
@@ -109,6 +110,10 @@ def _values(corpus: Corpus, unusable: Unusable) -> Iterator[tuple[str, Any]]:
                 example = json.loads(text) if isinstance(text, bytes) else text
             except json.JSONDecodeError as error:
                 unusable.add(place, f"not JSON ({error.msg}, column {error.colno})")
+                continue
+            except UnicodeDecodeError as error:
+                byte = error.object[error.start]
+                unusable.add(place, f"not UTF-8 (byte 0x{byte:02x}, column {error.start + 1})")
                 continue
             except (ValueError, RecursionError) as error:
                 unusable.add(place, f"not JSON ({error})")

@@ -9,12 +9,13 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.data.file_problems import first_problem
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig
 
@@ -62,13 +63,13 @@ class Corpus:
     def values(self) -> Iterator[Any]:
         """What stands in the column, in order. Reads it into a memory-mapped table first, which
         `datasets` keeps in its own cache."""
-        with _reading(self.name):
+        with self.reading():
             dataset = self._load(streaming=False)
             self._check_column(dataset.column_names)
             dataset = dataset.select_columns([self.column])
         batches = dataset.iter(batch_size=_DOCUMENTS_PER_READ)
         while True:
-            with _reading(self.name):
+            with self.reading():
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -76,13 +77,36 @@ class Corpus:
 
     def stream(self) -> Any:
         """The documents as a `datasets.IterableDataset`, from their start."""
-        with _reading(self.name):
+        with self.reading():
             dataset = self._load(streaming=True)
             names = dataset.column_names
             if names is None:
                 names = list(next(iter(dataset.take(1)), {self.column: ""}))
             self._check_column(names)
             return dataset.select_columns([self.column])
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Turn what `datasets` raises into one line that names the file and the line, where it is
+        found there."""
+        with _reading(self.name, self._problem):
+            yield
+
+    def _problem(self) -> str | None:
+        if self.hub_name is not None:
+            return None
+        return first_problem(self.files, str(self.format), self.column, is_chat=self.is_chat)
+
+    def check_not_empty(self) -> None:
+        """Raises DataError when no local file holds anything."""
+        if any(file.stat().st_size for file in self.files):
+            return
+        first, number = self.files[0], len(self.files)
+        empty = f"{first} is empty" if number == 1 else f"all {number} files are empty"
+        raise DataError(
+            f'dataset_path = "{self.name}": {empty} (0 bytes), but a corpus needs at least one '
+            "document. Write documents to it, or set dataset_path to another file."
+        )
 
     def text_of(self, example: dict[str, Any]) -> str:
         """The text of one example; "" where it has none."""
@@ -103,6 +127,7 @@ class Corpus:
             return datasets.load_dataset(
                 self.hub_name, self.hub_config, split=self.split, streaming=streaming
             )
+        self.check_not_empty()
         files = [str(path) for path in self.files]
         if self.name == DEFAULT_DATASET:
             files = [str(path) for path in self.files if _is_utf8(path)]
@@ -118,6 +143,8 @@ class Corpus:
         )
 
     def _check_column(self, names: list[str]) -> None:
+        if not names and (problem := self._problem()):
+            raise DataError(problem)
         if self.column not in names:
             remedy = (
                 "messages_column to the one that holds the messages"
@@ -127,7 +154,7 @@ class Corpus:
             )
             raise DataError(
                 f"{self.name} has no column {self.column!r}; its columns are "
-                f"{', '.join(map(repr, names))}. Set {remedy}."
+                f"{', '.join(map(repr, names)) or 'none'}. Set {remedy}."
             )
 
 
@@ -287,10 +314,13 @@ def _fingerprint_on_hub(
 
 
 @contextmanager
-def _reading(name: str) -> Iterator[None]:
-    """Turn whatever `datasets` raises into one clear error, and keep its bars off the console."""
+def _reading(name: str, problem_of: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """Turn whatever `datasets` raises into one clear error, that of `problem_of` if it finds one,
+    and keep its bars and logs off the console."""
     import datasets
 
+    verbosity = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     had_bars = not datasets.are_progress_bars_disabled()
     if had_bars:
         datasets.disable_progress_bars()
@@ -301,6 +331,8 @@ def _reading(name: str) -> Iterator[None]:
     # `datasets` documents no common base: a name that is unknown, a hub that cannot be reached,
     # a damaged file and a wrong split each raise another class.
     except Exception as error:
+        if problem := problem_of():
+            raise DataError(problem) from error
         cause = error.__cause__ or error
         offline = (
             " The hub can only be reached online and with HF_HUB_OFFLINE unset; for files on this "
@@ -308,9 +340,11 @@ def _reading(name: str) -> Iterator[None]:
             if isinstance(error, ConnectionError | FileNotFoundError)
             else ""
         )
+        told = " ".join(str(cause).split()).rstrip(".")
         raise DataError(
-            f"cannot read the corpus {name!r}: {type(cause).__name__}: {cause}.{offline}"
+            f"cannot read the corpus {name!r}: {type(cause).__name__}: {told}.{offline}"
         ) from error
     finally:
+        datasets.logging.set_verbosity(verbosity)
         if had_bars:
             datasets.enable_progress_bars()

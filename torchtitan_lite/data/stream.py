@@ -161,7 +161,11 @@ class StreamedBlocks:
         if origin.dataset_state is not None:
             dataset.load_state_dict(origin.dataset_state)
         examples = iter(dataset)
-        while batch := list(islice(examples, _DOCUMENTS_PER_RUN)):
+        while True:
+            with self._corpus.reading():
+                batch = list(islice(examples, _DOCUMENTS_PER_RUN))
+            if not batch:
+                return
             run = self._tokenise(origin, [self._corpus.text_of(example) for example in batch])
             state = dataset.state_dict()
             yield run, state

@@ -1,14 +1,42 @@
-"""What a replica's books say, for people. Layer: imports nothing of the project."""
+"""Goodput of a run for people, from its accounting of time. Layer: above durations."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.durations import clock
 
 
-def in_words(books: Path) -> str | None:
-    """The goodput that the file `books.json` of a replica tells; None where it does not."""
+def read(books: Path) -> Mapping[str, Any] | None:
+    """The values in a replica's file `books.json`; None if it is missing or damaged."""
     try:
-        told = json.loads(books.read_text())
-        share, wall_s, lost_s = (float(told[key]) for key in ("goodput", "wall_s", "lost_s"))
+        values = json.loads(books.read_text())
+        for key in ("goodput", "wall_s", "lost_s"):
+            float(values[key])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return f"goodput {share:.1%} of {wall_s:.0f} s, {lost_s:.1f} s of work lost"
+    return values
+
+
+def line(values: Mapping[str, Any]) -> str:
+    """The goodput in one line."""
+    return (
+        f"goodput {values['goodput']:.1%} of {values['wall_s']:.0f} s, "
+        f"{values['lost_s']:.1f} s of work lost"
+    )
+
+
+def table(values: Mapping[str, Any]) -> list[str]:
+    """Lines with the goodput and the time by cause, the largest first."""
+    wall_s = max(float(values["wall_s"]), 1e-9)
+    seconds = {
+        key.removesuffix("_s"): float(value)
+        for key, value in values.items()
+        if key.endswith("_s") and key != "wall_s" and isinstance(value, int | float) and value
+    }
+    causes = sorted(seconds.items(), key=lambda one: -one[1])
+    return [
+        f"Goodput      {values['goodput']:.1%} of {clock(wall_s)} since the first start",
+        *(f"  {cause:<15}{taken:>12,.1f} s{taken / wall_s:>8.1%}" for cause, taken in causes),
+    ]

@@ -25,9 +25,12 @@ from torchtitan_lite.launcher.replica import Replica
 from torchtitan_lite.launcher.sizes import Sizes
 from torchtitan_lite.launcher.slots import SlotsFile
 from torchtitan_lite.launcher.view import View
+from torchtitan_lite.outputs import SAMPLE
 
 _LOOK_S = 0.05
 _SHOWN_LINES = 25
+_END_LINES = 200
+"""More than a replica prints after its last step."""
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -85,6 +88,16 @@ class Launcher:
         ends = [(f"Replica {one.number}", one.given_up) for one in self._replicas]
         ends.append(("The lighthouse", self._lighthouse.given_up))
         return [_told(who, end) for who, end in ends if end is not None]
+
+    def sample(self) -> list[str]:
+        """The text that a finished replica generated at its end; empty if there is none."""
+        for one in self._replicas:
+            lines = [] if one.leader_log is None else last_lines(one.leader_log, _END_LINES)
+            if SAMPLE in lines:
+                lines = lines[lines.index(SAMPLE) :]
+                ends = (k for k, line in enumerate(lines) if line.startswith("Outputs "))
+                return [*lines[: next(ends, len(lines))], ""]
+        return []
 
     def _replica(self, number: int) -> Replica:
         plan = self._plan

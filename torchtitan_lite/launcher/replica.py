@@ -65,6 +65,8 @@ class Replica:
         self._start, self._folder, self._metrics = start, folder, metrics
         self._policy = policy
         self._on_failure, self._tell = on_failure, say
+        self.leader_log: Path | None = None
+        """What rank 0 of the newest attempt prints."""
         self._group: Group | None = None
         self._hangs: HangWatch | None = None
         self._is_stopping = self._is_reforming = self._is_failure_told = False
@@ -114,6 +116,7 @@ class Replica:
         self._policy.started()
         self._group = self._start(folder)
         self._hangs = HangWatch(self._group)
+        self.leader_log = self._group.leader_log
         self.progress = Progress(self._metrics, self._group.leader_log)
         self.state = State.STARTING
         self._say(f"started, logs in {folder}")

@@ -10,6 +10,8 @@ import signal
 from pathlib import Path
 
 from torchtitan_lite.launcher.parent_death import die_with_parent, parent_of
+from torchtitan_lite.log import logger
+from torchtitan_lite.outputs import STARTING
 
 LAUNCHER_PID = "TORCHTITAN_LITE_LAUNCHER_PID"
 """Environment variable: the launcher's process. Its children are the torchruns."""
@@ -21,6 +23,12 @@ STACKS_SIGNAL = signal.SIGUSR1
 FLIGHT_SIGNAL = signal.SIGUSR2
 """Makes a rank write its flight recorder, if it can: a thread waits for it. See
 `replica.flight_recorder`."""
+
+
+def announce(stage: str) -> None:
+    """Report what a starting rank does next, for the launcher's table; without one, nothing."""
+    if RANK_LOGS in os.environ:
+        logger.info("%s%s", STARTING, stage)
 
 
 def rank_log(folder: Path, rank: int) -> Path:

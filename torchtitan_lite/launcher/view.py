@@ -12,14 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torchtitan_lite.durations import clock
 from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
 from torchtitan_lite.launcher.replica import Replica, State
+from torchtitan_lite.log import wrapped
+from torchtitan_lite.outputs import LAUNCHER_STARTED
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _LIVE_S = 0.25
 _PLAIN_S = 5.0
+_OTHER_COLUMNS_WIDTH = 80
+_EVENTS_WIDTH = 110
+"""Columns from which on the table has one for events."""
 _STYLES = {
     State.TRAINING: "green",
     State.FINISHED: "green",
@@ -90,14 +96,17 @@ class LiveTable:
         self._due_s = 0.0
 
     def say(self, event: str) -> None:
-        self._live.console.print(time.strftime("%H:%M:%S"), event, markup=False, highlight=False)
+        line = wrapped(f"{time.strftime('%H:%M:%S')} {event}", self._live.console.width)
+        self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._due_s = 0.0
 
     def show(self, replicas: Sequence[Replica], lighthouse: LighthouseProcess) -> None:
         now_s = time.monotonic()
         if now_s >= self._due_s:
             self._due_s = now_s + _LIVE_S
-            self._live.update(table(replicas, lighthouse, now_s), refresh=True)
+            self._live.update(
+                table(replicas, lighthouse, now_s, self._live.console.width), refresh=True
+            )
 
     def close(self) -> None:
         self._live.stop()
@@ -113,9 +122,19 @@ class RecordedView:
     def __init__(self, view: View, path: Path) -> None:
         self._view, self._path = view, path
         self._has_failed = False
+        self._record(LAUNCHER_STARTED)
 
     def say(self, event: str) -> None:
         self._view.say(event)
+        self._record(event)
+
+    def show(self, replicas: Sequence[Replica], lighthouse: LighthouseProcess) -> None:
+        self._view.show(replicas, lighthouse)
+
+    def close(self) -> None:
+        self._view.close()
+
+    def _record(self, event: str) -> None:
         line = json.dumps({"time": time.time(), "text": event})
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,60 +145,77 @@ class RecordedView:
                 self._has_failed = True
                 self._view.say(f"events are not recorded: {error}")
 
-    def show(self, replicas: Sequence[Replica], lighthouse: LighthouseProcess) -> None:
-        self._view.show(replicas, lighthouse)
 
-    def close(self) -> None:
-        self._view.close()
-
-
-def table(replicas: Sequence[Replica], lighthouse: LighthouseProcess, now_s: float) -> "Table":
-    """A row for each replica and one for the lighthouse."""
+def table(
+    replicas: Sequence[Replica], lighthouse: LighthouseProcess, now_s: float, width: int
+) -> "Table":
+    """A row for each replica and one for the lighthouse, for a terminal of `width` columns."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=box.SIMPLE)
-    made.add_column("")
-    made.add_column("state")
-    for heading in ("step", "loss", "tokens/s", "replicas", "restarts"):
-        made.add_column(heading, justify="right")
-    made.add_column("last event", overflow="fold")
+    made = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), collapse_padding=True)
+    made.add_column("", no_wrap=True)
+    made.add_column("state", no_wrap=True)
+    for heading in ("step", "loss", "tokens/s", "left", "restarts"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    # A narrow terminal has no room for it: the same text stands above the table.
+    has_events = width >= _EVENTS_WIDTH
+    if has_events:
+        room = width - _OTHER_COLUMNS_WIDTH
+        made.add_column("last event", overflow="ellipsis", no_wrap=True, max_width=room)
     for one in replicas:
         state = Text(_state(one, now_s), style=_STYLES.get(one.state, ""))
-        numbers = _numbers(_record(one))
+        step, loss, rate, _ = _numbers(one)
         made.add_row(
-            f"replica {one.number}", state, *numbers, str(one.num_restarts), Text(one.last_event)
+            f"replica {one.number}",
+            state,
+            step,
+            loss,
+            rate,
+            _left(one),
+            str(one.num_restarts),
+            *([Text(one.last_event)] if has_events else []),
         )
     up = lighthouse.is_listening
     state = Text("listening" if up else "down", style="green" if up else "red")
-    where = Text(lighthouse.address or "")
-    made.add_row("lighthouse", state, "", "", "", "", str(lighthouse.num_restarts), where)
+    where = [Text(lighthouse.address or "")] if has_events else []
+    made.add_row("lighthouse", state, "", "", "", "", str(lighthouse.num_restarts), *where)
     return made
 
 
 def in_words(replica: Replica) -> str:
     """The state of a replica and its newest step, for a line."""
-    record = _record(replica)
-    if replica.state is not State.TRAINING or record is None:
+    if replica.state is not State.TRAINING or _record(replica) is None:
         return _state(replica, time.monotonic())
-    step, loss, rate, count = _numbers(record)
-    return f"step {step} loss {loss} {rate} tokens/s {count} replicas"
+    step, loss, rate, count = _numbers(replica)
+    left = f" left {left}" if (left := _left(replica)) else ""
+    return f"step {step} loss {loss} {rate} tokens/s {count} replicas{left}"
 
 
 def _state(replica: Replica, now_s: float) -> str:
     if replica.state is State.RESTARTING:
         return f"restarting in {replica.restarts_in_s(now_s):.0f} s"
+    if replica.state is State.STARTING and replica.progress is not None:
+        return replica.progress.stage
     return replica.state.value
+
+
+def _left(replica: Replica) -> str:
+    """The estimated time until the last step; empty where it is not known."""
+    progress = replica.progress
+    left_s = None if progress is None else progress.time_left_s
+    return "" if left_s is None or replica.is_over else clock(left_s)
 
 
 def _record(replica: Replica) -> Any:
     return None if replica.progress is None else replica.progress.record
 
 
-def _numbers(record: Any) -> tuple[str, str, str, str]:
-    """Step, loss, tokens a second and replicas; empty where there are none."""
-    if record is None:
+def _numbers(replica: Replica) -> tuple[str, str, str, str]:
+    """Step, loss, tokens per second and replicas; empty where there are none."""
+    record, progress = _record(replica), replica.progress
+    if record is None or progress is None:
         return "", "", "", ""
 
     def number(key: str, form: str) -> str:
@@ -187,7 +223,7 @@ def _numbers(record: Any) -> tuple[str, str, str, str]:
         return "" if value is None else format(value, form)
 
     return (
-        number("step", "d"),
+        number("step", "d") + (f"/{progress.total_steps}" if progress.total_steps else ""),
         number("loss", ".4f"),
         number("tokens_per_second", ",.0f"),
         number("num_replicas", "d"),

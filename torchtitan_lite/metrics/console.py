@@ -8,15 +8,14 @@ the first step, and only for the bar.
 import logging
 import os
 import sys
-import textwrap
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lite.log import logger
+from torchtitan_lite.durations import clock, time_left_s
+from torchtitan_lite.log import logger, wrapped
 from torchtitan_lite.metrics.record import Event, StepRecord
 from torchtitan_lite.metrics.sink import Cadence, Sink
-from torchtitan_lite.metrics.throughput import time_left_s
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,8 +103,7 @@ class LiveBar:
             print(line, flush=True)
         else:
             # Continued lines are indented, so that each line of a record begins at the margin.
-            width = self._progress.console.width
-            text = line if len(line) <= width else wrapped(line, width)
+            text = wrapped(line, self._progress.console.width)
             self._progress.console.print(text, highlight=self._color, markup=False, soft_wrap=True)
 
     def _start(self) -> "Progress":
@@ -169,18 +167,6 @@ def step_line(
     return "  ".join(parts.values())
 
 
-def wrapped(line: str, width: int) -> str:
-    """The line broken between words, with its continuation indented. A word that is longer than
-    the terminal stays whole, so that paths and commands can be copied."""
-    return textwrap.fill(
-        line,
-        width,
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
 def event_line(event: Event) -> str:
     """One line about an event."""
     shown = [f"{name} {_shown(value)}" for name, value in event.values.items()]
@@ -193,15 +179,3 @@ def _shown(value: Any) -> str:
     # Text of several lines, or with what a terminal would obey, on one line and escaped.
     is_plain = not isinstance(value, str) or value.isprintable()
     return str(value) if is_plain else repr(value)
-
-
-def clock(seconds: float | None) -> str:
-    """`0:42`, `1:02:03`, `2d 03:04:05`; `?` for None."""
-    if seconds is None:
-        return "?"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour:02}:{minute:02}:{second:02}"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -1,8 +1,5 @@
 """Arithmetic on speeds: pure functions. Layer: imports nothing of the project."""
 
-from collections.abc import Iterable
-from statistics import median
-
 
 def mfu(
     flops_per_token: float, tokens_per_second: float, peak_flops: float | None, num_devices: int
@@ -15,12 +12,3 @@ def mfu(
     if peak_flops is None:
         return None
     return flops_per_token * tokens_per_second / (peak_flops * num_devices)
-
-
-def time_left_s(recent_step_s: Iterable[float], num_steps_left: int) -> float | None:
-    """Seconds until the last step has ended; None while no step has.
-
-    From the median, so that a step that compiled, saved or validated does not count for all.
-    """
-    times_s = list(recent_step_s)
-    return median(times_s) * num_steps_left if times_s else None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.outputs import BOOKS, LAUNCH_EVENTS, LAUNCH_LOGS, METRICS
+from torchtitan_lite.outputs import BOOKS, LAUNCH_EVENTS, LAUNCH_LOGS, LAUNCHER_STARTED, METRICS
 
 NUMBERS = (
     "loss",
@@ -186,7 +186,7 @@ def read_run(folder: Path) -> RunFiles:
         goodput=[
             one for replica, path in places for one in _goodput(path, replica, streams, problems)
         ],
-        launcher_events=_launcher_events(folder / LAUNCH_LOGS / LAUNCH_EVENTS, problems),
+        launcher_events=_launcher_events(folder / LAUNCH_LOGS / LAUNCH_EVENTS, streams, problems),
         config=config,
         config_text=config_text,
         problems=problems.listed(),
@@ -391,7 +391,7 @@ def _accounts(values: Any, replica: int | None) -> Goodput:
     return Goodput(replica=replica, goodput=goodput, wall_s=wall_s, seconds=seconds)
 
 
-def _launcher_events(path: Path, problems: _Problems) -> list[RunEvent]:
+def _launcher_events(path: Path, streams: Sequence[Stream], problems: _Problems) -> list[RunEvent]:
     if not path.is_file():
         return []
     found = []
@@ -406,7 +406,19 @@ def _launcher_events(path: Path, problems: _Problems) -> list[RunEvent]:
         named = _LAUNCHED_REPLICA.fullmatch(text)
         values = {"replica": int(named[1]) if named else None, "text": named[2] if named else text}
         found.append(RunEvent("launcher", None, time, values))
-    return sorted(found, key=lambda one: one.time or 0.0)
+    return _of_this_run(sorted(found, key=lambda one: one.time or 0.0), streams)
+
+
+def _of_this_run(events: list[RunEvent], streams: Sequence[Stream]) -> list[RunEvent]:
+    """Without those of launchers that ended before the first record: they launched an earlier run,
+    whose metrics are in rotated files."""
+    first = min((stream.timed[0][0] for stream in streams if stream.timed), default=math.inf)
+    starts = [
+        place
+        for place, one in enumerate(events)
+        if one.values["text"] == LAUNCHER_STARTED and (one.time or 0.0) <= first
+    ]
+    return events[starts[-1] :] if starts else events
 
 
 def _config(folders: Sequence[Path], problems: _Problems) -> tuple[str, dict[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_lite.outputs import LAUNCHER_STARTED
 from torchtitan_lite.report.run_files import RunEvent, RunFiles, Stream
 
 KINDS = {
@@ -51,6 +52,8 @@ _OF_EVENT = {
 _NOT_SHOWN = frozenset({"books", "goodput", "sample", "samples", "start"})
 _LAUNCHER_KINDS = {"failed": "fault", "given up": "fault", "makes no progress": "hang"}
 """By the beginning of the launcher's text."""
+_EXPECTED = (LAUNCHER_STARTED, "lighthouse: listening")
+"""Beginnings of the launcher's texts that each run has."""
 _LONGEST_TEXT = 300
 _MOST_MARKS = 1000
 """Of one kind; beyond it they are thinned out evenly."""
@@ -201,7 +204,7 @@ def _launcher_marks(run: RunFiles) -> Iterator[Mark]:
         if kind is not None and replica is not None:
             step = _last_step(streams.get(replica), event.time)
             lane = f"replica {replica}"
-        elif replica is None and not text.startswith("lighthouse: listening"):
+        elif replica is None and not text.startswith(_EXPECTED):
             kind, lane, step = "other", "launcher", None
         else:
             continue

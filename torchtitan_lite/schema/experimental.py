@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+from torchtitan_lite.schema.job import ConfigModule
 from torchtitan_lite.schema.section import Section, only
 
 
@@ -10,5 +11,5 @@ class ExperimentalConfig(Section):
 
     custom_import: Annotated[str, only("", "importing a module of your own")] = ""
     """Module to import at the start."""
-    custom_args_module: Annotated[str, only("", "a configuration module of your own")] = ""
+    custom_args_module: ConfigModule = ""
     """Old name of `job.custom_config_module`."""

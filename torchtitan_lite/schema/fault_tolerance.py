@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from torchtitan_lite.schema.section import Section, above, at_least, at_most
+from torchtitan_lite.schema.section import Section, above, at_least, at_most, only
 
 
 class FaultToleranceConfig(Section):
@@ -58,6 +58,11 @@ class FaultToleranceConfig(Section):
     """Send 8 bits a number when averaging. Needs a GPU with Triton."""
     num_fragments: Annotated[int, at_least(1)] = 1
     """Parts of the model that "streaming_diloco" averages in turn."""
+    module_fqns_per_model_fragment: Annotated[
+        list[list[str]], only([], "choosing the modules of each fragment")
+    ] = []
+    """Modules of each fragment. Only the empty list, with which the layers are split evenly into
+    `num_fragments`."""
     fragment_sync_delay: Annotated[int, at_least(0)] = 0
     """Steps that are taken while a fragment is on its way ("streaming_diloco")."""
     fragment_update_alpha: Annotated[float, at_least(0), at_most(1)] = 0.0

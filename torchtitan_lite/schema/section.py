@@ -107,4 +107,6 @@ def toml_literal(value: Any) -> str:
         return f'"{value}"'
     if isinstance(value, list):
         return f"[{', '.join(map(toml_literal, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {toml_literal(one)}' for key, one in value.items())}}}"
     return "none" if value is None else str(value)

@@ -21,7 +21,9 @@ FIXTURE = Path(__file__).parents[2] / "assets" / "fixture.jsonl"
 
 OPEN = """
 import sys, torch
-from torchtitan_lite.data import DataConfig, ValidationConfig, open_data
+from torchtitan_lite.data import open_data
+from torchtitan_lite.schema.data import DataConfig
+from torchtitan_lite.schema.validation import ValidationConfig
 path, tokenizer, cache = sys.argv[1:]
 data = open_data(
     DataConfig(dataset_path=path, cache_folder=cache, seq_len=16, held_out_fraction=0.2),

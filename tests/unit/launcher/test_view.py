@@ -61,11 +61,33 @@ def test_table_has_a_row_each(tmp_path: Path, lighthouse: LighthouseProcess) -> 
     ]
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(table(replicas, lighthouse, 0.0))
+        console.print(table(replicas, lighthouse, 0.0, 120))
     rows = [" ".join(line.split()) for line in captured.get().splitlines() if line.strip()]
-    assert rows[2] == "replica 0 training 12 3.1416 12,346 2 0 event [0]"
+    assert rows[2] == "replica 0 training 12 3.1416 12,346 0 event [0]"
     assert rows[3] == "replica 1 finished 0 event [1]"
     assert rows[4] == "lighthouse down 0"
+
+
+@pytest.mark.parametrize("width", [80, 109, 110, 200])
+def test_the_table_fits_the_terminal(
+    width: int, tmp_path: Path, lighthouse: LighthouseProcess
+) -> None:
+    record = {"step": 100_000, "loss": 11.5, "tokens_per_second": 1_234_567, "num_replicas": 2}
+    training = replica(0, State.TRAINING, record, tmp_path)
+    assert training.progress is not None
+    training.progress.total_steps = 300_000
+    starting = replica(1, State.STARTING, None, tmp_path)
+    assert starting.progress is not None
+    starting.progress.stage = "building model"
+    training.last_event = "12:00:00 failed, " + "x" * 200
+    console = Console(width=width)
+    with console.capture() as captured:
+        console.print(table([training, starting], lighthouse, 0.0, width))
+    text = captured.get()
+    for words in ("replica 0", "100000/300000", "11.5000", "1,234,567", "building model"):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= width
+    assert len([line for line in text.splitlines() if line.strip()]) == 5
 
 
 def test_lines_come_only_while_something_trains(
@@ -86,11 +108,13 @@ def test_events_are_recorded_with_their_time(
 ) -> None:
     path = tmp_path / "launch_logs" / "events.jsonl"
     before_s = time.time()
-    for view in (RecordedView(PlainLines(), path), RecordedView(PlainLines(), path)):
+    for _ in range(2):
+        view = RecordedView(PlainLines(), path)
         view.say('replica 1: failed, "rank 0"')
         view.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["text"] for line in lines] == ['replica 1: failed, "rank 0"'] * 2
+    texts = ["launcher started", 'replica 1: failed, "rank 0"']
+    assert [line["text"] for line in lines] == texts * 2
     assert before_s <= lines[0]["time"] <= lines[1]["time"] <= time.time()
     assert capsys.readouterr().out.count('replica 1: failed, "rank 0"') == 2
 

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from torchtitan_lite.durations import clock
 from torchtitan_lite.metrics import Event
-from torchtitan_lite.metrics.console import LiveBar, PlainLines, clock, open_console
+from torchtitan_lite.metrics.console import LiveBar, PlainLines, open_console
 from torchtitan_lite.metrics.sink import Cadence
 
 RUN_ON_TERMINAL = """

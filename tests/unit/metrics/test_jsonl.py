@@ -84,11 +84,12 @@ def test_records_and_events_have_the_time_at_which_they_were_made(path, make_rec
     assert before_s <= step["time"] <= event["time"] <= time.time()
 
 
-def test_resume_drops_what_came_later_and_nothing_else(path, write):
+def test_resume_drops_what_came_later_and_nothing_else(path, write, make_record):
     lines = JsonLines(path, 0)
     lines.event(Event(name="resume", step=0, values={}))
     lines.close()
-    write(1, 2, 3, 4, 5, resume_step=0)
+    with path.open("a") as file:
+        file.writelines(make_record(step).to_json() + "\n" for step in (1, 2, 3, 4, 5))
     lines = JsonLines(path, 5)
     lines.event(Event(name="validation", step=5, values={"loss": 4.0}))
     lines.close()
@@ -98,10 +99,13 @@ def test_resume_drops_what_came_later_and_nothing_else(path, write):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_fresh_run_starts_a_new_history(path, write):
+def test_a_fresh_run_keeps_the_history_of_an_earlier_one(path, write):
     write(1, 2, 3, resume_step=0)
+    write(1, 2, resume_step=0)
     write(1, resume_step=0)
     assert steps_in(path) == [1]
+    assert steps_in(path.with_name("metrics.1.jsonl")) == [1, 2, 3]
+    assert steps_in(path.with_name("metrics.2.jsonl")) == [1, 2]
 
 
 def test_resume_with_nothing_to_drop_leaves_the_file_alone(path, write):

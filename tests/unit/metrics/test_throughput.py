@@ -1,6 +1,7 @@
 import pytest
 
-from torchtitan_lite.metrics.throughput import mfu, time_left_s
+from torchtitan_lite.durations import time_left_s
+from torchtitan_lite.metrics.throughput import mfu
 
 
 def test_mfu_is_the_share_of_the_peak_of_all_devices():

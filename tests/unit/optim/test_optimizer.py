@@ -126,6 +126,26 @@ def test_decay_shrinks_weights_by_the_rate_and_leaves_norms_alone() -> None:
     assert torch.equal(after["norm.weight"], before["norm.weight"])
 
 
+def test_when_all_parameters_decay_the_step_is_that_of_adamw_over_all_of_them() -> None:
+    model, other = tiny_decoder(), tiny_decoder()
+    other.load_state_dict(model.state_dict())
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.3, decay_norms_biases_embeddings=True)
+    optimizer = build_optimizer(config, model, tiny_spec().no_decay, detect_device("cpu"))
+    # As torchtitan builds it: one group.
+    expected = torch.optim.AdamW(
+        other.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3, fused=True
+    )
+    for _ in range(3):
+        for each in (model, other):
+            each.zero_grad()
+            loss = each(**tiny_samples(), targets_BS=tiny_targets(), loss=cross_entropy())
+            (loss / 46).backward()
+        optimizer.step(config.lr)
+        expected.step()
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
 def test_implementations_give_the_same_weights(name: str) -> None:
     results = {}

@@ -142,6 +142,9 @@ def replicas(tmp_path: Path) -> Path:
     logs = folder / LAUNCH_LOGS
     logs.mkdir()
     told = [
+        (-100.0, "launcher started"),
+        (-90.0, "replica 1: failed, rank 0: killed by SIGKILL"),
+        (0.0, "launcher started"),
         (0.0, "lighthouse: listening on 127.0.0.1:1"),
         (0.5, "replica 0: started, logs in x"),
         (0.6, "replica 1: started, logs in x"),

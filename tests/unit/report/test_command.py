@@ -1,6 +1,10 @@
 import pytest
 
-from torchtitan_lite.cli.report import main
+from torchtitan_lite import cli
+
+
+def main(argv: list[str]) -> int:
+    return cli.main(["report", *argv])
 
 
 def test_the_page_is_written_beside_the_run(make_run, capsys):

@@ -221,7 +221,7 @@ def test_problems_are_listed(make_run):
 
 
 def test_long_curves_keep_their_spikes():
-    points = [(step, 1.0) for step in range(100_000)]
+    points: list[tuple[int, float | None]] = [(step, 1.0) for step in range(100_000)]
     points[54_321] = (54_321, 99.0)
     points[60_000] = (60_000, None)
     kept = thinned(points)

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tests.unit.report.conftest import record, write_metrics
+from tests.unit.report.conftest import START, record, write_metrics
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.report.run_files import read_run, unique_labels
 
@@ -22,8 +22,15 @@ def test_replicas_and_ranks_have_streams_of_their_own(replicas):
     assert [one.label for one in run.streams] == ["replica 0", "replica 1", "replica 1, rank 1"]
     assert [one.step for one in run.merged] == [1, 2, 3, 4]
     assert [one.replica for one in run.goodput] == [0, 1]
-    assert [one.values["replica"] for one in run.launcher_events] == [None, 0, 1, 1, 1]
+    assert [one.values["replica"] for one in run.launcher_events] == [None, None, 0, 1, 1, 1]
     assert run.setting("model", "name") == "llama3"
+
+
+def test_launchers_of_earlier_runs_are_left_out(replicas):
+    path = replicas / "launch_logs" / "events.jsonl"
+    assert len(path.read_text().splitlines()) == 8
+    times = [one.time or 0.0 for one in read_run(replicas).launcher_events]
+    assert times == sorted(times) and times[0] == START
 
 
 def test_of_a_step_that_was_taken_twice_the_last_counts(tmp_path):

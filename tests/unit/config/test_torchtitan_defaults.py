@@ -1,0 +1,214 @@
+"""The schema against torchtitan 0.2.2: every key, every default, the sizes of every flavor, and the
+lines that a run of one of its files logs. The asset has what its configuration dataclasses hold."""
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.config import Config, config_from, load_config
+from torchtitan_lite.config.keys import all_keys, type_at, value_text
+from torchtitan_lite.config.toml_file import read_toml
+from torchtitan_lite.config.torchtitan_defaults import (
+    DEFAULTS,
+    FLAVORS,
+    KEYS,
+    ROUTER_BIAS_UPDATE_RATE,
+    VERSION,
+)
+from torchtitan_lite.config.torchtitan_file import differing_defaults, is_torchtitan_file
+from torchtitan_lite.models import model_spec, plain_dims
+from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.nn.rope import RopeScaling
+from torchtitan_lite.schema.model import ModelConfig
+
+TORCHTITAN = json.loads(Path("tests/assets/torchtitan_defaults.json").read_text())
+THEIRS: dict[str, Any] = TORCHTITAN["config"] | TORCHTITAN["components.ft.config"]
+NOT_HERE = {"job.config_file", "model.tokenizer_path"}
+"""The first is an option of the command line, the second an old name."""
+FREE_FORM = ("quantize.linear.mx.", "quantize.grouped_mm.")
+"""Tables that are accepted whatever they hold."""
+NO_VARLEN = {"debugmodel_varlen_attn", "8B_varlen"}
+
+
+def test_every_key_of_torchtitan_is_in_the_table_of_keys() -> None:
+    assert TORCHTITAN["version"] == VERSION
+    ours = {f"{table}.{key}" for table, keys in KEYS.items() for key in keys.split()}
+    assert ours == set(THEIRS)
+
+
+def test_the_table_of_defaults_is_complete() -> None:
+    ours = all_keys(Config)
+    missing = {key for key in THEIRS if key not in ours and not key.startswith(FREE_FORM)}
+    assert missing == NOT_HERE
+    differing = {
+        key: default
+        for key, default in THEIRS.items()
+        if key in ours and (ours[key].default, type(ours[key].default)) != (default, type(default))
+    }
+    assert differing == DEFAULTS
+
+
+def test_the_page_for_users_of_torchtitan_lists_every_difference() -> None:
+    page = Path("docs/from_torchtitan.md").read_text()
+    ours = all_keys(Config)
+    for key, theirs in DEFAULTS.items():
+        row = f"| `{key}` | `{value_text(theirs)}` | `{value_text(ours[key].default)}` | "
+        assert row in page
+    for family, flavor in FLAVORS:
+        assert f"| `{family}` | `{flavor}` | " in page
+    # Every key that the page names exists, on one side or the other.
+    tables = "|".join(sorted(Config.model_fields))
+    named = set(re.findall(rf"`((?:{tables})\.[a-z0-9_.]+)`", page))
+    assert [
+        name
+        for name in sorted(named - set(THEIRS))
+        if type_at(Config, tuple(name.split("."))) is None
+    ] == []
+
+
+def _sizes_of_llama3(args: dict[str, Any]) -> dict[str, Any]:
+    multiple = args["multiple_of"]
+    hidden = int(int(2 * 4 * args["dim"] / 3) * (args["ffn_dim_multiplier"] or 1))
+    scaling = args["rope_scaling_args"]
+    return {
+        "num_kv_heads": args["n_kv_heads"] or args["n_heads"],
+        "hidden_dim": -(-hidden // multiple) * multiple,
+        "rope_scaling": RopeScaling(
+            factor=scaling["scaling_factor"],
+            low_freq_factor=scaling["low_freq_factor"],
+            high_freq_factor=scaling["high_freq_factor"],
+            original_max_position=scaling["original_max_position_embeddings"],
+        ),
+    }
+
+
+def _sizes_of_qwen3(args: dict[str, Any]) -> dict[str, Any]:
+    moe, experts = None, args.get("moe_args")
+    if experts is not None:
+        assert experts["load_balance_coeff"] == ROUTER_BIAS_UPDATE_RATE
+        assert (experts["num_shared_experts"], experts["score_func"]) == (0, "softmax")
+        moe = MoEDims(
+            num_experts=experts["num_experts"],
+            top_k=experts["top_k"],
+            hidden_dim=args["moe_inter_dim"],
+            normalize_weights=experts["route_norm"],
+            route_scale=experts["route_scale"],
+        )
+    return {
+        "num_kv_heads": args["n_kv_heads"],
+        "head_dim": args["head_dim"],
+        "hidden_dim": args["hidden_dim"] if moe is None else None,
+        "tied_embeddings": args["enable_weight_tying"],
+        "moe": moe,
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor"),
+    [
+        (family, flavor)
+        for family, flavors in TORCHTITAN["models"].items()
+        for flavor in flavors
+        if flavor not in NO_VARLEN
+    ],
+)
+def test_flavors_have_the_sizes_of_torchtitan_or_are_in_the_table(family: str, flavor: str) -> None:
+    args = TORCHTITAN["models"][family][flavor]
+    theirs = {
+        "dim": args["dim"],
+        "num_layers": args["n_layers"],
+        "num_heads": args["n_heads"],
+        "vocab_size": args["vocab_size"],
+        "norm_eps": args["norm_eps"],
+        "rope_theta": args["rope_theta"],
+        "attention_backend": args["attn_type"],
+        "document_mask": args["attn_mask_type"] == "block_causal",
+    } | (_sizes_of_llama3(args) if family == "llama3" else _sizes_of_qwen3(args))
+    own = model_spec(ModelConfig(name=family, flavor=flavor)).dims
+    sizes = FLAVORS.get((family, flavor), {})
+    differing = {key for key, value in theirs.items() if getattr(own, key) != value}
+    assert differing == set(sizes)
+    # What a line tells to set gives torchtitan's model.
+    needed = {field.name for field in fields(own) if getattr(own, field.name) != field.default}
+    dims = {key: value for key, value in plain_dims(own).items() if key in needed} | sizes
+    told = model_spec(ModelConfig(name=family, flavor="torchtitan", dims=dims)).dims
+    assert {key: getattr(told, key) for key in theirs} == theirs
+
+
+def lines(tables: dict[str, Any], *overrides: str) -> list[str]:
+    # Without a GPU wherever the test runs.
+    return list(differing_defaults(config_from(tables, "FILE", ["--job.device=cpu", *overrides])))
+
+
+@pytest.mark.parametrize("file", sorted(Path("configs").glob("*.toml")), ids=lambda file: file.stem)
+def test_shipped_files_are_not_taken_for_files_of_torchtitan(file: Path) -> None:
+    load_config(file)
+    assert not is_torchtitan_file(read_toml(file))
+
+
+@pytest.mark.parametrize(
+    ("tables", "expected"),
+    [
+        ({}, False),
+        ({"model": {}}, False),
+        ({"training": {"steps": 10}}, True),
+        ({"quantize": {"linear": {"mx": {"recipe_name": "mxfp8_cublas"}}}}, True),
+        ({"fault_tolerance": {"sync_steps": 10}}, True),
+        ({"training": {"steps": 10, "streaming": False}}, False),
+        ({"training": {"steps": 10}, "anomalies": {"on_spike": "off"}}, False),
+        ({"training": {"corpora": [{"dataset": "c4"}]}}, False),
+    ],
+)
+def test_a_file_of_torchtitan_has_only_its_keys(tables: dict[str, Any], expected: bool) -> None:
+    assert is_torchtitan_file(tables) is expected
+
+
+def test_each_differing_default_is_one_line_with_its_remedy() -> None:
+    tables = {
+        "training": {"seq_len": 4096},
+        "validation": {"enable": True},
+        "fault_tolerance": {"enable": True},
+    }
+    found = lines(tables)
+    assert found[0].startswith(
+        'model.flavor = "debugmodel" of llama3 is another model in torchtitan 0.2.2: '
+        "{rope_scaling = {factor = 8.0}} there, {rope_scaling = none} here. For torchtitan's, set "
+        'model.flavor = "torchtitan" and model.dims = {dim = 256, num_layers = 6, '
+    )
+    assert found[1:] == [
+        "model.hf_assets_path is not set: torchtitan 0.2.2 reads the tokenizer in "
+        '"./tests/assets/tokenizer", this run trains a tokenizer on its corpus. For torchtitan\'s, '
+        "set it to that folder.",
+        'training.dataset is not set: torchtitan 0.2.2 trains on "c4_test", this run on '
+        '"python_stdlib". For torchtitan\'s, set training.dataset_path to its '
+        "tests/assets/c4_test.",
+        "training.streaming is not set: torchtitan 0.2.2 reads the documents in their order, this "
+        "run tokenizes all of them before the first step and shuffles their blocks. For "
+        "torchtitan's, set it to true.",
+        "validation.seq_len is not set: torchtitan 0.2.2 validates with 2048, this run with "
+        "training.seq_len = 4096. For torchtitan's, set it to 2048.",
+        "training.mixed_precision_param is not set: torchtitan 0.2.2 computes in bfloat16, this "
+        'run in float32, because it has no GPU. For torchtitan\'s, set it to "bfloat16".',
+        "optimizer.decay_norms_biases_embeddings is not set: torchtitan 0.2.2 applies weight_decay "
+        "= 0.1 to all parameters, this run not to norms, biases and embeddings. For torchtitan's, "
+        "set it to true.",
+        "fault_tolerance.world_size_mode is not set: torchtitan 0.2.2 gives each replica a global "
+        "batch of its own, this run divides one global batch over the replicas "
+        '("constant_batch"). For torchtitan\'s, set it to "dynamic".',
+    ]
+    assert "model.router_bias_update_rate is not set: torchtitan 0.2.2 balances experts" in (
+        " ".join(lines({"model": {"name": "qwen3", "flavor": "30B-A3B"}}))
+    )
+
+
+def test_what_is_set_in_the_file_or_on_the_command_line_is_not_mentioned() -> None:
+    tables = {
+        "model": {"flavor": "8B", "hf_assets_path": "assets"},
+        "training": {"dataset": "c4", "mixed_precision_param": "float32"},
+    }
+    overrides = ["--training.streaming=false", "--optimizer.decay_norms_biases_embeddings=false"]
+    assert lines(tables, *overrides) == []

@@ -1,0 +1,22 @@
+"""Commands to copy, as this environment can call them. Layer: imports nothing of the project."""
+
+import shutil
+import sys
+from pathlib import Path
+
+
+def torchtitan_lite() -> list[str]:
+    """The words that call `torchtitan-lite`: by name if it is installed, else as a module."""
+    name = "torchtitan-lite"
+    if shutil.which(name) or Path(sys.executable).with_name(name).exists():
+        return [program(name)]
+    return [program("python"), "-m", "torchtitan_lite"]
+
+
+def program(name: str) -> str:
+    """The word that calls a program of this environment, which may not be on the PATH."""
+    beside = Path(sys.executable).with_name(name)
+    if shutil.which(name) == str(beside) or not beside.exists():
+        return name
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)

@@ -1,0 +1,165 @@
+"""Files of torchtitan, and the defaults that make them train something else here.
+
+Layer: above schema, mesh_constraints and models; imports torch. Invariant: a line is about a value
+that neither the file nor the command line has set.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from torchtitan_lite.config.mesh_constraints import on_gpu
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.torchtitan_defaults import (
+    DEFAULTS,
+    FLAVORS,
+    KEYS,
+    ROUTER_BIAS_UPDATE_RATE,
+    VERSION,
+)
+from torchtitan_lite.models import model_spec, plain_dims
+from torchtitan_lite.schema.section import toml_literal
+
+
+def is_torchtitan_file(tables: Mapping[str, Any]) -> bool:
+    """Whether a file sets at least one key, and only keys that torchtitan 0.2.2 has too, whatever
+    their values. A file for this project sets at least one key that only this project has."""
+    keys = list(_keys(tables, ()))
+    return bool(keys) and all(key in _TORCHTITAN_KEYS for key in keys)
+
+
+def differing_defaults(config: Config) -> Iterator[str]:
+    """One line for each default that changes the mathematics, is another than torchtitan's and is
+    left unset: the key, the value there and here, and what gives torchtitan's behavior."""
+    yield from _of_model(config)
+    yield from _of_data(config)
+    yield from _of_arithmetic(config)
+    yield from _of_replicas(config)
+
+
+_TORCHTITAN_KEYS = {f"{table}.{key}" for table, keys in KEYS.items() for key in keys.split()}
+
+
+def _keys(tables: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    for name, value in tables.items():
+        here = (*path, name)
+        if isinstance(value, Mapping):
+            yield from _keys(value, here)
+        else:
+            yield ".".join(here)
+
+
+def _is_set(config: Config, key: str) -> bool:
+    section, _, name = key.partition(".")
+    return name in getattr(config, section).model_fields_set
+
+
+def _line(key: str, there: str, here: str, remedy: str) -> str:
+    return f"{key} is not set: torchtitan {VERSION} {there}, this run {here}. {remedy}."
+
+
+def _of_model(config: Config) -> Iterator[str]:
+    model, spec = config.model, model_spec(config.model)
+    if sizes := FLAVORS.get((model.name, model.flavor)):
+        own = plain_dims(spec.dims)
+        there, here = _differing(sizes, own)
+        needed = {
+            field.name: own[field.name]
+            for field in fields(spec.dims)
+            if field.name in own and own[field.name] != field.default
+        }
+        yield (
+            f"model.flavor = {toml_literal(model.flavor)} of {model.name} is another model in "
+            f"torchtitan {VERSION}: {there} there, {here} here. For torchtitan's, set "
+            f'model.flavor = "torchtitan" and model.dims = {toml_literal(needed | sizes)}.'
+        )
+    if spec.num_experts and not _is_set(config, "model.router_bias_update_rate"):
+        rate = getattr(getattr(spec.dims, "moe", None), "bias_update_rate", None)
+        if rate != ROUTER_BIAS_UPDATE_RATE:
+            yield _line(
+                "model.router_bias_update_rate",
+                f"balances experts by steps of {ROUTER_BIAS_UPDATE_RATE}",
+                f"by steps of {rate}",
+                f"For torchtitan's, set it to {ROUTER_BIAS_UPDATE_RATE}",
+            )
+    if not _is_set(config, "model.hf_assets_path"):
+        there = DEFAULTS["model.hf_assets_path"]
+        yield _line(
+            "model.hf_assets_path",
+            f"reads the tokenizer in {toml_literal(there)}",
+            "trains a tokenizer on its corpus",
+            "For torchtitan's, set it to that folder",
+        )
+
+
+def _differing(sizes: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, str]:
+    """The sizes that differ, there and here."""
+    there, here = {}, {}
+    for key, value in sizes.items():
+        if isinstance(value, dict) and isinstance(own.get(key), dict):
+            there |= {f"{key}.{inner}": one for inner, one in value.items()}
+            here |= {f"{key}.{inner}": own[key].get(inner) for inner in value}
+        else:
+            there[key], here[key] = value, own.get(key)
+    return toml_literal(there), toml_literal(here)
+
+
+def _of_data(config: Config) -> Iterator[str]:
+    training, validation = config.training, config.validation
+    if not (_is_set(config, "training.dataset") or training.dataset_path or training.corpora):
+        yield _line(
+            "training.dataset",
+            f"trains on {toml_literal(DEFAULTS['training.dataset'])}",
+            f"on {toml_literal(training.dataset)}",
+            "For torchtitan's, set training.dataset_path to its tests/assets/c4_test",
+        )
+    if not (_is_set(config, "training.streaming") or training.corpora):
+        yield _line(
+            "training.streaming",
+            "reads the documents in their order",
+            "tokenizes all of them before the first step and shuffles their blocks",
+            "For torchtitan's, set it to true",
+        )
+    if (
+        validation.enable
+        and not _is_set(config, "validation.seq_len")
+        and training.seq_len != DEFAULTS["validation.seq_len"]
+    ):
+        yield _line(
+            "validation.seq_len",
+            f"validates with {DEFAULTS['validation.seq_len']}",
+            f"with training.seq_len = {training.seq_len}",
+            f"For torchtitan's, set it to {DEFAULTS['validation.seq_len']}",
+        )
+
+
+def _of_arithmetic(config: Config) -> Iterator[str]:
+    key = "training.mixed_precision_param"
+    computed = "bfloat16" if on_gpu(config) else config.training.dtype
+    if not _is_set(config, key) and computed != DEFAULTS[key]:
+        yield _line(
+            key,
+            f"computes in {DEFAULTS[key]}",
+            f"in {computed}, because it has no GPU",
+            f"For torchtitan's, set it to {toml_literal(DEFAULTS[key])}",
+        )
+    if config.optimizer.weight_decay and not _is_set(
+        config, "optimizer.decay_norms_biases_embeddings"
+    ):
+        yield _line(
+            "optimizer.decay_norms_biases_embeddings",
+            f"applies weight_decay = {config.optimizer.weight_decay} to all parameters",
+            "not to norms, biases and embeddings",
+            "For torchtitan's, set it to true",
+        )
+
+
+def _of_replicas(config: Config) -> Iterator[str]:
+    section = config.fault_tolerance
+    if section.enable and not _is_set(config, "fault_tolerance.world_size_mode"):
+        yield _line(
+            "fault_tolerance.world_size_mode",
+            "gives each replica a global batch of its own",
+            f"divides one global batch over the replicas ({toml_literal(section.world_size_mode)})",
+            'For torchtitan\'s, set it to "dynamic"',
+        )

@@ -1,0 +1,26 @@
+"""Durations: estimated from past steps, and written for people. Layer: imports nothing of the
+project."""
+
+from collections.abc import Iterable
+from statistics import median
+
+
+def time_left_s(recent_step_s: Iterable[float], num_steps_left: int) -> float | None:
+    """Seconds until the last step has ended; None before the first step.
+
+    From the median, so that one slow step (a compilation, a save) does not count for all.
+    """
+    times_s = list(recent_step_s)
+    return median(times_s) * num_steps_left if times_s else None
+
+
+def clock(seconds: float | None) -> str:
+    """`0:42`, `1:02:03`, `2d 03:04:05`; `?` for None."""
+    if seconds is None:
+        return "?"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
