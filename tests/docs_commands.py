@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tests.job import FIXTURE
+from tests.slurm import write_command
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(
@@ -136,10 +137,9 @@ def copy_tree(folder: Path) -> None:
             (environment / entry.name).symlink_to(entry)
     for stamp in (".installed", ".installed-dev"):
         (environment / stamp).touch()
-    pgrep = folder / ".bin" / "pgrep"
-    pgrep.parent.mkdir()
-    pgrep.write_text(f"#!/usr/bin/env bash\n{_PGREP}")
-    pgrep.chmod(0o755)
+    write_command(folder / ".bin" / "pgrep", _PGREP)
+    # As an installation has it.
+    write_command(folder / ".bin" / "torchtitan-lite", 'exec python -m torchtitan_lite "$@"')
 
 
 @dataclass
