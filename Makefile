@@ -39,6 +39,7 @@ check: setup ## Lint, format, types, layers, generated docs.
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m scripts.config_reference --check
+	$(BIN)/python -m scripts.benchmark_page --check
 
 fmt: setup ## Format the code and mend what lint can mend.
 	$(BIN)/ruff check --fix .
@@ -54,6 +55,7 @@ bench: setup ## Run every benchmark and write benchmarks/results/.
 
 docs: setup ## Write the generated pages of docs/ again.
 	$(BIN)/python -m scripts.config_reference
+	$(BIN)/python -m scripts.benchmark_page
 
 clean: ## Remove what runs and tests have written; .venv stays.
 	rm -rf outputs test-logs build dist *.egg-info

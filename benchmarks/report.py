@@ -1,21 +1,31 @@
 """The command of a benchmark, and what it says: how its sides agree, case by case as they are
-measured, then its rows."""
+measured, then its rows.
+
+With `--json NAME.json`, machine, versions and date go into NAME.environment.json beside it.
+"""
 
 import argparse
+import json
+import os
 import platform
+import re
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from benchmarks.agreement import Agreement
 from benchmarks.processes import THREADS, ChildFailed
 from benchmarks.rows import Row, table, write_json
+
+_PEERS = ("torch", "torchft", "torchtitan", "safetensors", "transformers", "numpy")
 
 PlanT = TypeVar("PlanT")
 Measured = Iterable[tuple[Row, Agreement]]
@@ -61,4 +71,56 @@ def report(measured: Measured, json_path: Path | None) -> bool:
     print(f"\n{table(rows)}\n\n{time.perf_counter() - began_s:.0f} s in all")
     if json_path:
         write_json(json_path, rows)
+        text = json.dumps(environment(), indent=1) + "\n"
+        json_path.with_suffix(".environment.json").write_text(text, encoding="utf-8")
     return all_agree
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what the rows were measured."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    machine = f"{_processor()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB"
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": machine + (f", {gpu}" if gpu else ", no GPU"),
+        "gpu": gpu,
+        "threads_per_process": THREADS,
+        "versions": {"Python": platform.python_version(), **_versions()},
+        "commit": _commit(),
+        "command": " ".join(["python -m", *sys.orig_argv[sys.orig_argv.index("-m") + 1 :]])
+        if "-m" in sys.orig_argv
+        else None,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PEERS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        names = re.findall(
+            r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str | None:
+    """The revision that was measured; "-dirty" behind it, with changes."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

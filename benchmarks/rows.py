@@ -39,7 +39,7 @@ class Row:
     """What the ratio of `ours` to the reference may be, or `ours` itself: see `kind`."""
     met: bool
     kind: Kind
-    """How `goal` is meant. Not part of the JSON: `met` says what came of it."""
+    """How `goal` is meant; its value in the JSON."""
 
 
 def compare(
@@ -153,7 +153,7 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    return {name: value for name, value in asdict(row).items() if name != "kind"}
+    return asdict(row) | {"kind": row.kind.value}
 
 
 def _ratio(row: Row) -> float | None:

@@ -22,8 +22,10 @@ def test_quick_mode_writes_rows(name: str, tmp_path: Path) -> None:
     # 0 says that the sides did the same work; a time that misses its goal is no failure.
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads(path.read_text())
+    environment = json.loads((tmp_path / "rows.environment.json").read_text())
+    assert environment["versions"]["torch"] and environment["machine"] and environment["date"]
     assert len(rows) == _NUM_ROWS[name]
     for row in rows:
-        assert list(row) == ["case", "metric", "unit", "ours", "floor", "peer", "goal", "met"]
+        assert " ".join(row) == "case metric unit ours floor peer goal met kind"
         assert row["ours"] >= 0
         assert row["floor"] is None or row["peer"] is None

@@ -1,9 +1,5 @@
 """The guide to pretrained weights: its commands, as they stand there, with a small model."""
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +7,23 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.docs_commands import ROOT, Page, blocks, copy_tree
 from tests.hugging_face import add_tokenizer, make_folder, tensors_of
 from tests.launch import SMALL, run
 from torchtitan_lite.config import load_config
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.last_export import export_last_save
 
-ROOT = Path(__file__).parents[2]
-_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def commands(guide: str) -> list[str]:
-    return _BLOCK.findall((ROOT / "docs" / guide).read_text(encoding="utf-8"))
+GUIDE = "docs/pretrained_weights.md"
 
 
 def test_both_guides_have_the_same_commands_and_headings() -> None:
-    english, chinese = "pretrained_weights.md", "pretrained_weights.zh-CN.md"
-    assert commands(english) == commands(chinese)
+    chinese = "docs/pretrained_weights.zh-CN.md"
+    assert blocks(GUIDE) == blocks(chinese)
     for mark in ("#", "|", "- **"):
         lines = [
-            sum(line.startswith(mark) for line in (ROOT / "docs" / guide).read_text().splitlines())
-            for guide in (english, chinese)
+            sum(line.startswith(mark) for line in (ROOT / guide).read_text().splitlines())
+            for guide in (GUIDE, chinese)
         ]
         assert lines[0] == lines[1] > 0
 
@@ -40,25 +32,11 @@ def test_both_guides_have_the_same_commands_and_headings() -> None:
 def test_the_guide_from_a_folder_to_an_exported_model(tmp_path: Path) -> None:
     folder = add_tokenizer(make_folder(tmp_path / "hf", "llama"))
     out = tmp_path / "out"
-    script = "set -ex\n" + "\n".join(commands("pretrained_weights.md"))
-    environment = os.environ | {
-        "HF_DIR": str(folder),
-        "OUT": str(out),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=580,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    said = done.stdout
+    copy_tree(tmp_path / "tree")
+    page = Page(tmp_path / "tree", {"HF_DIR": str(folder), "OUT": str(out)})
+    for block in blocks(GUIDE):
+        page.run(block, [])
+    said = page.output
     # It began from the folder, and then went on from its own state on another mesh.
     assert f"Resumed from {folder} at step 0" in said, said[-6000:]
     assert f"Resumed from {out}/run/checkpoint/step-2 at step 2" in said, said[-6000:]

@@ -1,0 +1,311 @@
+"""Write docs/benchmarks.md from benchmarks/results/, or check it and the figures of the docs.
+
+python -m scripts.benchmark_page [--check]
+
+A figure in README.md or docs/ names its origin in a comment right behind it, such as
+
+    0.23 s<!-- figure: recovery / ours, builtin lighthouse / survivor's stall, p95 of 7 / ours -->
+
+with file, case, metric, and `ours`, `peer`, `floor` or `ratio` (ours divided by peer or floor).
+`--check` compares the number in front of each comment with the file, to the digits shown.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+ENVIRONMENT = ".environment.json"
+LONG = 60
+"""Rows beyond which a file is summarized."""
+GROUP = 4
+"""Rows of one metric that a summary joins."""
+
+TITLES = {
+    "step": ("Cost of a training step", "a hand-written loop for the same model, one process each"),
+    "parallel": (
+        "Cost of parallelism",
+        "hand-written FSDP2, tensor and pipeline parallel loops; torch's ring attention",
+    ),
+    "redistribute": (
+        "Redistribution",
+        "the planner against time limits; exchanges against a copy of the same bytes (floor) and "
+        "DTensor (peer)",
+    ),
+    "checkpoint": (
+        "Checkpoints",
+        "torchtitan's checkpoint manager and torch DCP (peers); memcpy, safetensors and plain "
+        "reads (floors)",
+    ),
+    "recovery": (
+        "Recovery from failures",
+        "a trainer written directly on torchft, and a restart from a checkpoint",
+    ),
+    "convert": (
+        "Hugging Face conversion",
+        "the safetensors library, file by file (floor); torch DCP's Hugging Face reader and writer "
+        "(peer)",
+    ),
+}
+_METHOD = (
+    "Each benchmark measures this project, a floor (the least work that the task needs) and, where "
+    "one exists, a peer in the same run, alternating, and reports medians after a warm-up. It "
+    "checks that all sides did the same work (equal losses, bytes, dtype and threads)."
+)
+_COLUMNS = (
+    "*Ratio* is ours divided by the peer, or by the floor if there is no peer. *Goal* is the limit "
+    "that was set for the project: `<=` and `>=` bound the ratio, `value <=` and `value >=` bound "
+    "our own figure. Results from before the kind of a goal was recorded show the number alone; "
+    "the source of the benchmark has the kind. *Met* is computed from the figures of the same run."
+)
+_FIGURE = re.compile(
+    r"(?P<number>-?[\d,]*\.?\d+)[^\d<>|]{0,12}<!-- figure: (?P<origin>[^>]*?) -->", re.DOTALL
+)
+_CASES = re.compile(r"(median|worst) of \d+ cases, (\d+ proc)")
+"""Rows that a benchmark itself joins."""
+_MARK = re.compile(r"<!-- figure: ")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One file of benchmarks/results/."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    environment: dict[str, Any] | None
+    """Machine, versions and date of the run, if the run recorded them."""
+
+
+def main() -> int:
+    """Entry of the command. Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Write docs/benchmarks.md from the results.")
+    parser.add_argument("--check", action="store_true", help="only check page and figures")
+    given = parser.parse_args()
+    results = read_results(RESULTS)
+    text = page(results)
+    if not given.check:
+        PAGE.write_text(text, encoding="utf-8")
+    problems = list(wrong_figures(results))
+    if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
+        problems.append("docs/benchmarks.md is not up to date: run `make docs`.")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
+
+
+def read_results(folder: Path) -> dict[str, Result]:
+    """All results by name, in the order of the page."""
+    order = {name: place for place, name in enumerate(TITLES)}
+    names = [path.stem for path in folder.glob("*.json") if not path.name.endswith(ENVIRONMENT)]
+    results = {}
+    for name in sorted(names, key=lambda name: (order.get(name, len(order)), name)):
+        environment = folder / f"{name}{ENVIRONMENT}"
+        results[name] = Result(
+            name,
+            json.loads((folder / f"{name}.json").read_text(encoding="utf-8")),
+            json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else None,
+        )
+    return results
+
+
+def page(results: dict[str, Result]) -> str:
+    """The text of docs/benchmarks.md."""
+    met = sum(row["met"] for result in results.values() for row in result.rows)
+    total = sum(len(result.rows) for result in results.values())
+    lines = [
+        "# Benchmarks",
+        "",
+        "<!-- Written by `python -m scripts.benchmark_page`; run `make docs` after a benchmark -->",
+        "",
+        f"{_devices(results)} {_METHOD}",
+        "",
+        f"{_COLUMNS} {met} of {total} rows met their goal; missed goals stay in the tables.",
+        "",
+        "| file | compared with | rows | met |",
+        "|---|---|---|---|",
+    ]
+    for result in results.values():
+        title, peers = _title(result.name)
+        count = sum(row["met"] for row in result.rows)
+        anchor = re.sub(r"[^a-z -]", "", title.lower()).replace(" ", "-")
+        lines.append(f"| [{title}](#{anchor}) | {peers} | {len(result.rows)} | {count} |")
+    lines += ["", "Run all of them with `make bench`, on an otherwise idle machine."]
+    for result in results.values():
+        lines += ["", *_section(result)]
+    return "\n".join(lines) + "\n"
+
+
+def wrong_figures(results: dict[str, Result]) -> Iterator[str]:
+    """One line for each figure in the docs that its file does not have."""
+    for path in [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        yield from (f"{path.relative_to(ROOT)}: {problem}" for problem in wrong_in(text, results))
+
+
+def wrong_in(text: str, results: dict[str, Result]) -> Iterator[str]:
+    """One line for each figure in `text` that its file does not have."""
+    figures = list(_FIGURE.finditer(text))
+    if len(figures) != len(_MARK.findall(text)):
+        yield "a `figure` comment has no number in front of it."
+    for found in figures:
+        number, origin = found["number"].replace(",", ""), " ".join(found["origin"].split())
+        value = _value(origin, results)
+        if value is None:
+            yield f"no benchmark result has {origin!r}."
+            continue
+        digits = len(number.partition(".")[2])
+        if f"{value:.{digits}f}" != number:
+            yield f"{found['number']} is {value:.{digits}f} in {origin!r}."
+
+
+def _value(origin: str, results: dict[str, Result]) -> float | None:
+    parts = origin.split(" / ")
+    if len(parts) != 4 or parts[0] not in results:
+        return None
+    for row in results[parts[0]].rows:
+        if (row["case"], row["metric"]) == (parts[1], parts[2]):
+            return _ratio(row) if parts[3] == "ratio" else row.get(parts[3])
+    return None
+
+
+def _title(name: str) -> tuple[str, str]:
+    return TITLES.get(name, (name.replace("_", " ").capitalize(), "-"))
+
+
+def _section(result: Result) -> list[str]:
+    title, peers = _title(result.name)
+    source = f"../benchmarks/results/{result.name}.json"
+    lines = [
+        f"## {title}",
+        "",
+        f"Compared with: {peers}. Run again: "
+        f"`python -m benchmarks.{result.name} --json benchmarks/results/{result.name}.json` "
+        f"(`--quick` for a small version). All rows: [{result.name}.json]({source}).",
+        "",
+        *_environment(result.environment),
+        "",
+    ]
+    rows = result.rows
+    if len(rows) > LONG:
+        groups = _groups(rows)
+        joined = {id(row) for group in groups.values() for row in group}
+        joined |= {id(row) for row in rows if _CASES.fullmatch(row["case"])}
+        rows = [row for row in rows if id(row) not in joined]
+        lines += _summary(groups, result.rows)
+        lines += ["", "The rows of other metrics:", ""] if rows else []
+    return lines + (_table(rows) if rows else [])
+
+
+def _devices(results: dict[str, Result]) -> str:
+    on_gpu = [
+        f"{one.name}.json"
+        for one in results.values()
+        if one.environment is not None and one.environment["gpu"]
+    ]
+    if not on_gpu:
+        return "All figures were measured on CPU with gloo. No benchmark has run on a GPU yet."
+    return f"Measured on GPUs: {', '.join(on_gpu)}. All other figures were measured on CPU."
+
+
+def _environment(environment: dict[str, Any] | None) -> list[str]:
+    if environment is None:
+        return ["Machine, versions and date: not recorded."]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    return [
+        f"Machine: {environment['machine']}. Versions: {versions}. Date: {environment['date']}. "
+        f"Commit: {environment['commit'] or 'not recorded'}."
+    ]
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| case | metric | unit | ours | floor | peer | ratio | goal | met |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [
+            row["case"],
+            row["metric"],
+            row["unit"],
+            *(_number(row[key]) for key in ("ours", "floor", "peer")),
+            _number(_ratio(row)),
+            _goal(row),
+            _met(row),
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
+def _groups(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Rows by number of processes and metric, where a summary joins them."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        found = re.search(r"\d+ proc", row["case"])
+        if found and _ratio(row) is not None and not _CASES.fullmatch(row["case"]):
+            groups.setdefault((found[0], row["metric"]), []).append(row)
+    return {key: group for key, group in groups.items() if len(group) >= GROUP}
+
+
+def _summary(
+    groups: dict[tuple[str, str], list[dict[str, Any]]], rows: list[dict[str, Any]]
+) -> list[str]:
+    own = {
+        (found[1], found[2], row["metric"]): f" (goal {_goal(row)}: {_met(row)})"
+        for row in rows
+        if (found := _CASES.fullmatch(row["case"]))
+    }
+    lines = [
+        "Ratios over all cases of a metric; lower is better. Goals of the benchmark for the median "
+        "or the worst case are in brackets.",
+        "",
+        "| processes | metric | cases | median ratio | worst ratio | goal per case | cases met |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (processes, metric), group in groups.items():
+        ratios = [ratio for row in group if (ratio := _ratio(row)) is not None]
+        median, worst = (
+            _number(value) + own.get((name, processes, metric), "")
+            for name, value in (("median", statistics.median(ratios)), ("worst", max(ratios)))
+        )
+        goals = ", ".join(sorted({_goal(row) for row in group}))
+        lines.append(
+            f"| {processes.split()[0]} | {metric} | {len(group)} | {median} | {worst} | {goals} | "
+            f"{sum(row['met'] for row in group)} of {len(group)} |"
+        )
+    return lines
+
+
+def _met(row: dict[str, Any]) -> str:
+    return "yes" if row["met"] else "**no**"
+
+
+def _goal(row: dict[str, Any]) -> str:
+    if row["goal"] is None:
+        return "-"
+    kind = row.get("kind")
+    return f"{kind} {row['goal']:g}" if kind else f"{row['goal']:g}"
+
+
+def _ratio(row: dict[str, Any]) -> float | None:
+    reference = row["peer"] if row["peer"] is not None else row["floor"]
+    return row["ours"] / reference if reference else None
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if value == 0 or 0.001 <= abs(value) < 10_000:
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.2e}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

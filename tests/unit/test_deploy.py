@@ -1,0 +1,251 @@
+"""The files of deploy/: syntax, agreement of repeated values, and the restart logic of their
+scripts, run with stand-ins for Slurm and for the processes that they start."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.slurm import SCRIPT, write_command, write_slurm
+from torchtitan_lite.lighthouse.__main__ import _parser as lighthouse_parser
+
+ROOT = Path(__file__).parents[2]
+JOBSET = ROOT / "deploy/kubernetes/jobset.yaml"
+_PYTHON = """
+echo "$*" >>calls
+case "$*" in
+*torchtitan_lite.lighthouse*) exec sleep 100 ;;
+*tell_left*) cat >>notices ;;
+*train.py*)
+  [[ "$*" =~ replica_id\\ ([0-9]+) ]] && id=${BASH_REMATCH[1]}
+  echo . >>"attempts_$id"
+  line=$(sed -n "$(wc -l <"attempts_$id")p" "plan_$id")
+  read -r seconds status <<<"$line"
+  sleep "$seconds" & nap=$!
+  trap 'kill $nap; echo "saved $id" >>saves; exit 143' TERM
+  wait $nap
+  exit "$status" ;;
+esac
+"""
+"""Stands for every Python process. Line k of plan_REPLICA: seconds and exit status of attempt k."""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder with stand-ins for Slurm's commands and for Python in bin/."""
+    write_slurm(tmp_path / "bin")
+    write_command(tmp_path / "bin" / "python", _PYTHON)
+    return tmp_path
+
+
+def start(script: list[str], folder: Path, **variables: str) -> subprocess.Popen[str]:
+    environment = os.environ | {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "PYTHON": str(folder / "bin" / "python"),
+        "SLURM_JOB_NODELIST": "localhost localhost localhost",
+        "SLURM_JOB_NAME": "job",
+        "SLURM_JOB_ID": "7",
+        **variables,
+    }
+    return subprocess.Popen(
+        script, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+
+
+def attempts(folder: Path, replica: int) -> int:
+    return len((folder / f"attempts_{replica}").read_text().splitlines())
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+def test_slurm_counts_consecutive_restarts(site: Path) -> None:
+    # Replica 1 restarts twice, but works in between. Replica 2 fails twice in a row.
+    plans = ["0.1 0", "0 1\n3 1\n0 0", "0 1\n0 1\n0 0"]
+    for replica, plan in enumerate(plans):
+        (site / f"plan_{replica}").write_text(plan + "\n")
+    job = start(["bash", str(SCRIPT), "--config", "x.toml"], site, MAX_RESTARTS="1", HEALTHY_S="3")
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 1, said
+    assert [attempts(site, replica) for replica in range(3)] == [1, 3, 2], said
+    assert "Replica 2 failed 2 times in a row and is given up" in said
+    assert (
+        sorted((site / "notices").read_text().split())
+        == ["replica_00001"] * 2 + ["replica_00002"] * 2
+    )
+    logs = {path.name for path in (site / "job-7").iterdir()}
+    assert {"lighthouse.log", "replica_1-attempt_2-node_0.log"} <= logs
+    called = (site / "calls").read_text()
+    assert "--config x.toml --fault_tolerance.enable true --fault_tolerance.replica_id 2" in called
+    (lighthouse,) = re.findall(r"^-m torchtitan_lite\.lighthouse (.*)$", called, re.MULTILINE)
+    assert lighthouse_parser().parse_args(lighthouse.split()).bind == "[::]:29510"
+
+
+def test_slurm_passes_the_signal_on_and_waits_for_the_saves(site: Path) -> None:
+    for replica in range(3):
+        (site / f"plan_{replica}").write_text("100 0\n")
+    job = start(["bash", str(SCRIPT), "--config", "x.toml"], site)
+    for replica in range(3):
+        wait_for(site / f"attempts_{replica}")
+    time.sleep(0.3)
+    job.send_signal(signal.SIGTERM)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, said
+    assert sorted((site / "saves").read_text().splitlines()) == ["saved 0", "saved 1", "saved 2"]
+    assert not (site / "notices").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "error"),
+    [
+        ([], {}, "No arguments for train.py"),
+        (["--config", "x"], {"NODES_PER_REPLICA": "2"}, "3 nodes are not a multiple of"),
+    ],
+)
+def test_slurm_rejects_wrong_calls(
+    site: Path, arguments: list[str], variables: dict[str, str], error: str
+) -> None:
+    job = start(["bash", str(SCRIPT), *arguments], site, **variables)
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 2 and error in said
+
+
+def test_slurm_logs_into_no_folder_that_does_not_exist() -> None:
+    (output,) = re.findall(r"^#SBATCH --output=(\S+)$", SCRIPT.read_text(), re.MULTILINE)
+    assert "/" not in output
+
+
+def jobset() -> dict[str, Any]:
+    return yaml.safe_load(JOBSET.read_text())
+
+
+def containers() -> dict[str, Any]:
+    return {
+        job["name"]: job["template"]["spec"]["template"]["spec"]["containers"][0]
+        for job in jobset()["spec"]["replicatedJobs"]
+    }
+
+
+def test_jobset_repeats_its_numbers_consistently() -> None:
+    (replica,) = (one for one in jobset()["spec"]["replicatedJobs"] if one["name"] == "replica")
+    job = replica["template"]["spec"]
+    train = containers()["replica"]
+    variables = {one["name"]: one.get("value") for one in train["env"]}
+    assert variables["REPLICAS"] == str(replica["replicas"])
+    assert variables["NNODES"] == str(job["parallelism"]) == str(job["completions"])
+    assert variables["GPUS"] == str(train["resources"]["limits"]["nvidia.com/gpu"])
+    pod = job["template"]["spec"]
+    # A pod failure policy is accepted with this restart policy only.
+    assert pod["restartPolicy"] == "Never"
+    assert int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+    fails, ignores = job["podFailurePolicy"]["rules"]
+    assert fails["onExitCodes"]["containerName"] == train["name"]
+    assert ignores["onPodConditions"] == [{"type": "DisruptionTarget"}]
+    mounted = {one["name"] for one in train["volumeMounts"]}
+    assert mounted == {one["name"] for one in pod["volumes"]}
+
+
+def test_jobset_lighthouse_takes_its_options() -> None:
+    command = containers()["lighthouse"]["command"]
+    assert command[:3] == ["python", "-m", "torchtitan_lite.lighthouse"]
+    given = lighthouse_parser().parse_args(command[3:])
+    port = containers()["lighthouse"]["ports"][0]["containerPort"]
+    assert given.bind == f"[::]:{port}"
+    train = {one["name"]: one.get("value") for one in containers()["replica"]["env"]}
+    assert train["TORCHFT_LIGHTHOUSE"].endswith(f"-lighthouse-0-0.torchtitan-lite:{port}")
+    # Leave notices need the same secret at both ends.
+    for container in containers().values():
+        (token,) = (one for one in container["env"] if one["name"] == "TORCHTITAN_LITE_TOKEN")
+        assert token["valueFrom"]["secretKeyRef"] == {"name": "torchtitan-lite", "key": "token"}
+
+
+def pod_script() -> list[str]:
+    train = containers()["replica"]
+    assert train["command"] == ["bash", "-c"] and len(train["args"]) == 1
+    return [*train["command"], train["args"][0]]
+
+
+def pod_variables(**own: str) -> dict[str, str]:
+    train = containers()["replica"]
+    fixed = {one["name"]: one["value"] for one in train["env"] if "value" in one}
+    return {**fixed, "REPLICA": "1", "JOB_COMPLETION_INDEX": "0", **own}
+
+
+def test_a_pod_counts_consecutive_restarts(site: Path) -> None:
+    (site / "plan_1").write_text("0 1\n3 1\n0 0\n")
+    variables = pod_variables(MAX_RESTARTS="1", HEALTHY_S="3")
+    pod = start(pod_script(), site, **variables)
+    said, _ = pod.communicate(timeout=60)
+    assert pod.returncode == 0, said
+    assert attempts(site, 1) == 3
+    assert (site / "notices").read_text().split() == ["replica_00001"] * 2
+
+
+def test_a_pod_gives_up_with_the_status_of_the_failure_policy(site: Path) -> None:
+    (site / "plan_1").write_text("0 1\n0 1\n0 0\n")
+    pod = start(pod_script(), site, **pod_variables(MAX_RESTARTS="1"))
+    said, _ = pod.communicate(timeout=60)
+    replica = jobset()["spec"]["replicatedJobs"][1]["template"]["spec"]
+    assert [pod.returncode] == replica["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
+    assert "is given up" in said
+
+
+def test_a_pod_that_is_deleted_saves_and_does_not_count_as_complete(site: Path) -> None:
+    (site / "plan_1").write_text("100 0\n")
+    pod = start(pod_script(), site, **pod_variables())
+    wait_for(site / "attempts_1")
+    time.sleep(0.3)
+    pod.send_signal(signal.SIGTERM)
+    said, _ = pod.communicate(timeout=60)
+    assert pod.returncode == 143, said
+    assert (site / "saves").read_text() == "saved 1\n"
+
+
+def test_shell_syntax(tmp_path: Path) -> None:
+    script = tmp_path / "pod.sh"
+    script.write_text("#!/usr/bin/env bash\n" + pod_script()[2])
+    for path in (SCRIPT, script):
+        subprocess.run(["bash", "-n", str(path)], check=True)
+        if shutil.which("shellcheck"):
+            # SC2154: set by the manifest.
+            subprocess.run(["shellcheck", "--exclude=SC2154", str(path)], check=True)
+
+
+def test_dockerfile_builds_from_files_that_exist_and_drops_root() -> None:
+    text = (ROOT / "deploy/Dockerfile").read_text()
+    joined = re.sub(r"\\\n", " ", text)
+    lines = [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
+    known = {"FROM", "ARG", "SHELL", "RUN", "WORKDIR", "COPY", "USER", "ENV", "CMD"}
+    instructions = [line.split()[0] for line in lines]
+    assert instructions[0] == "FROM" and set(instructions) <= known
+    users = [line.split()[1] for line in lines if line.startswith("USER")]
+    assert users == ["trainer"]
+    assert instructions.index("USER") > max(
+        place for place, name in enumerate(instructions) if name in ("RUN", "COPY")
+    )
+    for line in lines:
+        if line.startswith("COPY"):
+            sources = [word for word in line.split()[1:-1] if not word.startswith("--")]
+            assert all((ROOT / source).exists() for source in sources)
+    # The build argument replaces the index of this requirement.
+    assert re.search(r"^torch==", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+
+
+def test_dev_container_is_json_and_runs_a_make_target() -> None:
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    target = container["postCreateCommand"].removeprefix("make ")
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert container["remoteUser"] != "root"
