@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.build import build
-from torchtitan_lite.config import Config
+from torchtitan_lite.config import Config, config_from
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Degrees, Mesh, resolve_degrees
@@ -118,7 +118,7 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
     qwen3.FLAVORS["capped_experts"] = replace(
         ODD_EXPERTS, moe=MoEDims(num_experts=4, top_k=2, hidden_dim=22, capacity_factor=1.0)
     )
-    return Config.model_validate(values)
+    return config_from(values, "the test")
 
 
 def run_job(folder: Path, overrides: Mapping[str, Any], stop_after: int = 0) -> Outcome:

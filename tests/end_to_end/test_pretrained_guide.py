@@ -38,9 +38,9 @@ def test_the_guide_from_a_folder_to_an_exported_model(tmp_path: Path) -> None:
         page.run(block, [])
     said = page.output
     # It began from the folder, and then went on from its own state on another mesh.
-    assert f"Resumed from {folder} at step 0" in said, said[-6000:]
+    assert f"Initial weights loaded from {folder}\n" in said, said[-6000:]
     assert f"Resumed from {out}/run/checkpoint/step-2 at step 2" in said, said[-6000:]
-    assert f"Resumed from {out}/converted/step-0 at step 0" in said, said[-6000:]
+    assert f"Initial weights loaded from {out}/converted/step-0\n" in said, said[-6000:]
     assert "perplexity" in said
     before, after = tensors_of(folder), tensors_of(out / "exported")
     assert before.keys() == after.keys()

@@ -162,7 +162,11 @@ def _train_ranks(arguments: Sequence[str], num_processes: int, config: Config) -
         result = ranks.wait(period=_POLL_S)
     if result is None or not result.is_failed():
         return 0
-    rank, first = min(result.failures.items(), key=lambda one: (one[1].timestamp, one[0]))
+    # The others were sent SIGTERM when the first had failed; timestamps are whole seconds.
+    rank, first = min(
+        result.failures.items(),
+        key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp, one[0]),
+    )
     if first.exitcode < 0:
         logger.error("Rank %d was killed by %s.", rank, signal.Signals(-first.exitcode).name)
     elif not received:
