@@ -6,15 +6,19 @@ BIN := $(VENV)/bin
 CONFIG ?= configs/llama3_debug.toml
 PROCESSES ?= 2
 ARGS ?=
+SHARD ?= 0/8
+BUDGET_S ?= 900
+# Two processes: many tests wait for others. Files stay whole, so that their pools do.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # One thread a process: the processes of a run share the cores.
 export OMP_NUM_THREADS ?= 1
 # Tests and checks ask no hub.
-test test-all chaos bench: export HF_HUB_OFFLINE = 1
-test test-all chaos bench: export HF_DATASETS_OFFLINE = 1
+test test-all test-shard chaos bench: export HF_HUB_OFFLINE = 1
+test test-all test-shard chaos bench: export HF_DATASETS_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all chaos check fmt bench docs clean
+.PHONY: help setup train test test-all test-shard chaos check fmt bench docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,10 +29,13 @@ train: $(VENV)/.installed ## Train the small Llama 3 (CONFIG=, PROCESSES=, ARGS=
 	$(BIN)/python -m torchtitan_lite train --nproc $(PROCESSES) --config $(CONFIG) $(ARGS)
 
 test: setup ## Run the tests that every change must pass (ARGS="-k name" to choose).
-	$(BIN)/python -m pytest -m "not matrix and not gpu" $(ARGS)
+	$(PYTEST) -m "not matrix and not gpu" --durations 30 $(ARGS)
 
 test-all: setup ## Run all tests, the long matrices included.
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu" $(ARGS)
+
+test-shard: setup ## Run a part of the long matrices (SHARD=K/N, BUDGET_S=seconds).
+	$(PYTEST) -m "matrix and not gpu" --shard $(SHARD) --budget-s $(BUDGET_S) $(ARGS)
 
 chaos: setup ## Disturb a run with 200 seeded faults, and compare it with an undisturbed one.
 	$(BIN)/python -m scripts.chaos --faults 200 $(ARGS)

@@ -1,6 +1,8 @@
 """What all tests share: the worker pools, and an environment that asks no hub."""
 
 import os
+import time
+import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -18,6 +20,36 @@ settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("tests")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="K/N", help="run the files of shard K of N (from 0) only")
+    parser.addoption(
+        "--budget-s", type=float, help="skip the tests that begin after so many seconds"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    shard = config.getoption("--shard")
+    if shard is not None:
+        number, _, count = shard.partition("/")
+        number, count = int(number) % int(count), int(count)
+        chosen, others = [], []
+        for item in items:
+            file = item.nodeid.partition("::")[0]
+            is_chosen = zlib.crc32(file.encode()) % count == number
+            (chosen if is_chosen else others).append(item)
+        items[:] = chosen
+        config.hook.pytest_deselected(items=others)
+
+
+_BEGAN_S = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    budget_s = item.config.getoption("--budget-s")
+    if budget_s is not None and time.monotonic() - _BEGAN_S > budget_s:
+        pytest.skip(f"the time budget of {budget_s:g} s is used up")
 
 
 @pytest.fixture(scope="session")

@@ -70,7 +70,9 @@ class WorkerPool:
                 process.join()
 
     def _log(self, rank: int) -> Path:
-        return LOGS / f"pool-of-{self.world_size}" / f"rank-{rank}.log"
+        # Each process of pytest-xdist has pools of its own.
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+        return LOGS / f"pool-of-{self.world_size}{worker}" / f"rank-{rank}.log"
 
     def _start(self) -> None:
         self._log(0).parent.mkdir(parents=True, exist_ok=True)

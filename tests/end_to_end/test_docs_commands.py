@@ -34,7 +34,7 @@ PREPARED = {
     )
 }
 """Runs that a page presupposes."""
-SHORT = ("README.md", "docs/guides/first_run.md")
+SHORT = ("README.md",)
 """Pages that `make test` runs; the others are in the long matrix."""
 COVERED = {
     "docs/pretrained_weights.md": "tests/end_to_end/test_pretrained_guide.py",

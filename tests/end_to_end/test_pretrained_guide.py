@@ -29,6 +29,7 @@ def test_both_guides_have_the_same_commands_and_headings() -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.matrix
 def test_the_guide_from_a_folder_to_an_exported_model(tmp_path: Path) -> None:
     folder = add_tokenizer(make_folder(tmp_path / "hf", "llama"))
     out = tmp_path / "out"

@@ -45,7 +45,7 @@ def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [2, pytest.param(1, marks=pytest.mark.matrix)])
 def test_ctrl_c_saves_and_exits_with_0(nproc: int, tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start(f"--nproc={nproc}", *run_without_end(folder), log=log)

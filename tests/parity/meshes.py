@@ -138,9 +138,21 @@ EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-# Left to `make test-all` with both optimizers: eight processes, for a combination of which each
-# pair of techniques has a row.
+# Left to `make test-all` with both optimizers: each pair of techniques has a smaller row.
 _LONG = {
+    "accumulation-hsdp-2x2",
+    "cp-4-allgather",
+    "fsdp-4",
+    "pp-4",
+    "pp-2-tp-2-fsdp-2",
+    "recompute-full-fsdp-2",
+    "replicate-4",
+    "reshard-always",
+    "tp-4",
+    "ep-2-fsdp-8-few",
+    "ep-2-recompute-full",
+    "ep-4",
+    "pp-2-zbv-ep-2-fsdp-4",
     "pp-2-cp-2-fsdp-2",
     "tp-2-cp-2-fsdp-2",
     "hsdp-2x2-cp-2",
@@ -148,40 +160,16 @@ _LONG = {
     "ep-2-fsdp-8",
     "ep-4-fsdp-2-cp-2-tp-2",
 }
-# Rows on more than two processes that run with AdamW under `make test` too; the others do under
-# `make test-all`.
-_WITH_ADAMW = {"fsdp-4", "hsdp-2x2", "fsdp-2-tp-2", "ep-2-fsdp-4"}
-# Rows whose parameters lie as those of a row that runs with AdamW: what they change comes before
-# the optimizer, and SGD tells more of it.
-_WITHOUT_ADAMW = {
-    "accumulation-1",
-    "accumulation-fsdp-2",
-    "reshard-never",
-    "reshard-always",
-    "tp-2-whole-sequence",
-    "tp-2-whole-logits",
-    "tp-2-recompute-op",
-    "cp-2-unbalanced",
-    "cp-2-ulysses",
-    "pp-2-gpipe-microbatches-of-2",
-    "recompute-full",
-    "recompute-full-fsdp-2",
-    "recompute-selective",
-    "recompute-op",
-    "tp-2-ep-2-whole-sequence",
-    "ep-2-recompute-full",
-    "ep-2-recompute-op",
-    "ep-2-softmax",
-}
+# Rows that run with AdamW under `make test` too: one for each way in which parameters lie.
+_WITH_ADAMW = {"fsdp-2", "hsdp-2x2", "tp-2", "fsdp-2-tp-2", "pp-2", "cpu-offload", "ep-2-fsdp-4"}
 
 
 def rows(meshes: dict[str, tuple[int, dict[str, Any]]]) -> list[Any]:
-    """(mesh, optimizer) for each mesh: with SGD, since AdamW hides a wrong scale of the gradient,
-    and with AdamW. Of those that are near to another, one is left to `make test-all`."""
+    """(mesh, optimizer) for each mesh: with SGD, because AdamW hides a wrong scale of the gradient,
+    and with AdamW. `make test` covers each pair of techniques; `make test-all` runs all rows."""
     found = []
-    for name, (world_size, _) in meshes.items():
-        with_adamw = name in _WITH_ADAMW if world_size > 2 else name not in _WITHOUT_ADAMW
-        long = {"SGD": name in _LONG, "AdamW": not with_adamw}
+    for name in meshes:
+        long = {"SGD": name in _LONG, "AdamW": name not in _WITH_ADAMW}
         for optimizer, is_long in long.items():
             marks = [pytest.mark.matrix] if is_long else []
             found.append(pytest.param(name, optimizer, marks=marks))

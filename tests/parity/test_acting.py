@@ -93,7 +93,7 @@ def _take_all(means: Sequence[Means], spread: bool) -> None:
 
 
 @pytest.mark.parametrize("spread", [True, False], ids=["every rank reads", "one rank reads all"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_state_comes_out_of_files(world_size: int, spread: bool, pools: Pools) -> None:
     small = 1 << 14
     means = [Means(bucket_bytes=small), Means(bucket_bytes=small, transport="collective")]

@@ -27,7 +27,21 @@ from tests.pool import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 
-TIED = ["fsdp-2", "tp-2", "pp-2", "pp-2-zbv", "pp-2-fsdp-2", "pp-2-tp-2"]
+
+def long(*rows: Any) -> list[Any]:
+    """Rows that `make test-all` adds: values, or tuples of them."""
+    tuples = (row if isinstance(row, tuple) else (row,) for row in rows)
+    return [pytest.param(*row, marks=pytest.mark.matrix) for row in tuples]
+
+
+TIED = [("fsdp-2", "SGD"), ("tp-2", "SGD"), ("pp-2-zbv", "SGD"), ("pp-2-fsdp-2", "SGD")]
+TIED_LONG = [
+    ("pp-2", "SGD"),
+    ("pp-2-tp-2", "SGD"),
+    *((mesh, "AdamW") for mesh, _ in TIED),
+    ("pp-2", "AdamW"),
+    ("pp-2-tp-2", "AdamW"),
+]
 REFERENCE = {"training.local_batch_size": 8}
 
 
@@ -59,7 +73,7 @@ def test_same_training_as_one_process(
 
 
 @pytest.mark.parametrize(
-    "mesh", ["tp-2", "tp-2-whole-sequence", "tp-2-whole-logits", "fsdp-2-tp-2", "pp-2-tp-2"]
+    "mesh", ["tp-2-whole-sequence", "fsdp-2-tp-2", *long("tp-2", "tp-2-whole-logits", "pp-2-tp-2")]
 )
 def test_no_redistribution_is_implicit(
     mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
@@ -70,7 +84,7 @@ def test_no_redistribution_is_implicit(
         assert_same(outcome, reference(), tolerances.PARITY_FLOAT64)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp-2", "hsdp-2x2", "tp-2", "tp-2-whole-sequence"])
+@pytest.mark.parametrize("mesh", ["hsdp-2x2", "tp-2", *long("fsdp-2", "tp-2-whole-sequence")])
 def test_same_training_with_dropout(
     mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
@@ -82,7 +96,7 @@ def test_same_training_with_dropout(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp-2", "tp-2", "pp-2", "fsdp-2-tp-2"])
+@pytest.mark.parametrize("mesh", ["fsdp-2-tp-2", *long("fsdp-2", "tp-2", "pp-2")])
 def test_same_training_when_all_parameters_decay(
     mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
@@ -97,7 +111,7 @@ def test_same_training_when_all_parameters_decay(
 
 @pytest.mark.parametrize(
     ("mesh", "optimizer"),
-    rows({mesh: MESHES[mesh] for mesh in TIED}),
+    [*TIED, *long(*TIED_LONG)],
 )
 def test_same_training_with_tied_embeddings(
     mesh: str, optimizer: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
@@ -110,14 +124,19 @@ def test_same_training_with_tied_embeddings(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
-QWEN3 = {
-    "odd": ["fsdp-2", "tp-2", "pp-2", "cp-2-ulysses", "recompute-op"],
-    "odd_experts": ["fsdp-2", "pp-2", "cp-2-allgather", "accumulation-1", "recompute-full"],
-}
-
-
 @pytest.mark.parametrize(
-    ("flavor", "mesh"), [(flavor, mesh) for flavor, meshes in QWEN3.items() for mesh in meshes]
+    ("flavor", "mesh"),
+    [
+        ("odd", "tp-2"),
+        ("odd", "cp-2-ulysses"),
+        ("odd_experts", "fsdp-2"),
+        ("odd_experts", "pp-2"),
+        *long(*(("odd", mesh) for mesh in ("fsdp-2", "pp-2", "recompute-op"))),
+        *long(
+            *(("odd_experts", mesh) for mesh in ("cp-2-allgather", "accumulation-1")),
+            ("odd_experts", "recompute-full"),
+        ),
+    ],
 )
 def test_same_training_of_qwen3(
     flavor: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
@@ -197,7 +216,7 @@ def test_compiled_blocks_train_alike(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
-@pytest.mark.parametrize("recipe", [None, "rowwise"])
+@pytest.mark.parametrize("recipe", [None, *long("rowwise")])
 def test_same_loss_in_emulated_float8(
     recipe: str | None, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
@@ -235,8 +254,15 @@ def test_compiled_blocks_with_experts_elsewhere_train_alike(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
-@pytest.mark.parametrize("balancer", ["headtail", None])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "balancer"),
+    [
+        (2, None),
+        (4, "headtail"),
+        pytest.param(2, "headtail", marks=pytest.mark.matrix),
+        pytest.param(4, None, marks=pytest.mark.matrix),
+    ],
+)
 def test_same_training_with_ring_attention(
     world_size: int,
     balancer: str | None,

@@ -49,6 +49,7 @@ def _disturb(tmp_path: Path, *options: str, num_ranks: int = 1) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
+@pytest.mark.matrix
 @pytest.mark.timeout(600)
 def test_faults_of_five_kinds_leave_no_trace(tmp_path: Path) -> None:
     text = _disturb(tmp_path, f"--faults={len(_FEW)}", f"--kinds={','.join(_FEW)}")

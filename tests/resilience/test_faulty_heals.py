@@ -11,6 +11,7 @@ from tests.replicas import ENDLESS, check_against_a_straight_run, replicas
 from torchtitan_lite.outputs import RECEIVES_STATE
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(200)
 def test_a_rank_that_cannot_heal_keeps_its_neighbour_from_training(tmp_path: Path) -> None:
     """Silent corruption with torchft alone: the two would commit different steps."""

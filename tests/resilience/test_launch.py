@@ -181,7 +181,8 @@ def wait_for_ranks(folder: Path, replica: int, number: int, log: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.timeout(280)
 def test_a_run_that_shrinks_and_grows_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, straight: dict[int, float], replicas: int
