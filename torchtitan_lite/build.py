@@ -21,6 +21,7 @@ from torchtitan_lite.debug import (
     explicit_redistribution,
     traced_step,
 )
+from torchtitan_lite.errors import UserError
 from torchtitan_lite.hooks import (
     HookContext,
     record_metrics,
@@ -88,6 +89,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     replica = config.fault_tolerance.replica_id if config.fault_tolerance.enable else None
     # What a replica saves belongs to all of them, what it says of itself does not.
     own_folder = dump_folder if replica is None else replica_folder(dump_folder, replica)
+    _make_folder(own_folder)
     with ExitStack() as opened:
         books = _books(config, own_folder, opened) if mesh.is_leader else None
         phases = Phases(_phase_listeners(config, mesh, books, own_folder, opened))
@@ -272,6 +274,15 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             books=books,
             restored_from=restored_from,
         )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"job.dump_folder cannot be written: {error}. Choose another folder."
+        ) from None
 
 
 def build_model(

@@ -4,6 +4,7 @@ All checks run and every problem is reported at once, with its numbers and what 
 Layer: above schema.
 """
 
+import os
 from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
@@ -51,6 +52,7 @@ def check_against(config: Config, world_size: int) -> None:
     problems += _checkpoint(config)
     problems += _anomalies(config)
     problems += _files(config)
+    problems += _dump_folder(config)
     problems += _replicas(config)
     problems += semi_sync_problems(config)
     if problems:
@@ -276,6 +278,16 @@ def _replicas(config: Config) -> Iterator[str]:
             f'(fault_tolerance.world_size_mode = "{section.world_size_mode}"). Choose a '
             'pipeline_parallel_schedule by name, or world_size_mode = "dynamic".'
         )
+
+
+def _dump_folder(config: Config) -> Iterator[str]:
+    folder = Path(config.job.dump_folder).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    asked = f'job.dump_folder = "{config.job.dump_folder}" cannot be written'
+    if not there.is_dir():
+        yield f"{asked}: {there} is not a folder. Choose another one."
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield f"{asked}: {there} is not writable. Change its mode, or choose another."
 
 
 def _files(config: Config) -> Iterator[str]:

@@ -395,3 +395,10 @@ def test_what_averages_every_few_steps_cannot_do_is_refused(
 def test_quantized_averages_need_a_gpu(config) -> None:
     asked = ["--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.should_quantize=true"]
     assert "should_quantize = true needs a GPU" in refusal(config(*_SEMI_SYNC, *asked))
+
+
+def test_a_dump_folder_that_cannot_be_written_is_refused(config, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    text = refusal(config("--job.dump_folder", str(tmp_path / "file" / "run")))
+    assert "cannot be written" in text and f"{tmp_path / 'file'} is not a folder" in text
+    check_against(config("--job.dump_folder", str(tmp_path / "new" / "run")), 1)

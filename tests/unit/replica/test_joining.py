@@ -16,7 +16,9 @@ def test_the_environment_names_the_lighthouse_and_the_secret(
 
 def test_a_lighthouse_that_is_not_named_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LIGHTHOUSE, raising=False)
-    with pytest.raises(ReplicaError, match=r"TORCHFT_LIGHTHOUSE is not set.*torchtitan-lite launch"):
+    with pytest.raises(
+        ReplicaError, match=r"TORCHFT_LIGHTHOUSE is not set.*torchtitan-lite launch"
+    ):
         environment()
 
 
