@@ -1,10 +1,11 @@
 """The drawing of a config's pipeline, as a user asks for it, and its widths."""
 
+import io
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from scripts.pipeline_chart import Chart, tick_step
 from scripts.pipeline_svg import as_svg
 from scripts.pipeline_text import as_text
-from tests import launch
+from scripts.show_pipeline import main
 from tests.unit.parallel.test_step_order import plan_of
 from torchtitan_lite.parallel.step_order import step_order
 from torchtitan_lite.parallel.timeline import Costs, simulate
@@ -23,19 +24,15 @@ PP = ("--parallelism.pipeline_parallel_degree=2", "--training.global_batch_size=
 
 def show(*arguments: str, status: int = 0) -> str:
     """What the command prints for the debug config."""
-    command = [sys.executable, "-m", "scripts.show_pipeline"]
-    done = subprocess.run(
-        [*command, "--config=configs/llama3_debug.toml", *arguments],
-        cwd=launch.REPOSITORY,
-        env={**os.environ, "COLUMNS": "100"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == status, done.stdout
-    assert "Traceback" not in done.stdout
-    return done.stdout
+    environment = {"COLUMNS": "100"}
+    output = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, environment),
+        redirect_stdout(output),
+        redirect_stderr(output),
+    ):
+        assert main(["--config=configs/llama3_debug.toml", *arguments]) == status, output.getvalue()
+    return output.getvalue()
 
 
 def chart_of(schedule: str, num_ranks: int, num_microbatches: int, costs: Costs) -> Chart:

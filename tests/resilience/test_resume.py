@@ -53,7 +53,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 # SGD keeps one tensor for each parameter, AdamW two and a count: for the short run, SGD on one mesh
 # is enough, and AdamW on those that differ most.
-_LONG = ("fsdp-2-cp-2", "pp-2-tp-2", "ep-4")
+_LONG = ("fsdp-2-cp-2", "pp-2-tp-2", "ep-4", "hsdp-2x2", "pp-2-fsdp-2")
 ROWS = [
     *(
         pytest.param(mesh, "AdamW", marks=[pytest.mark.matrix] if mesh in _LONG else [])
