@@ -26,7 +26,7 @@ help: ## List the targets.
 setup: $(VENV)/.installed-dev ## Make .venv with everything that tests and checks need.
 
 train: $(VENV)/.installed ## Train the small Llama 3 (CONFIG=, PROCESSES=, ARGS="--section.key value").
-	$(BIN)/python -m torchtitan_lite train --nproc $(PROCESSES) --config $(CONFIG) $(ARGS)
+	$(BIN)/torchtitan-lite train --nproc $(PROCESSES) --config $(CONFIG) $(ARGS)
 
 test: setup ## Run the tests that every change must pass (ARGS="-k name" to choose).
 	$(PYTEST) -m "not matrix and not gpu" --durations 30 $(ARGS)
@@ -75,6 +75,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: requirements.txt $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed

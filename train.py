@@ -12,6 +12,6 @@ from torchtitan_lite.leaving import leave
 if __name__ == "__main__":
     # Before the imports, which take a second in which the launcher may die.
     obey_launcher()
-    from torchtitan_lite.cli.train import train_rank
+    from torchtitan_lite.cli import main
 
-    leave(train_rank(sys.argv[1:]))
+    leave(main(["train", *sys.argv[1:]]))

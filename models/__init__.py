@@ -38,6 +38,11 @@ def families() -> list[str]:
 def family(name: str) -> Any:
     """The module of a model family."""
     if name in REGISTRY.models:
+        if name in (module.name for module in pkgutil.iter_modules(__path__)):
+            raise ConfigError(
+                f'{REGISTRY.models[name]} registers the model family "{name}", which is a name of '
+                "this package. Choose another one."
+            )
         return import_module(REGISTRY.models[name], f"the module of model family {name}")
     return importlib.import_module(f"{__name__}.{name}")
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from torchtitan_lite import rng
 from torchtitan_lite.anomalies import Judge
+from torchtitan_lite.checkpoint.agreement import together
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.config import Config, likeness, to_toml
 from torchtitan_lite.data import OpenedData, open_data
@@ -30,7 +31,7 @@ from torchtitan_lite.hooks import (
     validate_every,
     write_sample_ledger,
 )
-from torchtitan_lite.launcher.supervised import announce
+from torchtitan_lite.launcher.supervised import announce, is_restarted
 from torchtitan_lite.log import logger
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh
@@ -89,7 +90,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     replica = config.fault_tolerance.replica_id if config.fault_tolerance.enable else None
     # What a replica saves belongs to all of them, what it says of itself does not.
     own_folder = dump_folder if replica is None else replica_folder(dump_folder, replica)
-    _make_folder(own_folder)
+    together(lambda: _make_folder(own_folder))
     with ExitStack() as opened:
         books = _books(config, own_folder, opened) if mesh.is_leader else None
         phases = Phases(_phase_listeners(config, mesh, books, own_folder, opened))
@@ -139,19 +140,22 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         if averaging is not None and state.step == 0:
             # They may be pretrained.
             averaging.start_here()
-        metrics = opened.enter_context(
-            open_metrics(
+        is_resumed = restored_from is not None and not checkpoints.has_initial_load
+        metrics = together(
+            lambda: open_metrics(
                 config.metrics,
                 folder=own_folder,
                 rank=mesh.rank,
                 is_leader=mesh.is_leader,
                 total_steps=config.training.steps,
                 resume_step=state.step,
+                continues=is_resumed or is_restarted(),
                 run_config=config.model_dump(),
                 world_size=mesh.world_size,
                 replica=replica,
             )
         )
+        opened.enter_context(metrics)
         loss_backend = (
             config.compile.backend
             if config.compile.enable and "loss" in config.compile.components

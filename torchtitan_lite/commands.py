@@ -2,7 +2,10 @@
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+_STEPS = "--training.steps"
 
 
 def torchtitan_lite() -> list[str]:
@@ -20,3 +23,12 @@ def program(name: str) -> str:
         return name
     here = Path.cwd()
     return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
+
+
+def with_steps(arguments: Sequence[str], steps: int) -> list[str]:
+    """The arguments of `train` with another number of steps."""
+    kept = [argument for argument in arguments if not argument.startswith(f"{_STEPS}=")]
+    if _STEPS in kept:
+        place = kept.index(_STEPS)
+        del kept[place : place + 2]
+    return [*kept, _STEPS, str(steps)]

@@ -62,8 +62,14 @@ def register_model(name: str, module: str) -> None:
 def register_dataset(
     name: str, documents: Callable[[], Iterable[Any]], *, version: str = "1"
 ) -> None:
-    """Add the data set `name`, which `training.dataset` selects. See `Dataset`."""
-    REGISTRY.datasets[name] = Dataset(documents=documents, version=version)
+    """Add the data set `name`, which `training.dataset` selects. See `Dataset`.
+
+    Raises ConfigError if another function has that name.
+    """
+    given = Dataset(documents=documents, version=version)
+    if REGISTRY.datasets.get(name, given) != given:
+        raise ConfigError(f'The data set "{name}" is registered twice.')
+    REGISTRY.datasets[name] = given
 
 
 def register_hook(make: Callable[[Any], Any]) -> None:
@@ -87,9 +93,11 @@ def import_module(name: str, key: str) -> ModuleType:
     Raises ConfigError if there is no such module. An error inside of it is the user's to see, with
     its traceback.
     """
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f'{key} = "{name}" is not the dotted name of a module.')
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

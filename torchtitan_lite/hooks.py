@@ -26,7 +26,7 @@ from torchtitan_lite.validation import validate
 
 @dataclass(frozen=True, kw_only=True)
 class HookContext:
-    """What a registered hook may use."""
+    """The parts of a run that a registered hook may use."""
 
     config: Config
     mesh: Mesh
@@ -37,8 +37,17 @@ class HookContext:
 
 
 def registered_hooks(context: HookContext) -> list[Hook]:
-    """The hooks that a user's module has registered, in that order."""
-    return [make(context) for make in REGISTRY.hooks]
+    """The hooks that a user's module has registered, in that order. They are not called for an
+    aborted step, which is retried."""
+    return [_without_aborted(make(context)) for make in REGISTRY.hooks]
+
+
+def _without_aborted(registered: Hook) -> Hook:
+    def hook(state: TrainState, report: StepReport) -> None:
+        if not report.failed:
+            registered(state, report)
+
+    return hook
 
 
 def record_metrics(
@@ -56,7 +65,7 @@ def record_metrics(
         for news in report.news:
             metrics.event(Event(name=news.name, step=state.step, values=news.values))
         if report.failed:
-            # It comes again, and has no numbers.
+            # The step will be retried; there is nothing to record.
             return
         tokens_per_second = report.num_tokens / report.step_time_s
         num_devices = mesh.world_size * report.num_replicas
@@ -96,7 +105,7 @@ def record_metrics(
             }
             metrics.event(Event(name="start", step=report.number - 1, values=values))
         if report.saved_step is not None and report.saved_step != saved_before:
-            saved_before = report.saved_step
+            saved_before = metrics.saved_step = report.saved_step
             values = {"checkpoint_step": report.saved_step}
             metrics.event(Event(name="saved", step=state.step, values=values))
         if report.failed_saves > max(failed_before, 1):

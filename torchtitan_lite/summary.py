@@ -6,24 +6,25 @@ Layer: the top.
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite.build import Built
-from torchtitan_lite.commands import program, torchtitan_lite
+from torchtitan_lite.commands import program, torchtitan_lite, with_steps
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.generate import generate, prompt_ids
 from torchtitan_lite.launcher import goodput
+from torchtitan_lite.log import wrapped
 from torchtitan_lite.mesh import AXES
 from torchtitan_lite.metrics import Event
 from torchtitan_lite.outputs import SAMPLE
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
 
 _SAMPLE_TOKENS = 80
-_STEPS = "--training.steps"
 
 
 def print_start(built: Built, config: Config) -> None:
@@ -31,7 +32,9 @@ def print_start(built: Built, config: Config) -> None:
     job = built.job
     if job.mesh.is_leader:
         rows = _start_rows(built, config)
-        print("\n".join(f"{name:<13}{value}" for name, value in rows.items()), flush=True)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+        lines = (wrapped(f"{name:<13}{value}", width) for name, value in rows.items())
+        print("\n".join(lines), flush=True)
 
 
 def _start_rows(built: Built, config: Config) -> dict[str, str]:
@@ -63,6 +66,8 @@ def _start_rows(built: Built, config: Config) -> dict[str, str]:
 def _origin(built: Built) -> str:
     if built.restored_from is None:
         return "new, with initial weights drawn from the seed"
+    if built.job.checkpoints.has_initial_load and built.job.state.step:
+        return f"new, with the whole state of {built.restored_from}"
     if built.job.checkpoints.has_initial_load:
         return f"new, with initial weights from {built.restored_from}"
     return f"resumed from {built.restored_from}"
@@ -81,7 +86,7 @@ def last_words(built: Built) -> Iterator[None]:
         raise
     else:
         saved_step = job.checkpoints.saved_step
-        if saved_step is not None:
+        if saved_step is not None and saved_step != metrics.saved_step:
             values = {"checkpoint_step": saved_step}
             metrics.event(Event(name="saved", step=job.state.step, values=values))
     finally:
@@ -146,14 +151,8 @@ def _indented(text: str) -> str:
 
 
 def _resume_command(argv: Sequence[str], world_size: int, steps: int, finished: bool) -> str:
-    """The same command; a run that is finished needs more steps to go on."""
-    arguments = list(argv)
-    if finished:
-        kept = [argument for argument in arguments if not argument.startswith(_STEPS + "=")]
-        if _STEPS in kept:
-            place = kept.index(_STEPS)
-            del kept[place : place + 2]
-        arguments = [*kept, _STEPS, str(2 * steps)]
+    """The same command; a finished run needs more steps to continue."""
+    arguments = with_steps(argv, 2 * steps) if finished else list(argv)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if Path(sys.argv[0]).name != "train.py":
         count = ["--nproc", str(local_size)] if world_size > 1 else []

@@ -79,6 +79,7 @@ def test_the_example_of_a_package(tmp_path: Path) -> None:
         (["--fruit.name=3", "--training.max_norm_after=much"], 'max_norm_after: given "much"'),
         (["--experimental.custom_import=nowhere.at_all"], "there is no module nowhere"),
         (["--job.custom_config_module=json"], "the module has no class JobConfig"),
+        (["--experimental.custom_import=.foo"], "is not the dotted name of a module"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], error: str, tmp_path: Path) -> None:

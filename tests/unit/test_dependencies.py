@@ -46,18 +46,27 @@ def _shipped() -> Iterator[Path]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """The distributions that a module imports at any depth, without those for types only."""
+    """The distributions that a module imports at any depth."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            modules = [node.module]
-        else:
-            continue
-        for module in modules:
-            top = module.partition(".")[0]
-            if top not in sys.stdlib_module_names | {"torchtitan_lite", "scripts", "_typeshed"}:
-                yield DISTRIBUTIONS.get(top, top).replace("_", "-")
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from _distributions(node)
+
+
+def _top_level_imports(path: Path) -> Iterator[str]:
+    """The distributions that importing the module imports."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from _distributions(node)
+
+
+def _distributions(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    modules = [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        modules = [node.module] if node.module else []
+    for module in modules:
+        top = module.partition(".")[0]
+        if top not in sys.stdlib_module_names | {"torchtitan_lite", "scripts", "_typeshed"}:
+            yield DISTRIBUTIONS.get(top, top).replace("_", "-")
 
 
 def _imported() -> dict[str, Path]:
@@ -68,6 +77,25 @@ def test_every_import_is_declared():
     declared = REQUIRED.union(*OPTIONAL.values())
     undeclared = {name: path for name, path in _imported().items() if name not in declared}
     assert not undeclared
+
+
+def test_an_extra_is_imported_where_it_is_used():
+    """Modules that every run imports need nothing optional."""
+    needs_extra = {
+        str(path.relative_to(ROOT)).partition("/")[2]
+        for path in _shipped()
+        for name in _top_level_imports(path)
+        if name not in REQUIRED
+    }
+    assert needs_extra == {
+        "lighthouse/calls.py",
+        "lighthouse/client.py",
+        "lighthouse/messages.py",
+        "lighthouse/server.py",
+        "replica/averaging.py",
+        "replica/healing/transport.py",
+        "replica/torchft_manager.py",
+    }
 
 
 def test_every_declared_dependency_is_imported():

@@ -29,7 +29,11 @@ def main(argv: Sequence[str]) -> int:
         return _run_parsed(argv)
     except SystemExit as left:
         # argparse ends so after --help (0) and for a wrong command line (2).
-        return left.code if isinstance(left.code, int) else 0
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0
+        # A module of the user's, whose message Python would print.
+        print(left.code, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED

@@ -71,8 +71,12 @@ def _confirmed(unused: Sequence[Mapping[str, Any]]) -> bool:
             f"--free without RUN_ID would free the snapshots of {len(unused)} runs listed above. "
             "Confirm with --yes, or name one run."
         )
-    print(f"Free the snapshots of these {len(unused)} runs? [y/N] ", end="", file=sys.stderr)
-    return input().strip().lower() in ("y", "yes")
+    runs = "this run" if len(unused) == 1 else f"these {len(unused)} runs"
+    print(f"Free the snapshots of {runs}? [y/N] ", end="", file=sys.stderr, flush=True)
+    is_confirmed = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if not is_confirmed:
+        print("Nothing was freed.", file=sys.stderr)
+    return is_confirmed
 
 
 def _print(options: argparse.Namespace, record: Mapping[str, Any], words: str) -> None:

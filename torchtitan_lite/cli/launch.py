@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from torchtitan_lite.commands import torchtitan_lite
+from torchtitan_lite.commands import torchtitan_lite, with_steps
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher import goodput
 from torchtitan_lite.launcher.launcher import Launcher
@@ -62,7 +62,9 @@ def _print_end(
         lines += ["", f"Replica {number}:", *goodput.table(found)]
     lines += ["", *launcher.sample()]
     folder = plan.dump_folder
-    command = [*torchtitan_lite(), "launch", *options.argv, "--", *others]
+    steps = launcher.finished_steps
+    arguments = list(others) if steps is None else with_steps(others, 2 * steps)
+    command = [*torchtitan_lite(), "launch", *options.argv, "--", *arguments]
     lines += [
         f"Outputs      {folder}/ (replica_NNN/metrics.jsonl, {LAUNCH_LOGS}/)",
         f"Resume       {shlex.join(command)}",

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -151,16 +151,25 @@ def _train_ranks(arguments: Sequence[str], num_processes: int, config: Config) -
     # Port 0: the kernel chooses a free one, and nobody can take it before the ranks connect.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = ("-m", "torchtitan_lite", "train", *arguments)
-    ranks: PContext = start_processes(
-        "train",
-        sys.executable,
-        args=dict.fromkeys(range(num_processes), words),
-        envs={rank: _environment(rank, num_processes, store.port) for rank in range(num_processes)},
-        logs_specs=DefaultLogsSpecs(),
-    )
-    with _forwarded_signals(ranks) as received:
-        result = ranks.wait(period=_POLL_S)
-    if result is None or not result.is_failed():
+    # torch would replace the handlers by some that raise.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "NONE"
+    with _received_signals() as received:
+        ranks: PContext = start_processes(
+            "train",
+            sys.executable,
+            args=dict.fromkeys(range(num_processes), words),
+            envs={
+                rank: _environment(rank, num_processes, store.port) for rank in range(num_processes)
+            },
+            logs_specs=DefaultLogsSpecs(),
+        )
+        num_forwarded, result = 0, None
+        while result is None:
+            for number in received[num_forwarded:]:
+                _forward(number, ranks.pids().values())
+                num_forwarded += 1
+            result = ranks.wait(timeout=_POLL_S, period=_POLL_S)
+    if not result.is_failed():
         return 0
     # The others were sent SIGTERM when the first had failed; timestamps are whole seconds.
     rank, first = min(
@@ -193,20 +202,23 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
 
 
 @contextmanager
-def _forwarded_signals(ranks) -> Iterator[list[int]]:
-    """Pass signals on to the ranks until the end of the block. Yields those that came."""
+def _received_signals() -> Iterator[list[int]]:
+    """The signals that arrive until the end of the block. One that this process was started to
+    ignore, as nohup does with SIGHUP, stays ignored."""
     received: list[int] = []
-
-    def forward(number: int, frame: object) -> None:
-        received.append(number)
-        pids: Mapping[int, int] = ranks.pids()
-        for pid in pids.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    before = {number: signal.getsignal(number) for number in _FORWARDED}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: received.append(number))
     try:
         yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _forward(number: int, pids: Iterable[int]) -> None:
+    """Ask the ranks to save and leave. A terminal that is closed (SIGHUP) asks so too."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)

@@ -27,8 +27,14 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Config, Path]:
     """
     for index, argument in enumerate(argv):
         if argument in _HELP_OPTIONS:
-            sections = [name for name in argv[index + 1 :] if not name.startswith("-")]
-            _print_help(_schema_of(argv[:index]), sections)
+            others = [*argv[:index], *argv[index + 1 :]]
+            is_file = [option.partition("=")[0] in _FILE_OPTIONS for option in argv]
+            sections = [
+                name
+                for place, name in enumerate(argv[index + 1 :], index + 1)
+                if not name.startswith("-") and not is_file[place - 1]
+            ]
+            _print_help(_schema_of(others), sections)
             raise SystemExit(0)
     file, overrides = _split_file(argv)
     return load_config(file, overrides), file

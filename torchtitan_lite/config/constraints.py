@@ -282,7 +282,7 @@ def _replicas(config: Config) -> Iterator[str]:
 
 def _dump_folder(config: Config) -> Iterator[str]:
     folder = Path(config.job.dump_folder).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     asked = f'job.dump_folder = "{config.job.dump_folder}" cannot be written'
     if not there.is_dir():
         yield f"{asked}: {there} is not a folder. Choose another one."

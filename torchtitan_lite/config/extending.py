@@ -12,15 +12,14 @@ from typing import Any, get_type_hints
 
 from pydantic import Field, create_model
 
-from torchtitan_lite.config.keys import section_in
+from torchtitan_lite.config.keys import has_text, section_in, text_at, without_constraints
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.extension import import_module
-from torchtitan_lite.schema.job import BUILT_IN_CONFIG_MODULES
+from torchtitan_lite.schema.job import BUILT_IN_CONFIG_MODULES, CONFIG_MODULE_KEYS
 from torchtitan_lite.schema.section import Section
 
 _IMPORT = ("experimental", "custom_import")
-_MODULES = (("job", "custom_config_module"), ("experimental", "custom_args_module"))
 
 
 def schema_for(tables: Mapping[str, Any]) -> type[Config]:
@@ -28,11 +27,11 @@ def schema_for(tables: Mapping[str, Any]) -> type[Config]:
 
     Raises ConfigError if a module does not exist or has no usable `JobConfig`.
     """
-    if name := _text(tables, _IMPORT):
+    if name := text_at(tables, _IMPORT):
         import_module(name, ".".join(_IMPORT))
     schema = Config
-    for key in _MODULES:
-        name = _text(tables, key)
+    for key in CONFIG_MODULE_KEYS:
+        name = text_at(tables, key)
         if name and name not in BUILT_IN_CONFIG_MODULES:
             schema = _extended(schema, import_module(name, ".".join(key)), ".".join(key))
     return schema
@@ -59,7 +58,10 @@ def _merged(base: type[Section], custom: type, where: str) -> Any:
         if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, Section)):
             table = section_in(inner)[0] or Section
             merged = _merged(table, kind, f"{where}: {name}")
-            fields[name] = (merged, merged())
+            given = default() if callable(default) else default
+            fields[name] = (merged, merged(**_values(given)))
+        elif callable(default):
+            fields[name] = (kind, Field(default_factory=default))
         else:
             fields[name] = (kind, default)
     text = custom.__doc__ or base.__doc__
@@ -70,33 +72,42 @@ def _merged(base: type[Section], custom: type, where: str) -> Any:
 
 
 def _fields_of(custom: type, where: str) -> list[tuple[str, Any, Any]]:
-    """Name, type and default of each field. Raises ConfigError for a field without default."""
+    """Name, type and default (a value, or a function that makes it) of each field. Raises
+    ConfigError for a field without default, or of a type that a TOML file cannot have."""
     hints = get_type_hints(custom, include_extras=True)
     if dataclasses.is_dataclass(custom):
-        found = []
-        for one in dataclasses.fields(custom):
-            default: Any = ...
-            if one.default is not dataclasses.MISSING:
-                default = one.default
-            elif one.default_factory is not dataclasses.MISSING:
-                default = Field(default_factory=one.default_factory)
-            found.append((one.name, hints[one.name], default))
+        found = [
+            (one.name, one.default if one.default is not missing else one.default_factory)
+            for missing in (dataclasses.MISSING,)
+            for one in dataclasses.fields(custom)
+        ]
+        required = {name for name, default in found if default is dataclasses.MISSING}
     elif issubclass(custom, Section):
-        found = [(name, hints[name], field) for name, field in custom.model_fields.items()]
+        fields = custom.model_fields
+        required = {name for name, field in fields.items() if field.is_required()}
+        found = [(name, field.default_factory or field.default) for name, field in fields.items()]
     else:
         raise ConfigError(
             f"{where}: {custom.__qualname__} is not a dataclass or a Section, so it has no fields."
         )
-    for name, _, default in found:
-        if default is ...:
+    for name, _ in found:
+        if name in required:
             raise ConfigError(
                 f"{where}: {custom.__qualname__}.{name} has no default. Give it one, so that a "
                 "file need not set it."
             )
-    return found
+        kind = hints[name]
+        is_table = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        if not is_table and not has_text(without_constraints(kind)):
+            raise ConfigError(
+                f"{where}: {custom.__qualname__}.{name} is of type {kind}, which a TOML file "
+                "cannot have here. Use bool, int, float, str, Literal, list, dict or a table."
+            )
+    return [(name, hints[name], default) for name, default in found]
 
 
-def _text(tables: Mapping[str, Any], key: tuple[str, str]) -> str:
-    table = tables.get(key[0])
-    value = table.get(key[1]) if isinstance(table, Mapping) else None
-    return value if isinstance(value, str) else ""
+def _values(given: Any) -> dict[str, Any]:
+    """The fields of a default instance, by name."""
+    if dataclasses.is_dataclass(given) and not isinstance(given, type):
+        return dataclasses.asdict(given)
+    return given.model_dump() if isinstance(given, Section) else {}

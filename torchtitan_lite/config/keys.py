@@ -5,7 +5,7 @@ cannot disagree. Layer: imports section only.
 """
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -146,6 +146,22 @@ def type_text(type_: Any) -> str:
     else:
         text = {bool: "true or false", int: "integer", float: "number", str: "string"}[type_]
     return f"{text} or none" if admits_none else text
+
+
+def has_text(type_: Any) -> bool:
+    """Whether `type_text` knows the type."""
+    try:
+        type_text(type_)
+    except (KeyError, TypeError):
+        return False
+    return True
+
+
+def text_at(tables: Mapping[str, Any], key: tuple[str, str]) -> str:
+    """The text at `key` in the tables of a file; empty if there is none."""
+    table = tables.get(key[0])
+    value = table.get(key[1]) if isinstance(table, Mapping) else None
+    return value if isinstance(value, str) else ""
 
 
 def needed_text(type_: Any) -> str:

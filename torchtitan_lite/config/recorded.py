@@ -5,9 +5,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from torchtitan_lite.config.keys import section_in, without_constraints
+from torchtitan_lite.config.keys import section_in, text_at, without_constraints
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.schema.job import CONFIG_MODULE_KEYS
 
 
 def _known(table: Any, section: type[BaseModel]) -> Any:
@@ -27,13 +28,12 @@ def recorded_config(recorded: Mapping[str, Any], where: str) -> Config:
 
     A module that the checkpoint names is not imported: the keys that it added are left out.
     """
-    job = recorded.get("job")
-    module = job.get("custom_config_module") if isinstance(job, Mapping) else None
+    is_extended = any(text_at(recorded, key) for key in CONFIG_MODULE_KEYS)
     try:
-        return Config.model_validate(_known(recorded, Config) if module else recorded)
+        return Config.model_validate(_known(recorded, Config) if is_extended else recorded)
     except ValidationError as error:
         first = error.errors()[0]
         raise CheckpointError(
-            f"{where} does not tell of which model it is: the configuration in its manifest is "
+            f"The configuration in the manifest of {where} is "
             f"wrong at {'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from None

@@ -5,11 +5,12 @@ Both come from the same walk over the schema. Layer: above keys and problems.
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from pydantic import BaseModel
 
 from torchtitan_lite.config.keys import Group, Key, groups, type_text, value_text
-from torchtitan_lite.config.problems import unknown_section
+from torchtitan_lite.config.problems import unknown_key, unknown_section
 from torchtitan_lite.config.torchtitan_defaults import DEFAULTS, VERSION
 from torchtitan_lite.errors import ConfigError
 
@@ -31,12 +32,13 @@ def help_text(schema: type[BaseModel], width: int, sections: Sequence[str] = ())
     found = list(groups(schema))
     lines = [_USAGE, "", *textwrap.wrap(_FORMS, width)]
     if sections:
-        known = dict.fromkeys(group.path[0] for group in found)
-        for name in sections:
-            if name.strip("[]").partition(".")[0] not in known:
-                raise ConfigError(unknown_section(schema, name))
-        names = tuple(name.strip("[]") for name in sections)
-        found = [group for group in found if _is_in(group, names)]
+        names = [name.strip("[]") for name in sections]
+        for name in names:
+            if not any(_is_in(group, [name]) for group in found):
+                *outer, _ = path = tuple(name.split("."))
+                unknown = unknown_key(schema, path) if outer else unknown_section(schema, name)
+                raise ConfigError(unknown)
+        found = [_only(group, names) for group in found if _is_in(group, names)]
         lines = []
     for group in found:
         lines += ["", group.header]
@@ -48,9 +50,16 @@ def help_text(schema: type[BaseModel], width: int, sections: Sequence[str] = ())
 
 
 def _is_in(group: Group, names: Sequence[str]) -> bool:
-    """Whether the table is one of `names`, or below it."""
+    """Whether the table is one of `names`, lies below one, or has a key that is."""
     path = ".".join(group.path)
-    return any(path == name or path.startswith(f"{name}.") for name in names)
+    keys = {key.name for key in group.keys}
+    return any(f"{path}.".startswith(f"{name}.") or name in keys for name in names)
+
+
+def _only(group: Group, names: Sequence[str]) -> Group:
+    """The table with all keys, or with those that `names` name."""
+    chosen = tuple(key for key in group.keys if key.name in names)
+    return replace(group, keys=chosen) if chosen else group
 
 
 def markdown(schema: type[BaseModel]) -> str:

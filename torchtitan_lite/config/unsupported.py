@@ -7,7 +7,8 @@ a list of them. Layer: above schema.
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan_lite.schema.job import BUILT_IN_CONFIG_MODULES
+from torchtitan_lite.config.keys import text_at
+from torchtitan_lite.schema.job import BUILT_IN_CONFIG_MODULES, CONFIG_MODULE_KEYS
 from torchtitan_lite.schema.section import toml_literal
 
 _TEXT_ONLY = "only text models can be trained"
@@ -22,7 +23,6 @@ _MODELS = {
 }
 _EXPERIMENTS = ("simple_fsdp", "compiler_toolkit", "autoparallel", "auto_parallel")
 """Experiments of torchtitan that name a model `experiment.family`."""
-_MODULE_KEYS = (("job", "custom_config_module"), ("experimental", "custom_args_module"))
 
 
 def unsupported_feature(
@@ -30,7 +30,7 @@ def unsupported_feature(
 ) -> tuple[tuple[str, str], str] | None:
     """The key that asks for a feature of torchtitan which does not exist here, and what to say of
     it; None if no key does."""
-    name = _text(tables, "model", "name") or ""
+    name = text_at(tables, ("model", "name"))
     experiment, _, family = name.partition(".")
     problem = _MODELS.get(name)
     if family and experiment in _EXPERIMENTS:
@@ -40,8 +40,8 @@ def unsupported_feature(
         )
     if problem is not None:
         return ("model", "name"), f"model.name = {toml_literal(name)}: {problem}."
-    for section, key in _MODULE_KEYS:
-        module = _text(tables, section, key) or ""
+    for section, key in CONFIG_MODULE_KEYS:
+        module = text_at(tables, (section, key))
         if module.startswith("torchtitan.") and module not in BUILT_IN_CONFIG_MODULES:
             return (section, key), (
                 f"{section}.{key} = {toml_literal(module)} has the keys of a feature of torchtitan "
@@ -49,9 +49,3 @@ def unsupported_feature(
                 f"{', '.join(map(toml_literal, BUILT_IN_CONFIG_MODULES))}."
             )
     return None
-
-
-def _text(tables: Mapping[str, Any], section: str, key: str) -> str | None:
-    table = tables.get(section)
-    value = table.get(key) if isinstance(table, Mapping) else None
-    return value if isinstance(value, str) else None

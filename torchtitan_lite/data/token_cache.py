@@ -30,6 +30,7 @@ from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.progress import progress
 from torchtitan_lite.data.tokenizer import Tokenizer, TokenizerFiles, check_vocab_size
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.launcher.supervised import announce
 from torchtitan_lite.log import logger
 
 _FORMAT = 1
@@ -84,6 +85,7 @@ def open_token_cache(
     folder = cache_folder / "tokens" / key
 
     def build(temporary: Path) -> None:
+        announce("tokenizing")
         loaded = tokenizer.load()
         check_vocab_size(tokenizer.folder, loaded.vocab_size, vocab_size)
         batches = (

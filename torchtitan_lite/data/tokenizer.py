@@ -20,6 +20,7 @@ from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, END_OF_TURN, TU
 from torchtitan_lite.data.conversations import Unusable, read_conversations
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.launcher.supervised import announce
 from torchtitan_lite.log import logger
 
 BOS = "<|begin_of_text|>"
@@ -109,6 +110,7 @@ def open_tokenizer(
         folder = _trained_folder(corpora, vocab_size, cache_folder)
 
         def build(temporary: Path) -> None:
+            announce("training tokenizer")
             names = ", ".join(corpus.name for corpus in corpora)
             logger.info("training a tokenizer of %d tokens on %s", vocab_size, names)
             train_tokenizer(_first_documents(corpora), vocab_size, chat=chat).save(temporary)

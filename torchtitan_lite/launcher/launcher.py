@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import FrameType
 
@@ -21,9 +22,10 @@ from torchtitan_lite.launcher.parent_death import adopt_orphans
 from torchtitan_lite.launcher.plan import Plan
 from torchtitan_lite.launcher.policy import GiveUp, RestartPolicy
 from torchtitan_lite.launcher.reforming import Reforming
-from torchtitan_lite.launcher.replica import Replica
+from torchtitan_lite.launcher.replica import Replica, State
 from torchtitan_lite.launcher.sizes import Sizes
 from torchtitan_lite.launcher.slots import SlotsFile
+from torchtitan_lite.launcher.supervised import ATTEMPT
 from torchtitan_lite.launcher.view import View
 from torchtitan_lite.outputs import SAMPLE
 
@@ -89,6 +91,14 @@ class Launcher:
         ends.append(("The lighthouse", self._lighthouse.given_up))
         return [_told(who, end) for who, end in ends if end is not None]
 
+    @property
+    def finished_steps(self) -> int | None:
+        """The number of steps of the run, if all replicas have finished it."""
+        if any(one.state is not State.FINISHED for one in self._replicas):
+            return None
+        found = (one.progress.total_steps for one in self._replicas if one.progress is not None)
+        return next((steps for steps in found if steps is not None), None)
+
     def sample(self) -> list[str]:
         """The text that a finished replica generated at its end; empty if there is none."""
         for one in self._replicas:
@@ -100,11 +110,14 @@ class Launcher:
         return []
 
     def _replica(self, number: int) -> Replica:
-        plan = self._plan
+        plan, attempts = self._plan, count()
 
         def start(folder: Path) -> Group:
-            address = {"TORCHFT_LIGHTHOUSE": f"http://{self._lighthouse.address}"}
-            environment = {**self._environment, **address}
+            own = {
+                "TORCHFT_LIGHTHOUSE": f"http://{self._lighthouse.address}",
+                ATTEMPT: str(next(attempts)),
+            }
+            environment = {**self._environment, **own}
             num_ranks = self._reforming.num_ranks
             return Group(plan.group_command(number, num_ranks), environment, num_ranks, folder)
 

@@ -18,6 +18,9 @@ LAUNCHER_PID = "TORCHTITAN_LITE_LAUNCHER_PID"
 RANK_LOGS = "TORCHTITAN_LITE_RANK_LOGS"
 """Environment variable: the folder into which each rank writes its output."""
 
+ATTEMPT = "TORCHTITAN_LITE_ATTEMPT"
+"""Environment variable: how often the launcher has started this replica before."""
+
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a rank print the Python stacks of all its threads, if it can."""
 FLIGHT_SIGNAL = signal.SIGUSR2
@@ -29,6 +32,11 @@ def announce(stage: str) -> None:
     """Report what a starting rank does next, for the launcher's table; without one, nothing."""
     if RANK_LOGS in os.environ:
         logger.info("%s%s", STARTING, stage)
+
+
+def is_restarted() -> bool:
+    """Whether the launcher has started this replica before, in this run."""
+    return os.environ.get(ATTEMPT, "0") != "0"
 
 
 def rank_log(folder: Path, rank: int) -> Path:

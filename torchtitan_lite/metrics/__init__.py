@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class SinkContext:
-    """What a registered sink may use."""
+    """The parts of a run that a registered metrics sink may use."""
 
     folder: Path
     """Where this rank's replica writes."""
@@ -62,6 +62,8 @@ class Metrics:
         self._every_step = every_step
         self._when_due = when_due
         self._cadence = cadence
+        self.saved_step: int | None = None
+        """The newest checkpoint that a `saved` event has reported."""
         self._open = ExitStack()
         for sink in (*every_step, *when_due):
             self._open.callback(sink.close)
@@ -98,6 +100,7 @@ def open_metrics(
     is_leader: bool,
     total_steps: int,
     resume_step: int,
+    continues: bool | None = None,
     run_config: Mapping[str, Any],
     world_size: int = 1,
     replica: int | None = None,
@@ -106,8 +109,10 @@ def open_metrics(
     `config` switches on; on the others nothing, or the same files with the rank in their names
     when `config.save_for_all_ranks`.
 
-    `resume_step` is the last step of the state that training starts from, 0 for a fresh run: what
-    the files say of later steps goes. `run_config` is shown by Weights & Biases. `world_size`
+    `resume_step` is the last step of the state that training starts from, 0 for a fresh run. A run
+    that `continues` the one whose files lie there (if omitted: one that resumes) drops what they
+    hold after that step; any other
+    keeps them under another name. `run_config` is shown by Weights & Biases. `world_size`
     (ranks per replica) and `replica` (None without replicas) give each rank its own port for
     Prometheus.
     Raises UserError if wandb or prometheus_client is needed and missing, on every rank, and if the
@@ -134,7 +139,7 @@ def open_metrics(
             )
         if config.prometheus_port:
             every_step.append(Prometheus(config, rank=rank, world_size=world_size, replica=replica))
-        every_step.append(JsonLines(folder / name, resume_step))
+        every_step.append(JsonLines(folder / name, resume_step, continues=continues))
         if config.enable_tensorboard:
             when_due.append(TensorBoard(folder / config.save_tb_folder / label, resume_step))
     if is_leader:

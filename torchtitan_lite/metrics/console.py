@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-_NOT_SHOWN = {"books", "start", "saved"}
+_NOT_SHOWN = {"books", "initial_load", "resume", "saved", "start"}
 """Events for files: the console shows the same at the start, at each save and at the end."""
 _RECENT_STEPS = 50
 """Steps that the time left is estimated from."""

@@ -1,9 +1,9 @@
 """`metrics.jsonl`: the whole history of a run, one JSON object per line. Layer: above record, log.
 
 Invariant: the file holds one history. A run that resumes at step N first drops the lines that an
-earlier process wrote after N, so every step stands in it once and in order; a run that starts from
-step 0 renames an earlier run's file to `metrics.1.jsonl`, or the next free number. Each line is
-handed to the operating system whole, so a killed process loses at most the line in progress.
+earlier process wrote after N, so every step stands in it once and in order; another run renames an
+earlier run's file to `metrics.1.jsonl`, or the next free number. Each line is handed to the
+operating system whole, so a killed process loses at most the line in progress.
 """
 
 import json
@@ -16,15 +16,18 @@ from torchtitan_lite.metrics.record import Event, StepRecord
 
 
 class JsonLines:
-    """Appends to the file at `path`, after cutting it back to `resume_step`, or renaming it for a
-    run that starts from step 0."""
+    """Appends to the file at `path`. A run that `continues` the one that wrote it first drops what
+    is after `resume_step`, if it resumes from a step; any other run renames the file."""
 
-    def __init__(self, path: Path, resume_step: int) -> None:
+    def __init__(self, path: Path, resume_step: int, *, continues: bool | None = None) -> None:
+        """`continues` is whether `resume_step` is above 0, if omitted."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and resume_step > 0:
-            _cut_back(path, resume_step)
-        elif path.exists() and path.stat().st_size > 0:
+        continues = resume_step > 0 if continues is None else continues
+        is_there = path.exists() and path.stat().st_size > 0
+        if is_there and not continues:
             _rotate(path)
+        elif is_there and resume_step > 0:
+            _cut_back(path, resume_step)
         # Unbuffered: one line is one write.
         self._file = FileIO(path, "a")
 

@@ -77,7 +77,8 @@ class DataConfig(Section):
     dataset: str = DEFAULT_DATASET
     """What to train on: "python_stdlib" (the source of the Python standard library on this
     machine, no download), "c4", "c4_validation", a format ("json", "jsonl", "parquet", "arrow",
-    "text") together with `dataset_path`, or a name on the Hugging Face hub. torchtitan's default
+    "text") together with `dataset_path`, a name that `experimental.custom_import` registers, or a
+    name on the Hugging Face hub. torchtitan's default
     is "c4_test", a fixture of its own repository."""
 
     dataset_path: str | None = None

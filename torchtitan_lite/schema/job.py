@@ -9,6 +9,10 @@ BUILT_IN_CONFIG_MODULES = ("torchtitan.components.ft.config",)
 and imports nothing."""
 
 
+CONFIG_MODULE_KEYS = (("job", "custom_config_module"), ("experimental", "custom_args_module"))
+"""Keys that name a module with tables and keys of the user's."""
+
+
 class JobConfig(Section):
     """The run as a whole."""
 

@@ -9,7 +9,8 @@ class ModelConfig(Section):
     """Which model to train."""
 
     name: str = "llama3"
-    """Model family: the name of a file in `models/`."""
+    """Model family: the name of a file in `models/`, or one that `experimental.custom_import`
+    registers."""
     flavor: str = "debugmodel"
     """Size of the model within its family. "hf": the model, family included, that `config.json` in
     `hf_assets_path` describes."""

@@ -1,7 +1,6 @@
-"""The base of every config section. Layer: imports nothing of the project.
+"""The base class of every table. Layer: imports nothing of the project.
 
-Each owner of a feature defines its section beside its code; `config/` composes them. The
-docstring under a field is its text in `--help` and in the generated reference.
+The docstring under a field is its text in `--help` and in the generated reference.
 """
 
 import ast
@@ -21,7 +20,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     source_class: ClassVar[type | None] = None
-    """Of a section that was made at run time: the class in whose source the field texts stand."""
+    """Class whose source has the field texts, for a section made at run time."""
 
 
 @cache

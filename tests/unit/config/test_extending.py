@@ -1,0 +1,112 @@
+"""A user's own tables: what is merged, kept and refused."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.cli import main
+from torchtitan_lite.config import Config, recorded_config
+from torchtitan_lite.config.extending import schema_for
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.extension import REGISTRY, register_dataset, register_model
+from torchtitan_lite.models import model_spec
+from torchtitan_lite.schema.model import ModelConfig
+from torchtitan_lite.schema.section import Section
+
+
+@dataclass
+class Custom:
+    x: int = 1
+    """Some number."""
+    names: list[str] = field(default_factory=lambda: ["a"])
+
+
+class Strict(Section):
+    given: int
+
+
+@dataclass
+class Odd:
+    pair: tuple[str, ...] = ()
+
+
+Use = Callable[[type], dict[str, Any]]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Use:
+    """A class JobConfig -> the tables of a file that names its module."""
+
+    def named(job_config: type) -> dict[str, Any]:
+        module = ModuleType("users_config")
+        module.JobConfig = job_config  # pyright: ignore[reportAttributeAccessIssue]
+        monkeypatch.setitem(sys.modules, "users_config", module)
+        return {"job": {"custom_config_module": "users_config"}}
+
+    return named
+
+
+def test_defaults_are_those_of_the_users_instances(use: Use) -> None:
+    @dataclass
+    class JobConfig:
+        custom: Custom = field(default_factory=lambda: Custom(x=7))
+
+    config: Any = schema_for(use(JobConfig)).model_validate({})
+    assert (config.custom.x, config.custom.names) == (7, ["a"])
+    assert config.training == Config().training
+
+
+def test_what_a_file_could_not_set_is_refused(use: Use) -> None:
+    @dataclass
+    class WithOdd:
+        custom: Odd = field(default_factory=Odd)
+
+    class WithStrict(Section):
+        custom: Strict
+
+    wrong = {
+        "Odd.pair is of type tuple": WithOdd,
+        "custom has no default": WithStrict,
+        "fields": int,
+    }
+    for error, job_config in wrong.items():
+        with pytest.raises(ConfigError, match=error):
+            schema_for(use(job_config))
+
+
+@pytest.mark.parametrize("key", ["job.custom_config_module", "experimental.custom_args_module"])
+def test_a_recorded_config_is_read_without_the_module(key: str) -> None:
+    recorded: dict[str, Any] = Config().model_dump() | {"custom": {"x": 1}}
+    section, _, name = key.partition(".")
+    recorded[section][name] = "nowhere_to_be_found"
+    recorded["training"]["of_the_user"] = 3
+    assert recorded_config(recorded, "here").model == Config().model
+    assert "nowhere_to_be_found" not in sys.modules
+
+
+def test_names_that_are_taken_are_refused() -> None:
+    register_dataset("test_extending_texts", list)
+    with pytest.raises(ConfigError, match="registered twice"):
+        register_dataset("test_extending_texts", lambda: ["other"])
+    register_model("llama3", "json")
+    try:
+        with pytest.raises(ConfigError, match="a name of this package"):
+            model_spec(ModelConfig(name="llama3"))
+    finally:
+        del REGISTRY.models["llama3"]
+        del REGISTRY.datasets["test_extending_texts"]
+
+
+def test_a_module_that_exits_is_not_a_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "module_that_exits.py").write_text("import sys; sys.exit('licence missing')\n")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text("[experimental]\ncustom_import = 'module_that_exits'\n")
+    assert main(["train", "--config", "run.toml"]) == 1
+    assert "licence missing" in capsys.readouterr().err
