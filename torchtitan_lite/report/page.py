@@ -35,7 +35,7 @@ from torchtitan_lite.report.figures import (
     timeline_figure,
     utc,
 )
-from torchtitan_lite.report.run_files import Goodput, RunFiles
+from torchtitan_lite.report.run_files import Goodput, RunFiles, encodable
 from torchtitan_lite.report.timeline import KINDS, ROUTINE, Timeline, timeline
 
 _UNBROKEN = 32
@@ -485,7 +485,7 @@ def _table(
 
 
 def _escaped(text: str) -> str:
-    return html.escape(text)
+    return html.escape(encodable(text))
 
 
 def _is_number(value: Any) -> bool:
