@@ -16,11 +16,12 @@ from torchtitan_lite.report import (
 )
 
 _DIFFERS, _FAILED = 1, 2
-"""Exit statuses: the runs differ by more than --fail-above; there is no report."""
+"""Exit statuses: the runs differ (--fail-above); there is no report."""
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Write the page. Returns 0, 1 if the runs differ by more than --fail-above, 2 for errors."""
+    """Write the page. Returns 0, 1 if the runs differ by more than --fail-above or end at
+    different steps, 2 for errors."""
     try:
         _check(options)
         runs = unique_labels([read_run(folder) for folder in options.runs])

@@ -48,6 +48,16 @@ def test_fail_above_without_common_steps(make_run, capsys):
     assert "FAILED: b and a have no step in common" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("steps", "other_steps"), [(4, 2), (2, 4)])
+def test_fail_above_with_a_run_that_ends_early(make_run, capsys, steps, other_steps):
+    runs = [make_run("a", steps=steps), make_run("b", steps=other_steps)]
+    assert main([*map(str, runs), "--fail-above", "9"]) == 1
+    _, verdict = capsys.readouterr().out.splitlines()
+    ends = f"the last committed step of b is {other_steps}, that of a is {steps}"
+    assert verdict == f"FAILED: {ends}; --fail-above is 9"
+    assert ends in (runs[0] / "report.html").read_text()
+
+
 def test_a_value_that_is_not_finite_on_one_side_fails(make_run, capsys):
     runs = [make_run("a"), make_run("b", changes={2: {"loss": float("nan")}})]
     assert main([*map(str, runs), "--fail-above", "1e300"]) == 1
