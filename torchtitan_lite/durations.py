@@ -1,8 +1,18 @@
 """Durations: estimated from past steps, and written for people. Layer: imports nothing of the
 project."""
 
+import math
+from collections import deque
 from collections.abc import Iterable
 from statistics import median
+
+_RECENT_STEPS = 50
+
+
+def recent_steps() -> deque[float]:
+    """Make an empty list for the seconds of the most recent steps, which drops the oldest ones.
+    `time_left_s` estimates from it."""
+    return deque(maxlen=_RECENT_STEPS)
 
 
 def time_left_s(recent_step_s: Iterable[float], num_steps_left: int) -> float | None:
@@ -15,8 +25,8 @@ def time_left_s(recent_step_s: Iterable[float], num_steps_left: int) -> float | 
 
 
 def clock(seconds: float | None) -> str:
-    """`0:42`, `1:02:03`, `2d 03:04:05`; `?` for None."""
-    if seconds is None:
+    """`0:42`, `1:02:03`, `2d 03:04:05`; `?` for None, infinity and NaN."""
+    if seconds is None or not math.isfinite(seconds):
         return "?"
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)

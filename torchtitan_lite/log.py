@@ -36,6 +36,11 @@ class _Wrapping(logging.Formatter):
         return "\n".join(wrapped(line, width) for line in super().format(record).splitlines())
 
 
+def is_live_terminal() -> bool:
+    """Whether standard output is a terminal that can move its cursor."""
+    return sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
 def wrapped(line: str, width: int) -> str:
     """The line broken between words, with its continuation indented. A word that is longer than
     the terminal stays whole, so that paths and commands can be copied."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchtitan_lite.log import configure_logging, logger
+from torchtitan_lite.log import configure_logging, is_live_terminal, logger
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +60,17 @@ def test_one_process_shows_no_rank(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging()
     logger.info("alone")
     assert "rank" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "kind", "is_live"),
+    [(True, "xterm", True), (True, None, True), (True, "dumb", False), (False, "xterm", False)],
+)
+def test_a_live_terminal_can_move_its_cursor(
+    is_terminal: bool, kind: str | None, is_live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.delenv("TERM", raising=False)
+    if kind is not None:
+        monkeypatch.setenv("TERM", kind)
+    assert is_live_terminal() is is_live

@@ -312,7 +312,8 @@ def _report(commands) -> None:
         "report",
         "Write one self-contained HTML page about one or more runs.",
         "torchtitan-lite report RUN [RUN ...]\n\n"
-        "Exit status 1: the runs differ by more than --fail-above; 2: there is no report.",
+        "Exit status 1: the runs differ by more than --fail-above or end at different steps; "
+        "2: there is no report.",
         module="report",
     )
     add = report.add_argument
@@ -329,7 +330,7 @@ def _report(commands) -> None:
         type=float,
         metavar="X",
         help="exit with status 1 if loss or gradient norm of any run differ from the first by more "
-        "than X, relative, at any common step, or if no step is common",
+        "than X, relative, at any common step, or if their last committed steps differ",
     )
 
 

@@ -6,14 +6,22 @@ import sys
 from collections.abc import Sequence
 
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.report import Comparison, compare, read_run, unique_labels, write_page
+from torchtitan_lite.report import (
+    Comparison,
+    compare,
+    encodable,
+    read_run,
+    unique_labels,
+    write_page,
+)
 
 _DIFFERS, _FAILED = 1, 2
-"""Exit statuses: the runs differ by more than --fail-above; there is no report."""
+"""Exit statuses: the runs differ (--fail-above); there is no report."""
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Write the page. Returns 0, 1 if the runs differ by more than --fail-above, 2 for errors."""
+    """Write the page. Returns 0, 1 if the runs differ by more than --fail-above or end at
+    different steps, 2 for errors."""
     try:
         _check(options)
         runs = unique_labels([read_run(folder) for folder in options.runs])
@@ -28,7 +36,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
         first = next(run.problems[0] for run in runs if run.problems)
         count = f"{num_problems} problem{'s' * (num_problems > 1)} in the files"
         print(f"report: {count}, the first: {first}", file=sys.stderr)
-    print(f"Wrote {output}")
+    print(f"Wrote {encodable(str(output))}")
     return 0 if options.fail_above is None else _verdict(comparisons, options.fail_above)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.data.corpus import Corpus
+from torchtitan_lite.data.file_problems import DECOMPRESSION_ERRORS
 from torchtitan_lite.errors import DataError
 
 ASSISTANT = "assistant"
@@ -138,7 +139,7 @@ def _examples(file: Path) -> Iterator[tuple[str, Any]]:
                     yield from ((f"{file}, item {n}", one) for n, one in enumerate(values, start=1))
                     return
                 yield f"{file}:{number}", line.strip()
-    except (OSError, EOFError, ValueError) as error:
+    except (*DECOMPRESSION_ERRORS, ValueError) as error:
         raise DataError(f"cannot read {file}: {type(error).__name__}: {error}") from error
 
 

@@ -6,11 +6,16 @@ None is returned where nothing is found.
 """
 
 import json
+import lzma
+import sys
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+DECOMPRESSION_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
+"""Raised for a compressed file that is damaged or has a wrong extension."""
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -58,17 +63,27 @@ def _decoded(file: Path) -> Iterator[tuple[int, str] | str]:
     # Imported here: a start with a warm token cache does not pay for it.
     import fsspec
 
-    opened: Any = fsspec.open(str(file), "rb", compression="infer")
-    with opened as lines:
-        for number, line in enumerate(lines, start=1):
-            if number == 1:
-                line = line.removeprefix(_UTF8_MARK)
-            try:
-                text = line.decode()
-            except UnicodeDecodeError as error:
-                yield encoding_problem(f"{file}:{number}", line, error)
-                return
-            yield number, text
+    try:
+        opened: Any = fsspec.open(str(file), "rb", compression="infer")
+        with opened as lines:
+            for number, line in enumerate(lines, start=1):
+                if number == 1:
+                    line = line.removeprefix(_UTF8_MARK)
+                try:
+                    text = line.decode()
+                except UnicodeDecodeError as error:
+                    yield encoding_problem(f"{file}:{number}", line, error)
+                    return
+                yield number, text
+    except DECOMPRESSION_ERRORS as error:
+        # The operating system's errors have a number, those of gzip and bz2 have none.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = " ".join(str(error).split()).rstrip(".")
+        yield (
+            f"{file}: not a {file.suffix} file that can be decompressed ({reason}). Replace it, or "
+            "leave it out of dataset_path."
+        )
 
 
 def _json_problem(
@@ -94,6 +109,8 @@ def _json_problem(
                 f"{file}:{number}: not JSON ({error.msg}, column {error.colno}), and each line "
                 "must be one JSON object. Correct the line or remove it."
             )
+        except ValueError:
+            return f"{file}:{number}: {_too_many_digits()} Correct the line or remove it."
         if problem := _record_problem(f"{file}:{number}", record, column, is_chat):
             return problem
     if num_records == 0:
@@ -121,11 +138,17 @@ def _list_problem(
             f"{file}:{number + error.lineno - 1}: not JSON ({error.msg}, column {error.colno}), "
             "and the file must be a list of JSON objects, or one object per line. Correct it."
         )
+    except ValueError:
+        return f"{file}: {_too_many_digits()} Correct it."
     found = (
         _record_problem(f"{file}, item {place}", record, column, is_chat)
         for place, record in enumerate(records, start=1)
     )
     return next((problem for problem in found if problem), None)
+
+
+def _too_many_digits() -> str:
+    return f"an integer has more than {sys.get_int_max_str_digits()} digits, the limit of Python."
 
 
 def _is_one_value(line: str, rest: Iterator[tuple[int, str] | str]) -> bool:

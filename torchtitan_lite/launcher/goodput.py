@@ -1,6 +1,7 @@
 """Goodput of a run for people, from its accounting of time. Layer: above durations."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,24 @@ from typing import Any
 from torchtitan_lite.durations import clock
 
 
-def read(books: Path) -> Mapping[str, Any] | None:
-    """The values in a replica's file `books.json`; None if it is missing or damaged."""
+def read(books: Path) -> Mapping[str, float] | None:
+    """Read the goodput and the seconds in a replica's file `books.json`, all of them finite. None
+    if the file is missing or damaged."""
     try:
         values = json.loads(books.read_text())
-        for key in ("goodput", "wall_s", "lost_s"):
-            float(values[key])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = {
+            key: float(value)
+            for key, value in values.items()
+            if (key == "goodput" or key.endswith("_s")) and _is_number(value)
+        }
+    except (OSError, ValueError, AttributeError, OverflowError, RecursionError):
         return None
-    return values
+    is_whole = found.keys() >= {"goodput", "wall_s", "lost_s"}
+    return found if is_whole and all(map(math.isfinite, found.values())) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def line(values: Mapping[str, Any]) -> str:

@@ -4,16 +4,15 @@ Invariant: what an earlier attempt has written is not taken for progress of this
 may replace `metrics.jsonl` at its start, by a copy without the steps that it will take again.
 """
 
-from collections import deque
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.durations import time_left_s
+from torchtitan_lite.durations import recent_steps, time_left_s
 from torchtitan_lite.launcher.tail import Tail, is_step
 from torchtitan_lite.outputs import RECEIVES_STATE, STARTING, TAKES_PART
 
-_RECENT_STEPS = 50
 _LONGEST_STAGE = 40
 
 
@@ -32,7 +31,7 @@ class Progress:
         """The newest step that this attempt has taken."""
         self.total_steps: int | None = None
         """Number of the last step, once it is known."""
-        self._recent_step_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._recent_step_s = recent_steps()
 
     @property
     def time_left_s(self) -> float | None:
@@ -55,7 +54,8 @@ class Progress:
         for record in self._metrics.records():
             if is_step(record):
                 self.record, self.is_healing = record, False
-                if isinstance(taken_s := record.get("step_time_s"), float):
+                taken_s = record.get("step_time_s")
+                if isinstance(taken_s, float) and math.isfinite(taken_s):
                     self._recent_step_s.append(taken_s)
             elif record.get("event") == "start" and isinstance(record.get("steps"), int):
                 self.total_steps = record["steps"]

@@ -5,8 +5,6 @@ The launcher draws it; no thread does, since forks and threads do not go togethe
 """
 
 import json
-import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torchtitan_lite.durations import clock
 from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
 from torchtitan_lite.launcher.replica import Replica, State
-from torchtitan_lite.log import wrapped
+from torchtitan_lite.log import is_live_terminal, wrapped
 from torchtitan_lite.outputs import LAUNCHER_STARTED
 
 if TYPE_CHECKING:
@@ -55,7 +53,7 @@ class View(Protocol):
 
 def open_view() -> View:
     """The table when standard output is a terminal that can move its cursor, else lines."""
-    if sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+    if is_live_terminal():
         return LiveTable()
     return PlainLines()
 

@@ -6,14 +6,12 @@ the first step, and only for the bar.
 """
 
 import logging
-import os
 import sys
-from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lite.durations import clock, time_left_s
-from torchtitan_lite.log import logger, wrapped
+from torchtitan_lite.durations import clock, recent_steps, time_left_s
+from torchtitan_lite.log import is_live_terminal, logger, wrapped
 from torchtitan_lite.metrics.record import Event, StepRecord
 from torchtitan_lite.metrics.sink import Cadence, Sink
 
@@ -23,13 +21,11 @@ if TYPE_CHECKING:
 
 _NOT_SHOWN = {"books", "initial_load", "resume", "saved", "start"}
 """Events for files: the console shows the same at the start, at each save and at the end."""
-_RECENT_STEPS = 50
-"""Steps that the time left is estimated from."""
 
 
 def open_console(cadence: Cadence, *, color: bool) -> Sink:
     """The live bar when standard output is a terminal that can move its cursor, else lines."""
-    if sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+    if is_live_terminal():
         return LiveBar(cadence, color=color)
     return PlainLines(cadence)
 
@@ -39,7 +35,7 @@ class PlainLines:
 
     def __init__(self, cadence: Cadence) -> None:
         self._cadence = cadence
-        self._recent_step_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._recent_step_s = recent_steps()
 
     def step(self, record: StepRecord) -> None:
         self._recent_step_s.append(record.step_time_s)
@@ -65,7 +61,7 @@ class LiveBar:
         self._cadence = cadence
         self._color = color
         self._console = console
-        self._recent_step_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._recent_step_s = recent_steps()
         self._progress: Progress | None = None
         self._redirected: list[tuple[logging.StreamHandler[Any], Any]] = []
 

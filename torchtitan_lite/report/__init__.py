@@ -7,6 +7,14 @@ untrusted input: what is not a valid record is skipped and listed, and text is e
 
 from torchtitan_lite.report.comparison import Comparison, compare
 from torchtitan_lite.report.page import write_page
-from torchtitan_lite.report.run_files import RunFiles, read_run, unique_labels
+from torchtitan_lite.report.run_files import RunFiles, encodable, read_run, unique_labels
 
-__all__ = ["Comparison", "RunFiles", "compare", "read_run", "unique_labels", "write_page"]
+__all__ = [
+    "Comparison",
+    "RunFiles",
+    "compare",
+    "encodable",
+    "read_run",
+    "unique_labels",
+    "write_page",
+]

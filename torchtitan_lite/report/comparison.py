@@ -45,6 +45,8 @@ class Comparison:
     other: str
     steps: tuple[int, ...]
     """Common steps, ascending."""
+    last_steps: tuple[int | None, int | None]
+    """Last committed step of the first and of the other run; None: no committed step."""
     differences: Mapping[str, tuple[Difference, ...]]
     """By name in COMPARED: one for each common step."""
     config: tuple[tuple[str, str, str], ...]
@@ -59,9 +61,23 @@ class Comparison:
         return max(self.differences[name], key=lambda one: one.relative, default=None)
 
     def exceeds(self, limit: float) -> str | None:
-        """Why the runs differ by more than `limit`, as one line; None if they do not."""
+        """Why the runs differ by more than `limit` or end at different steps, as one line; None if
+        they do not."""
         if not self.steps:
             return f"{self.other} and {self.first} have no step in common"
+        return "; ".join(filter(None, (self.different_ends(), self._too_large(limit)))) or None
+
+    def different_ends(self) -> str | None:
+        """The last committed steps of both, as one line; None if they are equal."""
+        first, other = self.last_steps
+        if first == other:
+            return None
+        return (
+            f"the last committed step of {self.other} is {other}, that of {self.first} is {first}"
+        )
+
+    def _too_large(self, limit: float) -> str | None:
+        """The largest difference, if it exceeds `limit`."""
         found = [(name, worst) for name in COMPARED if (worst := self.largest(name)) is not None]
         name, worst = max(found, key=lambda one: one[1].relative)
         if worst.relative <= limit:
@@ -80,6 +96,7 @@ def compare(first: RunFiles, other: RunFiles) -> Comparison:
         first=first.label,
         other=other.label,
         steps=steps,
+        last_steps=(max(left, default=None), max(right, default=None)),
         differences={
             name: tuple(Difference(step, left[step][name], right[step][name]) for step in steps)
             for name in COMPARED

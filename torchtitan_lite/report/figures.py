@@ -222,7 +222,9 @@ def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
         return None
     places = {lane: len(found.lanes) - 1 - place for place, lane in enumerate(found.lanes)}
     first, unit, per_unit = found.first_time, "s", 1.0
-    times = [one.end for one in found.spans] + [one.time for one in found.marks if one.time]
+    times = [one.end for one in found.spans] + [
+        one.time for one in found.marks if one.time is not None
+    ]
     if first is not None:
         unit, per_unit = time_unit(max(times) - first)
 

@@ -35,7 +35,7 @@ from torchtitan_lite.report.figures import (
     timeline_figure,
     utc,
 )
-from torchtitan_lite.report.run_files import Goodput, RunFiles
+from torchtitan_lite.report.run_files import Goodput, RunFiles, encodable
 from torchtitan_lite.report.timeline import KINDS, ROUTINE, Timeline, timeline
 
 _UNBROKEN = 32
@@ -347,7 +347,9 @@ def _comparison(figures: _Figures, comparisons: Sequence[Comparison]) -> str:
     intro = _escaped(
         f"Against {comparisons[0].first}, the first run, over the committed steps that both have."
     )
-    shown = f'<div class="card"><p class="note">{intro}</p>{table}</div>'
+    ends = "; ".join(filter(None, (one.different_ends() for one in comparisons)))
+    warning = f'<p class="bad">{_escaped(ends)}</p>' if ends else ""
+    shown = f'<div class="card"><p class="note">{intro}</p>{warning}{table}</div>'
     shown += figures.grid([difference_figure(comparisons)])
     for one in comparisons:
         config = _table(["key", one.first, one.other], [list(row) for row in one.config])
@@ -485,7 +487,7 @@ def _table(
 
 
 def _escaped(text: str) -> str:
-    return html.escape(text)
+    return html.escape(encodable(text))
 
 
 def _is_number(value: Any) -> bool:

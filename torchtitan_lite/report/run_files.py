@@ -41,8 +41,12 @@ _REPLICA = re.compile(r"replica_(\d{1,9})")
 _RANK_METRICS = re.compile(r"metrics_rank_(\d{1,9})\.jsonl")
 _LAUNCHED_REPLICA = re.compile(r"replica (\d{1,9}): (.*)", re.DOTALL)
 _LARGEST_STEP = 2**53
-_LATEST_TIME = 4e11
-"""Beyond year 9999 there is no date to show."""
+_LATEST_TIME = 253_402_300_800
+"""The year 10000, which no date can show."""
+_LARGEST_NUMBER = 1e100
+"""Sums and multiples of smaller numbers are finite. float32 values are at most 3.4e38."""
+_DEEPEST = 32
+"""Nesting of JSON and TOML values."""
 _MOST_PROBLEMS = 200
 
 
@@ -164,7 +168,19 @@ class RunFiles:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Read the dump folder of a run. Raises UserError if it has no metrics."""
+    """Read the dump folder of a run. Raises UserError if it has no metrics or is not readable."""
+    try:
+        return _run_files(folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error}") from error
+
+
+def encodable(text: str) -> str:
+    """Replace lone surrogates, which UTF-8 cannot encode, by question marks."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def _run_files(folder: Path) -> RunFiles:
     if not folder.is_dir():
         kind = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {kind}. RUN must be the dump folder of a run (job.dump_folder).")
@@ -181,7 +197,7 @@ def read_run(folder: Path) -> RunFiles:
     config_text, config = _config([path for _, path in places], problems)
     return RunFiles(
         folder=folder,
-        label=folder.resolve().name or str(folder),
+        label=encodable(folder.resolve().name or str(folder)),
         streams=sorted(streams, key=lambda one: (one.rank is not None, one.replica or 0)),
         goodput=[
             one for replica, path in places for one in _goodput(path, replica, streams, problems)
@@ -202,7 +218,7 @@ def unique_labels(runs: Sequence[RunFiles]) -> list[RunFiles]:
     for one in runs:
         label = one.label
         if names.count(label) > 1:
-            label = "/".join(one.folder.resolve().parts[-2:]).lstrip("/")
+            label = encodable("/".join(one.folder.resolve().parts[-2:]).lstrip("/"))
         taken[label] = taken.get(label, 0) + 1
         label = f"{label} ({taken[label]})" if taken[label] > 1 else label
         made.append(replace(one, label=label))
@@ -218,7 +234,7 @@ class _Problems:
 
     def add(self, text: str) -> None:
         if len(self._found) < _MOST_PROBLEMS:
-            self._found.append(text)
+            self._found.append(encodable(text))
         else:
             self._more += 1
 
@@ -261,7 +277,7 @@ def _streams(folder: Path, replica: int | None, problems: _Problems) -> Iterator
 
 
 def _json_lines(path: Path, problems: _Problems) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file of JSON lines, each with FILE:LINE."""
+    """The objects of a file of JSON lines, as `_cleaned` returns them, each with FILE:LINE."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -276,13 +292,39 @@ def _json_lines(path: Path, problems: _Problems) -> Iterator[tuple[str, dict[str
                     what = "" if line.endswith(b"\n") else " (the last line is incomplete)"
                     problems.add(f"{where}: not a JSON object{what}: {error}; the line is skipped")
                     continue
-                yield where, values
+                try:
+                    cleaned = _cleaned("the object", values)
+                except ValueError as error:
+                    problems.add(f"{where}: {error}; the line is skipped")
+                    continue
+                yield where, cleaned
     except OSError as error:
         problems.add(f"{path} cannot be read: {error}")
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _cleaned(name: str, value: Any, *, is_json: bool = True, depth: int = 0) -> Any:
+    """Return a value of JSON or TOML without lone surrogates. Raises ValueError for numbers that
+    are too large and for deep nesting. Floats of TOML are not limited: `inf` is valid there."""
+    if depth > _DEEPEST:
+        raise ValueError(f"more than {_DEEPEST} levels of nesting")
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, dict):
+        prefix = f"{name}." if depth else ""
+        return {
+            encodable(key): _cleaned(f"{prefix}{key}", one, is_json=is_json, depth=depth + 1)
+            for key, one in value.items()
+        }
+    if isinstance(value, list):
+        return [_cleaned(name, one, is_json=is_json, depth=depth + 1) for one in value]
+    is_limited = isinstance(value, int) or (is_json and isinstance(value, float))
+    if is_limited and not abs(value) < _LARGEST_NUMBER:
+        raise ValueError(f"{name} is too large: {_short(value)}")
+    return value
 
 
 def _step(line: Mapping[str, Any]) -> Step:
@@ -331,21 +373,18 @@ def _time(line: Mapping[str, Any]) -> float | None:
 
 
 def _number(name: str, value: Any) -> float | None:
+    """Of a value that `_cleaned` has returned."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} must be a number or null, got {_short(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{name} is too large: {_short(value)}")
-    return number
+    return float(value)
 
 
 def _short(value: Any) -> str:
     """A value in an error."""
+    if isinstance(value, int) and abs(value) >= _LARGEST_NUMBER:
+        return f"an integer of {value.bit_length()} bits"
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -357,7 +396,8 @@ def _goodput(
     path = folder / BOOKS
     if path.is_file():
         try:
-            yield _accounts(json.loads(path.read_bytes(), parse_constant=_refuse), replica)
+            found = json.loads(path.read_bytes(), parse_constant=_refuse)
+            yield _accounts(_cleaned("the object", found), replica)
             return
         except (OSError, ValueError, RecursionError) as error:
             problems.add(f"{path}: not a goodput file: {error}; it is skipped")
@@ -430,7 +470,7 @@ def _config(folders: Sequence[Path], problems: _Problems) -> tuple[str, dict[str
         text = ""
         try:
             text = path.read_text(encoding="utf-8")
-            return text, tomllib.loads(text)
+            return text, _cleaned("the config", tomllib.loads(text), is_json=False)
         except (OSError, ValueError, RecursionError) as error:
             problems.add(f"{path}: not a TOML file: {error}")
             return text, {}

@@ -1,5 +1,6 @@
 """Data files that cannot be read: one line with the file, the line and what to change."""
 
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,9 @@ from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig
 
 GOOD = b'{"text": "one"}\n{"text": "two"}\n'
+HUGE = b'{"text": "x", "n": 1' + b"0" * 5000 + b"}"
+TOO_MANY_DIGITS = "an integer has more than 4300 digits, the limit of Python."
+GZIP = gzip.compress(GOOD)
 CONVERT = "Convert the file, for example by iconv -f LATIN1 -t UTF-8."
 
 CASES: dict[str, tuple[dict[str, bytes], str]] = {
@@ -69,6 +73,39 @@ CASES: dict[str, tuple[dict[str, bytes], str]] = {
         "'text', and all files of a corpus must have the same. Remove the others, or name the "
         "files in several [[training.corpora]].",
     ),
+    "an integer of 5000 digits": (
+        {"a.jsonl": HUGE + b"\noops\n"},
+        f"DIR/a.jsonl:1: {TOO_MANY_DIGITS} Correct the line or remove it.",
+    ),
+    "an integer of 5000 digits in a list": (
+        {"a.json": b"[" + HUGE + b"]"},
+        f"DIR/a.json: {TOO_MANY_DIGITS} Correct it.",
+    ),
+    "no xz": (
+        {"a.jsonl.xz": GOOD},
+        "DIR/a.jsonl.xz: not a .xz file that can be decompressed (Input format not supported by "
+        "decoder). Replace it, or leave it out of dataset_path.",
+    ),
+    "no gzip": (
+        {"a.jsonl.gz": GOOD},
+        "DIR/a.jsonl.gz: not a .gz file that can be decompressed (Not a gzipped file (b'{\"')). "
+        "Replace it, or leave it out of dataset_path.",
+    ),
+    "damaged gzip": (
+        {"a.jsonl.gz": GZIP[:10] + b"\xff" * 10 + GZIP[20:]},
+        "DIR/a.jsonl.gz: not a .gz file that can be decompressed (Error -3 while decompressing "
+        "data: invalid block type). Replace it, or leave it out of dataset_path.",
+    ),
+    "a gzip file that is cut off": (
+        {"a.txt.gz": GZIP[:-12]},
+        "DIR/a.txt.gz: not a .gz file that can be decompressed (Compressed file ended before the "
+        "end-of-stream marker was reached). Replace it, or leave it out of dataset_path.",
+    ),
+    "no bz2": (
+        {"a.txt.bz2": GOOD},
+        "DIR/a.txt.bz2: not a .bz2 file that can be decompressed (Invalid data stream). Replace "
+        "it, or leave it out of dataset_path.",
+    ),
     "no Parquet": (
         {"a.parquet": b"none"},
         "DIR/a.parquet: not a Parquet file that can be read (Parquet file size is 4 bytes, smaller "
@@ -119,6 +156,17 @@ def test_what_can_be_read_is_read(files: dict[str, bytes], tmp_path: Path) -> No
         (folder / name).write_bytes(content)
     corpus = open_corpus(CorpusConfig(dataset_path=str(folder)), tmp_path / "cache")
     assert next(corpus.documents()) == "one"
+
+
+@pytest.mark.parametrize("content", [GOOD, b""], ids=["no xz", "empty"])
+def test_conversations_in_a_file_that_is_not_compressed(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl.xz"
+    path.write_bytes(content)
+    config = CorpusConfig(dataset_path=str(path), messages_column="messages")
+    corpus = open_corpus(config, tmp_path / "cache")
+    with pytest.raises(DataError) as raised:
+        list(read_conversations(corpus, Unusable(corpus)))
+    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_conversations_that_are_not_utf8_are_listed_with_their_place(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from torchtitan_lite.cli import main
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.launcher import goodput
 from torchtitan_lite.launcher.arguments import dump_folder
 from torchtitan_lite.launcher.log_lines import LineFilter, last_lines, without_numbers
 from torchtitan_lite.launcher.plan import Plan, training_plan
@@ -166,3 +167,51 @@ def test_progress_sees_healing(tmp_path: Path) -> None:
     metrics.write_text("no JSON\n" + step(5))
     progress.look()
     assert not progress.is_healing and progress.record == {"step": 5, "loss": 1.0}
+
+
+def test_progress_ignores_step_times_that_are_not_finite(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    progress = Progress(metrics, tmp_path / "rank_0.log")
+    lines = ['{"event": "start", "step": 0, "steps": 14}']
+    for taken_s in ("1e999", "NaN", "-Infinity", "2.0", "Infinity"):
+        lines.append(f'{{"step": 4, "loss": 1.0, "step_time_s": {taken_s}}}')
+    metrics.write_text("\n".join(lines) + "\n")
+    progress.look()
+    assert progress.time_left_s == 20.0
+
+
+def test_goodput_is_read_as_finite_floats(tmp_path: Path) -> None:
+    path = tmp_path / "books.json"
+    path.write_text(
+        '{"version": 1, "entries": [[1]], "goodput": 0.5, "wall_s": 10, "lost_s": 0, '
+        '"compute_s": 5.0, "odd_s": "1"}'
+    )
+    found = goodput.read(path)
+    assert found is not None
+    assert found == {"goodput": 0.5, "wall_s": 10.0, "lost_s": 0.0, "compute_s": 5.0}
+    assert goodput.line(found) == "goodput 50.0% of 10 s, 0.0 s of work lost"
+    assert goodput.table(found)[0] == "Goodput      50.0% of 0:10 since the first start"
+
+
+@pytest.mark.parametrize("key", ["goodput", "wall_s", "lost_s", "compute_s"])
+@pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", "1" + "0" * 400, "1" + "0" * 5000])
+def test_goodput_that_is_not_finite_is_damaged(key: str, value: str, tmp_path: Path) -> None:
+    path = tmp_path / "books.json"
+    values = {"goodput": "0.5", "wall_s": "10", "lost_s": "0", key: value}
+    path.write_text("{" + ", ".join(f'"{k}": {v}' for k, v in values.items()) + "}")
+    assert goodput.read(path) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[1]", "3", "[" * 100_000, '{"goodput": 0.5}'),
+        '{"goodput": "0.5", "wall_s": 1, "lost_s": 0}',
+        '{"goodput": true, "wall_s": 1, "lost_s": 0}',
+    ],
+)
+def test_a_damaged_goodput_file_is_none(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "books.json"
+    path.write_text(content)
+    assert goodput.read(path) is None
+    assert goodput.read(tmp_path / "nowhere") is None

@@ -1,5 +1,6 @@
 import functools
 import io
+import math
 import os
 import pty
 import re
@@ -167,7 +168,8 @@ def replay(output):
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(None, "?"), (0, "0:00"), (42.4, "0:42"), (3723, "1:02:03"), (183845, "2d 03:04:05")],
+    [(None, "?"), (0, "0:00"), (42.4, "0:42"), (3723, "1:02:03"), (183845, "2d 03:04:05")]
+    + [(value, "?") for value in (math.inf, -math.inf, math.nan)],
 )
 def test_clock(seconds, shown):
     assert clock(seconds) == shown

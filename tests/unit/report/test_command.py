@@ -1,3 +1,6 @@
+import json
+from pathlib import Path
+
 import pytest
 
 from torchtitan_lite import cli
@@ -45,6 +48,16 @@ def test_fail_above_without_common_steps(make_run, capsys):
     assert "FAILED: b and a have no step in common" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("steps", "other_steps"), [(4, 2), (2, 4)])
+def test_fail_above_with_a_run_that_ends_early(make_run, capsys, steps, other_steps):
+    runs = [make_run("a", steps=steps), make_run("b", steps=other_steps)]
+    assert main([*map(str, runs), "--fail-above", "9"]) == 1
+    _, verdict = capsys.readouterr().out.splitlines()
+    ends = f"the last committed step of b is {other_steps}, that of a is {steps}"
+    assert verdict == f"FAILED: {ends}; --fail-above is 9"
+    assert ends in (runs[0] / "report.html").read_text()
+
+
 def test_a_value_that_is_not_finite_on_one_side_fails(make_run, capsys):
     runs = [make_run("a"), make_run("b", changes={2: {"loss": float("nan")}})]
     assert main([*map(str, runs), "--fail-above", "1e300"]) == 1
@@ -75,6 +88,56 @@ def test_a_page_that_cannot_be_written_is_one_clear_error(make_run, tmp_path, ca
     (tmp_path / "file").touch()
     assert main([str(make_run()), "--output", str(tmp_path / "file" / "page.html")]) == 2
     assert capsys.readouterr().err.startswith("report: The report cannot be written to ")
+
+
+HUGE = int("1" + "0" * 399)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event": "validation", "step": 4, "loss": 1e999}',
+        json.dumps({"event": "validation", "step": 4, "loss": HUGE}),
+        json.dumps({"event": "start", "step": 0, "time": 1.0, "parameters": HUGE}),
+        json.dumps({"event": "start", "step": 0, "time": 1.0, "process_age_s": HUGE}),
+        json.dumps({"step": 5, "mfu": 1e308}),
+        json.dumps({"step": 5, "time": 3e11}),
+        json.dumps({"event": "other", "step": 4, "time": 3e11}),
+    ],
+)
+def test_a_line_with_an_oversized_number_is_skipped(make_run, capsys, line):
+    folder = make_run()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n")
+    assert main([str(folder)]) == 0
+    shown = capsys.readouterr().err
+    assert "1 problem in the files" in shown and "metrics.jsonl:5: " in shown
+
+
+def test_lone_surrogates_are_replaced(make_run, capsys):
+    folder = make_run()
+    lone = "\ud800"
+    lines = [
+        {"event": f"odd {lone}", "step": 4, "time": 20.0, f"key {lone}": [lone, {lone: lone}]},
+        {"event": "error", "step": 4, "time": 20.0, "reason": f"a {lone}"},
+        {"step": 4, "loss": 1.0, "router_load": {f"layer {lone}": 1.0}},
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    (folder / "books.json").write_text(json.dumps({"goodput": 1, "wall_s": 1, f"{lone}_s": 1}))
+    # The surrogate of a folder name that is not UTF-8.
+    folder = folder.rename(Path(f"{folder}\udcff"))
+    assert main([str(folder)]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "reason a ?" in page and "key ?" in page and "run?" in page
+    assert "\\ud800" not in page and "\\udcff" not in page
+    assert capsys.readouterr().out == f"Wrote {folder.with_name('run?')}/report.html\n"
+
+
+def test_an_event_at_the_unix_epoch(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"event": "error", "step": 1, "time": 0}\n')
+    assert main([str(tmp_path)]) == 0
 
 
 def test_malformed_lines_are_counted(make_run, capsys):

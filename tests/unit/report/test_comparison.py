@@ -36,6 +36,20 @@ def test_only_common_steps_are_compared(make_run):
     assert found.steps == (1, 2, 3)
 
 
+def test_a_run_that_ends_early_exceeds_any_limit(make_run):
+    found = compared(make_run("a", steps=6), make_run("b", steps=3))
+    ends = "the last committed step of b is 3, that of a is 6"
+    assert found.different_ends() == found.exceeds(math.inf) == ends
+    found = compared(make_run("a"), make_run("c", steps=2, changes={2: {"loss": 1.0}}))
+    why = found.exceeds(0.0)
+    assert why is not None and "of c is 2, that of a is 4; loss of c differs from a" in why
+
+
+def test_a_last_step_that_was_skipped_is_not_committed(make_run):
+    found = compared(make_run("a"), make_run("b", changes={4: {"skipped": True}}))
+    assert found.last_steps == (4, 3) and found.exceeds(math.inf) is not None
+
+
 def test_without_common_steps_any_limit_is_exceeded(make_run, tmp_path):
     other = make_run("b")
     lines = (other / "metrics.jsonl").read_text().replace('"step": ', '"step": 10')

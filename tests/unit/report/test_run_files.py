@@ -1,4 +1,6 @@
 import json
+import math
+from pathlib import Path
 
 import pytest
 
@@ -55,11 +57,17 @@ def test_of_a_step_that_was_taken_twice_the_last_counts(tmp_path):
         ('{"step": 1, "loss": 1' + "0" * 400 + "}", "loss is too large"),
         ('{"step": 1, "loss": 1' + "0" * 5000 + "}", "not a JSON object"),
         ('{"step": 1, "time": -5}', "time must be Unix time"),
-        ('{"step": 1, "time": 1e300}', "time must be Unix time"),
+        ('{"step": 1, "time": 1e30}', "time must be Unix time"),
         ('{"step": 1, "skipped": 1}', "skipped must be true or false"),
         ('{"step": 1, "router_load": [1]}', "router_load must be an object"),
         ('{"step": 1, "router_load": {"a": "b"}}', "router_load.a must be a number"),
         ('{"step": 1, "event": 5}', "event must be a string"),
+        ('{"step": 1, "mfu": 1e308}', "mfu is too large"),
+        ('{"step": 1, "time": 253402300800}', "time must be Unix time"),
+        ('{"step": 1, "event": "validation", "loss": 1e999}', "loss is too large"),
+        ('{"step": 1, "event": "validation", "loss": 1' + "0" * 400 + "}", "loss is too large"),
+        ('{"step": 1, "event": "x", "a": [{"b": -1e999}]}', "a.b is too large: -Infinity"),
+        ('{"step": 1, "event": "x", "a": ' + "[" * 40 + "]" * 40 + "}", "32 levels of nesting"),
         ("[" * 100_000, "not a JSON object"),
         ("\udcff\udcfe", "not a JSON object"),
     ],
@@ -121,6 +129,36 @@ def test_a_damaged_config_is_named(make_run):
     run = read_run(make_run(config="[job\n"))
     assert "config.toml: not a TOML file" in run.problems[0]
     assert run.config == {} and run.config_text == "[job\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ("[training]\nsteps = 0x" + "f" * 5000, "training.steps is too large"),
+        ("a." * 500 + "a = 1", "32 levels of nesting"),
+    ],
+)
+def test_a_config_with_oversized_values_is_named(make_run, config, problem):
+    run = read_run(make_run(config=config))
+    assert "config.toml: " in run.problems[0] and problem in run.problems[0]
+    assert run.config == {} and run.config_text == config
+
+
+def test_a_config_may_have_values_that_are_not_finite(make_run):
+    run = read_run(make_run(config="[training]\nmax_norm = inf\n"))
+    assert run.setting("training", "max_norm") == math.inf and not run.problems
+
+
+def test_a_folder_that_is_not_readable_is_one_clear_error(make_run, monkeypatch):
+    folder = make_run()
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(UserError, match="run cannot be read: .*Permission denied") as raised:
+        read_run(folder)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_missing_folder_is_one_clear_error(tmp_path):
