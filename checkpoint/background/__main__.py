@@ -8,6 +8,7 @@ input without "stop" means that the trainer died. Layer: above the rest of backg
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.background.channel import Channel
@@ -57,7 +58,9 @@ def _own_output() -> int:
     own = os.dup(1)
     os.dup2(2, 1)
     # What was printed before may have left a line without its end.
-    os.write(own, b"\n")
+    with suppress(BrokenPipeError):
+        # A trainer that has ended already is noticed when its orders end.
+        os.write(own, b"\n")
     return own
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,10 @@ def has_stepped(folder: Path) -> bool:
     return path.exists() and '"loss"' in path.read_text()
 
 
+def num_steps(folder: Path) -> int:
+    return (folder / "metrics.jsonl").read_text().count('"loss"')
+
+
 def run_without_end(folder: Path) -> list[str]:
     steps = ["--training.steps=100000", "--checkpoint.enable=true"]
     return [*SMALL, *steps, f"--job.dump_folder={folder}"]
@@ -45,16 +50,24 @@ def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("nproc", [2, pytest.param(1, marks=pytest.mark.matrix)])
-def test_ctrl_c_saves_and_exits_with_0(nproc: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("nproc", "number"),
+    [
+        (2, signal.SIGINT),
+        pytest.param(1, signal.SIGINT, marks=pytest.mark.matrix),
+        # A closed terminal.
+        pytest.param(2, signal.SIGHUP, marks=pytest.mark.matrix),
+    ],
+)
+def test_ctrl_c_saves_and_exits_with_0(nproc: int, number: signal.Signals, tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start(f"--nproc={nproc}", *run_without_end(folder), log=log)
     until(lambda: has_stepped(folder), 120)
     # A terminal sends SIGINT to the foreground process group: ranks are in sessions of their own.
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert process.wait(120) == 0, log.read_text()
     said = log.read_text()
-    assert "Traceback" not in said and "SIGINT received" in said
+    assert "Traceback" not in said and "received: finishing the step, saving" in said
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = max(record["step"] for record in steps)
     assert (folder / "checkpoint" / f"step-{last}").is_dir()
@@ -68,6 +81,34 @@ def test_a_killed_rank_is_one_line_and_a_status(tmp_path: Path) -> None:
     os.kill(ranks[-1].pid, signal.SIGKILL)
     assert process.wait(120) == 1
     assert "was killed by SIGKILL." in log.read_text()
+
+
+@pytest.mark.matrix
+def test_nohup_survives_a_closed_terminal(tmp_path: Path) -> None:
+    log, folder = tmp_path / "log", tmp_path / "run"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start("--nproc=2", *run_without_end(folder), log=log)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    until(lambda: has_stepped(folder), 120)
+    process.send_signal(signal.SIGHUP)
+    before_step = num_steps(folder)
+    until(lambda: num_steps(folder) > before_step + 3, 120)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) == 0, log.read_text()
+
+
+def test_a_port_in_use_is_one_line_on_all_ranks(tmp_path: Path) -> None:
+    log, folder = tmp_path / "log", tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = (*run_without_end(folder), f"--metrics.prometheus_port={port}")
+        process = start("--nproc=2", *arguments, log=log)
+        assert process.wait(120) == 1
+    said = log.read_text()
+    assert "Traceback" not in said and f"127.0.0.1:{port} cannot be opened" in said
+    assert not has_stepped(folder)
 
 
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
