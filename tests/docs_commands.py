@@ -59,8 +59,8 @@ for pid in $(/usr/bin/env -i PATH=/usr/bin:/bin pgrep "${words[@]}"); do
 done
 echo "${newest:?no process matches}"
 """
-"""`pgrep ... -n ... PATTERN` restricted to processes of the copied tree, so that no other run on the
-machine is killed."""
+"""`pgrep -n` with further options, restricted to processes of the copied tree, so that no other run
+on the machine is killed."""
 
 
 @dataclass(frozen=True)
