@@ -51,13 +51,16 @@ _SETTINGS = {
 _ENDLESS = "100000"
 """Steps of a run that is disturbed and stopped."""
 _PGREP = """
-for pid in $(/usr/bin/env -i PATH=/usr/bin:/bin pgrep "${@:2}"); do
+for word in "$@"; do
+  [ "$word" = -n ] || words+=("$word")
+done
+for pid in $(/usr/bin/env -i PATH=/usr/bin:/bin pgrep "${words[@]}"); do
   [ "$(readlink "/proc/$pid/cwd")" = "$TREE" ] && newest=$pid
 done
 echo "${newest:?no process matches}"
 """
-"""`pgrep -n -f PATTERN` restricted to processes of the copied tree, so that no other run on the
-machine is killed."""
+"""`pgrep -n` with further options, restricted to processes of the copied tree, so that no other run
+on the machine is killed."""
 
 
 @dataclass(frozen=True)

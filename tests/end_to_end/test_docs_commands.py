@@ -16,8 +16,14 @@ NOT_RUN = {
     r"(?s)torchrun --nnodes.*--rdzv-endpoint": "needs several machines",
     r"(HF_HUB_OFFLINE=1 )?\.venv-lm-eval/": "needs lm-eval in an environment of its own",
     r"python3 -m venv \.venv-lm-eval": "creates that environment",
+    r"python -m torchtitan_lite\.lighthouse --bind NODE0": "needs several machines",
+    r"(?s)until torchrun ": "needs several machines",
+    r"(?s)(torchrun|torchtitan-lite) .*outputs/pretrained": "needs pretrained weights; "
+    "tests/end_to_end/test_pretrained_guide.py runs the guide",
+    r"torchtitan-lite train --nproc 8 ": "needs a file of torchtitan and 8 processes",
+    r"torchrun .*-m scripts\.calibrate ": "see tests/end_to_end/test_calibrate.py",
     r"torchrun \.\.\.": "stands for the options of a cluster",
-    r"python -m torchtitan_lite launch .* 1:4 ": "8 ranks; see tests/resilience/test_launch.py",
+    r"torchtitan-lite launch .* 1:4 ": "8 ranks; see tests/resilience/test_launch.py",
     r"python -m scripts\.chaos ": "takes many minutes; tests/resilience/test_chaos.py has fewer",
     r"py-spy ": "needs an extra package and the right to trace processes",
 }
@@ -40,6 +46,9 @@ COVERED = {
     "docs/pretrained_weights.md": "tests/end_to_end/test_pretrained_guide.py",
     "docs/pretrained_weights.zh-CN.md": "has the same commands",
     "README.zh-CN.md": "has the same commands",
+    "docs/extending.md": "tests/end_to_end/test_extending.py",
+    "docs/python_api.md": "tests/end_to_end/test_extending.py",
+    "docs/interchange.md": "tests/end_to_end/test_convert_dcp.py",
 }
 """Pages whose commands another test runs."""
 

@@ -91,7 +91,19 @@ def test_slurm_counts_consecutive_restarts(site: Path) -> None:
     called = (site / "calls").read_text()
     assert "--config x.toml --fault_tolerance.enable true --fault_tolerance.replica_id 2" in called
     (lighthouse,) = re.findall(r"^-m torchtitan_lite\.lighthouse (.*)$", called, re.MULTILINE)
+    # "localhost" resolves to a loopback address, on which other nodes could not connect.
     assert lighthouse_parser().parse_args(lighthouse.split()).bind == "[::]:29510"
+    assert "listens on all interfaces; set LIGHTHOUSE_BIND" in said
+
+
+def test_slurm_binds_the_lighthouse_to_the_given_address(site: Path) -> None:
+    for replica in range(3):
+        (site / f"plan_{replica}").write_text("0.1 0\n")
+    job = start(["bash", str(SCRIPT), "--config", "x.toml"], site, LIGHTHOUSE_BIND="10.0.0.1")
+    said, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, said
+    assert "-m torchtitan_lite.lighthouse --bind 10.0.0.1:29510 " in (site / "calls").read_text()
+    assert "LIGHTHOUSE_BIND" not in said
 
 
 def test_slurm_passes_the_signal_on_and_waits_for_the_saves(site: Path) -> None:
@@ -156,6 +168,13 @@ def test_jobset_repeats_its_numbers_consistently() -> None:
     assert ignores["onPodConditions"] == [{"type": "DisruptionTarget"}]
     mounted = {one["name"] for one in train["volumeMounts"]}
     assert mounted == {one["name"] for one in pod["volumes"]}
+
+
+def test_the_network_policy_selects_the_pods_of_the_jobset() -> None:
+    policy = yaml.safe_load((JOBSET.parent / "network_policy.yaml").read_text())
+    pods = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": jobset()["metadata"]["name"]}}
+    assert policy["spec"]["podSelector"] == pods
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": pods}]}]
 
 
 def test_jobset_lighthouse_takes_its_options() -> None:
