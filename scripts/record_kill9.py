@@ -25,7 +25,7 @@ from rich.text import Text
 
 COLUMNS, LAUNCH_ROWS, KILL_ROWS = 112, 21, 3
 LAUNCH = (
-    "python -m torchtitan_lite launch --replicas 2 --nproc-per-replica 1 -- "
+    "torchtitan-lite launch --replicas 2 --nproc-per-replica 1 -- "
     "--config configs/llama3_debug_ft.toml"
 )
 KILL = "kill -9 $(pgrep -n -f '[t]orchtitan_lite train.*replica_id 1')"

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from torchtitan_lite.launcher.group import Group
 from torchtitan_lite.launcher.hang_watch import HangWatch
+from torchtitan_lite.launcher.log_lines import last_lines
 from torchtitan_lite.launcher.policy import GiveUp, Restart, RestartPolicy
 from torchtitan_lite.launcher.progress import Progress
 
+_LONGEST_LINE = 300
 _READING_S = 0.25
 """Between two looks at the files of a replica."""
 
@@ -198,7 +200,11 @@ class Replica:
         self._close_hangs()
         self.state = State.ENDING
         self._on_failure(self)
-        self._say(f"failed, {group.failure().what}")
+        failure = group.failure()
+        self._say(f"failed, {failure.what}")
+        if failure.cause and (lines := last_lines(failure.log, 1)):
+            line = "".join(filter(str.isprintable, lines[0]))[:_LONGEST_LINE]
+            self._tell(f"replica {self.number}: {failure.log} ends with: {line}")
 
     def _read(self, now_s: float) -> None:
         self._read_at_s = now_s + _READING_S

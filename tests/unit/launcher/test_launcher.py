@@ -174,6 +174,7 @@ def test_a_wrong_setting_is_given_up_early_and_shown(tmp_path: Path) -> None:
         output = end_of(process, tmp_path, 1)
     assert "Replica 0 is given up: it failed 2 times in the same way" in output
     assert "rank 0: exit status 1." in output
+    assert "rank_0.log ends with: " in output
     assert "attempt_00/rank_0.log ends so:\n    rank 0 with http" in output
     assert output.rstrip().endswith("training.steps is wrong")
     assert output.count("started") == 2
