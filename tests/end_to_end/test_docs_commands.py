@@ -29,7 +29,7 @@ NOT_RUN = {
 }
 """Pattern of a command's beginning: the reason."""
 RUN_ON_ANOTHER_PAGE = {"docs/guides/first_run.md": {"make train": "README.md"}}
-"""Commands of a page that `make test` already runs on another one."""
+"""Commands of a page that are already run on another one."""
 PREPARED = {
     "docs/report.md": Block(
         (
@@ -40,8 +40,6 @@ PREPARED = {
     )
 }
 """Runs that a page presupposes."""
-SHORT = ("README.md",)
-"""Pages that `make test` runs; the others are in the long matrix."""
 COVERED = {
     "docs/pretrained_weights.md": "tests/end_to_end/test_pretrained_guide.py",
     "docs/pretrained_weights.zh-CN.md": "has the same commands",
@@ -74,21 +72,14 @@ def run_page(page: str, folder: Path) -> str:
     return running.output
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", SHORT)
-def test_commands_of_a_first_page(page: str, tmp_path: Path) -> None:
-    run_page(page, tmp_path / "tree")
-
-
 @pytest.mark.matrix
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", [p for p in pages() if p not in SHORT and p not in COVERED])
+@pytest.mark.parametrize("page", [p for p in pages() if p not in COVERED])
 def test_commands_of_a_page(page: str, tmp_path: Path) -> None:
     run_page(page, tmp_path / "tree")
 
 
 def test_every_page_is_run_or_covered() -> None:
-    assert set(SHORT) <= set(pages())
     for test in COVERED.values():
         assert " " in test or (ROOT / test).exists()
     for page, elsewhere in RUN_ON_ANOTHER_PAGE.items():

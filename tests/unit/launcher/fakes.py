@@ -39,7 +39,8 @@ def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, gr
         num_replicas=replicas,
         ranks=range(1, ranks + 1) if mode.startswith(("slots", "dies")) else [ranks],
         slots_file=folder / "slots" if mode.startswith("slots") else None,
-        regrow_after_s=3,
+        # Long enough for a busy machine to start the smaller replicas first.
+        regrow_after_s=6,
         group_command=lambda number, ranks: fake("torchrun", folder, mode, ranks, number),
         lighthouse_command=lambda address: fake("lighthouse", folder, address),
         dump_folder=folder,

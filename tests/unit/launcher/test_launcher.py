@@ -226,8 +226,13 @@ def test_replicas_re_form_as_places_go_and_come(tmp_path: Path) -> None:
 
 def test_a_place_where_a_rank_keeps_dying_is_done_without_and_tried_again(tmp_path: Path) -> None:
     with launched(tmp_path, "dies", 2, 2, 20) as process:
-        until(lambda: num_starts(tmp_path, "1.0") == 4 and num_starts(tmp_path, "0.0") == 2)
-        assert ranks_are(tmp_path, "0.0", "1.0")
+        until(
+            lambda: (
+                num_starts(tmp_path, "1.0") == 4
+                and num_starts(tmp_path, "0.0") == 2
+                and ranks_are(tmp_path, "0.0", "1.0")
+            )
+        )
         until(lambda: len(pids(tmp_path, "rank")) > 2)
         process.send_signal(signal.SIGTERM)
         output = end_of(process, tmp_path, 0)
