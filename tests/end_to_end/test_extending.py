@@ -53,11 +53,6 @@ def test_the_example_of_a_package(tmp_path: Path) -> None:
     more = ("--training.steps=5", "--fruit.name=plum", "--training.cache_folder=cache")
     call(*command, *more, folder=tmp_path)
     assert '"plum"' in (folder / "metrics.jsonl").read_text()
-    # Streamed, the same texts.
-    call(
-        *command, "--training.streaming=true", "--checkpoint.enable=false", "--training.steps=2",
-        "--job.dump_folder=streamed", "--training.cache_folder=cache", folder=tmp_path,
-    )  # fmt: skip
     generate = (
         "-m",
         "torchtitan_lite",

@@ -186,6 +186,7 @@ def test_killed_at_a_point_of_a_step(point: str, straight: Path, run: Path, tmp_
     assert all(torch.equal(after[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
     [

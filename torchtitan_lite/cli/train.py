@@ -203,12 +203,13 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _received_signals() -> Iterator[list[int]]:
-    """The signals that arrive until the end of the block. One that this process was started to
-    ignore, as nohup does with SIGHUP, stays ignored."""
+    """The signals that arrive until the end of the block. SIGHUP stays ignored under nohup; the
+    others are requests also where a shell has started this process in the background, and so
+    ignoring SIGINT."""
     received: list[int] = []
     before = {number: signal.getsignal(number) for number in _FORWARDED}
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
+        if number != signal.SIGHUP or handler is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: received.append(number))
     try:
         yield received

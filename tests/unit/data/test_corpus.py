@@ -9,6 +9,7 @@ import pytest
 
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.errors import DataError
+from torchtitan_lite.extension import REGISTRY, Dataset
 from torchtitan_lite.schema.data import CorpusConfig
 
 DOCUMENTS = ["first document", "second\nwith lines\n", "third ✓"]
@@ -127,3 +128,15 @@ def test_the_standard_library_is_source_text(tmp_path: Path) -> None:
     assert {"argparse.py", "dataclasses.py"} <= names
     assert not any(part in ("site-packages", "test") for f in corpus.files for part in f.parts)
     assert list(corpus.files) == sorted(corpus.files)
+
+
+def test_a_registered_data_set_gives_the_same_texts_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["one", "two", ""]
+    monkeypatch.setitem(REGISTRY.datasets, "mine", Dataset(documents=lambda: texts, version="1"))
+    corpus = open_corpus(CorpusConfig(dataset="mine"), tmp_path)
+    assert list(corpus.documents()) == ["one", "two"]
+    assert [example["text"] for example in corpus.stream()] == texts
+    monkeypatch.setitem(REGISTRY.datasets, "mine", Dataset(documents=lambda: texts, version="2"))
+    assert open_corpus(CorpusConfig(dataset="mine"), tmp_path).fingerprint != corpus.fingerprint
