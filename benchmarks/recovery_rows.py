@@ -65,7 +65,7 @@ def agree(result: Result, straight: Sequence[Told], dtype: str) -> Agreement:
         agreement.close_losses(first, expected, stride=_NUM_LOSSES)
         starts = run.reader.events("start", 0, since_s=0.0)
         # The product's trainer leaves both to its configuration and the environment.
-        said = starts[0].values if starts else {"dtype": dtype, "threads": THREADS}
+        said = {"dtype": dtype, "threads": THREADS, **(starts[0].values if starts else {})}
         agreement.same("dtype", said["dtype"], dtype)
         agreement.same("threads", said["threads"], THREADS)
     agreement.note(result.text())
