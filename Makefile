@@ -6,12 +6,15 @@ BIN := $(VENV)/bin
 CONFIG ?= configs/llama3_debug.toml
 PROCESSES ?= 2
 ARGS ?=
-SHARD ?= 0/8
-BUDGET_S ?= 900
-# Two processes: many tests wait for others. Files stay whole, so that their pools do.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+SHARD ?= 0/12
+BUDGET_S ?= 600
+# Two processes: many tests wait. Files stay whole, so that their pools do, and in order: the slow
+# folders come first, so that the end is balanced.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# One thread a process: the processes of a run share the cores.
+# The processes of runs and tests import the package again and again: it is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+# One thread per process: the processes of a run share the cores.
 export OMP_NUM_THREADS ?= 1
 # Tests and checks ask no hub.
 test test-all test-shard chaos bench: export HF_HUB_OFFLINE = 1

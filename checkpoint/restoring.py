@@ -100,9 +100,9 @@ class Restorer:
         elif self._remembers:
             remembered = newest_remembered(self._saved.identity.run_id, self._mesh.rank)
         candidates = self._newest_first(steps, remembered)
-        is_initial = not candidates and config.initial_load_path is not None
-        if is_initial:
-            assert config.initial_load_path is not None
+        is_initial = False
+        if not candidates and config.initial_load_path is not None:
+            is_initial = True
             storage, name = split_storage(config.initial_load_path)
             candidates = [(storage, name)]
             if config.initial_load_model_only:

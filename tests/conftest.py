@@ -1,6 +1,7 @@
 """What all tests share: the worker pools, and an environment that asks no hub."""
 
 import os
+import signal
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from tests.pool import WorkerPool
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts a background command with SIGINT ignored, and processes of tests would inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on each run; and a slow machine is no fault of theirs.
 settings.register_profile(
@@ -23,7 +26,7 @@ settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", metavar="K/N", help="run the files of shard K of N (from 0) only")
+    parser.addoption("--shard", metavar="K/N", help="run the tests of shard K of N (from 0) only")
     parser.addoption(
         "--budget-s", type=float, help="skip the tests that begin after so many seconds"
     )
@@ -36,8 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         number, count = int(number) % int(count), int(count)
         chosen, others = [], []
         for item in items:
-            file = item.nodeid.partition("::")[0]
-            is_chosen = zlib.crc32(file.encode()) % count == number
+            # By test: a shard of files could have one with hundreds of slow tests.
+            is_chosen = zlib.crc32(item.nodeid.encode()) % count == number
             (chosen if is_chosen else others).append(item)
         items[:] = chosen
         config.hook.pytest_deselected(items=others)

@@ -98,7 +98,7 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
             "local_batch_size": 1,
             "global_batch_size": 8,
             "seq_len": 24,
-            "steps": 5,
+            "steps": 3,
             "dtype": "float64",
         },
         "optimizer": {"lr": 1e-2},

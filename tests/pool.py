@@ -1,12 +1,10 @@
 """Pools of worker processes that live for the whole test session, one pool per world size.
 
-Most of a small multi-process test is importing torch, so the workers are kept and are sent cases:
-a function of a test module, by reference, with its arguments. A case that fails or hangs ends its
-pool, and the next case gets a new one.
+The workers are kept and are sent cases: a function of a test module, by reference, with its
+arguments. A case that fails or hangs ends its pool, and the next case gets a new one.
 """
 
 import gc
-import multiprocessing
 import os
 import tempfile
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.failures import LOGS, RankFailed
+from tests.forks import FORKS
 
 GLOO_TIMEOUT_S = 120
 
@@ -76,12 +75,11 @@ class WorkerPool:
 
     def _start(self) -> None:
         self._log(0).parent.mkdir(parents=True, exist_ok=True)
-        context = multiprocessing.get_context("spawn")
         store = os.path.join(tempfile.mkdtemp(prefix="pool-"), "store")
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
+            ours, theirs = FORKS.Pipe()
             arguments = (rank, self.world_size, store, str(self._log(rank)), theirs)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process = FORKS.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

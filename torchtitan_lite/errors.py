@@ -8,6 +8,8 @@ and keeps its traceback.
 FAILED, DIVERGED, MACHINE_FAULT = 1, 3, 4
 """Exit statuses of `train.py`. To start it again may help; would train no better; may help, but not
 on that machine."""
+INTERRUPTED = 130
+"""Exit status of a command that SIGINT ends, as a shell reports it."""
 
 
 class UserError(Exception):

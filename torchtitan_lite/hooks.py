@@ -57,11 +57,10 @@ def record_metrics(
     `saved` and `saves_failed`."""
 
     failed_before = 0
-    saved_before: int | None = None
-    has_started = False
+    resumed_at: int | None = None
 
     def hook(state: TrainState, report: StepReport) -> None:
-        nonlocal failed_before, saved_before, has_started
+        nonlocal failed_before, resumed_at
         for news in report.news:
             metrics.event(Event(name=news.name, step=state.step, values=news.values))
         if report.failed:
@@ -93,8 +92,8 @@ def record_metrics(
                 skipped=not report.committed,
             )
         )
-        if not has_started:
-            has_started, saved_before = True, report.number - 1
+        if resumed_at is None:
+            resumed_at = report.number - 1
             values = {
                 "steps": total_steps,
                 "parameters": cost.num_params,
@@ -104,10 +103,8 @@ def record_metrics(
                 "process_age_s": process_age_s(),
             }
             metrics.event(Event(name="start", step=report.number - 1, values=values))
-        if report.saved_step is not None and report.saved_step != saved_before:
-            saved_before = metrics.saved_step = report.saved_step
-            values = {"checkpoint_step": report.saved_step}
-            metrics.event(Event(name="saved", step=state.step, values=values))
+        if report.saved_step != resumed_at:
+            metrics.saved(report.saved_step, state.step)
         if report.failed_saves > max(failed_before, 1):
             values = {"in_a_row": report.failed_saves}
             metrics.event(Event(name="saves_failed", step=report.number, values=values))

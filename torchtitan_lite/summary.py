@@ -85,10 +85,7 @@ def last_words(built: Built) -> Iterator[None]:
         metrics.event(Event(name="error", step=job.state.step, values={"reason": str(error)}))
         raise
     else:
-        saved_step = job.checkpoints.saved_step
-        if saved_step is not None and saved_step != metrics.saved_step:
-            values = {"checkpoint_step": saved_step}
-            metrics.event(Event(name="saved", step=job.state.step, values=values))
+        metrics.saved(job.checkpoints.saved_step, job.state.step)
     finally:
         _tell_news(built)
         values = None if built.books is None else built.books.accounts().values()

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.launch import SMALL, run
+from tests.forks import run_command
+from tests.launch import SMALL
 from torchtitan_lite.checkpoint.interchange.to_dcp import whole
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.storage import split_storage
@@ -23,8 +24,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def test_out_and_in_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saving = [*SMALL, "--checkpoint.enable=true"]
-    log = tmp_path / "log"
-    run(2, [*saving, f"--job.dump_folder={tmp_path}/first", "--training.steps=2"], log)
+    run_command("train", *saving, f"--job.dump_folder={tmp_path}/first", "--training.steps=2")
     checkpoint, dcp = tmp_path / "first" / "checkpoint" / "step-2", tmp_path / "dcp"
     assert main(["convert", "to-dcp", str(checkpoint), str(dcp)]) == 0
     dcp_to_torch_save(dcp, tmp_path / "dcp.pt")
@@ -47,7 +47,7 @@ def test_out_and_in_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         f"--checkpoint.initial_load_path={out}/step-2",
         "--checkpoint.initial_load_model_only=false",
     ]
-    run(1, begun, tmp_path / "second.log")
+    run_command("train", *begun)
     assert (tmp_path / "second" / "checkpoint" / "step-3").is_dir()
 
 
@@ -63,5 +63,5 @@ def test_foreign_folders_are_refused(tmp_path: Path) -> None:
             "--checkpoint.enable=true",
             f"--checkpoint.initial_load_path={tmp_path}/{folder}",
         ]
-        log = run(1, arguments, tmp_path / f"{folder}.log", status=1)
+        log = run_command("train", *arguments, status=1)
         assert told in log and "Traceback" not in log

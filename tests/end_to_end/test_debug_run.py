@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from tests import launch
+from tests.forks import run_command
 
 
 def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path: Path) -> None:
@@ -15,6 +16,7 @@ def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path:
         "--config=configs/llama3_debug.toml",
         f"--job.dump_folder={folder}",
         "--training.steps=6",
+        "--training.seq_len=64",
         "--validation.freq=3",
         "--validation.steps=2",
         "--checkpoint.interval=4",
@@ -37,7 +39,7 @@ def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path:
     assert steps[-1]["loss"] < steps[0]["loss"]
     times = [line["time"] for line in steps]
     assert times == sorted(times) and time.time() - 600 < times[0] < times[-1] < time.time()
-    assert steps[-1]["tokens"] == 6 * 16 * 256
+    assert steps[-1]["tokens"] == 6 * 16 * 64
     saved = {path.name for path in (folder / "checkpoint").iterdir()}
     # The second waits, where the machine is loaded, until the first is written.
     assert saved in ({"step-1", second, "step-6"} for second in ("step-4", "step-5", "step-6"))
@@ -58,7 +60,7 @@ def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path:
 
 def test_one_process_without_torchrun(tmp_path: Path) -> None:
     arguments = [*launch.SMALL, f"--job.dump_folder={tmp_path / 'run'}", "--training.steps=2"]
-    text = launch.run(1, arguments, tmp_path / "log")
+    text = run_command("train", *arguments)
     assert "A sample of the model" in text
     manifest = tmp_path / "run" / "checkpoint" / "step-2" / "manifest.json"
     assert json.loads(manifest.read_text())["mesh"] == {

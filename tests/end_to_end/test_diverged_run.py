@@ -6,6 +6,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import launch
+from tests.forks import run_command
 from torchtitan_lite.errors import DIVERGED
 
 
@@ -21,7 +22,7 @@ def test_a_run_that_diverges_still_tells_its_books(tmp_path: Path) -> None:
         "--lr_scheduler.warmup_steps=0",
         "--debug.max_skipped_steps=2",
     ]
-    text = launch.run(1, arguments, tmp_path / "log", status=DIVERGED)
+    text = run_command("train", *arguments, status=DIVERGED)
     assert "the last of 2 steps in a row (debug.max_skipped_steps)" in text
     assert "Goodput" in text
     assert launch.steps_of(folder)[-1]["skipped"]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests import launch
+from tests.forks import run_command
 
 WRONG = {
     "unknown key": (["--training.step=3"], "Did you mean training.steps"),
@@ -21,7 +22,7 @@ WRONG = {
 def test_wrong_config(case: str, tmp_path: Path) -> None:
     overrides, needed = WRONG[case]
     arguments = [*launch.SMALL, f"--job.dump_folder={tmp_path / 'run'}", *overrides]
-    text = launch.run(1, arguments, tmp_path / "log", status=1)
+    text = run_command("train", *arguments, status=1)
     assert needed in text
     assert "Traceback" not in text
     assert not (tmp_path / "run").exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import run_command
 from tests.launch import REPOSITORY
 
 _FILE = re.compile(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```\n", re.DOTALL)
@@ -51,19 +52,12 @@ def test_the_example_of_a_package(tmp_path: Path) -> None:
     assert 'name = "pear"' in resolved and "max_norm_after = 0.01" in resolved
     # It resumes, and another override reaches the hook.
     more = ("--training.steps=5", "--fruit.name=plum", "--training.cache_folder=cache")
-    call(*command, *more, folder=tmp_path)
+    run_command(*command[2:], *more, folder=tmp_path)
     assert '"plum"' in (folder / "metrics.jsonl").read_text()
-    generate = (
-        "-m",
-        "torchtitan_lite",
-        "generate",
-        str(folder / "checkpoint"),
-        "--prompt=3 apples",
-    )
-    assert "is not one of" in call(*generate, folder=tmp_path, status=1)
-    text = call(
-        *generate, "--custom-import=my_package.extensions", "--max-new-tokens=4", folder=tmp_path
-    )
+    generate = ("generate", str(folder / "checkpoint"), "--prompt=3 apples")
+    assert "is not one of" in run_command(*generate, folder=tmp_path, status=1)
+    more = ("--custom-import=my_package.extensions", "--max-new-tokens=4")
+    text = run_command(*generate, *more, folder=tmp_path)
     assert "3 apples" in text
 
 
@@ -79,15 +73,15 @@ def test_the_example_of_a_package(tmp_path: Path) -> None:
 )
 def test_mistakes_are_one_line(arguments: list[str], error: str, tmp_path: Path) -> None:
     write_files("extending.md", tmp_path)
-    command = ("-m", "torchtitan_lite", "train", "--config", "fruits.toml", *arguments)
-    text = call(*command, folder=tmp_path, status=1)
+    command = ("train", "--config", "fruits.toml", *arguments)
+    text = run_command(*command, folder=tmp_path, status=1)
     assert error in text and len(text.splitlines()) == 1
 
 
 def test_help_has_the_keys(tmp_path: Path) -> None:
     write_files("extending.md", tmp_path)
-    command = ("-m", "torchtitan_lite", "train", "--config", "fruits.toml", "--help", "fruit")
-    text = call(*command, folder=tmp_path)
+    command = ("train", "--config", "fruits.toml", "--help", "fruit")
+    text = run_command(*command, folder=tmp_path)
     assert "Which fruit the texts are about." in text
 
 

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import run_command
 from tests.job import run_job
-from tests.launch import run
 from tests.pool import WorkerPool
 
-GENERATE = ("-m", "torchtitan_lite", "generate")
-EVALUATE = ("-m", "torchtitan_lite", "evaluate")
 RUN = {
     "model.flavor": "tiny",
     "training.dtype": "float32",
@@ -41,7 +39,7 @@ def test_text(trained: Path, tmp_path: Path) -> None:
         "--device=cpu",
         f"--json={out}",
     ]
-    text = run(2, arguments, tmp_path / "log", program=GENERATE)
+    text = run_command("generate", *arguments)
     (found,) = json.loads(out.read_text())
     assert found["prompt"] == "import os" and len(found["ids"]) == 16
     assert "import os" + found["text"] in text and "tokens/s" in text
@@ -51,7 +49,7 @@ def test_text(trained: Path, tmp_path: Path) -> None:
 def test_loss(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "loss.json"
     arguments = [f"{trained}/checkpoint/step-1", "--device=cpu", f"--json={out}"]
-    text = run(1, arguments, tmp_path / "log", program=EVALUATE)
+    text = run_command("evaluate", *arguments)
     record = json.loads(out.read_text())
     lines = map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())
     (told,) = [line["loss"] for line in lines if line.get("event") == "validation"]

@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.docs_commands import ROOT, Page, blocks, copy_tree
+from tests.forks import run_command
 from tests.hugging_face import add_tokenizer, make_folder, tensors_of
-from tests.launch import SMALL, run
+from tests.launch import SMALL
 from torchtitan_lite.config import load_config
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.last_export import export_last_save
@@ -62,7 +63,7 @@ def test_the_last_save_is_a_folder_that_transformers_reads(tmp_path: Path) -> No
         f"--job.dump_folder={tmp_path}/run",
         "--training.steps=2",
     ]
-    run(2, arguments, tmp_path / "log")
+    run_command("train", *arguments)
     exported = tmp_path / "run" / "hf" / "step-2"
     model: Any = AutoModelForCausalLM.from_pretrained(exported)
     assert model.dtype == torch.bfloat16

@@ -27,6 +27,12 @@ def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
+def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    parent = psutil.Process(process.pid)
+    until(lambda: len(parent.children()) == 2, 120)
+    return parent.children()
+
+
 def has_stepped(folder: Path) -> bool:
     path = folder / "metrics.jsonl"
     return path.exists() and '"loss"' in path.read_text()
@@ -76,8 +82,7 @@ def test_ctrl_c_saves_and_exits_with_0(nproc: int, number: signal.Signals, tmp_p
 def test_a_killed_rank_is_one_line_and_a_status(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)
-    until(lambda: has_stepped(folder), 120)
-    ranks = psutil.Process(process.pid).children()
+    ranks = ranks_of(process)
     os.kill(ranks[-1].pid, signal.SIGKILL)
     assert process.wait(120) == 1
     assert "was killed by SIGKILL." in log.read_text()
@@ -99,6 +104,7 @@ def test_nohup_survives_a_closed_terminal(tmp_path: Path) -> None:
     assert process.wait(120) == 0, log.read_text()
 
 
+@pytest.mark.matrix
 def test_a_port_in_use_is_one_line_on_all_ranks(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -114,9 +120,8 @@ def test_a_port_in_use_is_one_line_on_all_ranks(tmp_path: Path) -> None:
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)
-    until(lambda: has_stepped(folder), 120)
-    ranks = psutil.Process(process.pid).children()
-    assert len(ranks) == 2
+    # Not even ranks that have just been started are left.
+    ranks = ranks_of(process)
     process.kill()
     process.wait(60)
     gone, alive = psutil.wait_procs(ranks, timeout=60)

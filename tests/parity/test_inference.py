@@ -76,7 +76,7 @@ def _world(folder: Path, overrides: Mapping[str, Any]) -> Any:
     return mesh_for(odd_config(folder, overrides))
 
 
-@pytest.mark.parametrize("trained", ["llama", TIED, "experts"], indirect=True)
+@pytest.mark.parametrize("trained", ["llama", TIED, EXPERTS], indirect=True)
 def test_the_same_texts_on_every_mesh(trained: Path, pools: Pools) -> None:
     greedy = (*PROMPTS, "--max-new-tokens=8", "--temperature=0")
     drawn = (*PROMPTS, "--max-new-tokens=8", "--temperature=1.5", "--top-p=0.8")

@@ -24,7 +24,7 @@ CP = {"parallelism.context_parallel_degree": 2}
 PP = {"parallelism.pipeline_parallel_degree": 2}
 # Neighbouring stages on a rank; torch's schedules have none of this cut.
 ORDER = "0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n"
-STEPS = 5
+STEPS = 3
 BATCH = 8
 
 
@@ -62,7 +62,7 @@ def test_initial_weights_are_the_same_bits_in_every_replica(pools: Pools, tmp_pa
 def test_each_step_uses_the_same_samples_on_any_number_of_ranks(
     pools: Pools, tmp_path: Path
 ) -> None:
-    for world_size, mesh in ((1, {}), (2, {}), (4, {}), (4, HSDP), (4, TP)):
+    for world_size, mesh in ((1, {}), (2, {}), (4, HSDP), (4, TP)):
         folder = tmp_path / f"{world_size}-{'-'.join(mesh)}"
         overrides = {"debug.sample_ledger": True, "training.steps": STEPS, **mesh}
         outcomes = pools(world_size).run(run_job, folder, overrides)
@@ -132,9 +132,7 @@ def test_validation_gives_the_same_loss_on_every_mesh(pools: Pools, tmp_path: Pa
         (2, CP),
         (2, PP),
         (2, interleaved),
-        (2, zbv),
         (2, order_from_a_file(tmp_path)),
-        (4, PP),
         (4, zbv),
     ]:
         for loss in pools(world_size).run(validation_loss, tmp_path / "n", mesh):

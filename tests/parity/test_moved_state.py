@@ -35,8 +35,8 @@ EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts"}
 DENSE = [
     # from, to, optimizer, in the short run
     ("fsdp-2", "tp-2", "AdamW", True),
-    ("fsdp-4", "hsdp-2x2", "SGD", True),
-    ("hsdp-2x2", "fsdp-2-tp-2", "Adagrad", True),
+    ("fsdp-4", "hsdp-2x2", "SGD", False),
+    ("hsdp-2x2", "fsdp-2-tp-2", "Adagrad", False),
     ("fsdp-2-tp-2", "pp-2-fsdp-2", "AdamW", True),
     ("pp-2-fsdp-2", "fsdp-4", "AdamW", False),
     ("pp-2-tp-2-fsdp-2", "hsdp-2x2-cp-2", "AdamW", False),
@@ -51,7 +51,7 @@ DENSE = [
 ]
 MIXTURES = [
     ("ep-2-fsdp-4", "ep-4", "AdamW", True),
-    ("ep-2-etp-2", "data-parallel", "SGD", True),
+    ("ep-2-etp-2", "data-parallel", "SGD", False),
     ("hsdp-2x2-ep-2", "pp-2-ep-2", "AdamW", False),
     ("ep-2", "tp-2", "AdamW", False),
     ("pp-2-ep-2", "fsdp-2-tp-2-ep-4", "Adagrad", False),

@@ -25,7 +25,14 @@ def run_with_the_file(folder: Path, overrides: dict[str, Any]) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "mesh", ["fsdp-2", "tp-2", "tp-2-whole-sequence", "cp-2-ulysses", "pp-2", "fsdp-2-tp-2"]
+    "mesh",
+    [
+        *("cp-2-ulysses", "pp-2", "fsdp-2-tp-2"),
+        *(
+            pytest.param(mesh, marks=pytest.mark.matrix)
+            for mesh in ("fsdp-2", "tp-2", "tp-2-whole-sequence")
+        ),
+    ],
 )
 def test_a_family_in_one_file_trains_on_every_mesh(mesh: str, pools: Pools, tmp_path: Path) -> None:
     (alone,) = pools(1).run(run_with_the_file, tmp_path / "1", {"training.local_batch_size": 8})

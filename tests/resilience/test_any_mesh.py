@@ -39,7 +39,20 @@ EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 SAVING = {"checkpoint.enable": True, "checkpoint.interval": 100}
 
 
-@pytest.mark.parametrize("meshes", [MESHES, EXPERT_MESHES], ids=["dense", "experts"])
+SHORT = ("one process", "fsdp-2-tp-2", "pp-2-fsdp-2", "fsdp-2-cp-2", "hsdp-2x2")
+SHORT_EXPERTS = ("one process", "fsdp-2-ep-2", "ep-4")
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        {name: MESHES[name] for name in SHORT},
+        {name: EXPERT_MESHES[name] for name in SHORT_EXPERTS},
+        pytest.param(MESHES, marks=pytest.mark.matrix),
+        pytest.param(EXPERT_MESHES, marks=pytest.mark.matrix),
+    ],
+    ids=["dense", "experts", "all dense", "all experts"],
+)
 def test_a_run_goes_from_mesh_to_mesh(
     meshes: dict[str, tuple[int, dict[str, Any]]], pools: Pools, tmp_path: Path
 ) -> None:

@@ -11,11 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torchtitan_lite import __version__
 from torchtitan_lite.cli.parsers import parser
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import INTERRUPTED, ConfigError
 from torchtitan_lite.extension import import_module
-
-_INTERRUPTED = 130
-"""Exit status of a process that SIGINT ends, as a shell reports it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def _run_parsed(argv: Sequence[str]) -> int:

@@ -221,7 +221,7 @@ def _convert(commands) -> None:
         "Hugging Face folder -> checkpoint, without holding the model in memory.",
         "The weights go to OUT_DIR/step-0, which checkpoint.initial_load_path can name; tokenizer\n"
         "and settings go to OUT_DIR/assets. An interrupted conversion continues when restarted.",
-        module="convert_hugging_face",
+        module="convert",
         function="from_hugging_face",
     )
     from_hf.add_argument("hf_dir", type=local_path, help="the folder that holds config.json")
@@ -234,7 +234,7 @@ def _convert(commands) -> None:
         'CHECKPOINT is the folder of a step (".../step-1000"), which records its model. Tokenizer\n'
         "and generation settings come from the run's tokenizer folder, or from --assets. An\n"
         "interrupted conversion continues when restarted.",
-        module="convert_hugging_face",
+        module="convert",
         function="to_hugging_face",
     )
     to_hf.add_argument("checkpoint", help='folder of a step, such as ".../step-1000"')
@@ -253,7 +253,7 @@ def _convert(commands) -> None:
         "torch DCP checkpoint with torchtitan's names -> checkpoint.",
         "The configuration names the model: [model] name and flavor. OUT_DIR may be the\n"
         "checkpoint folder of a new run, or any other for checkpoint.initial_load_path.",
-        module="convert_dcp",
+        module="convert",
         function="from_dcp",
         passes_on=True,
     )
@@ -264,7 +264,7 @@ def _convert(commands) -> None:
         "to-dcp",
         "Checkpoint -> torch DCP checkpoint with torchtitan's names.",
         'CHECKPOINT is the folder of a step (".../step-1000"), which records its model.',
-        module="convert_dcp",
+        module="convert",
         function="to_dcp",
     )
     to_dcp.add_argument("checkpoint", help='folder of a step, such as ".../step-1000"')

@@ -91,10 +91,12 @@ def _checked(argv: Sequence[str], world_size: int) -> tuple[Config, Path]:
 
 
 def _log_differing_defaults(config: Config, file: Path) -> None:
+    if not logger.isEnabledFor(logging.INFO):
+        # Rank 0 logs them.
+        return
     from torchtitan_lite.config.torchtitan_file import differing_defaults, is_torchtitan_file
 
     if is_torchtitan_file(read_toml(file)):
-        # Only rank 0 logs at this level.
         for line in differing_defaults(config):
             logger.info("%s", line)
 

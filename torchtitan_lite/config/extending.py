@@ -76,12 +76,12 @@ def _fields_of(custom: type, where: str) -> list[tuple[str, Any, Any]]:
     ConfigError for a field without default, or of a type that a TOML file cannot have."""
     hints = get_type_hints(custom, include_extras=True)
     if dataclasses.is_dataclass(custom):
+        missing = dataclasses.MISSING
         found = [
-            (one.name, one.default if one.default is not missing else one.default_factory)
-            for missing in (dataclasses.MISSING,)
+            (one.name, one.default_factory if one.default is missing else one.default)
             for one in dataclasses.fields(custom)
         ]
-        required = {name for name, default in found if default is dataclasses.MISSING}
+        required = {name for name, default in found if default is missing}
     elif issubclass(custom, Section):
         fields = custom.model_fields
         required = {name for name, field in fields.items() if field.is_required()}

@@ -54,7 +54,7 @@ def _resize_problems(config: Config) -> Iterator[str]:
 def main(argv: Sequence[str]) -> int:
     """Entry of the command. Returns the exit status."""
     try:
-        config, _ = parse_command_line([*argv[2:], "--fault_tolerance.enable=true"])
+        config, _ = parse_command_line(argv[2:])
         check_other_ranks(config, [int(number) for number in argv[0].split(",")])
     except UserError as error:
         print(error, file=sys.stderr)

@@ -62,8 +62,7 @@ class Metrics:
         self._every_step = every_step
         self._when_due = when_due
         self._cadence = cadence
-        self.saved_step: int | None = None
-        """The newest checkpoint that a `saved` event has reported."""
+        self._saved_step: int | None = None
         self._open = ExitStack()
         for sink in (*every_step, *when_due):
             self._open.callback(sink.close)
@@ -80,6 +79,14 @@ class Metrics:
         """Tell of something that happened beside the steps."""
         for sink in (*self._every_step, *self._when_due):
             sink.event(event)
+
+    def saved(self, checkpoint_step: int | None, step: int) -> None:
+        """Record that the checkpoint of `checkpoint_step` (None: there is none) is durable after
+        `step`, unless the newest `saved` event has said so."""
+        if checkpoint_step not in (None, self._saved_step):
+            self._saved_step = checkpoint_step
+            values = {"checkpoint_step": checkpoint_step}
+            self.event(Event(name="saved", step=step, values=values))
 
     def close(self) -> None:
         """Close every sink, also when one of them fails. Idempotent."""

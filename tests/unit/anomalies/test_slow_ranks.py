@@ -43,9 +43,10 @@ def test_the_median_of_others() -> None:
 @pytest.mark.parametrize(
     ("ranks", "jitter", "seeds"), [(2, 0.1, 3), (2, 0.3, 3), (4, 0.3, 2), (8, 0.1, 2), (64, 0.2, 1)]
 )
-def test_noise_names_nobody_in_ten_thousand_steps(ranks: int, jitter: float, seeds: int) -> None:
+@pytest.mark.parametrize("steps", [1000, pytest.param(10_000, marks=pytest.mark.matrix)])
+def test_noise_names_nobody(ranks: int, jitter: float, seeds: int, steps: int) -> None:
     for seed in range(seeds):
-        assert _found(_times(seed, 10_000, ranks, jitter)) == []
+        assert _found(_times(seed, steps, ranks, jitter)) == []
 
 
 @pytest.mark.parametrize(

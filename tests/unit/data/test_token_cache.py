@@ -1,52 +1,63 @@
 """The token cache: built once, whole or not at all, split in two, cheap to open again."""
 
-import os
-import signal
-import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.forks import FORKS
+from torchtitan_lite.data import open_data
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.token_cache import TokenisedCorpus, open_token_cache
 from torchtitan_lite.data.tokenizer import load_tokenizer, open_tokenizer
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.schema.data import CorpusConfig
+from torchtitan_lite.schema.data import CorpusConfig, DataConfig
+from torchtitan_lite.schema.validation import ValidationConfig
 
 FIXTURE = Path(__file__).parents[2] / "assets" / "fixture.jsonl"
 
-OPEN = """
-import sys, torch
-from torchtitan_lite.data import open_data
-from torchtitan_lite.schema.data import DataConfig
-from torchtitan_lite.schema.validation import ValidationConfig
-path, tokenizer, cache = sys.argv[1:]
-data = open_data(
-    DataConfig(dataset_path=path, cache_folder=cache, seq_len=16, held_out_fraction=0.2),
-    ValidationConfig(enable=True), hf_assets_path=tokenizer or None, vocab_size=300, seed=1,
-    document_mask=True, pin_memory=False)
-data.loader.take([range(4)], step=0)
-print(data.loader.state(0)["corpora"][0]["digest"])
-print(sorted({"datasets", "tokenizers", "pyarrow", "pandas"} & set(sys.modules)))
-data.loader.close()
-"""
+HEAVY = {"datasets", "tokenizers", "pyarrow", "pandas"}
 
 
-def start(*arguments: object) -> subprocess.Popen:
-    command = [sys.executable, "-c", OPEN, *map(str, arguments)]
-    root = Path(__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+def open_and_report(path: Path, tokenizer: str | None, cache: Path, end: Connection) -> None:
+    """Send the digest of the tokens, and what was imported of `HEAVY`."""
+    before = HEAVY & set(sys.modules)
+    data = open_data(
+        DataConfig(
+            dataset_path=str(path), cache_folder=str(cache), seq_len=16, held_out_fraction=0.2
+        ),
+        ValidationConfig(enable=True),
+        hf_assets_path=tokenizer,
+        vocab_size=300,
+        seed=1,
+        document_mask=True,
+        pin_memory=False,
+    )
+    data.loader.take([range(4)], step=0)
+    assert not before
+    end.send((data.loader.state(0)["corpora"][0]["digest"], HEAVY & set(sys.modules)))
+    data.loader.close()
 
 
-def finish(process: subprocess.Popen) -> list[str]:
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0
-    return output.splitlines()
+def start(path: Path, tokenizer: str | None, cache: Path) -> tuple[Any, Connection]:
+    ours, theirs = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=open_and_report, args=(path, tokenizer, cache, theirs))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def finish(started: tuple[Any, Connection]) -> tuple[str, set[str]]:
+    process, ours = started
+    reported = ours.recv()
+    process.join(200)
+    assert process.exitcode == 0
+    return reported
 
 
 def tokenised(folder: Path, cache: Path, fraction: float, path: Path = FIXTURE) -> TokenisedCorpus:
@@ -89,28 +100,28 @@ def test_held_out_documents_are_in_one_part_only(
 
 def test_several_processes_build_once_and_a_warm_start_imports_little(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    outputs = [finish(p) for p in [start(FIXTURE, "", cache) for _ in range(3)]]
+    outputs = [finish(p) for p in [start(FIXTURE, None, cache) for _ in range(3)]]
     assert len({digest for digest, _ in outputs}) == 1
     # Exactly one of the three had to load the libraries for each of tokenizer and tokens.
     assert 1 <= sum("tokenizers" in modules for _, modules in outputs) <= 2
     assert len([p for p in (cache / "tokens").iterdir() if p.is_dir()]) == 1
     assert len([p for p in (cache / "tokenizers").iterdir() if p.is_dir()]) == 1
-    assert finish(start(FIXTURE, "", cache)) == [outputs[0][0], "[]"]
+    assert finish(start(FIXTURE, None, cache)) == (outputs[0][0], set())
 
 
 def test_a_build_that_is_killed_leaves_nothing(tmp_path: Path, tokenizer_folder: Path) -> None:
     big = tmp_path / "big.jsonl"
     big.write_text(FIXTURE.read_text() * 3000)
     cache = tmp_path / "cache"
-    process = start(big, tokenizer_folder, cache)
+    process, _ = start(big, str(tokenizer_folder), cache)
     deadline = time.monotonic() + 200
     written: list[Path] = []
     while not any(path.stat().st_size for path in written):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.is_alive() and time.monotonic() < deadline
         written = list(cache.glob("tokens/*.building-*/train/tokens.bin"))
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.kill()
+    process.join()
     assert [p for p in cache.glob("tokens/*") if p.is_dir() and ".building-" not in p.name] == []
     big.write_text(FIXTURE.read_text())
     assert tokenised(tokenizer_folder, cache, 0.2, big).train.tokens.size > 1000

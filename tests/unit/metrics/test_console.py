@@ -4,36 +4,54 @@ import math
 import os
 import pty
 import re
-import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
+from tests.forks import FORKS
 from torchtitan_lite.durations import clock
-from torchtitan_lite.metrics import Event
+from torchtitan_lite.log import configure_logging, logger
+from torchtitan_lite.metrics import Event, StepRecord
 from torchtitan_lite.metrics.console import LiveBar, PlainLines, open_console
 from torchtitan_lite.metrics.sink import Cadence
 
-RUN_ON_TERMINAL = """
-import sys
-from torchtitan_lite.log import configure_logging, logger
-from torchtitan_lite.metrics import StepRecord
-from torchtitan_lite.metrics.console import open_console
-from torchtitan_lite.metrics.sink import Cadence
-configure_logging("INFO")
-bar = open_console(Cadence(log_freq=10, first_step=1, last_step=4), color=True)
-stdout, stderr = sys.stdout, sys.stderr
-for step in range(1, 5):
-    bar.step(StepRecord(step=step, loss=4.0, grad_norm=1.0, lr=1e-3, tokens=1,
-        num_target_tokens=1, tokens_per_second=5.0, mfu=None, memory_gib=0.5, step_time_s=1.0,
-        data_time_s=0.0, checkpoint_stall_s=0.0, gc_time_s=0.0, num_replicas=1))
-    logger.info(f"log line {step}")
-    print(f"print line {step}")
-bar.close()
-assert (sys.stdout, sys.stderr) == (stdout, stderr)
-assert logger.handlers[0].stream is stderr
-logger.info("after the bar")
-"""
+
+def run_on_terminal(terminal, color, no_color_variable):
+    """Log and print beside a bar, in a process whose output goes to `terminal`."""
+    with open(terminal, "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ |= {"TERM": "xterm", "COLUMNS": "100", "LINES": "50"}
+    os.environ["NO_COLOR"] = no_color_variable
+    configure_logging("INFO")
+    bar = open_console(cadence(4), color=color)
+    stdout, stderr = sys.stdout, sys.stderr
+    for step in range(1, 5):
+        bar.step(
+            StepRecord(
+                step=step,
+                loss=4.0,
+                grad_norm=1.0,
+                lr=1e-3,
+                tokens=1,
+                num_target_tokens=1,
+                tokens_per_second=5.0,
+                mfu=None,
+                memory_gib=0.5,
+                step_time_s=1.0,
+                data_time_s=0.0,
+                checkpoint_stall_s=0.0,
+                gc_time_s=0.0,
+                num_replicas=1,
+            )
+        )
+        logger.info(f"log line {step}")
+        print(f"print line {step}")
+    bar.close()
+    assert (sys.stdout, sys.stderr) == (stdout, stderr)
+    assert logger.handlers[0].stream is stderr
+    logger.info("after the bar")
 
 
 def cadence(last_step, first_step=1, log_freq=10):
@@ -106,13 +124,12 @@ def test_the_bar_moves_with_every_step(make_record):
     [(True, "", True), (False, "", False), (True, "1", False)],
 )
 def test_color_is_on_unless_refused(color, no_color_variable, colored):
-    code = RUN_ON_TERMINAL.replace("color=True", f"color={color}")
-    sent = sent_to_terminal(code, no_color_variable)
+    sent = sent_to_terminal(color, no_color_variable)
     assert bool(re.search(r"\x1b\[(\d+;)*[349]\d", sent)) == colored
 
 
 def test_on_a_terminal_logs_print_above_the_bar_and_streams_come_back():
-    lines = replay(sent_to_terminal(RUN_ON_TERMINAL, ""))
+    lines = replay(sent_to_terminal(True, ""))
     for step in range(1, 5):
         assert any(re.fullmatch(rf"\d\d:\d\d:\d\d log line {step}", line) for line in lines)
         assert f"print line {step}" in lines
@@ -123,30 +140,25 @@ def test_on_a_terminal_logs_print_above_the_bar_and_streams_come_back():
 
 
 @functools.cache
-def sent_to_terminal(code, no_color_variable):
-    """What `code` sends to a real terminal of 100 columns: a child process under a pty."""
+def sent_to_terminal(color, no_color_variable):
+    """What a process under a pty of 100 columns sends to it."""
     parent, child = pty.openpty()
-    environment = os.environ | {
-        "TERM": "xterm",
-        "COLUMNS": "100",
-        "LINES": "50",
-        "NO_COLOR": no_color_variable,
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=child, stderr=child, env=environment
-    )
-    os.close(child)
+    arguments = (os.ttyname(child), color, no_color_variable)
+    process = FORKS.Process(target=run_on_terminal, args=arguments)
+    process.start()
+    os.set_blocking(parent, False)
     received = b""
     while True:
-        try:
-            chunk = os.read(parent, 65536)
-        except OSError:  # Linux: the other end was closed
+        has_ended = process.exitcode is not None
+        with suppress(BlockingIOError):
+            received += os.read(parent, 65536)
+            continue
+        if has_ended:
             break
-        if not chunk:
-            break
-        received += chunk
+        process.join(0.02)
     os.close(parent)
-    assert process.wait() == 0, received.decode()
+    os.close(child)
+    assert process.exitcode == 0, received.decode()
     return received.decode()
 
 

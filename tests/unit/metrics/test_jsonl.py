@@ -1,11 +1,12 @@
 import json
 import logging
-import subprocess
-import sys
+import os
+import signal
 import time
 
 import pytest
 
+from tests.forks import exit_status
 from torchtitan_lite.metrics import Event
 from torchtitan_lite.metrics.jsonl import JsonLines
 
@@ -133,15 +134,13 @@ def test_a_last_line_that_lacks_only_its_end_is_kept(path, write):
     assert steps_in(path) == [1, 2, 3]
 
 
+def write_and_die(path):
+    lines = JsonLines(path, 0)
+    for step in range(100):
+        lines.event(Event(name="x", step=step, values={}))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_killed_process_leaves_every_line_it_wrote(path):
-    code = (
-        "import os, signal, sys; from pathlib import Path\n"
-        "from torchtitan_lite.metrics import Event\n"
-        "from torchtitan_lite.metrics.jsonl import JsonLines\n"
-        "lines = JsonLines(Path(sys.argv[1]), 0)\n"
-        "for step in range(100): lines.event(Event(name='x', step=step, values={}))\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", code, str(path)])
-    assert killed.returncode == -9
+    assert exit_status(write_and_die, path) == -signal.SIGKILL
     assert steps_in(path) == list(range(100))

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import signal
 import weakref
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.forks import exit_status
 from tests.hugging_face import FAMILIES, make_folder, make_model, tensors_of, tokens
 from tests.writer_faults import DyingFiles
 from torchtitan_lite.checkpoint.hugging_face import to_hf
@@ -194,12 +194,7 @@ def killed_conversion(folder: Path, tmp_path: Path, way: str, operation: int) ->
 def test_a_killed_conversion_goes_on(way: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "mixtral")
     there(folder, tmp_path / "ours")
-    context = multiprocessing.get_context("spawn")
-    arguments = (folder, tmp_path, way, 40)
-    process = context.Process(target=killed_conversion, args=arguments)
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
+    assert exit_status(killed_conversion, folder, tmp_path, way, 40) == -signal.SIGKILL
     assert not (tmp_path / "in" / "step-0").exists() and not (tmp_path / "out").exists()
     conversion = conversions(folder, tmp_path)[way](Files())
     assert 0 < conversion.num_bytes_left < conversion.num_bytes

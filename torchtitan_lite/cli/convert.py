@@ -1,4 +1,4 @@
-"""`torchtitan-lite convert from-hf` and `to-hf`. Layer: below cli."""
+"""`torchtitan-lite convert`: from and to Hugging Face folders and torch DCP. Layer: below cli."""
 
 import argparse
 import signal
@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from torch import nn
 
 from torchtitan_lite.checkpoint.foreign import refuse_foreign
 from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face, read_config
@@ -25,19 +26,22 @@ from torchtitan_lite.checkpoint.hugging_face.from_hf import BLOCK_BYTES, FromHug
 from torchtitan_lite.checkpoint.hugging_face.room import check_room
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.hugging_face.to_hf import ToHuggingFace
+from torchtitan_lite.checkpoint.interchange.dcp_folder import DcpFolder
+from torchtitan_lite.checkpoint.interchange.from_dcp import convert_from_dcp
+from torchtitan_lite.checkpoint.interchange.to_dcp import convert_to_dcp
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
 from torchtitan_lite.cli.parsers import local_path
-from torchtitan_lite.config import Config, recorded_config
+from torchtitan_lite.config import Config, parse_command_line, recorded_config
 from torchtitan_lite.data.tokenizer import special_ids
-from torchtitan_lite.errors import CheckpointError, DataError, UserError
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.errors import INTERRUPTED, CheckpointError, DataError, UserError
 from torchtitan_lite.inference.weights import Weights, find_tokenizer
 from torchtitan_lite.log import configure_logging, logger
 from torchtitan_lite.models import hugging_face_model, model_spec
+from torchtitan_lite.optim import WarmupStableDecay, build_optimizer, build_schedule
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_INTERRUPTED = 130
-"""Exit status of a process that SIGINT ends, as a shell reports it."""
 
 
 def from_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
@@ -82,10 +86,7 @@ def to_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
     """Make a Hugging Face folder from a checkpoint. Returns the exit status."""
     configure_logging()
     try:
-        storage, name = split_storage(options.checkpoint)
-        refuse_foreign(storage, name)
-        source = StoredSnapshot(storage, name)
-        config = recorded_config(source.manifest.config, source.where)
+        source, config = _open_step(options.checkpoint)
         spec = model_spec(config.model)
         weights = Weights(snapshot=source, spec=spec, config=config)
         assets = options.assets or _tokenizer_folder(weights)
@@ -128,6 +129,58 @@ def _tokenizer_folder(weights: Weights) -> Path | None:
         return None
 
 
+def from_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """Make a checkpoint from a torch DCP checkpoint, of the model that the configuration in
+    `others` names. Returns the exit status."""
+    configure_logging()
+    try:
+        config, _ = parse_command_line(others)
+        done = convert_from_dcp(
+            DcpFolder(options.dcp_dir),
+            open_storage(options.out_dir),
+            model_spec(config.model),
+            run_config=config.model_dump(),
+        )
+    except (UserError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    kind = "weights only" if done.model_only else f"step {done.step}"
+    print(f"{done.where}: {done.num_tensors} tensors, {kind}.")
+    if done.left_out:
+        print(
+            f"Not taken over: {', '.join(done.left_out)}. Learning rate and optimizer follow the "
+            "configuration, and the data begins anew."
+        )
+    return 0
+
+
+def to_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """Make a torch DCP checkpoint with torchtitan's names. Returns the exit status."""
+    configure_logging()
+    try:
+        source, config = _open_step(options.checkpoint)
+        number = convert_to_dcp(
+            source,
+            options.out_dir,
+            model_spec(config.model),
+            release=options.torchtitan,
+            param_group=_param_group(source, config),
+        )
+    except (UserError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    print(f"{options.out_dir}: {number} tensors, as torchtitan {options.torchtitan} names them.")
+    return 0
+
+
+def _open_step(path: str) -> tuple[StoredSnapshot, Config]:
+    """The checkpoint of a step, and the configuration that it records. Raises CheckpointError."""
+    storage, name = split_storage(path)
+    refuse_foreign(storage, name)
+    source = StoredSnapshot(storage, name)
+    return source, recorded_config(source.manifest.config, source.where)
+
+
 def _dtype(options: argparse.Namespace) -> torch.dtype | None:
     return _DTYPES[options.dtype] if options.dtype else None
 
@@ -145,7 +198,7 @@ def _run_with_bar(num_bytes: int, run: Callable[[Callable[[int], None]], Any]) -
             return run(lambda count: bar.advance(task, count))
         except KeyboardInterrupt:
             print("Interrupted. The same command continues from here.", file=sys.stderr)
-            sys.exit(_INTERRUPTED)
+            sys.exit(INTERRUPTED)
 
 
 @contextmanager
@@ -156,3 +209,21 @@ def _sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _param_group(source: StoredSnapshot, config: Config) -> dict[str, Any]:
+    """What torch's optimizer keeps of every parameter, with the learning rate of the next step.
+    torchtitan has one weight decay for all."""
+    optimizer = build_optimizer(
+        config.optimizer, nn.Linear(1, 1, bias=False), (), detect_device("cpu")
+    )
+    (group,) = optimizer.inner.param_groups
+    saved = source.saved.values.get("lr_scheduler")
+    schedule = (
+        WarmupStableDecay(**saved)
+        if saved
+        else build_schedule(config.lr_scheduler, config.optimizer, config.training.steps)
+    )
+    settings = {option: value for option, value in group.items() if option != "params"}
+    lr = schedule.lr(source.saved.step)
+    return settings | {"lr": lr, "initial_lr": schedule.peak_lr}
