@@ -94,7 +94,8 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
         "model": {"flavor": "odd"},
         "training": {
             "dataset_path": str(FIXTURE),
-            "cache_folder": str(folder.parent / "cache"),
+            # For all tests of the process: the same tokenizer need not be trained each time.
+            "cache_folder": str(folder.parents[1] / "cache"),
             "local_batch_size": 1,
             "global_batch_size": 8,
             "seq_len": 24,

@@ -109,6 +109,8 @@ def _serve(rank: int, world_size: int, store: str, log: str, connection: Connect
         world_size=world_size,
         timeout=timedelta(seconds=GLOO_TIMEOUT_S),
     )
+    # What was imported is not searched for garbage again after each case.
+    gc.freeze()
     while True:
         try:
             case, args = connection.recv()

@@ -271,6 +271,7 @@ def test_the_newest_snapshot_is_durable_soon_after_a_kill(run: Path, tmp_path: P
     assert psutil.wait_procs(writers, timeout=30)[1] == []
 
 
+@pytest.mark.matrix
 def test_a_run_that_hangs_is_saved_before_its_grace_ends(run: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     arguments = [*_arguments(run, 100_000), "--checkpoint.interval=100000"]

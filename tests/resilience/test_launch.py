@@ -138,7 +138,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(folder / "run")
 
 
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.timeout(280)
 def test_a_rank_that_is_stopped_is_named_and_replaced(
     tmp_path: Path, straight: dict[int, float], replicas: int

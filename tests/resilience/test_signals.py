@@ -10,15 +10,14 @@ import torch
 from tests import launch
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)]
-)
-def test_a_signal_to_one_rank_saves_and_resumes_bitwise(
-    number: signal.Signals, tmp_path: Path
-) -> None:
-    folder, log = tmp_path / "run", tmp_path / "log"
+def arguments_of(folder: Path) -> list[str]:
     arguments = [*launch.SMALL, f"--job.dump_folder={folder}", "--checkpoint.interval=100000"]
-    arguments.append("--checkpoint.enable_first_step_checkpoint=false")
+    return [*arguments, "--checkpoint.enable_first_step_checkpoint=false"]
+
+
+def stop_one_rank(folder: Path, log: Path, number: signal.Signals) -> int:
+    """Send a signal to one rank of a run, and return the step that the run saved and left at."""
+    arguments = arguments_of(folder)
     process = launch.start(2, [*arguments, "--training.steps=100000"], log)
     try:
         launch.wait_for_step(folder, 3, process, log)
@@ -31,10 +30,23 @@ def test_a_signal_to_one_rank_saves_and_resumes_bitwise(
     assert step >= 3
     assert f"Left at step {step}" in log.read_text()
     assert launch.steps_of(folder)[-1]["step"] == step
+    return step
 
-    last = f"--training.steps={step + 3}"
+
+def test_sigint_to_one_rank_saves(tmp_path: Path) -> None:
+    stop_one_rank(tmp_path / "run", tmp_path / "log", signal.SIGINT)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_one_rank_saves_and_resumes_bitwise(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    step = stop_one_rank(folder, log, number)
+    arguments, last = arguments_of(folder), f"--training.steps={step + 3}"
     resumed = launch.run(2, [*arguments, last], log)
-    assert f"Resumed from {left}" in resumed
+    assert f"Resumed from {folder}/checkpoint/step-{step}" in resumed
     straight = tmp_path / "straight"
     launch.run(2, [*arguments, last, f"--job.dump_folder={straight}"], tmp_path / "straight.log")
     expected = launch.saved_tensors(straight / "checkpoint" / f"step-{step + 3}")

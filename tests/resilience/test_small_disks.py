@@ -42,6 +42,7 @@ def _may_mount() -> bool:
 pytestmark = pytest.mark.skipif(not _may_mount(), reason="mounts a small tmpfs")
 
 
+@pytest.mark.matrix
 def test_64_mib_of_shared_memory_cost_the_snapshots_and_not_the_run(tmp_path: Path) -> None:
     """As Docker gives it: one of two ranks finds room, and the other does not."""
     run, log = tmp_path / "run", tmp_path / "log"
