@@ -55,9 +55,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"the time budget of {budget_s:g} s is used up")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pools() -> Iterator[Callable[[int], WorkerPool]]:
-    """World size -> the session's pool of that size."""
+    """World size -> the pool of that size for the tests of a file."""
     made: dict[int, WorkerPool] = {}
 
     def pool(world_size: int) -> WorkerPool:

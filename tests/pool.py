@@ -15,10 +15,15 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.failures import LOGS, RankFailed
 from tests.forks import FORKS
 
 GLOO_TIMEOUT_S = 120
+_MAX_THREADS = 300
+"""Each process group that a case leaves behind polls from threads of its own, 100 times a second: a
+pool with more threads than this in a worker is ended."""
 
 
 class WorkerPool:
@@ -35,6 +40,7 @@ class WorkerPool:
         for _, connection in self._workers:
             connection.send((case, args))
         results: dict[int, Any] = {}
+        most_threads = 0
         deadline = time.monotonic() + timeout_s
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
         while waiting:
@@ -48,14 +54,17 @@ class WorkerPool:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    failed, value = connection.recv()
+                    failed, value, num_threads = connection.recv()
                 except EOFError:
-                    failed, value = True, "the process died"
+                    failed, value, num_threads = True, "the process died", 0
                 if failed:
                     self.close()
                     message = f"rank {rank} of {self.world_size} failed:\n{value}"
                     raise RankFailed(message, self._log(rank))
                 results[rank] = value
+                most_threads = max(most_threads, num_threads)
+        if most_threads > _MAX_THREADS:
+            self.close()
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
@@ -117,9 +126,10 @@ def _serve(rank: int, world_size: int, store: str, log: str, connection: Connect
         except (EOFError, ConnectionResetError):
             return
         try:
-            connection.send((False, case(*args)))
+            value = case(*args)
             # A job's process groups keep threads until the cycles that hold them are collected.
             gc.collect()
+            connection.send((False, value, psutil.Process().num_threads()))
         except BaseException:
             traceback.print_exc()
-            connection.send((True, traceback.format_exc()))
+            connection.send((True, traceback.format_exc(), 0))
