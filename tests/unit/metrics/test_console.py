@@ -1,5 +1,6 @@
 import functools
 import io
+import logging
 import math
 import os
 import pty
@@ -50,7 +51,8 @@ def run_on_terminal(terminal, color, no_color_variable):
         print(f"print line {step}")
     bar.close()
     assert (sys.stdout, sys.stderr) == (stdout, stderr)
-    assert logger.handlers[0].stream is stderr
+    (handler,) = logger.handlers
+    assert isinstance(handler, logging.StreamHandler) and handler.stream is stderr
     logger.info("after the bar")
 
 
