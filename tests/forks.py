@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.launch import REPOSITORY
 from torchtitan_lite.cli import main
-
-REPOSITORY = Path(__file__).parent.parent
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.job", "torch._dynamo"])
@@ -35,8 +34,8 @@ def exit_status(function: Callable[..., Any], *args: Any, timeout_s: float = 120
 
 
 def run_command(*words: str, folder: Path = REPOSITORY, status: int = 0) -> str:
-    """Run `torchtitan-lite WORDS` in `folder`, check the exit status, and return the output. Only
-    the start of the interpreter differs from what a user does."""
+    """Run `torchtitan-lite WORDS` in `folder`, check the exit status, and return the output. What a
+    start imports, and how an interpreter ends, is not tested so."""
     with tempfile.NamedTemporaryFile("r") as output:
         given = exit_status(_command, words, folder, output.name)
         text = output.read()

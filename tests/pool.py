@@ -1,4 +1,4 @@
-"""Pools of worker processes that live for the whole test session, one pool per world size.
+"""Pools of worker processes that live for the tests of a file, one pool per world size.
 
 The workers are kept and are sent cases: a function of a test module, by reference, with its
 arguments. A case that fails or hangs ends its pool, and the next case gets a new one.
@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ pool with more threads than this in a worker is ended."""
 class WorkerPool:
     """`world_size` processes with a gloo process group among them."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, context: BaseContext = FORKS) -> None:
+        """`context`: how processes start. Forks share the seed of the hashes of strings."""
         self.world_size = world_size
+        self._context = context
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, case: Callable[..., Any], *args: Any, timeout_s: float = 180) -> list[Any]:
@@ -86,9 +89,9 @@ class WorkerPool:
         self._log(0).parent.mkdir(parents=True, exist_ok=True)
         store = os.path.join(tempfile.mkdtemp(prefix="pool-"), "store")
         for rank in range(self.world_size):
-            ours, theirs = FORKS.Pipe()
+            ours, theirs = self._context.Pipe()
             arguments = (rank, self.world_size, store, str(self._log(rank)), theirs)
-            process = FORKS.Process(target=_serve, args=arguments, daemon=True)
+            process = self._context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.forks import run_command
-from tests.launch import SMALL
+from tests.launch import SMALL, run
 from torchtitan_lite.checkpoint.interchange.to_dcp import whole
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.storage import split_storage
@@ -22,9 +22,11 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name: whole(snapshot, name) for name in snapshot.tensors}
 
 
-def test_out_and_in_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_out_and_in_again(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saving = [*SMALL, "--checkpoint.enable=true"]
-    run_command("train", *saving, f"--job.dump_folder={tmp_path}/first", "--training.steps=2")
+    first = [*saving, f"--job.dump_folder={tmp_path}/first", "--training.steps=2"]
+    run(ranks, first, tmp_path / "log")
     checkpoint, dcp = tmp_path / "first" / "checkpoint" / "step-2", tmp_path / "dcp"
     assert main(["convert", "to-dcp", str(checkpoint), str(dcp)]) == 0
     dcp_to_torch_save(dcp, tmp_path / "dcp.pt")

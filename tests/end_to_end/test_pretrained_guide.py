@@ -8,9 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.docs_commands import ROOT, Page, blocks, copy_tree
-from tests.forks import run_command
 from tests.hugging_face import add_tokenizer, make_folder, tensors_of
-from tests.launch import SMALL
+from tests.launch import SMALL, run
 from torchtitan_lite.config import load_config
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.last_export import export_last_save
@@ -54,7 +53,8 @@ def test_the_guide_from_a_folder_to_an_exported_model(tmp_path: Path) -> None:
     assert model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0).shape[1] > 4
 
 
-def test_the_last_save_is_a_folder_that_transformers_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_the_last_save_is_a_folder_that_transformers_reads(ranks: int, tmp_path: Path) -> None:
     arguments = [
         *SMALL,
         "--checkpoint.enable=true",
@@ -63,7 +63,7 @@ def test_the_last_save_is_a_folder_that_transformers_reads(tmp_path: Path) -> No
         f"--job.dump_folder={tmp_path}/run",
         "--training.steps=2",
     ]
-    run_command("train", *arguments)
+    run(ranks, arguments, tmp_path / "log")
     exported = tmp_path / "run" / "hf" / "step-2"
     model: Any = AutoModelForCausalLM.from_pretrained(exported)
     assert model.dtype == torch.bfloat16

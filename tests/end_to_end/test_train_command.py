@@ -79,10 +79,12 @@ def test_ctrl_c_saves_and_exits_with_0(nproc: int, number: signal.Signals, tmp_p
     assert (folder / "checkpoint" / f"step-{last}").is_dir()
 
 
-def test_a_killed_rank_is_one_line_and_a_status(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_a_killed_rank_is_one_line_and_a_status(waits: bool, tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)
     ranks = ranks_of(process)
+    until(lambda: not waits or has_stepped(folder), 120)
     os.kill(ranks[-1].pid, signal.SIGKILL)
     assert process.wait(120) == 1
     assert "was killed by SIGKILL." in log.read_text()
@@ -120,7 +122,7 @@ def test_a_port_in_use_is_one_line_on_all_ranks(tmp_path: Path) -> None:
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)
-    # Not even ranks that have just been started are left.
+    until(lambda: has_stepped(folder), 120)
     ranks = ranks_of(process)
     process.kill()
     process.wait(60)

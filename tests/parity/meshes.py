@@ -103,7 +103,7 @@ MESHES = {name: (size, {**_FOUR_AT_ONCE, **row}) for name, (size, row) in MESHES
 EP = {"parallelism.expert_parallel_degree": 2}
 ETP = {"parallelism.expert_tensor_parallel_degree": 2}
 EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "ep-2": (2, EP),
+    "ep-2": (2, {**EP, **ONE_BY_ONE}),
     "etp-2": (2, ETP),
     "ep-2-fsdp-4": (4, {**EP, **TWO_AT_ONCE}),
     "ep-4": (4, {**TWO_AT_ONCE, "parallelism.expert_parallel_degree": 4}),
@@ -156,6 +156,7 @@ _SHORT = {
 }
 # And with AdamW: one for each way in which parameters lie.
 _SHORT_ADAMW = {"fsdp-2", "fsdp-2-tp-2", "cpu-offload", "ep-2-fsdp-4"}
+assert MESHES.keys() | EXPERT_MESHES.keys() >= _SHORT | _SHORT_ADAMW
 
 
 def rows(meshes: dict[str, tuple[int, dict[str, Any]]]) -> list[Any]:

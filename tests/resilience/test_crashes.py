@@ -129,9 +129,7 @@ def _check_resumed(text: str, reached: int) -> None:
     assert found is None or reached - 1 <= int(found[1]) <= reached + 1, text[-3000:]
 
 
-def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_is_killed_ends_as_if_nothing_had_happened(run: Path, tmp_path: Path) -> None:
     _check_crashes(["everything"], run, tmp_path, seed=1)
 
 

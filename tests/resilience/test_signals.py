@@ -38,7 +38,7 @@ def test_sigint_to_one_rank_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda one: one.name)
 def test_a_signal_to_one_rank_saves_and_resumes_bitwise(
     number: signal.Signals, tmp_path: Path
 ) -> None:
