@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ pool with more threads than this in a worker is ended."""
 class WorkerPool:
     """`world_size` processes with a gloo process group among them."""
 
-    def __init__(self, world_size: int, context: BaseContext = FORKS) -> None:
+    def __init__(self, world_size: int, context: ForkServerContext | SpawnContext = FORKS) -> None:
         """`context`: how processes start. Forks share the seed of the hashes of strings."""
         self.world_size = world_size
         self._context = context
