@@ -25,6 +25,12 @@ R, S0, S1, P, AVERAGE = Replicate(), Shard(0), Shard(1), Partial(), Partial("avg
         edges.without_the_mesh_of_the_destination,
         edges.no_gradient,
         edges.no_gradient_of_extremes,
+        edges.scalar_to_another_mesh_and_back,
+        edges.a_shape_that_is_not_the_tensors,
+        edges.dims_counted_from_the_end,
+        edges.dtypes_of_forward_and_backward,
+        edges.strides_of_any_kind,
+        edges.averages_of_halves,
     ],
     ids=lambda case: case.__name__,
 )
@@ -62,3 +68,9 @@ def test_gradient(
     pools: Pools,
 ) -> None:
     pools(4).run(edges.gradient, src, dst, expected, factor)
+
+
+@pytest.mark.parametrize("holders", [(2, 3), (1, 2)], ids=["disjoint", "sharing a rank"])
+@pytest.mark.parametrize("target", [S0, S1, R], ids=str)
+def test_gradient_across_meshes(target: Placement, holders: Sequence[int], pools: Pools) -> None:
+    pools(4).run(edges.gradient_across_meshes, target, holders)

@@ -24,26 +24,31 @@ SLACK_BYTES = 1 << 12
 
 @pytest.mark.parametrize("bucket_mib", [1, 4, 25])
 @pytest.mark.parametrize(
-    ("src", "dst"),
-    [(Shard(0), Replicate()), (Shard(0), Shard(1)), (Partial(), Shard(0))],
-    ids=["gather", "transpose", "reduce"],
+    ("src", "dst", "is_transposed"),
+    [
+        (Shard(0), Replicate(), False),
+        (Shard(0), Shard(1), False),
+        (Partial(), Shard(0), False),
+        (Shard(0), Replicate(), True),
+    ],
+    ids=["gather", "transpose", "reduce", "of transposed memory"],
 )
 def test_temporary_memory_is_at_most_two_buckets(
-    src: Placement, dst: Placement, bucket_mib: int, pools: Pools
+    src: Placement, dst: Placement, is_transposed: bool, bucket_mib: int, pools: Pools
 ) -> None:
     bucket_bytes = bucket_mib * MIB
-    for extra in pools(4).run(_extra_bytes, src, dst, bucket_bytes):
+    for extra in pools(4).run(_extra_bytes, src, dst, bucket_bytes, is_transposed):
         # More than one bucket was needed: the move is larger than that.
         assert bucket_bytes < extra <= 2 * bucket_bytes + SLACK_BYTES
 
 
-def _extra_bytes(src: Placement, dst: Placement, bucket_bytes: int) -> int:
+def _extra_bytes(src: Placement, dst: Placement, bucket_bytes: int, is_transposed: bool) -> int:
     """The peak of what lives beside the sources and the destinations."""
     # What a rank sends and receives of all is three buckets or more.
     rows = bucket_bytes // 1024 * (8 if isinstance(dst, Shard) and isinstance(src, Shard) else 2)
     names = [f"weight {number}" for number in range(3)]
     shape = (rows // 3, 256)
-    sources = {name: _empty(Layout(MESH, [src]), shape) for name in names}
+    sources = {name: _empty(Layout(MESH, [src]), shape, is_transposed) for name in names}
     outs = {name: _empty(Layout(MESH, [dst]), shape) for name in names}
     layouts = {name: Layout(MESH, [dst]) for name in names}
     means = Means(bucket_bytes=bucket_bytes, transport="collective")
@@ -52,8 +57,9 @@ def _extra_bytes(src: Placement, dst: Placement, bucket_bytes: int) -> int:
     return watch.live.take_peak() - watch.before
 
 
-def _empty(layout: Layout, shape: tuple[int, ...]) -> DTensor:
-    local = torch.zeros(layout.local_shape(shape, dist.get_rank()))
+def _empty(layout: Layout, shape: tuple[int, ...], is_transposed: bool = False) -> DTensor:
+    own = layout.local_shape(shape, dist.get_rank())
+    local = torch.zeros(own[::-1]).t() if is_transposed else torch.zeros(own)
     return layout.to_dtensor(local, device_mesh(MESH), shape)
 
 

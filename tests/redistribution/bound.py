@@ -1,14 +1,16 @@
 """The fewest elements that must move from one layout to another, counted element by element.
 
-Per element with p contributions that are joined, and n replicas in each contribution of the
-destination: with p = 1, every replica of the contribution that carries it needs it, but those that
-have it; with more, p - 1 or p contributions go to one holder, and from it to n - 1 others.
+Per element, each of the n contributions of the source becomes part of one of the m contributions of
+the destination, each of which has r replicas. A contribution that becomes one alone goes to the
+replicas that lack it. Several that become one go to one of the replicas, which may hold one of them
+already, and the result to the r - 1 others.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
+from scipy.optimize import linear_sum_assignment
 from torch.distributed.tensor import Partial, Replicate
 
 from tests.redistribution.indices import coordinates, elements_of
@@ -16,8 +18,7 @@ from torchtitan_lite.redistribute import Layout
 
 
 def fewest_elements(src: Layout, dst: Layout, shape: tuple[int, ...]) -> int:
-    """The least over all ways in which contributions may stay apart, axis by axis."""
-    costs = [_cost(src, dst, shape, kept) for kept in _pairings(src, dst)]
+    """The least over all ways in which contributions may be joined."""
     copies = [
         Replicate() if isinstance(p, Partial) and p.reduce_op in ("avg", "min", "max") else p
         for p in dst.placements
@@ -25,53 +26,67 @@ def fewest_elements(src: Layout, dst: Layout, shape: tuple[int, ...]) -> int:
     if src.reduce_op is None and tuple(copies) != dst.placements:
         # Copies of a value join to that value: nothing moves where all have it already.
         everywhere = Layout(dst.mesh, copies, dst.shard_order)
-        if _cost(src, everywhere, shape, ()) == 0:
-            costs.append(0)
-    return min(costs)
+        if _cost(src, everywhere, shape) == 0:
+            return 0
+    return _cost(src, dst, shape)
 
 
-def _pairings(src: Layout, dst: Layout) -> Iterator[tuple[tuple[int, int], ...]]:
-    """All sets of pairs of contribution axes of one size."""
-    for count in range(min(len(src.partial_axes), len(dst.partial_axes)) + 1):
-        for ours in itertools.combinations(src.partial_axes, count):
-            for theirs in itertools.permutations(dst.partial_axes, count):
-                pairs = tuple(zip(ours, theirs, strict=True))
-                if all(src.mesh.shape[a] == dst.mesh.shape[b] for a, b in pairs):
-                    yield pairs
-
-
-def _cost(src: Layout, dst: Layout, shape: tuple[int, ...], kept: Sequence[tuple[int, int]]) -> int:
-    """The fewest elements where the contributions of these pairs of axes stay apart."""
-    has = _held(src, shape, [one for one, _ in kept])
-    needs = _held(dst, shape, [other for _, other in kept])
-    joined = [a for a in src.partial_axes if a not in [one for one, _ in kept]]
-    num_joined = int(np.prod([src.mesh.shape[axis] for axis in joined], dtype=np.int64))
+def _cost(src: Layout, dst: Layout, shape: tuple[int, ...]) -> int:
+    has, needs = _held(src, shape), _held(dst, shape)
     num_elements = int(np.prod(shape, dtype=np.int64))
-    num_kept = int(np.prod([src.mesh.shape[one] for one, _ in kept], dtype=np.int64))
-    apart = [axis for axis in dst.partial_axes if axis not in [other for _, other in kept]]
-    wanted: dict[tuple[int, ...], np.ndarray] = {}
-    present: dict[tuple[int, ...], np.ndarray] = {}
-    for holder, at in coordinates(dst.mesh):
-        copy = tuple(at[axis] for axis in apart)
-        zeros = np.zeros(num_elements * num_kept, np.int64)
-        found, there = wanted.setdefault(copy, zeros.copy()), present.setdefault(copy, zeros.copy())
-        found[needs[holder]] += 1
+    counts = [1 + max(number for number, _ in held.values()) for held in (has, needs)]
+    common = np.zeros((num_elements, *counts), np.int64)
+    replicas = np.zeros(num_elements, np.int64)
+    for holder, (target, wanted) in needs.items():
+        if target == 0:
+            replicas[wanted] += 1
         if holder in has:
-            there[np.intersect1d(needs[holder], has[holder])] += 1
-    replicas, both = np.stack(list(wanted.values())), np.stack(list(present.values()))
-    if num_joined == 1:
-        return int((replicas - both).min(axis=0).sum())
-    saved = (both.max(axis=0) > 0).astype(np.int64)
-    return int((num_joined + replicas[0] - 1 - saved).sum())
+            one, held = has[holder]
+            common[np.intersect1d(wanted, held), one, target] += 1
+    if not num_elements:
+        return 0
+    assert (replicas == replicas[0]).all()
+    kinds, times = np.unique(common, axis=0, return_counts=True)
+    each = [_of_one(kind.tobytes(), kind.shape, int(replicas[0])) for kind in kinds]
+    return int(np.dot(each, times))
 
 
-def _held(layout: Layout, shape: tuple[int, ...], kept: Sequence[int]) -> dict:
-    """Holder -> the numbers of its elements, those of other kept contributions counted apart."""
-    size = int(np.prod(shape, dtype=np.int64))
+@lru_cache(maxsize=4096)
+def _of_one(common_bytes: bytes, shape: tuple[int, int], replicas: int) -> int:
+    """For one element. `common` [contribution, target]: holders of the one that need the other.
+
+    Which targets are joined of several is tried; then every contribution chooses its place: a
+    target of its own, the first place of a joined target, where it lies already, or any other.
+    """
+    common = np.frombuffer(common_bytes, np.int64).reshape(shape)
+    n, m = shape
+    # With one replica, joining costs as much as keeping apart where nothing lies right already.
+    sets = [(to,) for to in range(m)] if n > m else [()]
+    if replicas > 1:
+        sets = [joined for k in range(m + 1) for joined in itertools.combinations(range(m), k)]
+    return min(_with_joined(common, replicas, joined) for joined in sets)
+
+
+def _with_joined(common: np.ndarray, replicas: int, joined: tuple[int, ...]) -> int:
+    n, m = common.shape
+    too_much = 1 << 20
+    places = np.empty((n, m + n), np.int64)
+    for to in range(m):
+        if to in joined:
+            places[:, to] = np.where(common[:, to] > 0, 0, 1)
+        else:
+            places[:, to] = replicas - common[:, to]
+    places[:, m:] = 1 if joined else too_much
+    cost = int(places[linear_sum_assignment(places)].sum())
+    return cost + len(joined) * (replicas - 1)
+
+
+def _held(layout: Layout, shape: tuple[int, ...]) -> dict:
+    """Holder -> the number of its contribution, and its elements."""
     held = {}
     for holder, at in coordinates(layout.mesh):
         number = 0
-        for axis in kept:
+        for axis in layout.partial_axes:
             number = number * layout.mesh.shape[axis] + at[axis]
-        held[holder] = number * size + elements_of(layout, shape, at).ravel()
+        held[holder] = number, elements_of(layout, shape, at).ravel()
     return held

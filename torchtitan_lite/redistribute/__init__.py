@@ -2,8 +2,8 @@
 
 A `Layout` says which holder has which boxes of a tensor, `plan` how to get from one to another, and
 `redistribute` and `redistribute_state_dict` go there. Read in this order: holder_mesh, placements,
-strided, cuts, layout, roles, kept, common_parts, sharing, pieces, homes, exchange, cost,
-collective, search, plan; then program, shared_path, collective_path, execution, legs; traffic and
+strided, cuts, layout, roles, common_parts, sharing, pieces, reduction, exchange, cost, collective,
+search, plan; then words, program, shared_path, collective_path, execution, legs; traffic and
 explain tell of a plan, assignment chooses ranks, and by description ranks tell each other what they
 hold.
 

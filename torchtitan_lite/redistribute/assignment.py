@@ -16,7 +16,6 @@ from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.extras import require
 from torchtitan_lite.redistribute.common_parts import CommonParts
 from torchtitan_lite.redistribute.holder_mesh import Holder, HolderMesh
-from torchtitan_lite.redistribute.kept import Kept
 from torchtitan_lite.redistribute.layout import Layout
 
 
@@ -61,7 +60,8 @@ def choose_holders(moves: Iterable[Move], candidates: Sequence[Holder]) -> Holde
 
 def _kept(move: Move, candidates: Sequence[Holder]) -> np.ndarray:
     """Elements [candidate, place] that a candidate has of what a place needs."""
-    parts = CommonParts(move.src, move.dst, move.shape, Kept())
+    src, dst = (layout.with_num_dims(len(move.shape)) for layout in (move.src, move.dst))
+    parts = CommonParts(src, dst, move.shape)
     places = [parts.src.place(holder) for holder in candidates]
     holding = [number for number, place in enumerate(places) if place is not None]
     one = parts.src.part_of[np.array([places[number] for number in holding], np.int64)]

@@ -123,7 +123,11 @@ def collectives_from(
     for count in range(1, _MOST_AXES + 1):
         for chosen in itertools.combinations(axes, count):
             placements = [layout.placements[axis] for axis in chosen]
-            if dtype in _JOINED and all(isinstance(p, Partial) for p in placements):
+            # Sums in float16, of which averages are made, would overflow.
+            if dtype in _JOINED and all(
+                isinstance(p, Partial) and (dtype != torch.float16 or p.reduce_op != "avg")
+                for p in placements
+            ):
                 reduced = _with(layout, dict.fromkeys(chosen, Replicate()))
                 yield Collective("all_reduce", layout, reduced, chosen, None, shape, dtype)
                 for dim in range(len(shape)):

@@ -15,8 +15,22 @@ import torch.distributed as dist
 
 from torchtitan_lite.redistribute.holder_mesh import Holder
 from torchtitan_lite.redistribute.pieces import Piece
-from torchtitan_lite.redistribute.program import Range, Slices, Task, buckets, slices
-from torchtitan_lite.redistribute.words import WORDS, WordArray, join_, word_array, word_tensor_of
+from torchtitan_lite.redistribute.program import (
+    Range,
+    Slices,
+    Task,
+    buckets,
+    by_place,
+    reduction_of,
+    slices,
+)
+from torchtitan_lite.redistribute.words import (
+    WORDS,
+    Reduction,
+    WordArray,
+    word_array,
+    word_tensor_of,
+)
 
 
 class _Copy(NamedTuple):
@@ -27,13 +41,15 @@ class _Copy(NamedTuple):
     offset: int
     size: int
     shape: tuple[int, ...]
-    join: tuple[torch.dtype, str] | None
-    """How it is joined to what is there; None where it takes its place."""
+    reduction: Reduction | None
+    """How it is reduced with what is there; None where it takes its place."""
 
 
 class _Bucket(NamedTuple):
     packs: list[_Copy]
     unpacks: list[_Copy]
+    joined: list[list[int]]
+    """The numbers of the `unpacks` that have one place, place by place."""
     sent_words: list[int]
     """To each rank of the group."""
     received_words: list[int]
@@ -51,12 +67,15 @@ class CollectivePath:
         bucket_bytes: int,
         device: torch.device,
         without: frozenset[int] = frozenset(),
+        *,
+        scales: bool,
     ) -> None:
         """`ranks` are the global ranks of the group, in its order; nothing is moved to or from
-        those of the group's numbers in `without`."""
+        those of the group's numbers in `without`. `scales`: as `reduction_of`."""
         self._tasks, self._number = tasks, number
         self.group, self._device, self.width = group, device, tasks[0].width
         self._kinds = [task.kind(number) for task in tasks]
+        self._reductions = [reduction_of(task, scales) for task in tasks]
         self._numbers: dict[Holder, int] = {
             rank: n for n, rank in enumerate(ranks) if n not in without
         }
@@ -105,7 +124,8 @@ class CollectivePath:
                         by_peer[number].append((bounds, piece))
         packs, sent = self._copies(sends, of_source=True)
         unpacks, received = self._copies(receives, of_source=False)
-        return _Bucket(packs, unpacks, sent, received)
+        joined = by_place((copy.tensor, copy.place) for copy in unpacks)
+        return _Bucket(packs, unpacks, joined, sent, received)
 
     def _copies(
         self, by_peer: Sequence[Sequence[tuple[Range, Piece]]], of_source: bool
@@ -115,13 +135,13 @@ class CollectivePath:
             before = offset
             for bounds, piece in pieces:
                 task = self._tasks[bounds.tensor]
-                joins = self._kinds[bounds.tensor] == "reduce" and not of_source
-                join = (task.plan.dtype, task.plan.op) if joins else None
+                is_reduced = self._kinds[bounds.tensor] == "reduce" and not of_source
+                reduction = self._reductions[bounds.tensor] if is_reduced else None
                 share = (bounds.start, bounds.stop, bounds.whole)
                 for block in task.blocks(piece, self._number, *share):
                     place = slices(block.src if of_source else block.dst, block.shape)
                     size = prod(block.shape)
-                    copies.append(_Copy(bounds.tensor, place, offset, size, block.shape, join))
+                    copies.append(_Copy(bounds.tensor, place, offset, size, block.shape, reduction))
                     offset += size
             words.append(offset - before)
         return copies, words
@@ -196,15 +216,20 @@ class BoundCollectivePath:
     def _unpack(self, number: int, buffer: torch.Tensor) -> None:
         words = word_array(buffer, self._path.width)
         bucket = self._path.buckets[number]
-        for copy, array in zip(bucket.unpacks, self._unpacks[number], strict=True):
-            stop = copy.offset + copy.size
-            if copy.join is None:
-                array[...] = words[copy.offset : stop].reshape(copy.shape)
-            else:
-                arrived = buffer[copy.offset : stop]
-                if copy.offset * self._path.width % copy.join[0].itemsize:
+        for numbers in bucket.joined:
+            array = self._unpacks[number][numbers[0]]
+            copies = [bucket.unpacks[n] for n in numbers]
+            reduction = copies[0].reduction
+            if reduction is None:
+                for copy in copies:
+                    array[...] = words[copy.offset : copy.offset + copy.size].reshape(copy.shape)
+                continue
+            others = []
+            for copy in copies:
+                arrived = buffer[copy.offset : copy.offset + copy.size]
+                if copy.offset * self._path.width % reduction.dtype.itemsize:
                     # Torch computes where elements are aligned only.
                     arrived = arrived.clone()
-                arrived = arrived.view(copy.shape)
-                mine = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
-                join_(mine, arrived, *copy.join)
+                others.append(arrived.view(copy.shape))
+            into = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+            reduction.apply_(into, others)

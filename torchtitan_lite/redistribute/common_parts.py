@@ -1,7 +1,7 @@
 """What the parts of a source have in common with the parts of a destination.
 
 It is worked out dim by dim: the intervals of a part in one layout are met with the parts of the
-other, and the product over the dims gives what whole parts have in common. Layer: above roles, kept
+other, and the product over the dims gives what whole parts have in common. Layer: above roles
 and cuts.
 """
 
@@ -13,9 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtitan_lite.redistribute.cuts import Segments, overlap
-from torchtitan_lite.redistribute.kept import Kept
 from torchtitan_lite.redistribute.layout import Layout
-from torchtitan_lite.redistribute.roles import Roles, kept_shape, places_across, roles_of
+from torchtitan_lite.redistribute.roles import Roles, places_across, roles_of
 
 
 class Common(NamedTuple):
@@ -32,15 +31,13 @@ class Common(NamedTuple):
 class CommonParts:
     """What all parts of two layouts have in common, for a tensor of one shape."""
 
-    def __init__(self, src: Layout, dst: Layout, shape: tuple[int, ...], kept: Kept) -> None:
-        self.src = roles_of(src, kept.src, len(shape))
-        self.dst = roles_of(dst, kept.dst, len(shape))
-        self.lengths = kept_shape(src, kept.src) + shape
-        """Of the kept axes' dims, `num_kept` in number, and the tensor's."""
-        self.num_kept = len(kept.src)
+    def __init__(self, src: Layout, dst: Layout, shape: tuple[int, ...]) -> None:
+        self.src = roles_of(src, len(shape))
+        self.dst = roles_of(dst, len(shape))
+        self.shape = shape
         self._overlaps = [
             overlap(length, one, other)
-            for length, one, other in zip(self.lengths, self.src.cuts, self.dst.cuts, strict=True)
+            for length, one, other in zip(shape, self.src.cuts, self.dst.cuts, strict=True)
         ]
 
     def elements(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -70,8 +67,7 @@ class CommonParts:
             rows.append([(other * strides[dim], segments) for other, segments in row.items()])
         for combination in itertools.product(*rows):
             other = sum(number for number, _ in combination)
-            segments = tuple(segments for _, segments in combination)
-            block = segments[self.num_kept :]
+            block = tuple(segments for _, segments in combination)
             yield Common(mine, other, block) if of_one else Common(other, mine, block)
 
     @cached_property

@@ -26,35 +26,40 @@ def redistribute(
     mesh: DeviceMesh | None = None,
     strided: StridedReading | None = None,
     out: DTensor | None = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
     means: Means = DEFAULT_MEANS,
 ) -> DTensor:
     """`tensor` laid out as `dst`. Every rank of both meshes must call it; others may.
 
     A tensor that lies so already is returned as it is, and where this rank's part stays as it is
-    the result shares its memory. `mesh` is the DeviceMesh of `dst` where that is not the tensor's
+    the result shares its memory. `mesh` is the DeviceMesh of `dst` if that is not the tensor's
     own; a rank outside of it gets a DTensor without elements. `strided` is how to read strided
-    shards, see `Layout.from_dtensor`. `out` lies as `dst` and takes the result.
+    shards, see `Layout.from_dtensor`. `out` lies as `dst` and takes the result. The tensor moves
+    and results in `forward_dtype`, its gradient moves in `backward_dtype` (by
+    default the tensor's dtype) and results in the tensor's dtype; both as in
+    `DTensor.redistribute`.
     Gradients flow back the opposite way, once, and of averages and sums only: every rank of both
     meshes must come to backward.
 
-    Raises LayoutError where no plan leads there or `mesh` is missing, and RedistributionError where
-    another rank does not take part.
+    Raises LayoutError if no plan leads there, `mesh` is missing, or the tensor's part has another
+    shape than its layout says, and RedistributionError if another rank does not take part.
     """
-    src = Layout.from_dtensor(tensor, strided=strided)
-    if src == dst and out is None:
-        return tensor
-    kind = _Kind(tuple(tensor.shape), tensor.dtype, tensor.device)
+    shape = tuple(tensor.shape)
+    src, dst = Layout.from_dtensor(tensor, strided=strided), dst.with_num_dims(len(shape))
+    dtype = forward_dtype or tensor.dtype
+    kind = _Kind(shape, dtype, tensor.device)
     if out is not None:
         check_out(spec_of(out), dst, kind.shape, kind.dtype)
-        _moved(tensor.to_local().detach(), kind, src, dst, means, out.to_local().detach())
+        with torch.no_grad():
+            _moved(tensor.to_local(), kind, src, dst, means, out.to_local())
         return out
     target = _mesh_of(tensor, dst, mesh)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        local = _Redistribute.apply(tensor.to_local(), kind, src, dst, means)
-        assert isinstance(local, torch.Tensor)
-    else:
-        local = _moved(tensor.to_local().detach(), kind, src, dst, means)
-    return dst.to_dtensor(local, target, kind.shape)
+    if src == dst and dtype == tensor.dtype and backward_dtype in (None, dtype):
+        return tensor
+    result = _Redistribute.apply(tensor, kind, src, dst, target, backward_dtype, means)
+    assert isinstance(result, DTensor)
+    return result
 
 
 class _Kind(NamedTuple):
@@ -73,6 +78,8 @@ def _moved(
     means: Means,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """This rank's part of `dst`, in the dtype of `kind`."""
+    local = local.to(kind.dtype)
     found = plan(
         src,
         dst,
@@ -96,26 +103,30 @@ def _mesh_of(tensor: DTensor, dst: Layout, mesh: DeviceMesh | None) -> DeviceMes
 
 
 class _Redistribute(torch.autograd.Function):
-    """On local parts, since a DTensor is made of them on either side."""
+    """From DTensor to DTensor, as torch's own: the gradient then says how it lies."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        local: torch.Tensor,
+        tensor: DTensor,
         kind: _Kind,
         src: Layout,
         dst: Layout,
+        mesh: DeviceMesh,
+        backward_dtype: torch.dtype | None,
         means: Means,
-    ) -> torch.Tensor:
+    ) -> DTensor:
         """See `redistribute`."""
+        local = tensor.to_local()
         ctx.kind, ctx.src, ctx.dst, ctx.means = kind, src, dst, means
-        return _moved(local.detach(), kind, src, dst, means)
+        ctx.mesh, ctx.dtype, ctx.backward_dtype = tensor.device_mesh, tensor.dtype, backward_dtype
+        return dst.to_dtensor(_moved(local, kind, src, dst, means), mesh, kind.shape)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+        ctx: Any, *grads: DTensor
+    ) -> tuple[DTensor | None, ...]:
         """The gradient of every contribution to a sum is the whole gradient, and the other way
         round each holder's gradient is one of the whole."""
         src, dst = ctx.src, ctx.dst
@@ -127,6 +138,10 @@ class _Redistribute(torch.autograd.Function):
                 )
         (grad,) = grads
         whole, wanted = (layout.with_copies(LINEAR) for layout in (dst, src))
-        moved = _moved(grad.contiguous(), ctx.kind, whole, wanted, ctx.means)
+        if grad.placements != whole.dtensor_placements:
+            whole = Layout.from_dtensor(grad, strided="order")
+        kind = ctx.kind._replace(dtype=ctx.backward_dtype or ctx.dtype)
+        moved = _moved(grad.to_local(), kind, whole, wanted, ctx.means)
         factor = average_factor(src, dst)
-        return moved if factor == 1 else moved * factor, None, None, None, None
+        result = (moved if factor == 1 else moved * factor).to(ctx.dtype)
+        return wanted.to_dtensor(result, ctx.mesh, ctx.kind.shape), *[None] * 6

@@ -2,14 +2,14 @@
 
 Each holder's part is worked out from the two layouts alone, without a list of pairs of holders: its
 pieces are what its part of one layout has in common with the parts of the other. Layer: above
-common_parts, homes, nodes and sharing.
+common_parts, reduction, nodes and sharing.
 
 Between nodes, what several holders of a node need may come to it once and be given on there, in one
 round more.
 
-Where holders contribute to a sum, each element has a home, a holder that contributes and is also a
-destination where there is one: all contributions go there (round "reduce"), and from there to the
-other destinations (round "spread"). Without contributions there is one round, "move".
+Contributions that are reduced together go to an owner, a holder that contributes and is also a
+destination if there is one (round "reduce"), and the result goes from there to the other
+destinations (round "spread"). Without reductions there is one round, "move".
 
 Invariant: what one holder's part sends to a peer is what the peer's part receives from it, in the
 same order; each holder receives no element twice and none that it has.
@@ -23,11 +23,10 @@ import numpy as np
 from torchtitan_lite.redistribute.common_parts import Common, CommonParts
 from torchtitan_lite.redistribute.cuts import Segments, sizes
 from torchtitan_lite.redistribute.holder_mesh import Holder
-from torchtitan_lite.redistribute.homes import giver, homes_of
-from torchtitan_lite.redistribute.kept import Kept
 from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.nodes import Nodes
 from torchtitan_lite.redistribute.pieces import Part, Piece, RoundKind, block_size, row_size
+from torchtitan_lite.redistribute.reduction import Group, Reductions, giver, kept_unit, owners
 from torchtitan_lite.redistribute.sharing import Unit, by_node, given, taken
 
 
@@ -39,19 +38,17 @@ class Exchange:
         src: Layout,
         dst: Layout,
         shape: tuple[int, ...],
-        kept: Kept,
         nodes: Nodes | None = None,
     ) -> None:
         """Without `nodes` all holders are equally near to each other."""
-        common_parts = CommonParts(src, dst, shape, kept)
+        common_parts = CommonParts(src, dst, shape)
         self.src, self.dst = common_parts.src, common_parts.dst
-        self.lengths, self.num_kept = common_parts.lengths, common_parts.num_kept
+        self.shape, self.nodes = shape, nodes
         self._common_parts = common_parts
-        self.kept, self.nodes = kept, nodes
+        self._reductions = Reductions(common_parts)
         self.rounds: tuple[RoundKind, ...] = ("move",)
-        if self.src.num_contributions > 1:
-            alone = self.dst.num_contributions * self.dst.num_replicas == 1
-            self.rounds = ("reduce",) if alone else ("reduce", "spread")
+        if self._reductions.largest_group > 1:
+            self.rounds = ("reduce",) if self.dst.num_replicas == 1 else ("reduce", "spread")
         if nodes is not None and nodes.relay and self.rounds != ("reduce",):
             self.rounds = (*self.rounds, "spread")
 
@@ -63,14 +60,13 @@ class Exchange:
         if place is None:
             return None
         parts = roles.per_dim(int(roles.part_of[place]))
-        per_dim = zip(self.lengths, roles.cuts, parts, strict=True)
-        shape = tuple(int(sizes(length, cuts)[part]) for length, cuts, part in per_dim)
-        return shape[self.num_kept :]
+        per_dim = zip(self.shape, roles.cuts, parts, strict=True)
+        return tuple(int(sizes(length, cuts)[part]) for length, cuts, part in per_dim)
 
     def largest(self, kind: RoundKind) -> int:
         """Elements of the largest part that a holder sends from in a round."""
         roles = self.dst if kind == "spread" else self.src
-        per_dim = zip(self.lengths, roles.cuts, strict=True)
+        per_dim = zip(self.shape, roles.cuts, strict=True)
         return prod(int(sizes(length, cuts).max()) for length, cuts in per_dim)
 
     def most_moved(self, kind: RoundKind) -> int:
@@ -78,78 +74,66 @@ class Exchange:
         holders."""
         taken = self.largest("spread")
         copies, sources = self.dst.num_replicas, self.src.num_replicas
-        if kind == "reduce":
-            return self.largest("reduce") + taken * self.src.num_contributions
         if kind == "spread":
             return taken * copies + taken
         turns = copies if self.nodes is not None else -(-copies // sources)
-        return self.largest("move") * turns + taken
+        if kind == "reduce" and self.dst.num_contributions == 1:
+            turns = 1
+        return self.largest("move") * turns + taken * self._reductions.largest_group
 
     def part(self, holder: Holder) -> tuple[Part, ...]:
         """What `holder` does in each round."""
         parts = tuple(Part([], [], [], []) for _ in self.rounds)
         src, dst = self.src.place(holder), self.dst.place(holder)
-        if self.rounds[0] == "move":
-            if dst is not None:
-                self._receive(holder, dst, parts)
-            if src is not None:
-                self._send(holder, src, parts)
-            return parts
-        if src is not None:
-            self._contribute(holder, src, parts[0])
         if dst is not None:
-            self._join(holder, dst, parts)
+            self._receive(holder, dst, parts)
+        if src is not None:
+            self._send(holder, src, parts)
         return parts
-
-    @property
-    def least_elements(self) -> int:
-        """A bound of `total_elements` that is had for nothing."""
-        joins = self.src.num_contributions + self.dst.num_replicas - 2
-        return prod(self.lengths) * joins if self.src.num_contributions > 1 else 0
 
     @cached_property
     def total_elements(self) -> int:
         """Elements that go from one holder to another, in all rounds."""
-        whole = prod(self.lengths)
+        if self.dst.num_contributions > 1:
+            return self._reductions.moved_elements
+        whole = prod(self.shape)
         across = self._common_parts.across
         places = np.flatnonzero(across >= 0)
         one, other = across[places], self.dst.part_of[places]
         common = self._common_parts.elements(one, other)
-        if self.rounds[0] == "move":
-            if self.dst.num_contributions == 1:
-                return whole * self.dst.num_replicas - int(common.sum())
-            # Of each piece, the holders of the copy that has most of it already need nothing.
-            copy = self.dst.contribution_of[places]
-            keys = np.stack([one, other, copy])
-            (one, other, copy), index, count = np.unique(
-                keys, axis=1, return_index=True, return_counts=True
-            )
-            piece = one * len(self.dst.places) + other
-            most = np.zeros(int(piece.max(initial=-1)) + 1, np.int64)
-            np.maximum.at(most, piece, count * common[index])
-            return whole * self.dst.num_replicas - int(most.sum())
-        # A home that contributes itself saves one.
+        if self.src.num_contributions == 1:
+            return whole * self.dst.num_replicas - int(common.sum())
+        # An owner that contributes itself saves one.
         _, index = np.unique(np.stack([one, other]), axis=1, return_index=True)
         rounds = self.src.num_contributions + self.dst.num_replicas - 1
         return whole * rounds - int(common[index].sum())
 
-    # One round: every source has the value.
-
     def _receive(self, holder: Holder, place: int, parts: tuple[Part, ...]) -> None:
         copy = int(self.dst.contribution_of[place])
         for common in self._common_parts.of_destination(place):
-            if self._carrier(common) != copy:
-                continue
-            block = common.block
-            if self._has(holder, common.one):
-                parts[0].copies.append(Piece(holder, block, 0, block_size(block)))
-                continue
-            self._deliver(self._move_unit(common, copy), holder, block, parts)
+            for group in self._reductions.groups(common.one, common.other):
+                if group.target != copy:
+                    continue
+                if group.is_reduced:
+                    self._reduce(holder, common, group, parts)
+                elif self._has(holder, common.one, group.members[0]):
+                    size = block_size(common.block)
+                    parts[0].copies.append(Piece(holder, common.block, 0, size))
+                else:
+                    unit = kept_unit(self._common_parts, common, group)
+                    self._deliver(unit, holder, common.block, parts)
 
     def _send(self, holder: Holder, place: int, parts: tuple[Part, ...]) -> None:
+        own = int(self.src.contribution_of[place])
         for common in self._common_parts.of_source(place):
-            unit = self._move_unit(common, self._carrier(common))
-            self._deliver(unit, holder, common.block, parts)
+            for group in self._reductions.groups(common.one, common.other):
+                if own not in group.members:
+                    continue
+                if group.is_reduced:
+                    self._contribute(holder, own, common, group, parts[0])
+                else:
+                    unit = kept_unit(self._common_parts, common, group)
+                    self._deliver(unit, holder, common.block, parts)
 
     def _deliver(
         self, unit: Unit, holder: Holder, block: tuple[Segments, ...], parts: tuple[Part, ...]
@@ -173,54 +157,41 @@ class Exchange:
                 elif taker == holder:
                     part.receives.append(Piece(source, block, start, stop))
 
-    def _move_unit(self, common: Common, copy: int) -> Unit:
-        one, other, block = common
-        sources, takers = self.src.holders(one), self.dst.holders(other, copy)
-        return Unit(sources, takers, 0, block_size(block), one + other)
-
-    def _has(self, holder: Holder, one: int) -> bool:
+    def _has(self, holder: Holder, one: int, contribution: int) -> bool:
         place = self.src.place(holder)
-        return place is not None and self.src.part_of[place] == one
+        if place is None:
+            return False
+        return self.src.part_of[place] == one and self.src.contribution_of[place] == contribution
 
-    def _carrier(self, common: Common) -> int:
-        """Which contribution of the destination carries a piece, where the others stay empty: the
-        one that has the most of it already."""
-        if self.dst.num_contributions == 1:
-            return 0
-        has = (self._common_parts.across[self.dst.places[common.other]] == common.one).sum(axis=1)
-        best = np.flatnonzero(has == has.max())
-        return int(best[(common.one + common.other) % len(best)])
+    def _contribute(
+        self, holder: Holder, own: int, common: Common, group: Group, part: Part
+    ) -> None:
+        for number, owner in enumerate(owners(self._common_parts, common, group)):
+            if owner.contribution == own:
+                continue
+            if giver(self.src, common.one, own, number) == holder:
+                part.sends.append(Piece(owner.holder, common.block, owner.start, owner.stop))
 
-    # Two rounds: the value comes about at a home.
-
-    def _contribute(self, holder: Holder, place: int, part: Part) -> None:
-        own = int(self.src.contribution_of[place])
-        for common in self._common_parts.of_source(place):
-            for number, home in enumerate(homes_of(self._common_parts, common)):
-                if home.contribution == own:
-                    continue
-                if giver(self.src, common.one, own, number) == holder:
-                    part.sends.append(Piece(home.holder, common.block, home.start, home.stop))
-
-    def _join(self, holder: Holder, place: int, parts: tuple[Part, ...]) -> None:
-        copy = int(self.dst.contribution_of[place])
-        reduce, spread = parts[0], parts[1:]
-        for common in self._common_parts.of_destination(place):
-            block = common.block
-            for number, home in enumerate(homes_of(self._common_parts, common)):
-                if home.holder != holder and self.nodes is None:
-                    if home.copy == copy:
-                        spread[0].receives.append(Piece(home.holder, block, home.start, home.stop))
-                    continue
-                if home.copy == copy and spread:
-                    takers = self.dst.holders(common.other, copy)
-                    unit = Unit([home.holder], takers, home.start, home.stop, number)
-                    self._deliver(unit, holder, block, spread)
-                if home.holder != holder:
-                    continue
-                begins = reduce.fills if home.contribution is None else reduce.copies
-                begins.append(Piece(holder, block, home.start, home.stop))
-                for contribution in range(self.src.num_contributions):
-                    if contribution != home.contribution:
-                        source = giver(self.src, common.one, contribution, number)
-                        reduce.receives.append(Piece(source, block, home.start, home.stop))
+    def _reduce(
+        self, holder: Holder, common: Common, group: Group, parts: tuple[Part, ...]
+    ) -> None:
+        """What a replica of the group's target does: reduce what it owns and spread it, and receive
+        the rest."""
+        reduce, spread, block = parts[0], parts[1:], common.block
+        takers = self.dst.holders(common.other, group.target)
+        for number, owner in enumerate(owners(self._common_parts, common, group)):
+            piece = Piece(owner.holder, block, owner.start, owner.stop)
+            if owner.holder != holder and self.nodes is None:
+                spread[0].receives.append(piece)
+                continue
+            if spread:
+                unit = Unit([owner.holder], takers, owner.start, owner.stop, number)
+                self._deliver(unit, holder, block, spread)
+            if owner.holder != holder:
+                continue
+            begins = reduce.fills if owner.contribution is None else reduce.copies
+            begins.append(piece)
+            for member in group.members:
+                if member != owner.contribution:
+                    source = giver(self.src, common.one, member, number)
+                    reduce.receives.append(piece._replace(peer=source))

@@ -4,9 +4,11 @@ CPU ranks of one machine exchange through shared memory, all others by collectiv
 Layer: above shared_path and collective_path.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torchtitan_lite.redistribute.shared_memory import SharedMemory, is_supporte
 from torchtitan_lite.redistribute.shared_path import BoundSharedPath, SharedPath
 from torchtitan_lite.redistribute.words import (
     WordArray,
+    is_viewed_as_words,
     nothing,
     word_array,
     word_tensor,
@@ -26,6 +29,9 @@ from torchtitan_lite.redistribute.words import (
 
 _SLOT_BYTES = 4 << 20
 """Of shared memory. Slots that stay in a processor's cache are read faster than larger ones."""
+
+_Addresses = tuple[tuple[int, tuple[int, ...]] | None, ...]
+"""Address and strides of each tensor."""
 
 
 class Execution:
@@ -54,7 +60,9 @@ class Execution:
             (index, fills) for index, task in enumerate(self._tasks) if (fills := _fills(task))
         ]
         self._scaled = [index for index, task in enumerate(tasks) if task.plan.factor != 1]
-        self._paths = [] if group is None else self._choose_paths(ranks, group, device, means)
+        self._paths: list[SharedPath | CollectivePath] = []
+        if group is not None:
+            self._choose_paths(ranks, group, device, means)
         self._bound: _Bound | None = None
         self._on_cpu = device.type == "cpu"
 
@@ -63,14 +71,24 @@ class Execution:
         self, sources: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor | None]
     ) -> None:
         """Fill `outs`, this rank's parts of the destinations, from `sources`, the parts of the
-        sources that it gives, task by task; both contiguous, None where it has none. Every rank
+        sources that it gives, task by task; `outs` contiguous, None where it has none. Every rank
         must call it."""
-        where = tuple(0 if tensor is None else tensor.data_ptr() for tensor in (*sources, *outs))
+        where = tuple(
+            None if tensor is None else (tensor.data_ptr(), tensor.stride())
+            for tensor in (*sources, *outs)
+        )
+        copied = [
+            tensor
+            if tensor is None or is_viewed_as_words(tensor, self._width)
+            else tensor.contiguous()
+            for tensor in sources
+        ]
         bound = self._bound
         if bound is None or bound.where != where:
-            bound = self._bind(where, sources, outs)
-            # Elsewhere than on a CPU it would keep the tensors alive.
-            self._bound = bound if self._on_cpu else None
+            bound = self._bind(where, copied, outs)
+            # Elsewhere than on a CPU it would keep the tensors alive; copies do not live on.
+            is_kept = self._on_cpu and all(map(operator.is_, copied, sources))
+            self._bound = bound if is_kept else None
         for index, fills in self._fills:
             out = outs[index]
             if out is not None:
@@ -86,7 +104,7 @@ class Execution:
 
     def _bind(
         self,
-        where: tuple[int, ...],
+        where: _Addresses,
         sources: Sequence[torch.Tensor | None],
         outs: Sequence[torch.Tensor | None],
     ) -> "_Bound":
@@ -101,7 +119,7 @@ class Execution:
 
     def _choose_paths(
         self, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, means: Means
-    ) -> list[SharedPath | CollectivePath]:
+    ) -> None:
         """The ways that the rounds take, one after the other."""
         memory = None
         if device.type == "cpu" and means.transport != "collective" and is_supported():
@@ -120,19 +138,27 @@ class Execution:
                 + ((memory and memory.problem) or "they are on a GPU or on several machines")
                 + ". Leave the transport open."
             )
-        paths: list[SharedPath | CollectivePath] = []
+        # The same on all ranks: all contributions to an element arrive on one path.
+        scales = memory is None or covers_all
+        if scales:
+            self._scaled = [
+                n for n in self._scaled if not self._tasks[n].plan.is_scaled_in_reduction
+            ]
         for number in range(max((len(task.plan.rounds) for task in self._tasks), default=0)):
             # A rank that shares memory with none, such as one that has too little, does all by
             # the group.
             if memory is not None and len(near) > 1:
                 most = means.bucket_bytes
-                paths.append(SharedPath(self._tasks, number, ranks, memory, most, near))
+                self._paths.append(
+                    SharedPath(self._tasks, number, ranks, memory, most, near, scales=scales)
+                )
             if not covers_all:
                 bucket = means.bucket_bytes // (1 if memory is None else 2)
-                paths.append(
-                    CollectivePath(self._tasks, number, ranks, group, bucket, device, near)
+                self._paths.append(
+                    CollectivePath(
+                        self._tasks, number, ranks, group, bucket, device, near, scales=scales
+                    )
                 )
-        return paths
 
     def _fill(self, index: int, out: torch.Tensor, fills: Sequence[Slices]) -> None:
         """Begin with what changes nothing when others are joined to it."""
@@ -147,7 +173,7 @@ class _Bound:
     """All copies for certain tensors. They are remembered by address, which costs less than to
     make the copies anew, and keep no tensor alive."""
 
-    where: tuple[int, ...]
+    where: _Addresses
     copies: list[tuple[WordArray, WordArray]]
     paths: list[BoundSharedPath | BoundCollectivePath]
 
@@ -160,8 +186,14 @@ def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory:
 
 
 def _fills(task: Task) -> list[Slices]:
-    """Where a result begins as nothing: everywhere if it is one contribution of several."""
-    if task.plan.exchange.dst.num_contributions > 1:
+    """Where a result begins as nothing: everywhere if it is one contribution of several that gets
+    nothing elsewhere, or is reduced."""
+    exchange = task.plan.exchange
+    if exchange.dst.num_contributions > 1:
+        pieces = [piece for part in task.parts for piece in (*part.copies, *part.receives)]
+        filled = sum(piece.stop - piece.start for piece in pieces)
+        if exchange.rounds[0] == "move" and filled == prod(task.plan.local_shape(task.me)):
+            return []
         return [(...,)]  # pyright: ignore[reportReturnType]
     return [
         slices(block.dst, block.shape)

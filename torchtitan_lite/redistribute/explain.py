@@ -107,29 +107,30 @@ def _rounds(plan: Plan) -> list[str]:
 
 def _in_words(plan: Plan, kind: RoundKind) -> str:
     exchange = plan.exchange
-    kept = f"; {_axes(plan)} stay apart, pair by pair" if exchange.num_kept else ""
+    count = exchange.src.num_contributions
     if kind == "reduce":
-        count = exchange.src.num_contributions
+        if exchange.dst.num_contributions == 1:
+            return (
+                f"the {count} contributions to an element are reduced ({plan.op}) by a holder that "
+                "needs it"
+            )
         return (
-            f"the {count} contributions to an element are joined ({plan.op}) at a holder that "
-            f"shall have it{kept}"
+            f"the {count} contributions to an element become at most "
+            f"{exchange.dst.num_contributions} ({plan.op}), each on a holder that needs it"
         )
     if kind == "spread":
-        return (
-            f"from there it goes to the {exchange.dst.num_replicas - 1} others that shall have it"
-        )
+        return f"from there it goes to the {exchange.dst.num_replicas - 1} others that need it"
     if plan.moved_bytes == 0:
         words = "every holder copies what it needs from what it has"
     else:
         words = "every holder gets what it lacks from one that has it"
     if exchange.dst.num_contributions > 1:
-        words += "; one contribution has the value, the others begin as nothing"
-    return words + kept
-
-
-def _axes(plan: Plan) -> str:
-    names = [plan.src.mesh.axes[axis] for axis in plan.exchange.src.layout.partial_axes]
-    return f"contributions over {' and '.join(names)}"
+        words += (
+            "; one contribution has the value, the others are empty"
+            if count == 1
+            else f"; the {count} contributions to an element stay apart"
+        )
+    return words
 
 
 def _bytes_moved(plan: Plan) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.axis_groups import group_of_ranks
-from torchtitan_lite.errors import RedistributionError
+from torchtitan_lite.errors import LayoutError, RedistributionError
 from torchtitan_lite.redistribute.execution import Execution
 from torchtitan_lite.redistribute.holder_mesh import HolderMesh
 from torchtitan_lite.redistribute.layout import Layout
@@ -35,12 +35,16 @@ def move(
     stays as it is may be the source itself. A rank that holds nothing gets empty tensors.
 
     Every rank of the plans must call it; others return at once.
-    Raises RedistributionError for an `out` that does not fit.
+    Raises LayoutError for a source whose part has another shape than its layout says, and
+    RedistributionError for an `out` that does not fit.
     """
     rank = dist.get_rank()
     plans = tuple(plans)
     work = _work(plans, rank)
     results: list[torch.Tensor] = []
+    for plan, source, shape in zip(plans, sources, work.source_shapes, strict=True):
+        if source is not None and shape is not None:
+            check_source(plan, source, shape)
     for plan, stays, shape, source, out in zip(
         plans, work.stays, work.shapes, sources, outs, strict=True
     ):
@@ -62,9 +66,20 @@ def move(
     for chosen, indices, ranks in work.exchanges:
         _execution(chosen, ranks, device, means, dist.group.WORLD).run(
             [_part(sources[n], plans[n].src, rank) for n in indices],
-            [_part(results[n], plans[n].dst, rank) for n in indices],
+            [None if plans[n].dst.mesh.place(rank) is None else results[n] for n in indices],
         )
     return results
+
+
+def check_source(plan: Plan, part: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise LayoutError if this rank's part of the source has another shape than the layout
+    says."""
+    if part.shape != shape:
+        raise LayoutError(
+            f"Rank {dist.get_rank()} has a part of shape {tuple(part.shape)}, and {plan.src} of a "
+            f"tensor of shape {plan.shape} gives it {shape}. Make the DTensor with the shape of "
+            "the whole tensor, or say how its strided shards are read."
+        )
 
 
 class _Work(NamedTuple):
@@ -73,6 +88,8 @@ class _Work(NamedTuple):
     stays: list[bool]
     shapes: list[tuple[int, ...]]
     """Of its parts of the destinations."""
+    source_shapes: list[tuple[int, ...] | None]
+    """None where it has no part of the source."""
     exchanges: list[tuple[tuple[Plan, ...], list[int], tuple[int, ...]]]
     """In which it takes part: the plans, their places among all, and the ranks."""
 
@@ -86,13 +103,18 @@ def _work(plans: tuple[Plan, ...], rank: int) -> _Work:
     for indices, ranks in ((near, (rank,)), (far, _ranks([plans[n] for n in far]))):
         if indices and rank in ranks:
             exchanges.append((tuple(plans[n] for n in indices), indices, ranks))
-    return _Work(stays, [plan.local_shape(rank) for plan in plans], exchanges)
+    source_shapes = [
+        None if plan.src.mesh.place(rank) is None else plan.src.local_shape(plan.shape, rank)
+        for plan in plans
+    ]
+    return _Work(stays, [plan.local_shape(rank) for plan in plans], source_shapes, exchanges)
 
 
 def _part(tensor: torch.Tensor | None, layout: Layout, rank: int) -> torch.Tensor | None:
+    """A part as memory whose bytes are its elements; its strides may be any."""
     if tensor is None or layout.mesh.place(rank) is None:
         return None
-    return tensor.contiguous()
+    return tensor.resolve_conj().resolve_neg()
 
 
 @lru_cache(maxsize=8192)
@@ -103,10 +125,10 @@ def check_out(
     `layout`, or has another shape or dtype."""
     meta = given.tensor_meta
     assert meta is not None
-    lies_so = given.placements == layout.dtensor_placements
-    if not lies_so and decode_strided(layout.mesh, given.placements) is not None:
-        lies_so = Layout.from_spec(given, strided="order") == layout
-    lies_so = lies_so and HolderMesh.of(given.mesh) == layout.mesh
+    readings = [Layout.from_spec(given, strided="stride")]
+    if decode_strided(readings[0].mesh, readings[0].placements) is not None:
+        readings.append(Layout.from_spec(given, strided="order"))
+    lies_so = layout in readings
     if not lies_so or tuple(meta.shape) != shape or meta.dtype != dtype:
         raise RedistributionError(
             f"out is {given.placements} on {HolderMesh.of(given.mesh)}, of shape "

@@ -2,7 +2,8 @@
 
 Layer: above holder_mesh, placements, strided and cuts.
 
-Invariant: a layout that exists is valid, and equal layouts are written in one way.
+Invariant: a layout that exists is valid, and equal layouts whose dims are counted
+from the front are written in one way.
 """
 
 import itertools
@@ -22,8 +23,10 @@ from torchtitan_lite.redistribute.holder_mesh import Holder, HolderMesh
 from torchtitan_lite.redistribute.placements import (
     check_order,
     check_placements,
+    from_front,
     is_shard,
     joined_by,
+    normalized,
     placement_text,
 )
 from torchtitan_lite.redistribute.strided import (
@@ -51,6 +54,9 @@ class Layout:
     among `placements` means what DTensor's documentation says, a stride; FSDP2 over TP means an
     order by it, see `from_dtensor`.
 
+    Dims may be counted from the end; `plan` and `redistribute` count them from the front, as
+    `with_num_dims` does.
+
     Raises LayoutError for placements that do not fit the mesh or each other.
     """
 
@@ -65,12 +71,10 @@ class Layout:
         shard_order: Mapping[int, Sequence[int]] | ShardOrder = (),
     ) -> None:
         order = dict(shard_order)
-        written = tuple(
-            Shard(p.dim) if is_strided_shard(p) and split_factor(p) == 1 else p for p in placements
-        )
+        check_placements(mesh, tuple(placements))
+        written = tuple(map(normalized, placements, mesh.shape))
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "placements", written)
-        check_placements(mesh, written)
         check_order(written, order)
         kept = tuple(
             (dim, tuple(order[dim]))
@@ -151,9 +155,23 @@ class Layout:
         """The same with other holders, each in the place of the one at its index."""
         return _held_by(self, tuple(holders))
 
+    def with_num_dims(self, num_dims: int) -> "Layout":
+        """The layout with all dims counted from the front of a tensor of `num_dims` dims. Raises
+        LayoutError for a dim that it does not have."""
+        placements = tuple(from_front(p, num_dims) for p in self.placements)
+        if placements == self.placements:
+            return self
+        order = {dim % num_dims: axes for dim, axes in self.shard_order}
+        return Layout(self.mesh, placements, order)
+
     def check(self, shape: Sequence[int]) -> None:
-        """Raise LayoutError where a tensor of `shape` has too few dims to be cut so."""
+        """Raise LayoutError where a tensor of `shape` has too few dims to be cut so, or a dim is
+        counted from the end."""
         for axis, placement in enumerate(self.placements):
+            if is_shard(placement) and placement.dim < 0:
+                raise LayoutError(
+                    f"{self} counts dim {placement.dim} from the end. Use with_num_dims first."
+                )
             if is_shard(placement) and placement.dim >= len(shape):
                 raise LayoutError(
                     f"{self} cuts dim {placement.dim} over {self.mesh.axes[axis]}, and a tensor of "
@@ -265,17 +283,12 @@ class Layout:
     def to_dtensor(
         self, local: torch.Tensor, device_mesh: DeviceMesh, shape: Sequence[int]
     ) -> DTensor:
-        """This rank's part as a DTensor of global `shape`; another order of cuts is written as
-        strided shards, as FSDP2 does. Raises LayoutError for a mesh of other ranks."""
+        """This rank's part as a DTensor of global `shape`, outside of autograd; another order of
+        cuts is written as strided shards, as FSDP2 does. Raises LayoutError for a mesh of other
+        ranks."""
         if HolderMesh.of(device_mesh) != self.mesh:
             raise LayoutError(f"{self} cannot be made a DTensor on {HolderMesh.of(device_mesh)}.")
-        size = torch.Size(shape)
-        if not local.requires_grad:
-            return as_dtensor(local, device_mesh, self.dtensor_placements, size)
-        stride = torch.empty(size, device="meta").stride()
-        return DTensor.from_local(
-            local, device_mesh, self.dtensor_placements, run_check=False, shape=size, stride=stride
-        )
+        return as_dtensor(local, device_mesh, self.dtensor_placements, torch.Size(shape))
 
     @cached_property
     def dtensor_placements(self) -> tuple[Placement, ...]:
@@ -291,10 +304,10 @@ def _read(
     shape: tuple[int, ...],
     strided: StridedReading | None,
 ) -> Layout:
-    if not any(is_strided_shard(placement) for placement in placements):
-        return Layout(mesh, placements, order)
-    as_stride = Layout(mesh, placements)
-    found = decode_strided(mesh, placements)
+    as_stride = Layout(mesh, placements).with_num_dims(len(shape))
+    if not any(is_strided_shard(placement) for placement in as_stride.placements):
+        return Layout(mesh, as_stride.placements, order)
+    found = decode_strided(mesh, as_stride.placements)
     decoded = None if found is None else Layout(mesh, *found)
     if strided == "stride" or (decoded is None and strided is None):
         return as_stride

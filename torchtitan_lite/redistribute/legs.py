@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.redistribute.collective import Collective
-from torchtitan_lite.redistribute.joint import group_of, move
+from torchtitan_lite.redistribute.joint import check_source, group_of, move
 from torchtitan_lite.redistribute.means import Means
 from torchtitan_lite.redistribute.plan import Plan
 
@@ -29,6 +29,7 @@ def follow(
         return move([plan], [local], [out], device, means)[0]
     if plan.src.mesh.place(dist.get_rank()) is None:
         return local.new_empty((0,), dtype=plan.dtype) if out is None else out
+    check_source(plan, local, plan.src.local_shape(plan.shape, dist.get_rank()))
     for leg in plan.legs:
         if isinstance(leg, Plan):
             (local,) = move([leg], [local], [None], device, means)

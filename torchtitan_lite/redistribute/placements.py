@@ -10,12 +10,13 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.holder_mesh import HolderMesh
-from torchtitan_lite.torch_compat import is_strided_shard, split_factor
+from torchtitan_lite.torch_compat import is_strided_shard, split_factor, strided_shard
 
 LINEAR = ("sum", "avg")
 """Joins whose contributions each have a gradient."""
 
 _OPS = (*LINEAR, "product", "min", "max")
+_SAME_OP = {"prod": "product"}
 
 
 def is_shard(placement: Placement) -> TypeGuard[Shard]:
@@ -25,7 +26,33 @@ def is_shard(placement: Placement) -> TypeGuard[Shard]:
 
 def joined_by(placement: Partial) -> str:
     """What contributions are joined by, "sum" also for averages."""
-    return "sum" if placement.reduce_op in LINEAR else placement.reduce_op
+    op = str(placement.reduce_op)
+    return "sum" if op in LINEAR else _SAME_OP.get(op, op)
+
+
+def normalized(placement: Placement, axis_size: int) -> Placement:
+    """The one way in which a placement on an axis of this size is written: a strided shard whose
+    stride changes nothing is a plain one, and "prod" is "product"."""
+    if is_strided_shard(placement) and (split_factor(placement) == 1 or axis_size == 1):
+        return Shard(placement.dim)
+    if type(placement) is Partial and placement.reduce_op in _SAME_OP:
+        return Partial(_SAME_OP[placement.reduce_op])
+    return placement
+
+
+def from_front(placement: Placement, num_dims: int) -> Placement:
+    """The placement with its dim counted from the front of a tensor of `num_dims` dims."""
+    if not is_shard(placement) or placement.dim >= 0:
+        return placement
+    if placement.dim < -num_dims:
+        raise LayoutError(
+            f"{placement} is not a dim of a tensor of {num_dims} dims. Use {-num_dims} to "
+            f"{num_dims - 1}."
+        )
+    dim = placement.dim + num_dims
+    if is_strided_shard(placement):
+        return strided_shard(dim, split_factor(placement))
+    return Shard(dim)
 
 
 def placement_text(placement: Placement) -> str:
@@ -47,15 +74,13 @@ def check_placements(mesh: HolderMesh, placements: tuple[Placement, ...]) -> Non
     ops = []
     for placement in placements:
         if type(placement) is Partial:
-            if placement.reduce_op not in _OPS:
+            if joined_by(placement) not in _OPS:
                 raise LayoutError(
                     f"{placement} is joined by {placement.reduce_op!r}; one of {', '.join(_OPS)} "
                     "is needed."
                 )
             ops.append(joined_by(placement))
         elif is_shard(placement):
-            if placement.dim < 0:
-                raise LayoutError(f"{placement} counts its dim from the end. Count from the front.")
             if is_strided_shard(placement) and split_factor(placement) < 1:
                 raise LayoutError(f"{placement} needs a split factor of at least 1.")
         elif not isinstance(placement, Replicate):

@@ -17,9 +17,7 @@ from torchtitan_lite.redistribute.collective import Collective
 from torchtitan_lite.redistribute.cost import CPU, Costs, exchange_seconds
 from torchtitan_lite.redistribute.exchange import Exchange
 from torchtitan_lite.redistribute.holder_mesh import Holder
-from torchtitan_lite.redistribute.kept import Kept, choices
 from torchtitan_lite.redistribute.layout import Layout
-from torchtitan_lite.redistribute.nodes import Nodes
 from torchtitan_lite.redistribute.pieces import Part, RoundKind
 from torchtitan_lite.redistribute.search import shortest
 
@@ -58,6 +56,13 @@ class Plan:
         """What contributions are joined by."""
         return self.src.reduce_op or self.dst.reduce_op or "sum"
 
+    @property
+    def is_scaled_in_reduction(self) -> bool:
+        """Whether every element passes through a reduction, which can multiply it by `factor`
+        before it is rounded."""
+        exchange = self.exchange
+        return exchange.rounds[0] == "reduce" and exchange.dst.num_contributions == 1
+
     @cached_property
     def is_nothing(self) -> bool:
         """Whether every holder already has what it shall have, and nothing else."""
@@ -74,14 +79,16 @@ class Plan:
         return self._stays[holder]
 
     def _is_same_part(self, holder: Holder) -> bool:
-        if self.moved_bytes or self.factor != 1 or self.exchange.dst.num_contributions > 1:
+        if self.moved_bytes or self.factor != 1:
             return False
         shape = self.local_shape(holder)
         if self.src.local_shape(self.shape, holder) != shape:
             return False
         copies = [piece for part in self.part(holder) for piece in part.copies]
         whole = tuple(((0, 0, length),) for length in shape)
-        return all(piece.segments == whole for piece in copies)
+        # A contribution may also be empty: then nothing is copied to it.
+        is_filled = sum(piece.stop - piece.start for piece in copies) == prod(shape)
+        return is_filled and all(piece.segments == whole for piece in copies)
 
     def local_shape(self, holder: Holder) -> tuple[int, ...]:
         """Of a holder's part of the destination."""
@@ -150,17 +157,17 @@ def plan(
     Raises LayoutError where a layout does not fit the shape, or where contributions would have to
     be joined in two ways.
     """
+    src, dst = src.with_num_dims(len(shape)), dst.with_num_dims(len(shape))
     src.check(shape)
     dst.check(shape)
     _check_ops(src, dst, shape, dtype)
     # These are the value where all contributions are equal to it.
     equal = dst.with_copies(("avg", "min", "max"))
     if equal != dst and src.reduce_op is None:
-        copies = Exchange(src, equal, shape, Kept())
+        copies = Exchange(src, equal, shape)
         if copies.total_elements == 0:
             return Plan(src, dst, shape, dtype, copies, 1.0, costs)
-    fewest = _fewest_elements(src, dst, shape)
-    best = _on_nodes(fewest, costs, objective, dtype.itemsize)
+    best = _on_nodes(Exchange(src, dst, shape), costs, objective, dtype.itemsize)
     direct = Plan(src, dst, shape, dtype, best, average_factor(src, dst), costs)
     if one_exchange or objective == "bytes" or not _others_may_win(direct):
         return direct
@@ -183,19 +190,6 @@ def plan(
     return replace(direct, legs=tuple(legs))
 
 
-def _fewest_elements(src: Layout, dst: Layout, shape: tuple[int, ...]) -> Exchange:
-    """The exchange that moves least, of all ways to keep contributions apart."""
-    first, *others = choices(src, dst)
-    best = Exchange(src, dst, shape, first)
-    for kept in others:
-        if best.total_elements == 0:
-            break
-        other = Exchange(src, dst, shape, kept)
-        if other.least_elements < best.total_elements > other.total_elements:
-            best = other
-    return best
-
-
 def _on_nodes(exchange: Exchange, costs: Costs, objective: Objective, itemsize: int) -> Exchange:
     """The exchange for the nodes on which the holders lie: with relays where that is cheaper."""
     nodes = costs.nodes()
@@ -203,11 +197,8 @@ def _on_nodes(exchange: Exchange, costs: Costs, objective: Objective, itemsize: 
     if nodes is None or len({nodes.of(h) for h in (*src.mesh.holders, *dst.mesh.holders)}) == 1:
         return exchange
 
-    def with_nodes(nodes: Nodes | None) -> Exchange:
-        shape = exchange.lengths[exchange.num_kept :]
-        return Exchange(src, dst, shape, exchange.kept, nodes)
-
-    plain, relayed = with_nodes(nodes), with_nodes(costs.nodes(relay=True))
+    plain = Exchange(src, dst, exchange.shape, nodes)
+    relayed = Exchange(src, dst, exchange.shape, costs.nodes(relay=True))
     if objective == "bytes":
         return relayed
     return min(plain, relayed, key=lambda e: exchange_seconds(e, costs, itemsize))

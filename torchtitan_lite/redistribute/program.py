@@ -1,14 +1,14 @@
 """One holder's part of many exchanges as copies between its tensors and buffers.
 
 Everything is counted in words, integers of the smallest width that fits all tensors, so that
-tensors of any dtype share a buffer and move bit by bit. Layer: above plan.
+tensors of any dtype share a buffer and move bit by bit. Layer: above plan and words.
 
 A round is cut into buckets that hold at most so many words: bucket b has the same share of a tensor
 on every rank, so that ranks need not tell each other what a bucket holds.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -18,6 +18,7 @@ from torchtitan_lite.redistribute.cuts import Segments
 from torchtitan_lite.redistribute.holder_mesh import Holder
 from torchtitan_lite.redistribute.pieces import Part, Piece, RoundKind
 from torchtitan_lite.redistribute.plan import Plan
+from torchtitan_lite.redistribute.words import Reduction
 
 Span = tuple[tuple[int, int], ...]
 """Per dim, [from, to)."""
@@ -114,6 +115,23 @@ class Task:
         if self.kind(number) == "spread":
             segments = tuple(tuple((d, d, n) for _, d, n in dim) for dim in segments)
         return blocks(*in_words(segments, first, last, self.ratio))
+
+
+def reduction_of(task: Task, scales: bool) -> Reduction:
+    """How a task's contributions are reduced. `scales`: all contributions to an element meet at
+    once, so that the factor of averages is applied before the result is rounded."""
+    plan = task.plan
+    factor = plan.factor if scales and plan.is_scaled_in_reduction else 1.0
+    return Reduction(plan.dtype, plan.op, factor)
+
+
+def by_place(places: Iterable[tuple[int, Slices]]) -> list[list[int]]:
+    """The numbers of those of `places`, (tensor, place in it), that are the same, place by place:
+    what arrives there is reduced together."""
+    found: dict[str, list[int]] = {}
+    for number, place in enumerate(places):
+        found.setdefault(repr(place), []).append(number)
+    return list(found.values())
 
 
 class Range(NamedTuple):

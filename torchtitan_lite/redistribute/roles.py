@@ -4,7 +4,6 @@ Layer: above layout.
 """
 
 import math
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -17,19 +16,14 @@ from torchtitan_lite.redistribute.layout import Layout
 class Roles:
     """A layout as an array of parts x contributions x replicas. Made by `roles_of`.
 
-    Each axis of the mesh is in one of the three: it cuts a dim, or its holders contribute to a
-    sum, or they hold the same. A contribution axis that is `kept` counts as the cut of a dim of
-    its own, in front of the tensor's, of which each holder has one element: then the contributions
-    stay apart.
+    Each axis of the mesh is in one of the three: it shards a dim, or its holders contribute to a
+    sum, or they hold the same.
     """
 
-    def __init__(self, layout: Layout, kept: tuple[int, ...], ndim: int) -> None:
+    def __init__(self, layout: Layout, ndim: int) -> None:
         self.layout = layout
         mesh = layout.mesh
-        kept_cuts = [(Cut(axis, mesh.shape[axis]),) for axis in kept]
-        self.cuts: list[tuple[Cut, ...]] = kept_cuts + [
-            layout.cuts.get(dim, ()) for dim in range(ndim)
-        ]
+        self.cuts: list[tuple[Cut, ...]] = [layout.cuts.get(dim, ()) for dim in range(ndim)]
         self.counts = tuple(math.prod(cut.size for cut in cuts) for cuts in self.cuts)
         """Parts of each dim."""
         strides = [1]
@@ -38,11 +32,11 @@ class Roles:
         self.strides = tuple(reversed(strides)) if self.counts else ()
         """How far apart a dim's parts are in the number of a whole part."""
         cutting = [cut.axis for cuts in self.cuts for cut in sorted(cuts)]
-        self.joined = [a for a in layout.partial_axes if a not in kept]
-        same = [a for a in range(len(mesh.shape)) if a not in (*cutting, *self.joined)]
-        self.num_contributions = math.prod(mesh.shape[axis] for axis in self.joined)
+        partial = layout.partial_axes
+        same = [a for a in range(len(mesh.shape)) if a not in (*cutting, *partial)]
+        self.num_contributions = math.prod(mesh.shape[axis] for axis in partial)
         self.num_replicas = math.prod(mesh.shape[axis] for axis in same)
-        self._order = (*cutting, *self.joined, *same)
+        self._order = (*cutting, *partial, *same)
 
     @cached_property
     def places(self) -> np.ndarray:
@@ -84,9 +78,9 @@ class Roles:
 
 
 @lru_cache(maxsize=4096)
-def roles_of(layout: Layout, kept: tuple[int, ...], ndim: int) -> Roles:
-    """The roles of a layout's holders for a tensor of `ndim` dims; see `Roles` for `kept`."""
-    return Roles(layout, kept, ndim)
+def roles_of(layout: Layout, ndim: int) -> Roles:
+    """The roles of a layout's holders for a tensor of `ndim` dims."""
+    return Roles(layout, ndim)
 
 
 @lru_cache(maxsize=256)
@@ -97,8 +91,3 @@ def places_across(mine: HolderMesh, other: HolderMesh) -> np.ndarray:
         return np.arange(len(mine.holders))
     places = (other.place(holder) for holder in mine.holders)
     return np.array([-1 if place is None else place for place in places])
-
-
-def kept_shape(layout: Layout, kept: Sequence[int]) -> tuple[int, ...]:
-    """The lengths of the dims that stand for the kept axes."""
-    return tuple(layout.mesh.shape[axis] for axis in kept)

@@ -15,9 +15,19 @@ import torch
 from torchtitan_lite.errors import RedistributionError
 from torchtitan_lite.redistribute.holder_mesh import Holder
 from torchtitan_lite.redistribute.pieces import Piece
-from torchtitan_lite.redistribute.program import Range, Slices, Task, buckets, meet, slices, spans
+from torchtitan_lite.redistribute.program import (
+    Range,
+    Slices,
+    Task,
+    buckets,
+    by_place,
+    meet,
+    reduction_of,
+    slices,
+    spans,
+)
 from torchtitan_lite.redistribute.shared_memory import SharedMemory
-from torchtitan_lite.redistribute.words import WordArray, join_, numpy_word
+from torchtitan_lite.redistribute.words import Reduction, WordArray, numpy_word
 
 _LINE_BYTES = 64
 """Tensors begin at cache lines of a slot."""
@@ -42,6 +52,8 @@ class _Bucket(NamedTuple):
     reads: list[_Copy]
     joins: list[_Copy]
     """What is read and joined to what is there."""
+    joined: list[list[int]]
+    """The numbers of the `joins` that have one place, place by place."""
     senders: list[int]
     takers: list[int]
 
@@ -57,12 +69,15 @@ class SharedPath:
         memory: SharedMemory,
         bucket_bytes: int,
         near: frozenset[int],
+        *,
+        scales: bool,
     ) -> None:
         """`ranks` are the global ranks of the memory's group, in its order; nothing is moved to or
-        from those whose number in it is not in `near`."""
+        from those whose number in it is not in `near`. `scales`: as `reduction_of`."""
         self._near = near
         self._tasks, self._number, self._memory = tasks, number, memory
         self._kinds = [task.kind(number) for task in tasks]
+        self._reductions = [reduction_of(task, scales) for task in tasks]
         self._width = tasks[0].width
         numbers: dict[Holder, int] = {rank: n for n, rank in enumerate(ranks)}
         weights = [task.largest_words(number) for task in tasks]
@@ -90,9 +105,11 @@ class SharedPath:
             [into[c.tensor][c.place] for c in bucket.reads + bucket.joins]
             for bucket in self._buckets
         ]
-        plans = [[self._tasks[c.tensor].plan for c in bucket.joins] for bucket in self._buckets]
-        joins = [[(plan.dtype, plan.op) for plan in some] for some in plans]
-        return BoundSharedPath(self._memory, self._buckets, self._slots, writes, reads, joins)
+        reductions = [
+            [self._reductions[bucket.joins[numbers[0]].tensor] for numbers in bucket.joined]
+            for bucket in self._buckets
+        ]
+        return BoundSharedPath(self._memory, self._buckets, self._slots, writes, reads, reductions)
 
     def _bucket(self, ranges: Sequence[Range], numbers: dict[Holder, int]) -> _Bucket:
         """What this rank writes and reads of a bucket."""
@@ -116,7 +133,8 @@ class SharedPath:
                 if peer in self._near:
                     received += self._copies(bounds, piece, peer, piece.peer, writes=False)
         senders = sorted({copy.rank for copy in reads + joins})
-        return _Bucket(list(writes.values()), reads, joins, senders, sorted(takers))
+        joined = by_place((copy.tensor, copy.place) for copy in joins)
+        return _Bucket(list(writes.values()), reads, joins, joined, senders, sorted(takers))
 
     def _copies(
         self, bounds: Range, piece: Piece, rank: int, sender: Holder, *, writes: bool
@@ -166,12 +184,12 @@ class BoundSharedPath:
         slots: Sequence[Sequence[tuple[list[np.ndarray], list[np.ndarray]]]],
         writes: Sequence[Sequence[np.ndarray]],
         reads: Sequence[Sequence[np.ndarray]],
-        joins: Sequence[Sequence[tuple[torch.dtype, str]]],
+        reductions: Sequence[Sequence[Reduction]],
     ) -> None:
         """By bucket: what it says, where it lies in either slot, what is written from and read
-        into, and how the last of what is read is joined to what is there."""
+        into, and how what has one place is reduced."""
         self._memory, self._buckets, self._slots = memory, buckets, slots
-        self._writes, self._reads, self._joins = writes, reads, joins
+        self._writes, self._reads, self._reductions = writes, reads, reductions
 
     def run(self) -> None:
         """Move. All ranks of the group must come to it."""
@@ -202,10 +220,11 @@ class BoundSharedPath:
     def _read(self, number: int, bucket: int) -> None:
         self._memory.wait_written(self._buckets[number].senders, bucket)
         views, arrays = self._slots[number][bucket % 2][1], self._reads[number]
-        joins = self._joins[number]
-        plain = len(views) - len(joins)
+        joined = self._buckets[number].joined
+        plain = len(views) - len(self._buckets[number].joins)
         for array, view in zip(arrays[:plain], views[:plain], strict=True):
             array[...] = view
-        for array, view, (dtype, op) in zip(arrays[plain:], views[plain:], joins, strict=True):
-            join_(torch.from_numpy(array), torch.from_numpy(view), dtype, op)
+        for numbers, reduction in zip(joined, self._reductions[number], strict=True):
+            into = torch.from_numpy(arrays[plain + numbers[0]])
+            reduction.apply_(into, [torch.from_numpy(views[plain + n]) for n in numbers])
         self._memory.read(bucket)

@@ -33,7 +33,7 @@ FOUR, SQUARE = HolderMesh.ranks(4), HolderMesh.ranks(2, 2)
         (lambda: HolderMesh((2,), (0, 1), ("a", "b")), ["needs 1 different", "('a', 'b')"]),
         (lambda: HolderMesh((1, 2), (0, 1), ("a", "a")), ["needs 2 different", "('a', 'a')"]),
         (lambda: Layout(SQUARE, [S0]), ["1 placements", "the 2 axes", "Give one an axis"]),
-        (lambda: Layout(FOUR, [Shard(-1)]), ["from the end", "from the front"]),
+        (lambda: Layout(FOUR, [Shard(-1)]).check((4,)), ["dim -1 from the end", "with_num_dims"]),
         (lambda: Layout(FOUR, [Partial("bitor")]), ["'bitor'", "sum, avg, product, min, max"]),
         (lambda: Layout(SQUARE, [P, Partial("max")]), ["by sum and by max", "Reduce the one"]),
         (lambda: Layout(SQUARE, [S0, S0], {0: (0,)}), ["(0,)", "dim 0", "(0, 1)", "once each"]),
@@ -84,7 +84,7 @@ def test_text_says_it_all() -> None:
     mesh = HolderMesh((2, 2, 2, 1), tuple("abcdefgh"), ("w", "x", "y", "z"))
     layout = Layout(mesh, [S0, P, S0, strided_shard(1, 4)], {0: (2, 0)})
     assert str(layout) == (
-        "[S0#1, P(sum), S0#0, S1/4] on (w 2 x x 2 x y 2 x z 1 of a, b, c, d, e, f, g, h)"
+        "[S0#1, P(sum), S0#0, S1] on (w 2 x x 2 x y 2 x z 1 of a, b, c, d, e, f, g, h)"
     )
 
 

@@ -1,14 +1,18 @@
 """Random plans, carried out element by element: exact in what arrives and in what moves."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.redistribution.bound import fewest_elements
 from tests.redistribution.layouts import OPS, layouts, meshes, shapes
 from tests.redistribution.replay import replay
-from torchtitan_lite.redistribute import HolderMesh, Layout, plan
+from torchtitan_lite.redistribute import HolderMesh, Layout, Plan, plan
+from torchtitan_lite.redistribute.cost import default_costs
+from torchtitan_lite.torch_compat import strided_shard
 
 # Without a database the examples are new each time; derandomized they are the same on each run.
 PLANS = settings(
@@ -77,3 +81,36 @@ def check_exact(src: Layout, dst: Layout, shape: tuple[int, ...], seed: int) -> 
     moved = replay(made, np.random.default_rng(seed))
     assert made.moved_bytes == moved * 8
     assert moved == fewest_elements(src, dst, shape)
+
+
+@PLANS
+@given(st.data())
+def test_a_way_of_collectives_leads_to_the_goal(data: st.DataObject) -> None:
+    mesh = data.draw(meshes(range(8)))
+    shape = data.draw(shapes())
+    src, dst = (data.draw(layouts(mesh, len(shape), "sum", averages=True)) for _ in range(2))
+    made = plan(src, dst, shape, torch.float32, costs=default_costs("cuda"))
+    here = made.src
+    for leg in made.legs:
+        assert leg.src == here
+        here = leg.dst
+        if isinstance(leg, Plan):
+            replay(leg, np.random.default_rng(0))
+    assert here == (made.dst if made.legs else made.src)
+
+
+@pytest.mark.parametrize("shape", [(4,), (5, 3), (1 << 20,)])
+def test_a_strided_shard_over_one_holder_is_a_plain_one(shape: tuple[int, ...]) -> None:
+    mesh = HolderMesh((1, 2), (0, 1))
+    src = Layout(mesh, [strided_shard(0, 3), Partial()])
+    assert src == Layout(mesh, [Shard(0), Partial()])
+    dst = Layout(mesh, [Replicate(), Shard(0)])
+    made = plan(src, dst, shape, torch.float32, costs=default_costs("cuda"))
+    assert made.dst == dst
+    assert made.moved_bytes >= plan(src, dst, shape, torch.float32).moved_bytes
+
+
+def test_contributions_join_the_group_that_is_reduced_anyway() -> None:
+    src = Layout(HolderMesh((4, 2), tuple(range(8))), [Partial(), Replicate()])
+    dst = Layout(HolderMesh((2, 2), (0, 1, 6, 7)), [Partial(), Replicate()])
+    check_exact(src, dst, (8,), 0)
