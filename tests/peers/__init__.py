@@ -1,0 +1,1 @@
+"""Test suites and models of other projects, run against this one."""

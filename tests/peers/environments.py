@@ -1,0 +1,60 @@
+"""An environment of its own for each peer, because their requirements differ from ours.
+
+They are made once, in `.venv-peers`, and used again.
+"""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+_ENVIRONMENTS = REPOSITORY / ".venv-peers"
+_SCRIPTS = Path(__file__).parent / "scripts"
+TORCH = "torch==2.13.0"
+
+
+def run_script(environment: str, requirements: tuple[str, ...], script: str, *words: object) -> Any:
+    """What a script of `scripts` writes as JSON, given its path as last argument, run by the Python
+    of an environment with these requirements. Skips the test if they cannot be installed."""
+    python = _python(environment, (TORCH, *requirements))
+    out = Path(str(words[0])) / f"{Path(script).stem}.json"
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        variables.pop(name, None)
+    done = subprocess.run(
+        [python, str(_SCRIPTS / script), *map(str, words), str(out)],
+        env=variables,
+        cwd=str(words[0]),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+def _python(name: str, requirements: tuple[str, ...]) -> str:
+    folder = _ENVIRONMENTS / name
+    python, marker = folder / "bin" / "python", folder / ".installed"
+    wanted = "\n".join(requirements)
+    _ENVIRONMENTS.mkdir(exist_ok=True)
+    with (_ENVIRONMENTS / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if marker.exists() and marker.read_text() == wanted:
+            return str(python)
+        for command in (
+            [sys.executable, "-m", "venv", "--clear", str(folder)],
+            [str(python), "-m", "pip", "install", "--quiet", *requirements],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode == 0:
+                continue
+            pytest.skip(f"{', '.join(requirements)} cannot be installed: {done.stderr[-300:]}")
+        marker.write_text(wanted)
+    return str(python)

@@ -1,0 +1,227 @@
+"""The rows of torchtitan 0.2.2's integration tests of features, on its llama3 debug file.
+
+The rows are data: names, numbers of ranks and overrides. torchtitan's suite checks that a row ends;
+here each row must also have the losses of one process. With TORCHTITAN_REPOSITORY, a clone, the
+file, tokenizer and schedule are torchtitan's own.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import tolerances
+from tests.forks import run_command
+from tests.job import FIXTURE, Outcome, run_config
+from tests.launch import run, steps_of
+from tests.pool import WorkerPool
+from torchtitan_lite.config import parse_command_line
+from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.data.tokenizer import train_tokenizer
+from torchtitan_lite.errors import ConfigError
+
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1500)]
+Pools = Callable[[int], WorkerPool]
+
+CLONE = os.environ.get("TORCHTITAN_REPOSITORY")
+ROWS = json.loads((Path(__file__).parent / "torchtitan_0_2_2_features.json").read_text())
+NEEDS_GPU = {"fsdp+flex_attn", "fsdp+flex_attn+per_op_sac"}
+REAL_COMMAND = {"model_only_hf_checkpoint", "test_generate"}
+"""Rows about what a run does beside its steps."""
+DEBUG_FILE = """
+[job]
+dump_folder = "./outputs"
+[metrics]
+log_freq = 1
+[model]
+name = "llama3"
+flavor = "debugmodel"
+hf_assets_path = "./tests/assets/tokenizer"
+[optimizer]
+name = "AdamW"
+lr = 8e-4
+eps = 1e-8
+[lr_scheduler]
+warmup_steps = 2
+decay_ratio = 0.8
+decay_type = "linear"
+min_lr_factor = 0.0
+[training]
+local_batch_size = 8
+seq_len = 2048
+max_norm = 1.0
+steps = 10
+dataset = "c4_test"
+[parallelism]
+pipeline_parallel_schedule = "Interleaved1F1B"
+[checkpoint]
+interval = 10
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+[compile]
+components = ["model", "loss"]
+[quantize.linear.float8]
+filter_fqns = ["output"]
+[validation]
+dataset = "c4_validation"
+freq = 5
+steps = 10
+"""
+"""What torchtitan's debug_model.toml sets, without what are defaults here too."""
+MATHEMATICS = ("--model.", "--quantize.", "--optimizer.")
+"""What of a row the reference has too; the file says which mathematics otherwise."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the rows read."""
+
+    folder: Path
+    file: Path
+    data: tuple[str, ...]
+    """Overrides: a data set for torchtitan's, small sizes, a path for each of its relative ones."""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    folder = tmp_path_factory.mktemp("features")
+    file, tokenizer, schedule = (folder / name for name in ("debug.toml", "tokenizer", "order.csv"))
+    tokenizer.mkdir()
+    if CLONE is None:
+        file.write_text(DEBUG_FILE)
+        train_tokenizer([FIXTURE.read_text()], 400).save(tokenizer)
+        schedule.write_text("\n".join(_order(rank) for rank in (0, 1)))
+    else:
+        for path, name in (
+            ("torchtitan/models/llama3/train_configs/debug_model.toml", file),
+            ("tests/assets/custom_schedule.csv", schedule),
+            ("tests/assets/tokenizer/tokenizer.json", tokenizer / "tokenizer.json"),
+            ("tests/assets/tokenizer/tokenizer_config.json", tokenizer / "tokenizer_config.json"),
+        ):
+            command = ["git", "-C", CLONE, "show", f"v0.2.2:{path}"]
+            name.write_bytes(subprocess.run(command, capture_output=True, check=True).stdout)
+    data = (
+        f"--model.hf_assets_path={tokenizer}",
+        "--training.dataset=jsonl",
+        f"--training.dataset_path={FIXTURE}",
+        f"--training.cache_folder={folder}/cache",
+        "--training.seq_len=32",
+        "--job.device=cpu",
+    )
+    return Inputs(folder, file, data)
+
+
+def _order(rank: int) -> str:
+    """Both stages of a rank forward, then backward in parts, two microbatches at a time."""
+    stages, rounds = (rank, rank + 2), range(8)
+    forward = [f"{stage}F{n}" for stage in stages for n in rounds]
+    backward = [
+        f"{stage}{part}{n}"
+        for first in range(0, 8, 2)
+        for stage in reversed(stages)
+        for n in (first, first + 1)
+        for part in "IW"
+    ]
+    return ",".join(forward + backward)
+
+
+def overrides(inputs: Inputs, row: Sequence[str], folder: Path, steps: int) -> list[str]:
+    """The row's own, and after them what makes it small."""
+    validates = "--validation.enable" in row
+    given = [word.replace("{hugging_face}", f"{folder}/hf_checkpoint/step-2") for word in row]
+    given = [
+        str(inputs.folder / "order.csv") if word.endswith("custom_schedule.csv") else word
+        for word in given
+    ]
+    if validates:
+        held_out = ["--validation.dataset=jsonl", f"--validation.dataset_path={FIXTURE}"]
+        given += [*held_out, "--validation.steps=1", "--validation.freq=1"]
+    given += [*inputs.data, f"--job.dump_folder={folder}", f"--training.steps={steps}"]
+    # The schedule from a file is one of eight microbatches.
+    batch = 8 if any("schedule_csv" in word for word in row) else 32
+    return [f"--config={inputs.file}", *given, f"--training.global_batch_size={batch}"]
+
+
+@pytest.fixture(scope="module")
+def reference(pools: Pools, inputs: Inputs) -> Iterator[Callable[[Sequence[str]], list[float]]]:
+    """The losses of three steps of one process, with what a row says of the mathematics."""
+    found: dict[tuple[str, ...], list[float]] = {}
+
+    def losses(row: Sequence[str]) -> list[float]:
+        batch = overrides(inputs, row, inputs.folder, 3)[-1]
+        kept: list[str] = []
+        for index, word in enumerate(row):
+            if word.startswith(MATHEMATICS):
+                value = row[index + 1 : index + 2]
+                kept += [word, *(one for one in value if not one.startswith("--"))]
+        key = (*kept, batch)
+        if key not in found:
+            folder = inputs.folder / f"reference-{len(found)}"
+            (outcome,) = pools(1).run(run_row, [*overrides(inputs, kept, folder, 3), batch])
+            found[key] = outcome.losses
+        return found[key]
+
+    yield losses
+
+
+def run_row(arguments: Sequence[str]) -> Outcome:
+    """Train in a pool's worker what the arguments ask for."""
+    config, _ = parse_command_line(arguments)
+    return run_config(config)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
+def test_row(
+    row: dict,
+    pools: Pools,
+    inputs: Inputs,
+    reference: Callable[[Sequence[str]], list[float]],
+    tmp_path: Path,
+) -> None:
+    if row.get("disabled"):
+        pytest.skip("torchtitan has disabled it")
+    first = row["runs"][0]
+    if row["name"] in NEEDS_GPU:
+        config, _ = parse_command_line(overrides(inputs, first, tmp_path / "run", 2))
+        with pytest.raises(ConfigError, match="(?i)flex.* GPU"):
+            check_against(config, row["ranks"])
+        return
+    if row["name"] in REAL_COMMAND:
+        _real_command(row, inputs, reference, tmp_path)
+        return
+    expected, done = reference(first), 0
+    for number, words in enumerate(row["runs"], 2):
+        resumes = number > 2 and "--checkpoint.enable" in words
+        folder = tmp_path / ("run" if resumes or number == 2 else f"run-{number}")
+        arguments = overrides(inputs, words, folder, number)
+        for outcome in pools(row["ranks"]).run(run_row, arguments, timeout_s=400):
+            begun = done if resumes else 0
+            if "--checkpoint.exclude_from_loading" in words:
+                assert outcome.finished
+                continue
+            wanted = pytest.approx(expected[begun:number], rel=tolerances.PARITY_FLOAT32_LOSS)
+            assert outcome.losses == wanted
+        done = number
+
+
+def _real_command(
+    row: dict, inputs: Inputs, reference: Callable[[Sequence[str]], list[float]], folder: Path
+) -> None:
+    """Rows whose first run leaves something for the second."""
+    ranks, (first, second) = row["ranks"], row["runs"]
+    run(ranks, overrides(inputs, first, folder / "run", 2), folder / "log")
+    losses = [line["loss"] for line in steps_of(folder / "run")]
+    assert losses == pytest.approx(reference(first)[:2], rel=tolerances.PARITY_FLOAT32_LOSS)
+    if second:
+        run(ranks, overrides(inputs, second, folder / "run", 1), folder / "log")
+        (again,) = [line["loss"] for line in steps_of(folder / "run")][-1:]
+        # It begins with trained weights, on the first samples.
+        assert again < losses[0]
+        return
+    text = run_command("generate", f"{folder}/run/checkpoint", "--prompt=import", "--device=cpu")
+    assert "tokens/s" in text
