@@ -23,6 +23,7 @@ from torchtitan_lite.checkpoint.snapshots import (
     Origin,
     RememberedSnapshot,
     SavedValues,
+    model_dims,
     region_name,
 )
 from torchtitan_lite.errors import CheckpointError, DamagedSnapshot, LayoutError
@@ -194,7 +195,8 @@ def _described(found: Known, mine: Mapping[int, _Seen], rank: int) -> dict[str, 
                 told.setdefault("tensors", {})[held.name] = (number, held.shape, held.dtype)
         if saver == min(found.reach):
             values = region.values(slot)["values"]
-            told |= {"values": values, "mesh": dict(about.mesh)}
+            dims = dict(model_dims(about.config))
+            told |= {"values": values, "mesh": dict(about.mesh), "dims": dims}
         if saver not in found.reach[saver]:
             told.setdefault("rng", {})[str(saver)] = region.values(slot)["rng"]
     if numbers:
@@ -227,7 +229,9 @@ def _snapshot(
     first = next(one for one in said if "values" in one)
     return RememberedSnapshot(
         Origin(found.start, found.step),
-        SavedValues(found.step, first["values"], rng, first["mesh"], model_only=False),
+        SavedValues(
+            found.step, first["values"], rng, first["mesh"], model_only=False, dims=first["dims"]
+        ),
         tensors,
         {region_name(saver): (one.region, one.slots[found.step]) for saver, one in mine.items()},
         {region_name(saver): able for saver, able in found.reach.items()},

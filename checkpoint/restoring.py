@@ -18,6 +18,7 @@ from torchtitan_lite.checkpoint.snapshots import (
     RememberedSnapshot,
     SavedValues,
     Snapshot,
+    model_dims,
 )
 from torchtitan_lite.checkpoint.state import PARTS
 from torchtitan_lite.checkpoint.storage.names import step_name
@@ -25,6 +26,7 @@ from torchtitan_lite.checkpoint.storage.storage import Storage, split_storage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
 from torchtitan_lite.log import logger
 from torchtitan_lite.messages import leader_says
+from torchtitan_lite.spec import differing_dims
 
 _Candidate = RememberedSnapshot | tuple[Storage, str]
 _OF_THE_END = {"model", "train_state"}
@@ -239,6 +241,8 @@ class Restorer:
                 "Start another run with checkpoint.initial_load_path, or delete it to resume from "
                 "an earlier step."
             )
+        if "model" in parts:
+            self._check_dims(snapshot)
         names = {name: p.shape for name, p in snapshot.tensors.items() if _in(name, parts)}
         self._state.allocate(names)
         tensors = {name: t for name, t in self._state.tensors().items() if _in(name, parts)}
@@ -247,6 +251,23 @@ class Restorer:
         generators = saved.rng.get(str(self._mesh.rank))
         if "rng" in parts and generators is not None:
             rng.restore(dict(generators))
+
+    def _check_dims(self, snapshot: Snapshot) -> None:
+        """Weights of the same shapes may still be another model's, as with other RoPE scaling. A
+        run must not change its own; one that starts from another's may."""
+        differing = differing_dims(snapshot.saved.dims, model_dims(self._saved.run_config))
+        if not differing:
+            return
+        text = f"{snapshot.where} has other model dimensions than [model]: {'; '.join(differing)}."
+        if not snapshot.where.startswith(f"{self._saved.storage.root}/") and not isinstance(
+            snapshot, RememberedSnapshot
+        ):
+            logger.warning("%s Training starts from its weights with those of [model].", text)
+            return
+        raise CheckpointError(
+            f"{text} Use the [model] section that it was saved with (`config` in its "
+            "manifest.json), or start another run from it with checkpoint.initial_load_path."
+        )
 
     def _is_the_end(self, snapshot: Snapshot, parts: set[str]) -> bool:
         """Whether this run has saved the weights of its last step there, and nothing else."""

@@ -7,7 +7,7 @@ Invariant: a part is given only if its checksum holds, where it has one; nothing
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,15 @@ class SavedValues:
     """Rank -> its ambient generators."""
     mesh: Mapping[str, int]
     model_only: bool
+    dims: Mapping[str, Any] = field(default_factory=dict)
+    """Of the model, as its configuration was recorded; empty if it was recorded without."""
+
+
+def model_dims(run_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The dimensions of the model in a recorded configuration; empty if there are none."""
+    model = run_config.get("model")
+    dims = model.get("dims") if isinstance(model, Mapping) else None
+    return dims if isinstance(dims, Mapping) else {}
 
 
 class Snapshot(Protocol):
@@ -86,7 +95,12 @@ class StoredSnapshot:
             self.tensors[name] = Placed(layout, tuple(entry.shape), dtype)
             self._boxes |= {(name, box.file): box for box in entry.boxes}
         self.saved = SavedValues(
-            manifest.step, manifest.values, manifest.rng, manifest.mesh, manifest.model_only
+            manifest.step,
+            manifest.values,
+            manifest.rng,
+            manifest.mesh,
+            manifest.model_only,
+            model_dims(manifest.config),
         )
 
     def reach(self, holder: Holder) -> None:

@@ -53,6 +53,11 @@ def check_family(config: ModelConfig) -> None:
         raise ConfigError(_unknown("model.name", config.name, families()))
 
 
+def is_flavor(name: str, flavor: str) -> bool:
+    """Whether a model family exists and has this flavor."""
+    return name in families() and flavor in family(name).FLAVORS
+
+
 def model_spec(config: ModelConfig) -> ModelSpec:
     """The spec that `config` asks for.
 
@@ -112,6 +117,12 @@ def hugging_face_model(values: Mapping[str, Any], hf_assets_path: str) -> ModelC
     return ModelConfig(name=family, flavor="hf", dims=dims, hf_assets_path=hf_assets_path)
 
 
+def recorded_dims(config: ModelConfig) -> dict[str, Any]:
+    """Return the dimensions of the flavor, or those of `dims` with their defaults, as plain values
+    for a checkpoint, unset ones included: a flavor of the same name may change."""
+    return asdict(_base_dims(family(config.name).FLAVORS, config))
+
+
 def plain_dims(dims: "DataclassInstance") -> dict[str, Any]:
     """The dimensions of a family as plain values, without those that are unset."""
 
@@ -128,7 +139,7 @@ def flavor_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
     """The dimensions of `config.flavor`, or those of `config.dims`, with the dropout, the attention
     and the balance of experts that `config` asks for, in a dataclass that has `dropout`,
     `attention_backend`, `document_mask` and, with experts, `moe`."""
-    base = _parse_dims(flavors, config) if config.dims else flavors[config.flavor]
+    base = _base_dims(flavors, config)
     changes: dict[str, Any] = {"dropout": config.dropout}
     if config.attention_backend != "auto":
         changes["attention_backend"] = config.attention_backend
@@ -143,6 +154,10 @@ def flavor_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
             )
         changes["moe"] = replace(moe, bias_update_rate=config.router_bias_update_rate)
     return replace(base, **changes)
+
+
+def _base_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
+    return _parse_dims(flavors, config) if config.dims else flavors[config.flavor]
 
 
 def _parse_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:

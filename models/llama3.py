@@ -74,7 +74,13 @@ class Llama3Dims:
 # The released sizes stretch their rotations from a context of 8,192 (Llama 3.1 and 3.2).
 _SCALED = RopeScaling(factor=8.0)
 _DEBUG = Llama3Dims(
-    dim=256, num_layers=6, num_heads=16, num_kv_heads=16, hidden_dim=768, vocab_size=2048
+    dim=256,
+    num_layers=6,
+    num_heads=16,
+    num_kv_heads=16,
+    hidden_dim=768,
+    vocab_size=2048,
+    rope_scaling=_SCALED,
 )
 _8B = Llama3Dims(
     dim=4096,
@@ -98,6 +104,8 @@ FLAVORS = {
     ),
     "debugmodel": _DEBUG,
     "debugmodel_flex_attn": replace(_DEBUG, attention_backend="flex", document_mask=True),
+    # torchtitan's varlen attention sees only the tokens of the same document.
+    "debugmodel_varlen_attn": replace(_DEBUG, document_mask=True),
     "1B": Llama3Dims(
         dim=2048,
         num_layers=16,
@@ -118,6 +126,7 @@ FLAVORS = {
     ),
     "8B": _8B,
     "8B_flex": replace(_8B, attention_backend="flex", document_mask=True),
+    "8B_varlen": replace(_8B, document_mask=True),
     "70B": Llama3Dims(
         dim=8192,
         num_layers=80,

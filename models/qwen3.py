@@ -79,7 +79,7 @@ class Qwen3Dims:
         return self.hidden_dim
 
 
-_DEBUG = Qwen3Dims(
+_TINY = Qwen3Dims(
     dim=128,
     num_layers=4,
     num_heads=4,
@@ -89,12 +89,28 @@ _DEBUG = Qwen3Dims(
     head_dim=32,
     document_mask=True,
 )
+_DEBUG = Qwen3Dims(
+    dim=256,
+    num_layers=8,
+    num_heads=16,
+    num_kv_heads=8,
+    hidden_dim=3072,
+    vocab_size=2048,
+    tied_embeddings=True,
+)
 
 FLAVORS = {
+    "tiny": _TINY,
+    # A token passes through as many parameters as in tiny, of 3.1 M.
+    "tiny_moe": replace(
+        _TINY, hidden_dim=None, moe=MoEDims(num_experts=8, top_k=2, hidden_dim=192)
+    ),
     "debugmodel": _DEBUG,
-    # A token passes through as many parameters as in debugmodel, of 3.1 M.
     "debugmodel_moe": replace(
-        _DEBUG, hidden_dim=None, moe=MoEDims(num_experts=8, top_k=2, hidden_dim=192)
+        _DEBUG,
+        hidden_dim=None,
+        tied_embeddings=False,
+        moe=MoEDims(num_experts=64, top_k=8, hidden_dim=768),
     ),
     "0.6B": Qwen3Dims(
         dim=1024,
@@ -136,6 +152,8 @@ FLAVORS = {
         num_heads=64,
         num_kv_heads=4,
         moe=MoEDims(num_experts=128, top_k=8, hidden_dim=1536),
+        # As in the release of July 2025, and in torchtitan; the first release had 1,000,000.
+        rope_theta=5000000.0,
     ),
 }
 

@@ -43,10 +43,15 @@ def run_command(*words: str, folder: Path = REPOSITORY, status: int = 0) -> str:
     return text
 
 
-def _command(words: Sequence[str], folder: Path, output: str) -> None:
-    with open(output, "a") as file:
+def send_output_to(path: str) -> None:
+    """Append what this process prints from now on to the file at `path`, output of C++ included."""
+    with open(path, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+
+
+def _command(words: Sequence[str], folder: Path, output: str) -> None:
+    send_output_to(output)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     sys.argv = ["torchtitan-lite", *words]

@@ -28,9 +28,11 @@ from transformers import (
 
 from tests.job import FIXTURE
 from torchtitan_lite.checkpoint.opening import open_snapshot
+from torchtitan_lite.checkpoint.snapshots import Snapshot
 from torchtitan_lite.checkpoint.storage.storage import split_storage
 from torchtitan_lite.checkpoint.whole import whole
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
+from torchtitan_lite.spec import ModelSpec
 
 VOCAB_SIZE = 517
 CHAT_TEMPLATE = (
@@ -146,11 +148,21 @@ def our_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model of a folder, filled by one process without a mesh."""
     spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
     snapshot = open_snapshot(*split_storage(str(folder)), spec)
-    model = spec.build()
-    tensors = {name.removeprefix("model."): whole(snapshot, name) for name in snapshot.tensors}
-    model.load_state_dict(tensors, strict=spec.tied_units is None)
+    model = filled(spec, snapshot)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def filled(spec: ModelSpec, snapshot: Snapshot) -> nn.Module:
+    """The model of a spec with the weights of a snapshot."""
+    model = spec.build()
+    tensors = {
+        name.removeprefix("model."): whole(snapshot, name)
+        for name in snapshot.tensors
+        if name.startswith("model.")
+    }
+    model.load_state_dict(tensors, strict=spec.tied_units is None)
     return model
 
 

@@ -125,8 +125,12 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
 def run_job(folder: Path, overrides: Mapping[str, Any], stop_after: int = 0) -> Outcome:
     """Train the odd model in this worker, and tell what happened. `stop_after`: ask to leave, on
     the last rank only, during that step."""
+    return run_config(odd_config(folder, overrides), stop_after)
+
+
+def run_config(config: Config, stop_after: int = 0) -> Outcome:
+    """Train in this worker what `config` asks for; see `run_job`."""
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
-    config = odd_config(folder, overrides)
     outcome = Outcome()
     stop = StopRequest()
 

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from tests.failures import LOGS, RankFailed
-from tests.forks import FORKS
+from tests.forks import FORKS, send_output_to
 
 GLOO_TIMEOUT_S = 120
 _MAX_THREADS = 300
@@ -98,10 +98,7 @@ class WorkerPool:
 
 
 def _serve(rank: int, world_size: int, store: str, log: str, connection: Connection) -> None:
-    # Whatever the worker prints, and what C++ prints for it, goes to its own log.
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    send_output_to(log)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

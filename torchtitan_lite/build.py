@@ -13,8 +13,9 @@ from torch import nn
 from torchtitan_lite import rng
 from torchtitan_lite.anomalies import Judge
 from torchtitan_lite.checkpoint.agreement import together
+from torchtitan_lite.checkpoint.hugging_face.assets import keep_assets
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.config import Config, likeness, to_toml
+from torchtitan_lite.config import Config, likeness, to_record, to_toml
 from torchtitan_lite.data import OpenedData, open_data
 from torchtitan_lite.debug import (
     ScheduleInside,
@@ -129,12 +130,14 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             dump_folder=dump_folder,
             state=state,
             mesh=mesh,
-            run_config=config.model_dump(),
+            run_config=to_record(config),
             spec=spec,
             replica=replica,
             last_step=config.training.steps,
         )
         opened.callback(checkpoints.close)
+        if config.checkpoint.enable and mesh.is_leader:
+            keep_assets(data.tokenizer_files.folder, checkpoints.root)
         announce("restoring")
         restored_from = checkpoints.restore()
         if averaging is not None and state.step == 0:

@@ -48,7 +48,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_T, shard, chunk: _Chunk):  # type: ignore[override]
-        total = hidden_TD.new_zeros((), dtype=_accumulator(hidden_TD.dtype))
+        # In float64, so that the sum does not depend on how the tokens are split into chunks.
+        total = hidden_TD.new_zeros((), dtype=torch.float64)
         hidden_grads: list[torch.Tensor] = []
         weight_grad: torch.Tensor | None = None
         size = max(_MIN_CHUNK_TOKENS, _LOGITS_PER_CHUNK // weight_VD.shape[0])
@@ -66,7 +67,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if chunk is not _chunk_loss and weight_grad is not None:
             hidden_grad = hidden_grads[0] if len(hidden_grads) == 1 else torch.cat(hidden_grads)
             ctx.save_for_backward(hidden_grad, weight_grad.to(weight_VD.dtype))
-        return total
+        return total.to(_accumulator(hidden_TD.dtype))
 
     @staticmethod
     def backward(ctx, upstream):  # type: ignore[override]

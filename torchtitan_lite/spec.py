@@ -245,3 +245,25 @@ class ModelSpec:
     """Parameters that weight decay leaves alone."""
     cost: Callable[[int], ModelCost]
     """Sequence length -> cost."""
+
+
+_NOT_OF_THE_FUNCTION = {
+    *("attention_backend", "document_mask", "dropout", "max_seq_len"),
+    *("balance_loss_weight", "bias_update_rate"),
+}
+"""Dimensions of a flavor that say how a model is trained or computed: another value is a choice of
+the run, and the weights fit as before."""
+
+
+def differing_dims(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """List the dimensions in which two recorded models differ, with both values. One that is
+    absent from a record, written before the dimension existed, is not compared."""
+    found = []
+    for name in sorted((there.keys() & here.keys()) - _NOT_OF_THE_FUNCTION):
+        one, other = there[name], here[name]
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found += [f"{name}.{text}" for text in differing_dims(one, other)]
+        elif one != other:
+            shown = ["unset" if value is None else value for value in (one, other)]
+            found.append(f"{name} is {shown[0]} there and {shown[1]} here")
+    return found

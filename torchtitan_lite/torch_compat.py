@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
 from functools import cache, lru_cache
 from threading import Lock
@@ -99,6 +100,28 @@ def foreach_norm(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return torch._foreach_norm(list(tensors), 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
 
 
+class RepeatableRecomputation:
+    """The recomputation context of selective activation checkpointing, for regions that are
+    recomputed more than once.
+
+    torch's own hands out each saved output once and then fails with "Trying to backward an extra
+    time", but a pipeline schedule that splits the backward recomputes a region in each part. The
+    outputs are freed with the graph that holds the region. Needed until torch can keep them.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._saved: dict[Any, Any] = {}
+
+    def __enter__(self) -> None:
+        self._saved = {key: copy(entries) for key, entries in self._inner.storage.items()}
+        self._inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._inner.__exit__(*raised)
+        self._inner.storage.update(self._saved)
+
+
 def record_cuda_memory_history(max_entries: int | None) -> None:
     """Record the last `max_entries` allocations and frees on the GPU; None stops it.
 
@@ -143,13 +166,14 @@ def as_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size
 ) -> DTensor:
     """A part as a contiguous DTensor of global `shape`, outside of autograd; a rank that is not in
-    the mesh gets one without elements.
+    the mesh gets one without elements, or with a meaningless scalar. It has as many dims as the
+    tensor, without which the backward of `to_local` fails.
 
     `DTensor.from_local` takes ten times as long, half the time of moving a small state dict, and
     takes the shape of a scalar for none. Needed until there is a public way without autograd.
     """
     if mesh.get_coordinate() is None:
-        local = local.new_empty(0)
+        local = local.new_zeros((0,) * len(shape))
     spec = DTensorSpec(mesh, placements, tensor_meta=_contiguous(shape, local.dtype))
     return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 

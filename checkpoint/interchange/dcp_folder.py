@@ -4,6 +4,8 @@ Invariant: nothing is unpickled but tensors and plain values, by torch's own saf
 """
 
 import io
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ import torch
 from torchtitan_lite.checkpoint.interchange.dcp_metadata import Place, read_contents
 from torchtitan_lite.errors import DamagedCheckpoint
 
+MODEL = "torchtitan_lite_model.json"
+"""Beside the metadata: the model that was exported. torch ignores the file."""
+_MOST_MODEL_BYTES = 1 << 20
+
 
 class DcpFolder:
     """Raises what `read_contents` raises."""
@@ -19,6 +25,21 @@ class DcpFolder:
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self.contents = read_contents(folder)
+
+    def exported_model(self) -> Mapping[str, Any]:
+        """Family, flavor and dimensions of the model if this project wrote the folder, else
+        nothing: DCP records shapes only. Raises DamagedCheckpoint if that cannot be read."""
+        path = self.path / MODEL
+        try:
+            with path.open("rb") as file:
+                values = json.loads(file.read(_MOST_MODEL_BYTES))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise DamagedCheckpoint(f"{path} cannot be read: {error}") from None
+        if not isinstance(values, dict):
+            raise DamagedCheckpoint(f"{path} holds no table.")
+        return values
 
     def tensor(self, name: str) -> torch.Tensor:
         """The whole of a tensor, put together from its chunks, contiguous, on the CPU. Raises

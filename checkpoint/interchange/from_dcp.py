@@ -21,6 +21,7 @@ from torchtitan_lite.checkpoint.interchange.keys import (
     misfits,
 )
 from torchtitan_lite.checkpoint.model_shapes import expected_shapes, tied_weights
+from torchtitan_lite.checkpoint.snapshots import model_dims
 from torchtitan_lite.checkpoint.storage.manifest_json import (
     build_manifest,
     manifest_bytes,
@@ -32,7 +33,7 @@ from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
 from torchtitan_lite.checkpoint.whole import part_of_whole
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.mesh import Degrees
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.spec import ModelSpec, differing_dims
 
 _FILE_BYTES = 1 << 30
 _SHOWN = 40
@@ -65,10 +66,11 @@ def convert_from_dcp(
     """Write `source` as a checkpoint of `spec`'s model into `storage`, under its own step (0 where
     it has none). Weights alone become a checkpoint of weights alone.
 
-    Raises CheckpointError that lists every key that has no place in the model, is missing or
-    misshapen, before anything is written, and where the step is there already; DamagedCheckpoint
-    for files that are not what their metadata says.
+    Raises CheckpointError that lists every dimension of the model that differs, or every key that
+    has no place in the model, is missing or misshapen, before anything is written, and if the step
+    is there already; DamagedCheckpoint for files that are not what their metadata says.
     """
+    _check_dims(source, spec, run_config)
     matches, left_out = _matches(source, spec)
     step, tokens = _progress(source)
     if step in storage.steps():
@@ -103,6 +105,17 @@ def convert_from_dcp(
         model_only=model_only,
         left_out=left_out,
     )
+
+
+def _check_dims(source: DcpFolder, spec: ModelSpec, run_config: Mapping[str, Any]) -> None:
+    """The shapes do not say how many heads there are, or how positions rotate."""
+    exported = model_dims({"model": source.exported_model()})
+    if differing := differing_dims(exported, model_dims(run_config)):
+        raise CheckpointError(
+            f"{source.path} has other model dimensions than {spec.name} {spec.flavor}: "
+            f"{'; '.join(differing)}. Give the configuration of its model by --config, "
+            "--model.name and --model.flavor."
+        )
 
 
 def _matches(source: DcpFolder, spec: ModelSpec) -> tuple[dict[str, Match], tuple[str, ...]]:

@@ -4,6 +4,7 @@ DCP plans the files from tensors without memory; each is put together when its t
 has come.
 """
 
+import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from torchtitan_lite.checkpoint.interchange.dcp_folder import MODEL
 from torchtitan_lite.checkpoint.interchange.dcp_metadata import METADATA
 from torchtitan_lite.checkpoint.interchange.keys import (
     KeyMap,
@@ -23,7 +25,7 @@ from torchtitan_lite.checkpoint.interchange.keys import (
     pairs_from_halves,
 )
 from torchtitan_lite.checkpoint.model_shapes import tied_weights
-from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
+from torchtitan_lite.checkpoint.snapshots import StoredSnapshot, model_dims
 from torchtitan_lite.checkpoint.whole import whole
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.spec import ModelSpec
@@ -49,7 +51,7 @@ def convert_to_dcp(
     tensors. `param_group` are the settings that its optimizer keeps of each parameter; they are
     written where the checkpoint has the optimizer's state.
 
-    Raises CheckpointError where the folder holds a DCP checkpoint, or the checkpoint something that
+    Raises CheckpointError if the folder holds a DCP checkpoint, or the checkpoint something that
     the model has not; DamagedCheckpoint where a checksum does not hold.
     """
     if (folder / METADATA).exists():
@@ -85,6 +87,9 @@ def convert_to_dcp(
         # That it is saved in a single process is meant.
         warnings.simplefilter("ignore", UserWarning)
         save(state, storage_writer=writer, planner=_Planner(source, sources), no_dist=True)
+    dims = model_dims(source.manifest.config)
+    model = {"name": spec.name, "flavor": spec.flavor, "dims": dims}
+    (folder / MODEL).write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
     return len(sources)
 
 

@@ -1,5 +1,6 @@
 """A run's checkpoint goes to torchtitan and comes back, by the commands that a user gives."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,20 @@ def test_out_and_in_again(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixt
     assert groups["param_groups.layers.0.attention.qkv_linear.wq.weight.lr"] > 0
 
     out = tmp_path / "converted"
+    capsys.readouterr()
+    # The weights fit, and would give other logits.
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    dims = manifest["config"]["model"]["dims"] | {"rope_theta": 5.0}
+    shown = ", ".join(
+        f"{name} = {json.dumps(value)}" for name, value in dims.items() if value is not None
+    )
+    other = tmp_path / "other.toml"
+    other.write_text(f'[model]\nflavor = "other"\ndims = {{{shown}}}')
+    assert (
+        main(["convert", "from-dcp", str(dcp), str(out), f"--config={other}"]) == 1
+        and not out.exists()
+    )
+    assert "rope_theta is 500000.0 there and 5.0 here" in capsys.readouterr().err
     assert main(["convert", "from-dcp", str(dcp), str(out), CONFIG]) == 0
     assert f"{out}/step-2" in capsys.readouterr().out
     before, after = tensors_of(checkpoint), tensors_of(out / "step-2")

@@ -1,14 +1,17 @@
 """A run's checkpoint gives text and a loss, by the commands that a user gives."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.forks import run_command
-from tests.job import run_job
+from tests.job import FIXTURE, run_job
+from tests.launch import REPOSITORY, SMALL
 from tests.pool import WorkerPool
+from torchtitan_lite.data.tokenizer import train_tokenizer
 
 RUN = {
     "model.flavor": "tiny",
@@ -56,3 +59,30 @@ def test_loss(trained: Path, tmp_path: Path) -> None:
     # The same model, data and kernels.
     assert record["loss"] == told
     assert f"loss        {told:.6f}" in text and f"perplexity  {record['perplexity']:.4f}" in text
+
+
+def test_a_checkpoint_is_complete_without_the_tokenizers_folder(tmp_path: Path) -> None:
+    """The path of the tokenizer was relative, and its folder is gone since."""
+    (tmp_path / "start" / "tokenizer").mkdir(parents=True)
+    train_tokenizer([FIXTURE.read_text()], 300).save(tmp_path / "start" / "tokenizer")
+    arguments = (
+        f"--config={REPOSITORY}/configs/llama3_debug.toml",
+        *SMALL[1:],
+        "--model.hf_assets_path=tokenizer",
+        "--model.flavor=tiny",
+        "--training.steps=1",
+        "--checkpoint.enable=true",
+        "--checkpoint.async_mode=disabled",
+        "--job.dump_folder=run",
+    )
+    run_command("train", *arguments, folder=tmp_path / "start")
+    checkpoints = tmp_path / "start" / "run" / "checkpoint"
+    manifest = json.loads((checkpoints / "step-1" / "manifest.json").read_text())
+    assert manifest["config"]["model"]["hf_assets_path"] == str(tmp_path / "start" / "tokenizer")
+    shutil.rmtree(tmp_path / "start" / "tokenizer")
+    moved = str(tmp_path / "moved")
+    shutil.move(checkpoints, moved)
+    text = run_command("generate", moved, "--prompt=import", "--max-new-tokens=4", "--device=cpu")
+    assert "tokens/s" in text
+    dataset = f"--dataset-path={FIXTURE}"
+    assert "perplexity" in run_command("evaluate", moved, dataset, "--device=cpu", "--steps=1")

@@ -100,5 +100,7 @@ def test_replicas_under_slurm_survive_a_kill_and_leave_on_the_signal(tmp_path: P
     # The survivor repeated at most one step, and no sample is lost or used twice.
     steps = [line["step"] for line in steps_of(replicas[0])]
     assert steps == list(range(1, len(steps) + 1))
-    newest = max(int(path.name.removeprefix("step-")) for path in (run / "checkpoint").iterdir())
+    newest = max(
+        int(path.name.removeprefix("step-")) for path in (run / "checkpoint").glob("step-*")
+    )
     assert newest >= before + 2

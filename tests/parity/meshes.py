@@ -22,7 +22,7 @@ OP_RECOMPUTE = {
 
 # name -> (processes, overrides)
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp-2": (2, {**FSDP, "training.local_batch_size": 4}),
+    "fsdp-2": (2, FSDP),
     "fsdp-4": (4, {**FSDP, **TWO_AT_ONCE}),
     "hsdp-2x2": (4, {**HSDP, **TWO_AT_ONCE}),
     "replicate-2": (2, {**HSDP, "parallelism.data_parallel_shard_degree": 1}),

@@ -20,6 +20,7 @@ from tests.parity.meshes import (
     EXPERT_MESHES,
     FSDP,
     MESHES,
+    OP_RECOMPUTE,
     PP,
     assert_same,
     rows,
@@ -184,15 +185,20 @@ def test_ranks_whose_hashes_of_strings_differ_train_alike(
         pool.close()
 
 
-@pytest.mark.parametrize("mesh", ["fsdp-4", "hsdp-2x2"])
-def test_same_loss_in_float32(
+@pytest.mark.parametrize("mesh", ["fsdp-4", *long(*(name for name in MESHES if name != "fsdp-4"))])
+def test_same_loss_and_norm_in_float32(
     mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     world_size, overrides = MESHES[mesh]
-    shared = {"training.dtype": "float32"}
+    shared = {
+        "training.dtype": "float32",
+        "model.flavor": overrides.get("model.flavor", "odd"),
+    }
     expected = reference(**shared)
     for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
         assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_FLOAT32_LOSS)
+        norms = pytest.approx(expected.grad_norms, rel=tolerances.PARITY_FLOAT32_NORM)
+        assert outcome.grad_norms == norms
 
 
 @pytest.mark.parametrize(
@@ -231,6 +237,78 @@ def test_compiled_blocks_train_alike(
     }
     expected = reference(**{"model.dropout": 0.2})
     for outcome in pools(2).run(run_job, tmp_path / "run", overrides, timeout_s=280):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {"activation_checkpoint.mode": "none"},
+    "full": {"activation_checkpoint.mode": "full"},
+    "every-2": {
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "2",
+    },
+    "op": OP_RECOMPUTE,
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "recompute"),
+    [
+        ("tp-2", "full"),
+        *long(*(("tp-2", recompute) for recompute in ("none", "every-2", "op"))),
+        *long(
+            *(
+                (mesh, recompute)
+                for mesh in ("cp-2-allgather", "pp-2", "pp-2-tp-2", "fsdp-2-tp-2", "tp-2-cp-2")
+                for recompute in RECOMPUTE
+            )
+        ),
+    ],
+)
+def test_compiled_blocks_train_alike_on_meshes(
+    mesh: str, recompute: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = MESHES[mesh]
+    overrides = {**overrides, **COMPILED, **RECOMPUTE[recompute]}
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", overrides, timeout_s=280):
+        assert_same(outcome, reference(), tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "flavor"),
+    [
+        ("ZBVZeroBubble", "op", "odd"),
+        *long(
+            *(
+                (schedule, recompute, flavor)
+                for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
+                for recompute in ("op", "full", "every-2")
+                for flavor in ("odd", "many_experts")
+                if (schedule, recompute, flavor) != ("ZBVZeroBubble", "op", "odd")
+            )
+        ),
+    ],
+)
+def test_schedules_that_split_the_backward_recompute(
+    schedule: str,
+    recompute: str,
+    flavor: str,
+    pools: Pools,
+    reference: Callable[..., Outcome],
+    tmp_path: Path,
+) -> None:
+    shared = {"model.flavor": flavor}
+    if flavor == "many_experts":
+        shared["model.name"] = "qwen3"
+    overrides = {
+        **PP,
+        **RECOMPUTE[recompute],
+        **shared,
+        "parallelism.pipeline_parallel_schedule": schedule,
+    }
+    expected = reference(**shared)
+    for outcome in pools(2).run(run_job, tmp_path / "run", overrides):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 

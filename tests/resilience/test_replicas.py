@@ -26,7 +26,7 @@ _MESHES: dict[str, tuple[int, list[str]]] = {
         2,
         [
             "--model.name=qwen3",
-            "--model.flavor=debugmodel_moe",
+            "--model.flavor=tiny_moe",
             "--model.router_bias_update_rate=1e-3",
             "--training.global_batch_size=12",
             "--parallelism.expert_parallel_degree=2",
@@ -37,7 +37,7 @@ _MESHES: dict[str, tuple[int, list[str]]] = {
         2,
         [
             "--model.name=qwen3",
-            "--model.flavor=debugmodel_moe",
+            "--model.flavor=tiny_moe",
             "--model.router_bias_update_rate=1e-3",
             "--parallelism.pipeline_parallel_degree=2",
         ],

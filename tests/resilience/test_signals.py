@@ -25,7 +25,7 @@ def stop_one_rank(folder: Path, log: Path, number: signal.Signals) -> int:
         assert process.wait(timeout=120) == 0, log.read_text()[-4000:]
     finally:
         launch.end(process)
-    (left,) = (folder / "checkpoint").iterdir()
+    (left,) = (folder / "checkpoint").glob("step-*")
     step = json.loads((left / "manifest.json").read_text())["step"]
     assert step >= 3
     assert f"Left at step {step}" in log.read_text()

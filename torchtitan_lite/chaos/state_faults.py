@@ -30,9 +30,7 @@ def killed_in_the_middle_of_a_save(target: Target) -> None:
     scene = target.scene
 
     def under_way() -> bool:
-        known = {path.name for path in scene.stored()}
-        inside = (scene.folder / "checkpoint").iterdir()
-        return any(path.is_dir() and path.name not in known for path in inside)
+        return any((scene.folder / "checkpoint").glob(".writing-*"))
 
     scene.wait_until(under_way, "a save", _SAVE_S)
     rank_killed(target)

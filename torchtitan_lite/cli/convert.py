@@ -32,11 +32,11 @@ from torchtitan_lite.checkpoint.interchange.to_dcp import convert_to_dcp
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
 from torchtitan_lite.cli.parsers import local_path
-from torchtitan_lite.config import Config, parse_command_line, recorded_config
+from torchtitan_lite.config import Config, parse_command_line, to_record
 from torchtitan_lite.data.tokenizer import special_ids
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import INTERRUPTED, CheckpointError, DataError, UserError
-from torchtitan_lite.inference.weights import Weights, find_tokenizer
+from torchtitan_lite.inference.weights import Weights, find_tokenizer, run_config
 from torchtitan_lite.log import configure_logging, logger
 from torchtitan_lite.models import hugging_face_model, model_spec
 from torchtitan_lite.optim import WarmupStableDecay, build_optimizer, build_schedule
@@ -77,7 +77,7 @@ def _prepare(options: argparse.Namespace) -> FromHuggingFace:
         source=HuggingFaceSnapshot(storage, name, model_spec(model), block_bytes=BLOCK_BYTES),
         storage=open_storage(options.out_dir),
         dtype=_dtype(options),
-        run_config=Config(model=model).model_dump(),
+        run_config=to_record(Config(model=model)),
         assets=assets,
     )
 
@@ -139,7 +139,7 @@ def from_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
             DcpFolder(options.dcp_dir),
             open_storage(options.out_dir),
             model_spec(config.model),
-            run_config=config.model_dump(),
+            run_config=to_record(config),
         )
     except (UserError, OSError) as error:
         logger.error("%s", error)
@@ -158,7 +158,7 @@ def to_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
     """Make a torch DCP checkpoint with torchtitan's names. Returns the exit status."""
     configure_logging()
     try:
-        source, config = _open_step(options.checkpoint)
+        source, config = _open_step(options.checkpoint, needs_flavor=True)
         number = convert_to_dcp(
             source,
             options.out_dir,
@@ -173,12 +173,12 @@ def to_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
     return 0
 
 
-def _open_step(path: str) -> tuple[StoredSnapshot, Config]:
-    """The checkpoint of a step, and the configuration that it records. Raises CheckpointError."""
+def _open_step(path: str, *, needs_flavor: bool = False) -> tuple[StoredSnapshot, Config]:
+    """The checkpoint of a step, and the configuration that it records. Raises as `run_config`."""
     storage, name = split_storage(path)
     refuse_foreign(storage, name)
     source = StoredSnapshot(storage, name)
-    return source, recorded_config(source.manifest.config, source.where)
+    return source, run_config(source, needs_flavor=needs_flavor)
 
 
 def _dtype(options: argparse.Namespace) -> torch.dtype | None:

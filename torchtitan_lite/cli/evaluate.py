@@ -69,12 +69,26 @@ def evaluate(options: argparse.Namespace, others: Sequence[str], world: Mesh) ->
     check_against(config, world.world_size)
     mesh = world.seen_as(resolve_degrees(config.parallelism, world.world_size))
     tokenizer = tokenizer_of(weights, options.tokenizer)
-    loss, seconds = _measured(weights, config, tokenizer, mesh)
+    seq_len = config.validation.seq_len or config.training.seq_len
+    stride = None
+    if _names_data(options, others):
+        stride = options.stride or seq_len
+    elif options.stride is not None:
+        raise ConfigError(
+            "--stride is for a data set of its own. Give --dataset or --dataset-path."
+        )
+    if stride is not None and stride > seq_len:
+        raise ConfigError(
+            f"--stride {stride} skips tokens: a window has {seq_len}. Set it to at most "
+            f"{seq_len}, or raise --seq-len."
+        )
+    loss, seconds = _measured(weights, config, tokenizer, mesh, stride)
     corpus = config.validation.corpus()
     return {
         "checkpoint": weights.snapshot.where,
         "data": "held-out documents" if corpus is None else corpus.dataset_path or corpus.dataset,
-        "seq_len": config.validation.seq_len or config.training.seq_len,
+        "seq_len": seq_len,
+        "stride": stride,
         "dtype": config.training.dtype,
         "processes": mesh.world_size,
         "loss": loss.mean,
@@ -85,7 +99,7 @@ def evaluate(options: argparse.Namespace, others: Sequence[str], world: Mesh) ->
 
 
 def _measured(
-    weights: Weights, config: Config, tokenizer: TokenizerFiles, mesh: Mesh
+    weights: Weights, config: Config, tokenizer: TokenizerFiles, mesh: Mesh, stride: int | None
 ) -> tuple[HeldOutLoss, float]:
     """The loss, and the seconds it took after the model was loaded. Every rank must call it."""
     spec = model_spec(config.model)
@@ -98,6 +112,7 @@ def _measured(
             seed=config.debug.seed or 0,
             document_mask=spec.document_mask,
             pin_memory=mesh.device.pin_memory,
+            stride=stride,
         )
     )
     (model,) = build_model(config, spec, mesh, draw=False)
@@ -131,7 +146,7 @@ def _config(weights: Weights, options: argparse.Namespace, others: Sequence[str]
         "validation": {"enable": True},
         "debug": {"seed": run.debug.seed},
     }
-    if not any(f"validation.{key}" in argument for key in _DATA for argument in [*given, *others]):
+    if not _names_data(options, others):
         batch = {"local_batch_size", "global_batch_size"}
         data_keys = DataConfig.model_fields.keys() - batch
         tables["training"] |= _part_of(run.training.model_dump(), data_keys)
@@ -152,6 +167,13 @@ def _config(weights: Weights, options: argparse.Namespace, others: Sequence[str]
     return config
 
 
+def _names_data(options: argparse.Namespace, others: Sequence[str]) -> bool:
+    """Whether the command line names a data set."""
+    return any(getattr(options, key) is not None for key in _DATA) or any(
+        f"validation.{key}" in argument for key in _DATA for argument in others
+    )
+
+
 def _part_of(section: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if key in keys}
 
@@ -165,7 +187,10 @@ def perplexity(loss: float) -> float:
 
 
 def _print(record: dict[str, Any], path: Path | None) -> None:
-    print(f"{record['checkpoint']} on {record['data']}, {record['seq_len']} tokens per sample")
+    stride = "" if record["stride"] is None else f", stride {record['stride']}"
+    print(
+        f"{record['checkpoint']} on {record['data']}, {record['seq_len']} tokens per window{stride}"
+    )
     print(f"loss        {record['loss']:.6f} nats per token")
     print(f"perplexity  {record['perplexity']:.4f}")
     print(f"tokens      {record['tokens']:,}")

@@ -94,7 +94,7 @@ def generate(options: argparse.Namespace, world: Mesh) -> tuple[list[Text], floa
         prompts[own],
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
-        stop_ids=stop_ids(weights, tokenizer),
+        stop_ids=stop_ids(tokenizer, files.folder),
         heard=on_token,
     )
     world.barrier()

@@ -181,9 +181,10 @@ def _evaluate(commands) -> None:
         "Measure the loss of a checkpoint on a data set.",
         "torchtitan-lite evaluate CHECKPOINT [--dataset NAME] [--section.key value ...]\n"
         "torchrun --nproc-per-node 2 -m torchtitan_lite evaluate CHECKPOINT ...\n\n"
-        "CHECKPOINT as for `generate`. If no data set is given, the run's validation set. Samples\n"
-        "are packed and masked as in training. Keys of [validation], [training] and [parallelism]\n"
-        "are accepted as for `train`; the model is that of the checkpoint.",
+        "CHECKPOINT as for `generate`. Of a data set that is given, every token of every document\n"
+        "is a target once, and each document is seen by itself. If none is given: the run's\n"
+        "validation set, packed as in training. Keys of [validation], [training] and\n"
+        "[parallelism] are accepted as for `train`; the model is that of the checkpoint.",
         module="evaluate",
         passes_on=True,
     )
@@ -194,7 +195,14 @@ def _evaluate(commands) -> None:
     add("--dataset-config", help="configuration (subset) of a data set on the hub")
     add("--dataset-split", help="split of a data set on the hub")
     add("--text-column", help="column that holds the text")
-    add("--seq-len", help="target tokens per sample (default: as in the run)")
+    add("--seq-len", help="tokens per window (default: as in the run)")
+    add(
+        "--stride",
+        type=positive,
+        metavar="N",
+        help="new targets per further window of a document (default: --seq-len); fewer: more "
+        "context for each",
+    )
     add("--batch-size", help="samples per rank and batch")
     add("--steps", help="batches per rank (default: the whole data set)")
     add(

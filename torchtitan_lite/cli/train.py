@@ -46,7 +46,7 @@ def train_rank(argv: Sequence[str]) -> int:
     _die_with_nproc()
     try:
         config, file = _checked(argv, int(os.environ.get("WORLD_SIZE", "1")))
-        _log_differing_defaults(config, file)
+        _log_about_keys(config, file)
     except UserError as error:
         log_once(error)
         return error.exit_status
@@ -90,12 +90,15 @@ def _checked(argv: Sequence[str], world_size: int) -> tuple[Config, Path]:
     return config, file
 
 
-def _log_differing_defaults(config: Config, file: Path) -> None:
+def _log_about_keys(config: Config, file: Path) -> None:
     if not logger.isEnabledFor(logging.INFO):
         # Rank 0 logs them.
         return
+    from torchtitan_lite.config.keys import without_effect
     from torchtitan_lite.config.torchtitan_file import differing_defaults, is_torchtitan_file
 
+    for line in without_effect(config):
+        logger.info("%s", line)
     if is_torchtitan_file(read_toml(file)):
         for line in differing_defaults(config):
             logger.info("%s", line)

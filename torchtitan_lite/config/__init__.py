@@ -11,7 +11,7 @@ ConfigError that names every problem, and nothing that the user asked for is cha
 from torchtitan_lite.config.command_line import parse_command_line
 from torchtitan_lite.config.likeness import likeness
 from torchtitan_lite.config.loading import config_from, load_config
-from torchtitan_lite.config.recorded import recorded_config
+from torchtitan_lite.config.recorded import recorded_config, to_record
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml_file import to_toml
 
@@ -22,5 +22,6 @@ __all__ = [
     "load_config",
     "parse_command_line",
     "recorded_config",
+    "to_record",
     "to_toml",
 ]

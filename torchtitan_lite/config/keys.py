@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from torchtitan_lite.schema.section import Section, field_texts
+from torchtitan_lite.schema.section import NoEffect, Section, field_texts, toml_literal
 
 _SectionType = type[BaseModel]
 
@@ -26,6 +26,8 @@ class Key:
     default: Any
     section: _SectionType
     """That it is a key of."""
+    no_effect: str | None = None
+    """Why it changes nothing, if so."""
 
     @property
     def meaning(self) -> str:
@@ -73,7 +75,8 @@ def groups(
             below.append(Group(path=here, repeated=False, meaning=meaning, keys=()))
         elif inner is None or is_list:
             default = field.get_default(call_default_factory=True)
-            keys.append(Key(path=here, type=type_, default=default, section=section))
+            why = next((one.reason for one in field.metadata if isinstance(one, NoEffect)), None)
+            keys.append(Key(path=here, type=type_, default=default, section=section, no_effect=why))
     if keys:
         own = _one_line(section.__doc__)
         yield Group(path=path, repeated=repeated, meaning=own, keys=tuple(keys))
@@ -83,6 +86,18 @@ def groups(
 def all_keys(section: type[BaseModel]) -> dict[str, Key]:
     """Every key by its dotted name."""
     return {key.name: key for group in groups(section) for key in group.keys}
+
+
+def without_effect(config: BaseModel) -> Iterator[str]:
+    """One line for each key that is set and changes nothing here, with the reason."""
+    for key in all_keys(type(config)).values():
+        if key.no_effect is None:
+            continue
+        value: Any = config
+        for name in key.path:
+            value = getattr(value, name)
+        if value != key.default:
+            yield f"{key.name} = {toml_literal(value)} has no effect here: {key.no_effect}."
 
 
 def type_at(section: type[BaseModel], path: tuple[str | int, ...]) -> Any:

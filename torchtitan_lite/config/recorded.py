@@ -1,6 +1,9 @@
-"""The configuration that a checkpoint records of the run that wrote it. Layer: above schema."""
+"""The configuration that a checkpoint records of the run that wrote it. Layer: above schema
+and models.
+"""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -8,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from torchtitan_lite.config.keys import section_in, text_at, without_constraints
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.log import logger
 from torchtitan_lite.schema.job import CONFIG_MODULE_KEYS
 
 
@@ -23,17 +27,65 @@ def _known(table: Any, section: type[BaseModel]) -> Any:
     return kept
 
 
-def recorded_config(recorded: Mapping[str, Any], where: str) -> Config:
+_RECORDED = "recorded"
+"""Flavor of a model whose dimensions are no longer those of the flavor that it was trained as."""
+
+
+def to_record(config: Config) -> dict[str, Any]:
+    """The configuration as a checkpoint records it: with the dimensions of its flavor, and paths
+    that hold from every folder."""
+    # Here and below: models import torch, which help and usage errors must not wait for.
+    from torchtitan_lite.models import recorded_dims
+
+    values = config.model_dump()
+    values["model"]["dims"] = recorded_dims(config.model)
+    if config.model.hf_assets_path is not None:
+        path = Path(config.model.hf_assets_path).expanduser().absolute()
+        values["model"]["hf_assets_path"] = str(path)
+    return values
+
+
+def recorded_config(
+    recorded: Mapping[str, Any], where: str, *, needs_flavor: bool = False
+) -> Config:
     """The configuration in the manifest of `where`. Raises CheckpointError if it is damaged.
 
-    A module that the checkpoint names is not imported: the keys that it added are left out.
+    If the dimensions of the flavor have changed since, the recorded ones are used, with a warning
+    and as flavor "recorded"; with `needs_flavor` that is a CheckpointError. A module that the
+    checkpoint names is not imported: the keys that it added are left out.
     """
     is_extended = any(text_at(recorded, key) for key in CONFIG_MODULE_KEYS)
     try:
-        return Config.model_validate(_known(recorded, Config) if is_extended else recorded)
+        config = Config.model_validate(_known(recorded, Config) if is_extended else recorded)
     except ValidationError as error:
         first = error.errors()[0]
         raise CheckpointError(
             f"The configuration in the manifest of {where} is "
             f"wrong at {'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from None
+    from torchtitan_lite.models import is_flavor, recorded_dims
+    from torchtitan_lite.spec import differing_dims
+
+    model = config.model
+    if not is_flavor(model.name, model.flavor):
+        return config
+    if not model.dims:
+        logger.warning(
+            "%s does not record the dimensions of its model: those of today's %s %s are used.",
+            where,
+            model.name,
+            model.flavor,
+        )
+        return config
+    changes: dict[str, Any] = {"dims": {}}
+    today = recorded_dims(model.model_copy(update=changes))
+    if differing := differing_dims(model.dims, today):
+        changed = (
+            f"{where} was trained as {model.name} {model.flavor} with other dimensions than that "
+            f"flavor has: {'; '.join(differing)}."
+        )
+        if needs_flavor:
+            raise CheckpointError(f"{changed} The flavor of that name would give other logits.")
+        logger.warning("%s The recorded ones are used.", changed)
+        changes = {"flavor": _RECORDED}
+    return config.model_copy(update={"model": model.model_copy(update=changes)})

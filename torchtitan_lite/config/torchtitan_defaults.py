@@ -90,32 +90,5 @@ KEYS = {
 """Every key of a file by its table, separated by spaces. Those of [fault_tolerance] include the
 ones that `torchtitan.components.ft.config` adds."""
 
-FLAVORS: dict[tuple[str, str], dict[str, Any]] = {
-    ("llama3", "debugmodel"): {"rope_scaling": {"factor": 8.0}},
-    ("llama3", "debugmodel_flex_attn"): {"rope_scaling": {"factor": 8.0}},
-    ("qwen3", "debugmodel"): {
-        "dim": 256,
-        "num_layers": 8,
-        "num_heads": 16,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "hidden_dim": 3072,
-        "tied_embeddings": True,
-        "document_mask": False,
-    },
-    ("qwen3", "debugmodel_moe"): {
-        "dim": 256,
-        "num_layers": 8,
-        "num_heads": 16,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "moe": {"num_experts": 64, "top_k": 8, "hidden_dim": 768},
-        "document_mask": False,
-    },
-    ("qwen3", "235B-A22B"): {"rope_theta": 5000000.0},
-}
-"""Sizes that differ between the flavors of the same name there and here, as `model.dims` writes
-them."""
-
 ROUTER_BIAS_UPDATE_RATE = 1e-3
 """How far a step moves the bias that balances experts: `load_balance_coeff`, in every flavor."""

@@ -5,19 +5,17 @@ that neither the file nor the command line has set.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 from torchtitan_lite.config.mesh_constraints import on_gpu
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.torchtitan_defaults import (
     DEFAULTS,
-    FLAVORS,
     KEYS,
     ROUTER_BIAS_UPDATE_RATE,
     VERSION,
 )
-from torchtitan_lite.models import model_spec, plain_dims
+from torchtitan_lite.models import model_spec
 from torchtitan_lite.schema.section import toml_literal
 
 
@@ -59,20 +57,7 @@ def _line(key: str, there: str, here: str, remedy: str) -> str:
 
 
 def _of_model(config: Config) -> Iterator[str]:
-    model, spec = config.model, model_spec(config.model)
-    if sizes := FLAVORS.get((model.name, model.flavor)):
-        own = plain_dims(spec.dims)
-        there, here = _differing(sizes, own)
-        needed = {
-            field.name: own[field.name]
-            for field in fields(spec.dims)
-            if field.name in own and own[field.name] != field.default
-        }
-        yield (
-            f"model.flavor = {toml_literal(model.flavor)} of {model.name} is another model in "
-            f"torchtitan {VERSION}: {there} there, {here} here. For torchtitan's, set "
-            f'model.flavor = "torchtitan" and model.dims = {toml_literal(needed | sizes)}.'
-        )
+    spec = model_spec(config.model)
     if spec.num_experts and not _is_set(config, "model.router_bias_update_rate"):
         rate = getattr(getattr(spec.dims, "moe", None), "bias_update_rate", None)
         if rate != ROUTER_BIAS_UPDATE_RATE:
@@ -90,18 +75,6 @@ def _of_model(config: Config) -> Iterator[str]:
             "trains a tokenizer on its corpus",
             "For torchtitan's, set it to that folder",
         )
-
-
-def _differing(sizes: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, str]:
-    """The sizes that differ, there and here."""
-    there, here = {}, {}
-    for key, value in sizes.items():
-        if isinstance(value, dict) and isinstance(own.get(key), dict):
-            there |= {f"{key}.{inner}": one for inner, one in value.items()}
-            here |= {f"{key}.{inner}": own[key].get(inner) for inner in value}
-        else:
-            there[key], here[key] = value, own.get(key)
-    return toml_literal(there), toml_literal(here)
 
 
 def _of_data(config: Config) -> Iterator[str]:

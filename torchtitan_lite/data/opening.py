@@ -4,6 +4,7 @@ Invariant: every process that calls `open_data` with the same settings gets the 
 with a warm cache none of them imports `datasets` or `tokenizers` (unless a corpus is streamed).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torchtitan_lite.data.tokenizer import (
     open_tokenizer,
 )
 from torchtitan_lite.data.validation import ValidationData
+from torchtitan_lite.data.windows import DocumentWindows
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.log import logger
 from torchtitan_lite.schema.data import DataConfig
@@ -99,10 +101,11 @@ def open_validation(
     seed: int,
     document_mask: bool,
     pin_memory: bool,
+    stride: int | None = None,
 ) -> ValidationData:
     """The validation data alone, as `open_data` opens them: of the training corpora, their held-out
-    documents where `validation` names no set of its own. Every rank calls this alike. Raises
-    DataError."""
+    documents where `validation` names no set of its own. With `stride` its own set is read document
+    by document, in windows (`DocumentWindows`). Every rank calls this alike. Raises DataError."""
     cache_folder = Path(config.cache_folder).expanduser().absolute()
     opened = _Opener(
         config=config, tokenizer=tokenizer, vocab_size=vocab_size, cache_folder=cache_folder
@@ -112,7 +115,12 @@ def open_validation(
         corpora = [open_corpus(corpus, cache_folder) for corpus in config.resolved_corpora()]
         tokenised = [None if corpus.streaming else opened.tokenise(corpus) for corpus in corpora]
     return opened.validation_data(
-        validation, tokenised, seed=seed, document_mask=document_mask, pin_memory=pin_memory
+        validation,
+        tokenised,
+        seed=seed,
+        document_mask=document_mask,
+        pin_memory=pin_memory,
+        stride=stride,
     )
 
 
@@ -177,10 +185,11 @@ class _Opener:
         seed: int,
         document_mask: bool,
         pin_memory: bool,
+        stride: int | None = None,
     ) -> ValidationData:
         seq_len = validation.seq_len or self.config.seq_len
         return ValidationData(
-            self.validation_parts(validation, tokenised, seq_len),
+            self.validation_parts(validation, tokenised, seq_len, stride),
             seq_len=seq_len,
             local_batch_size=validation.local_batch_size,
             steps=validation.steps,
@@ -189,15 +198,36 @@ class _Opener:
             pin_memory=pin_memory,
         )
 
+    def windows(
+        self, tokenised: TokenisedCorpus, seq_len: int, stride: int, *, is_chat: bool
+    ) -> DocumentWindows:
+        tokenizer = self.tokenizer.load()
+        has_end = tokenizer.eos_id is not None and not is_chat
+        return DocumentWindows(
+            tokenised.train.tokens,
+            tokenised.train.document_starts,
+            seq_len,
+            stride=stride,
+            # lm-eval too takes the end of a text where a tokenizer has no beginning.
+            prefix=tokenizer.eos_id if tokenizer.bos_id is None and not is_chat else None,
+            num_after=int(has_end),
+            target_bounds=tokenised.train.target_bounds,
+            name=f"the validation set {tokenised.name!r}",
+        )
+
     def validation_parts(
         self,
         validation: ValidationConfig,
         tokenised: list[TokenisedCorpus | None],
         seq_len: int,
-    ) -> list[PackedBlocks]:
+        stride: int | None,
+    ) -> Sequence[PackedBlocks | DocumentWindows]:
         own = validation.corpus()
         if own is not None:
-            whole = self.tokenise(open_corpus(own, self.cache_folder), held_out_fraction=0.0)
+            corpus = open_corpus(own, self.cache_folder)
+            whole = self.tokenise(corpus, held_out_fraction=0.0)
+            if stride is not None:
+                return [self.windows(whole, seq_len, stride, is_chat=corpus.is_chat)]
             return [
                 PackedBlocks(
                     whole.train.tokens,

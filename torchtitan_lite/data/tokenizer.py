@@ -28,6 +28,10 @@ EOS = "<|end_of_text|>"
 _NUM_BYTES = 256
 _BOS_NAMES = (BOS, "<s>", "<bos>", "<|startoftext|>", "<|endoftext|>")
 _EOS_NAMES = (EOS, "</s>", "<eos>", "<|endoftext|>", "<|im_end|>")
+_SPECIAL_KEYS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+_TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized")
 _TRAINING_BYTES = 64 * 2**20
 _FORMAT = 1
 
@@ -132,8 +136,9 @@ def trained_tokenizer(
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer:
-    """The tokenizer in `folder`: tokenizer.json, and tokenizer_config.json for the names of the
-    tokens that begin and end a document (without it the usual names are tried)."""
+    """Load the tokenizer in `folder`: tokenizer.json, and tokenizer_config.json for the tokens that
+    only it defines and the names of those that begin and end a document (if it is omitted, the
+    usual names are tried). Raises DataError."""
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
     folder = Path(folder).expanduser()
@@ -147,10 +152,11 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
         config = json.loads(config_file.read_text()) if config_file.is_file() else {}
     except ValueError as error:
         raise DataError(f"{config_file} is not JSON: {error}") from error
+    _add_tokens_of_config(inner, config, config_file)
     return Tokenizer(
         inner,
-        bos_id=_special_id(inner, config, "bos_token", _BOS_NAMES, config_file),
-        eos_id=_special_id(inner, config, "eos_token", _EOS_NAMES, config_file),
+        bos_id=_special_id(inner, config, "bos_token", _BOS_NAMES),
+        eos_id=_special_id(inner, config, "eos_token", _EOS_NAMES),
     )
 
 
@@ -228,13 +234,49 @@ def _fingerprint(folder: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         file = folder / name
-        digest.update(file.read_bytes() if file.is_file() else b"")
+        content = file.read_bytes() if file.is_file() else b""
+        digest.update(content)
         digest.update(b"\x1f")
+        if b'"added_tokens_decoder"' in content:
+            # Earlier releases did not add these tokens: what they encoded is of no use.
+            digest.update(b"added")
     return digest.hexdigest()
 
 
+def _add_tokens_of_config(inner: Any, config: Any, config_file: Path) -> None:
+    """Add the tokens that only tokenizer_config.json defines, in the order of
+    `transformers.PreTrainedTokenizerFast`: `added_tokens_decoder` by id, then the special tokens.
+    A token that is not in the vocabulary gets the next free id, whatever id the file gives it."""
+    from tokenizers import AddedToken
+
+    try:
+        listed = config.get("added_tokens_decoder") or {}
+        by_id = [listed[id] for id in sorted(listed, key=int)]
+        named = [config[key] for key in _SPECIAL_KEYS if config.get(key) is not None]
+        named += [*(config.get("additional_special_tokens") or ())]
+        more = config.get("extra_special_tokens") or ()
+        named += [*(more.values() if isinstance(more, dict) else more)]
+        named = [{"content": one} if isinstance(one, str) else one for one in named]
+        # A name makes a token special; a listed one says so itself.
+        given = [*by_id, *({**one, "special": True} for one in named)]
+        known = {token.content for token in inner.get_added_tokens_decoder().values()}
+        for token in given:
+            if token["content"] in known:
+                continue
+            known.add(token["content"])
+            is_special = token.get("special", False)
+            options = {option: token[option] for option in _TOKEN_OPTIONS if option in token}
+            added = AddedToken(token["content"], special=is_special, **options)
+            (inner.add_special_tokens if is_special else inner.add_tokens)([added])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{config_file} defines its tokens in a way that cannot be read "
+            f"({type(error).__name__}: {error})."
+        ) from error
+
+
 def _special_id(
-    inner: Any, config: dict[str, Any], key: str, usual_names: tuple[str, ...], config_file: Path
+    inner: Any, config: dict[str, Any], key: str, usual_names: tuple[str, ...]
 ) -> int | None:
     name = config.get(key)
     if isinstance(name, dict):
@@ -242,13 +284,7 @@ def _special_id(
     if name is None:
         ids = (inner.token_to_id(usual) for usual in usual_names)
         return next((id for id in ids if id is not None), None)
-    id = inner.token_to_id(name)
-    if id is None:
-        raise DataError(
-            f"{config_file} says {key} = {name!r}, but tokenizer.json has no such token. The two "
-            f"files are not of one tokenizer."
-        )
-    return id
+    return inner.token_to_id(name)
 
 
 def _first_documents(corpora: Sequence[Corpus]) -> Iterator[str]:

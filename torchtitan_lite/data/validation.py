@@ -1,8 +1,8 @@
 """The validation set, in rounds that every rank takes part in.
 
-Layer: above packing and microbatch. Invariant: every rank gets the same number of rounds, each of
-`local_batch_size` samples; over all ranks each sample is used once. Where the samples do not
-divide by the ranks, fillers without targets take the free places.
+Layer: above packing, windows and microbatch. Invariant: every rank gets the same number of rounds,
+each of `local_batch_size` samples; over all ranks each sample is used once. Where the samples do
+not divide by the ranks, fillers without targets take the free places.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +11,7 @@ import numpy as np
 
 from torchtitan_lite.data.microbatch import FILLER, collate
 from torchtitan_lite.data.packing import Blocks, PackedBlocks
+from torchtitan_lite.data.windows import DocumentWindows
 from torchtitan_lite.spec import Microbatch
 
 
@@ -19,7 +20,7 @@ class ValidationData:
 
     def __init__(
         self,
-        parts: Sequence[PackedBlocks],
+        parts: Sequence[PackedBlocks | DocumentWindows],
         *,
         seq_len: int,
         local_batch_size: int,

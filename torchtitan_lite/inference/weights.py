@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.checkpoint.foreign import refuse_foreign
+from torchtitan_lite.checkpoint.hugging_face.assets import GENERATION, kept_assets
 from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face, read_config
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
 from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot
@@ -129,8 +130,19 @@ def _opened(folder: str) -> Weights:
             f"{MANIFEST}, one that holds such folders, or a Hugging Face folder."
         )
     snapshot = StoredSnapshot(storage, name)
-    config = recorded_config(snapshot.manifest.config, snapshot.where)
+    config = run_config(snapshot)
     return Weights(snapshot=snapshot, spec=model_spec(config.model), config=config)
+
+
+def run_config(snapshot: StoredSnapshot, *, needs_flavor: bool = False) -> Config:
+    """The configuration of the run that wrote a checkpoint, with the tokenizer files that it left
+    beside its checkpoints. Raises CheckpointError as `recorded_config` does."""
+    config = recorded_config(snapshot.manifest.config, snapshot.where, needs_flavor=needs_flavor)
+    kept = kept_assets(snapshot.where)
+    if kept is None:
+        return config
+    model = config.model.model_copy(update={"hf_assets_path": str(kept)})
+    return config.model_copy(update={"model": model})
 
 
 def _hugging_face(storage: Storage, name: str) -> Weights:
@@ -146,15 +158,12 @@ def _hugging_face(storage: Storage, name: str) -> Weights:
     return replace(found, config=Config.model_validate(given))
 
 
-def stop_ids(weights: Weights, tokenizer: Tokenizer) -> set[int]:
-    """The ids after which a text has come to its end: what the tokenizer ends a document with, and
-    what `generation_config.json` beside it names (a chat model has several)."""
+def stop_ids(tokenizer: Tokenizer, folder: Path) -> set[int]:
+    """The ids after which a text ends: the one with which the tokenizer in `folder` ends a
+    document, and those that `generation_config.json` beside it names (a chat model has several)."""
     found = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
-    folder = weights.config.model.hf_assets_path
-    if folder is None:
-        return found
     try:
-        settings = json.loads((Path(folder).expanduser() / "generation_config.json").read_bytes())
+        settings = json.loads((folder / GENERATION).read_bytes())
     except (OSError, ValueError):
         return found
     named = settings.get("eos_token_id") if isinstance(settings, dict) else None

@@ -46,13 +46,22 @@ def parallelize(
 
     Tensors are cut first, so that all else sees the modules as they will run; experts before the
     rest, which is held whole where no rule cuts it. Modules are exchanged before all.
-    Recomputation goes inside the compiled region, so that the compiler sees it; sharding goes
-    outside both, so that its collectives stay out of the graph.
+    Recomputation of chosen operations goes inside the compiled region, because the compiler carries
+    out the choice. That of whole blocks goes outside: inside it fails with tensor parallelism
+    (torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors, got DeviceMesh"), and the
+    compiler could not fuse across it. Sharding goes outside both, so that its collectives stay out
+    of the graph.
     """
     float8.apply(model, spec, quantization)
     expert.apply(model, spec, mesh, parallelism)
     tensor.apply(model, spec, mesh, parallelism)
     context.apply(model, mesh, parallelism)
-    activation_checkpoint.apply(model, spec, checkpointing)
+    activation_checkpoint.apply_to_operations(
+        model,
+        spec,
+        checkpointing,
+        repeatable=mesh.degrees.pp > 1 and not compiling.is_on(compilation),
+    )
     compiling.apply(model, spec, mesh, compilation)
+    activation_checkpoint.apply_to_blocks(model, spec, checkpointing)
     fsdp.apply(model, spec, mesh, parallelism, precision)

@@ -19,7 +19,7 @@ import torchtitan_lite.nn.grouped_linear  # noqa: F401 (registers its operator)
 from torchtitan_lite.parallel.blocks import blocks_of
 from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan_lite.spec import ModelSpec
-from torchtitan_lite.torch_compat import ATTENTION_OPS
+from torchtitan_lite.torch_compat import ATTENTION_OPS, RepeatableRecomputation
 
 _aten = torch.ops.aten
 _MATRIX_PRODUCTS = {
@@ -32,34 +32,54 @@ _MATRIX_PRODUCTS = {
 }
 
 
-def apply(model: nn.Module, spec: ModelSpec, config: ActivationCheckpointConfig) -> None:
-    """Wrap the forward of the blocks that `config` names; parameter names stay as they are."""
-    if config.mode == "none":
+def apply_to_operations(
+    model: nn.Module, spec: ModelSpec, config: ActivationCheckpointConfig, *, repeatable: bool
+) -> None:
+    """Wrap the forward of every block if `config` chooses single operations; parameter names stay
+    as they are.
+
+    `repeatable`: a block may be recomputed more than once per forward, as by pipeline schedules
+    that split the backward. The compiler cannot trace it.
+    """
+    if not _chooses_operations(config):
         return
-    every = 1
-    context_fn = None
-    if config.mode == "selective":
-        if config.selective_ac_option == "op":
-            context_fn = partial(_selective_contexts, _recomputed_shapes(model, config))
-        else:
-            every = int(config.selective_ac_option)
+    contexts = partial(_contexts, _recomputed_shapes(model, config), repeatable)
+    for block in blocks_of(model, spec):
+        _wrap(block, config, context_fn=contexts)
+
+
+def apply_to_blocks(model: nn.Module, spec: ModelSpec, config: ActivationCheckpointConfig) -> None:
+    """Wrap the forward of the whole blocks that `config` chooses; parameter names stay as they
+    are."""
+    if config.mode == "none" or _chooses_operations(config):
+        return
+    every = 1 if config.mode == "full" else int(config.selective_ac_option)
     for position, block in enumerate(blocks_of(model, spec)):
-        if (position + 1) % every:
-            continue
-        arguments: dict[str, Any] = {
-            "use_reentrant": False,
-            "preserve_rng_state": config.preserve_rng_state,
-            "determinism_check": config.determinism_check,
-            "debug": config.debug,
-            "early_stop": config.early_stop,
-        }
-        if context_fn is not None:
-            arguments["context_fn"] = context_fn
-        block.forward = partial(checkpoint, block.forward, **arguments)
+        if (position + 1) % every == 0:
+            _wrap(block, config)
 
 
-def _selective_contexts(recomputed_shapes: set[tuple[int, ...]]) -> Any:
-    return create_selective_checkpoint_contexts(_policy(recomputed_shapes))
+def _chooses_operations(config: ActivationCheckpointConfig) -> bool:
+    return config.mode == "selective" and config.selective_ac_option == "op"
+
+
+def _wrap(block: nn.Module, config: ActivationCheckpointConfig, **arguments: Any) -> None:
+    block.forward = partial(
+        checkpoint,
+        block.forward,
+        use_reentrant=False,
+        preserve_rng_state=config.preserve_rng_state,
+        determinism_check=config.determinism_check,
+        debug=config.debug,
+        early_stop=config.early_stop,
+        **arguments,
+    )
+
+
+def _contexts(recomputed_shapes: set[tuple[int, ...]], repeatable: bool) -> tuple[Any, Any]:
+    """The context managers of a block's forward and of its recomputation."""
+    forward, recomputation = create_selective_checkpoint_contexts(_policy(recomputed_shapes))
+    return forward, RepeatableRecomputation(recomputation) if repeatable else recomputation
 
 
 def _policy(recomputed_shapes: set[tuple[int, ...]]) -> Callable[..., CheckpointPolicy]:

@@ -13,13 +13,18 @@ from torchtitan_lite.schema.compile import CompileConfig
 from torchtitan_lite.spec import ModelSpec
 
 
+def is_on(config: CompileConfig) -> bool:
+    """Whether the blocks of the model are compiled."""
+    return config.enable and "model" in config.components
+
+
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, config: CompileConfig) -> None:
     """Compile the forward of each block; parameter names stay as they are.
 
     Only forward, not the whole call: the hooks by which FSDP gathers weights stay outside. A block
     is one graph, but for the experts that lie elsewhere, where the host waits for what travels.
     """
-    if not config.enable or "model" not in config.components:
+    if not is_on(config):
         return
     experts_apart = has_own_mesh(spec, mesh)
     if experts_apart:

@@ -8,18 +8,18 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from torchtitan_lite.schema.section import (
+    NoEffect,
     Section,
     above,
     at_least,
     between,
-    only,
     positive_or_minus_one,
 )
 
 DEFAULT_DATASET = "python_stdlib"
 TEXT_DATASETS = (DEFAULT_DATASET, "c4", "c4_validation")
 """Data sets known by name; none of them holds conversations."""
-_WORKERS = "a loader with worker processes (a background thread reads ahead instead)"
+_WORKERS = NoEffect("tokens are read from a memory map, and a background thread reads ahead")
 
 
 class CorpusConfig(Section):
@@ -58,17 +58,18 @@ class CorpusConfig(Section):
 class DataLoaderConfig(Section):
     """How batches are loaded. The keys are torchtitan's."""
 
-    num_workers: Annotated[int, only(0, _WORKERS)] = 0
-    """Number of worker processes; only 0, since one background thread reads ahead."""
+    num_workers: Annotated[int, at_least(0), _WORKERS] = 0
+    """Accepted and without effect: tokens are read from a memory map, and one background thread
+    reads ahead."""
 
-    persistent_workers: Annotated[bool, only(False, _WORKERS)] = False
-    """Keep the worker processes alive between epochs; only false, as there are none."""
+    persistent_workers: Annotated[bool, _WORKERS] = False
+    """Accepted and without effect: there are no worker processes."""
 
     pin_memory: bool = False
     """Accepted for compatibility: batches for a GPU always lie in pinned memory, others never."""
 
-    prefetch_factor: Annotated[int | None, only(None, _WORKERS)] = None
-    """Batches that each worker process loads ahead; not set, as there are none."""
+    prefetch_factor: Annotated[int | None, _WORKERS] = None
+    """Accepted and without effect: the next step's batches are read ahead."""
 
 
 class DataConfig(Section):

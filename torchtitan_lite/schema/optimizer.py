@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from torchtitan_lite.schema.section import Section, at_least, below, only
+from torchtitan_lite.schema.section import NoEffect, Section, at_least, below
 
 
 class OptimizerConfig(Section):
@@ -28,6 +28,12 @@ class OptimizerConfig(Section):
     """How the step is computed: one parameter after the other, several at once, or in one kernel.
     The result is the same up to rounding."""
     early_step_in_backward: Annotated[
-        bool, only(False, "stepping in backward (it excludes clipping)")
+        bool,
+        NoEffect(
+            "a step is applied as a whole or not at all, so all gradients are kept until its end, "
+            "and are clipped"
+        ),
     ] = False
-    """Step each parameter as soon as its gradient is there."""
+    """Accepted and without effect: a step is applied as a whole, after all gradients are known
+    to be finite and clipped (torchtitan steps each parameter as soon as its gradient is there, and
+    clips nothing)."""

@@ -2,7 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from torchtitan_lite.schema.section import Section, only
+from torchtitan_lite.schema.section import NoEffect, Section
+
+_GATHERED = "FSDP gathers weights in the precision of the forward pass"
 
 
 class Float8Config(Section):
@@ -16,14 +18,11 @@ class Float8Config(Section):
     """Linear modules whose name contains one of these are left as they are. Routers always are."""
     emulate: bool = False
     """Compute in float32 what float8 would give: slow, on any device, for tests."""
-    enable_fsdp_float8_all_gather: Annotated[bool, only(False, "gathering weights in float8")] = (
-        False
-    )
-    """Let FSDP gather weights in float8."""
-    precompute_float8_dynamic_scale_for_fsdp: Annotated[
-        bool, only(False, "scales for weights gathered in float8")
-    ] = False
-    """Find the scales of all gathered weights at once."""
+    enable_fsdp_float8_all_gather: Annotated[bool, NoEffect(_GATHERED)] = False
+    """Accepted and without effect: FSDP gathers weights in the precision of the forward pass and
+    casts them afterwards, for two to four times the bytes."""
+    precompute_float8_dynamic_scale_for_fsdp: Annotated[bool, NoEffect(_GATHERED)] = False
+    """Accepted and without effect, as `enable_fsdp_float8_all_gather`."""
 
 
 class QuantizedLinearConfig(Section):

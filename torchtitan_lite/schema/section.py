@@ -7,6 +7,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -61,6 +62,15 @@ def only(value: Any, missing: str) -> AfterValidator:
         return given
 
     return AfterValidator(check)
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Marks a key that is accepted and changes nothing here, because it is about speed or memory
+    that is gained another way or not at all: results are those without the key. A run logs it if it
+    is set."""
+
+    reason: str
 
 
 def at_least(minimum: float) -> AfterValidator:

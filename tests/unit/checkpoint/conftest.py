@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -90,6 +91,7 @@ def manage(tmp_path: Path, mesh: Mesh) -> Iterator[Manage]:
         *,
         dump_folder: Path = tmp_path,
         last_step: int | None = None,
+        dims: Mapping[str, Any] = MappingProxyType({}),
         **settings: Any,
     ) -> CheckpointManager:
         config = CheckpointConfig(
@@ -101,7 +103,7 @@ def manage(tmp_path: Path, mesh: Mesh) -> Iterator[Manage]:
             dump_folder=dump_folder,
             state=state,
             mesh=mesh,
-            run_config={"seed": 1},
+            run_config={"seed": 1, **({"model": {"dims": dict(dims)}} if dims else {})},
             last_step=last_step,
         )
         made.append(manager)

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from tests.unit.checkpoint.conftest import (
     Manage,
     SmallState,
+    crash,
     manifest_in,
     run_id_in,
     run_steps,
@@ -435,6 +436,34 @@ def test_a_model_that_does_not_fit_stops_and_is_not_taken_for_damage(manage: Man
     with pytest.raises(CheckpointError, match=r"model.weight has .* \[5, 8\] here") as error:
         manage(other).restore()
     assert not isinstance(error.value, DamagedCheckpoint)
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_model_of_the_same_shapes_with_other_dims_is_refused_by_name(
+    manage: Manage, async_mode: str
+) -> None:
+    state = SmallState()
+    dims = {"num_heads": 4, "rope_scaling": {"factor": 8.0}}
+    settings: dict[str, Any] = {"async_mode": async_mode}
+    manager = manage(state, dims=dims, **settings)
+    run_steps(manager, state, 2)
+    if async_mode == "async":
+        # What is newest lies in shared memory.
+        crash(manager)
+    for other, told in (
+        ({"num_heads": 8, "rope_scaling": {"factor": 8.0}}, "num_heads is 4 there and 8 here"),
+        (
+            {"num_heads": 4, "rope_scaling": None},
+            "rope_scaling is {'factor': 8.0} there and unset here",
+        ),
+        ({**dims, "rope_scaling": {"factor": 4.0}}, "rope_scaling.factor is 8.0 there and 4.0"),
+    ):
+        with pytest.raises(CheckpointError, match="has other model dimensions.*" + re.escape(told)):
+            manage(SmallState(), dims=other, **settings).restore()
+    again = SmallState()
+    # How a model is computed may change, and what was not recorded is not compared.
+    dims = {"num_heads": 4, "attention_backend": "flex", "new": 1}
+    assert manage(again, dims=dims, **settings).restore() is not None and again.step == 2
 
 
 def test_a_dtype_that_cannot_hold_the_weights_fails_the_last_save(manage: Manage) -> None:

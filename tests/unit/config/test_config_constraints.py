@@ -208,7 +208,7 @@ def test_an_export_at_the_end_needs_a_checkpoint_that_transformers_can_read(conf
     asked = "--checkpoint.last_save_in_hf"
     assert "exports the last checkpoint, and none is saved" in refusal(config(asked))
     check_against(config(asked, "--checkpoint.enable"), 1)
-    experts = ["--model.name", "qwen3", "--model.flavor", "debugmodel_moe", "--checkpoint.enable"]
+    experts = ["--model.name", "qwen3", "--model.flavor", "tiny_moe", "--checkpoint.enable"]
     check_against(config(asked, *experts), 1)
     text = refusal(config(asked, *experts, "--model.router_bias_update_rate", "0.01"))
     assert "router_bias_update_rate = 0.01) has no place in a Hugging Face folder" in text
@@ -247,14 +247,14 @@ def test_all_problems_at_once(config) -> None:
     [
         (
             "expert_parallel_degree",
-            "debugmodel_moe",
+            "tiny_moe",
             "parallelism.expert_parallel_degree (3) does not divide the 8 experts of qwen3 "
-            "debugmodel_moe. Degrees that do: 1, 2, 4, 8.",
+            "tiny_moe. Degrees that do: 1, 2, 4, 8.",
         ),
         (
             "expert_tensor_parallel_degree",
-            "debugmodel",
-            "parallelism.expert_tensor_parallel_degree (3): qwen3 debugmodel has no experts. Set "
+            "tiny",
+            "parallelism.expert_tensor_parallel_degree (3): qwen3 tiny has no experts. Set "
             "it to 1, or choose a flavor with a mixture of experts.",
         ),
     ],

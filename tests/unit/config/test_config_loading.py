@@ -314,7 +314,6 @@ def test_a_list_of_tables_on_the_command_line(write) -> None:
         (["--training.dataloader.workers", "1"], "training.dataloader.workers: unknown key"),
         (["training.steps", "5"], "unexpected 'training.steps'; write --section.key value"),
         (["--", "5"], "names no key"),
-        (["--optimizer.early_step_in_backward"], "stepping in backward"),
     ],
 )
 def test_wrong_overrides(write, arguments: list[str], expected: str) -> None:

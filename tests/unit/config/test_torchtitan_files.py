@@ -44,10 +44,6 @@ TRANSFORMERS = (
 FLOAT8 = (
     'FILE: model.converters[0]: given "float8" (string), needed "quantize.linear.float8". It is a '
     'name of an earlier torchtitan, now "quantize.linear.float8".',
-    "FILE: quantize.linear.float8.enable_fsdp_float8_all_gather: gathering weights in float8 is "
-    "not supported by this version; only false is accepted, got true",
-    "FILE: quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp: scales for weights "
-    "gathered in float8 is not supported by this version; only false is accepted, got true",
 )
 FRAGMENTS = (
     'fault_tolerance.num_fragments = 2 has no effect without semi_sync_method = "streaming_diloco".'

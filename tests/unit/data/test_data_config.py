@@ -28,7 +28,7 @@ def test_a_resolved_config_loads_again() -> None:
         {"global_batch_size": 0},
         {"held_out_fraction": -0.1},
         {"corpora": [{"weight": 0}]},
-        {"dataloader": {"num_workers": 2}},
+        {"dataloader": {"num_workers": -1}},
         {"no_such_key": 1},
         {"seq_len": "64"},
     ],

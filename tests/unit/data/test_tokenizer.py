@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoTokenizer
 
 from torchtitan_lite.data.tokenizer import load_tokenizer, train_tokenizer
 from torchtitan_lite.errors import DataError
@@ -40,6 +42,40 @@ def test_names_of_special_tokens(tokenizer_folder: Path, tmp_path: Path, config)
     assert tokenizer.eos_id == (0 if config else 1)
 
 
+def test_tokens_that_only_the_config_defines_get_the_ids_of_transformers(
+    documents: list[str], tmp_path: Path
+) -> None:
+    inner = ByteLevelBPETokenizer()
+    inner.train_from_iterator(documents, vocab_size=300, special_tokens=["<|image|>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    # As in torchtitan's test tokenizer: ids beyond the vocabulary, and not in their order.
+    tokens = {
+        "128000": {"content": "<|begin|>", "special": True},
+        "128001": {"content": "<|end|>", "special": True, "normalized": False},
+        "0": {"content": "<|image|>", "special": True},
+        "400": {"content": "code", "special": False, "single_word": True},
+    }
+    config = {
+        "added_tokens_decoder": tokens,
+        "bos_token": "<|begin|>",
+        "eos_token": {"__type": "AddedToken", "content": "<|end|>"},
+        "pad_token": "<|pad|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.vocab_size == len(theirs) == 304
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id) == (301, 302)
+    assert set(ours.special_texts) == set(theirs.all_special_tokens) | {"<|image|>"}
+    texts = ["some code, encoded", "<|begin|>a<|pad|><|image|>"]
+    expected = [theirs(text, add_special_tokens=False).input_ids for text in texts]
+    assert [ids.tolist() for ids, _, _ in ours.encode_rendered(texts)] == expected
+    (tmp_path / "saved").mkdir()
+    ours.save(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert (again.vocab_size, again.bos_id, again.eos_id) == (304, 301, 302)
+
+
 def test_errors_name_the_folder_and_the_remedy(tokenizer_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         load_tokenizer(tmp_path / "none")
@@ -50,8 +86,9 @@ def test_errors_name_the_folder_and_the_remedy(tokenizer_folder: Path, tmp_path:
     with pytest.raises(DataError, match="not a tokenizer that can be read"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<nope>"}')
-    with pytest.raises(DataError, match="bos_token = '<nope>'"):
-        load_tokenizer(tmp_path)
+    for wrong in ("[]", '{"bos_token": 3}', '{"added_tokens_decoder": {"x": "<a>"}}'):
+        (tmp_path / "tokenizer_config.json").write_text(wrong)
+        with pytest.raises(DataError, match=r"tokenizer_config.json defines its tokens in a way"):
+            load_tokenizer(tmp_path)
     with pytest.raises(DataError, match="need 258"):
         train_tokenizer(["a"], 100)

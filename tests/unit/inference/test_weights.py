@@ -12,8 +12,9 @@ import torch
 from tests.hugging_face import add_tokenizer, make_folder
 from tests.job import FIXTURE
 from tests.stored import change, store
+from torchtitan_lite.checkpoint.hugging_face.assets import keep_assets
 from torchtitan_lite.cli import main
-from torchtitan_lite.config import Config
+from torchtitan_lite.config import Config, to_record
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import open_tokenizer
 from torchtitan_lite.device import detect_device
@@ -59,6 +60,48 @@ def test_a_folder_of_steps_gives_its_newest(saved: Path, mesh: Mesh) -> None:
     assert open_weights(str(saved / "step-5"), mesh).snapshot.saved.step == 5
 
 
+def test_the_recorded_dims_hold_where_the_flavor_has_changed_since(
+    saved: Path,
+    mesh: Mesh,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recorded = to_record(Config.model_validate({"model": {"flavor": "tiny"}}))
+    record(saved / "step-12", recorded)
+    weights = open_weights(str(saved), mesh)
+    assert weights.config.model.flavor == "tiny" and not weights.config.model.dims
+    recorded["model"]["dims"] |= {"num_heads": 2, "num_kv_heads": 2}
+    record(saved / "step-12", recorded)
+    with caplog.at_level("WARNING", "torchtitan_lite"):
+        weights = open_weights(str(saved), mesh)
+    assert weights.spec.dims.num_heads == 2
+    assert "trained as llama3 tiny with other dimensions" in caplog.text
+    assert "num_heads is 2 there and" in caplog.text
+    assert main(["convert", "to-dcp", f"{saved}/step-12", str(tmp_path / "dcp")]) == 1
+    text = capsys.readouterr().err
+    assert "num_heads is 2 there and" in text and "would give other logits" in text
+    assert not (tmp_path / "dcp").exists()
+
+
+def test_the_tokenizer_beside_the_checkpoints_is_preferred(
+    saved: Path, mesh: Mesh, tmp_path: Path
+) -> None:
+    folder = add_tokenizer(make_folder(tmp_path / "hf", "llama"))
+    keep_assets(folder, str(saved))
+    (saved / "assets" / "kept").touch()
+    keep_assets(folder, str(saved))
+    assert (saved / "assets" / "kept").exists()
+    (saved / "assets" / "tokenizer.json").write_text("another")
+    keep_assets(folder, str(saved))
+    assert not (saved / "assets" / "kept").exists()
+    keep_assets(folder, "s3://bucket/checkpoint")
+    record(saved / "step-12", config_of(tmp_path, hf_assets_path=str(tmp_path / "gone")))
+    found = tokenizer_of(open_weights(str(saved), mesh), None)
+    assert found.folder == saved / "assets"
+    assert found.fingerprint == open_tokenizer(str(folder), (), 64, tmp_path).fingerprint
+
+
 def test_what_is_no_checkpoint_is_named(saved: Path, mesh: Mesh, tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path):
         with pytest.raises(CheckpointError, match=f"{path} holds no checkpoint"):
@@ -81,7 +124,7 @@ def test_a_hugging_face_folder_is_read_as_it_is(mesh: Mesh, tmp_path: Path) -> N
     assert tokenizer.eos_id is not None
     settings = {"eos_token_id": [7, 9]}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    assert stop_ids(weights, tokenizer) == {tokenizer.eos_id, 7, 9}
+    assert stop_ids(tokenizer, folder) == {tokenizer.eos_id, 7, 9}
 
 
 def test_the_tokenizer_of_the_run_is_found_or_asked_for(

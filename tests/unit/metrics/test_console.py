@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.forks import FORKS
+from tests.forks import FORKS, send_output_to
 from torchtitan_lite.durations import clock
 from torchtitan_lite.log import configure_logging, logger
 from torchtitan_lite.metrics import Event, StepRecord
@@ -20,9 +20,7 @@ from torchtitan_lite.metrics.sink import Cadence
 
 def run_on_terminal(terminal, color, no_color_variable):
     """Log and print beside a bar, in a process whose output goes to `terminal`."""
-    with open(terminal, "w") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
+    send_output_to(terminal)
     os.environ |= {"TERM": "xterm", "COLUMNS": "100", "LINES": "50"}
     os.environ["NO_COLOR"] = no_color_variable
     configure_logging("INFO")

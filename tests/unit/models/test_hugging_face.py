@@ -122,7 +122,7 @@ def test_every_released_flavor_has_a_config_json() -> None:
 
 def test_a_routing_that_transformers_has_not_is_no_model_of_it() -> None:
     dims = replace(
-        FLAVORS["debugmodel_moe"],
+        FLAVORS["tiny_moe"],
         moe=MoEDims(num_experts=4, top_k=2, hidden_dim=8, shared_hidden_dim=8),
     )
     assert spec_of(dims, "shared").hugging_face is None

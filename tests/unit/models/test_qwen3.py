@@ -190,7 +190,7 @@ def test_a_model_of_experts_learns() -> None:
 
 
 def test_the_config_overrides_the_attention_of_a_flavor() -> None:
-    config = ModelConfig(name="qwen3", flavor="debugmodel_moe")
+    config = ModelConfig(name="qwen3", flavor="tiny_moe")
     assert model_spec(config).document_mask
     plain = config.model_copy(update={"attention_mask": "causal", "attention_backend": "flex"})
     assert not model_spec(plain).document_mask
@@ -198,7 +198,7 @@ def test_the_config_overrides_the_attention_of_a_flavor() -> None:
 
 
 def test_an_unknown_size_names_the_known_and_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r'"30B-A3" is not one of debugmodel, .*"30B-A3B"\?'):
+    with pytest.raises(ConfigError, match=r'"30B-A3" is not one of tiny, .*"30B-A3B"\?'):
         model_spec(ModelConfig(name="qwen3", flavor="30B-A3"))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.tolerances import OPTIMIZER_FLOAT32, SCHEDULE
+from tests.tolerances import NORM_FLOAT32, OPTIMIZER_FLOAT32, SCHEDULE
 from tests.unit.models.tiny import tiny_decoder, tiny_samples, tiny_spec, tiny_targets
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.log import logger
@@ -223,3 +223,20 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm() -> None:
 def _groups(config: OptimizerConfig, model: nn.Module) -> dict[float, list[nn.Parameter]]:
     optimizer = build_optimizer(config, model, tiny_spec().no_decay, detect_device("cpu"))
     return {group["weight_decay"]: group["params"] for group in optimizer.inner.param_groups}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("elements", [1, 5000, 2**19 + 3, 2**23])
+def test_the_norm_is_exact_and_does_not_depend_on_the_shards(
+    elements: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = (torch.randn(elements, generator=generator) * 1e-3).to(dtype)
+    exact = values.double().square().sum().item()
+    for shards in (1, 2, 8):
+        parts = [(part, 1) for part in values.chunk(shards)]
+        # The norm is the root, so that its relative error is half of this one.
+        assert square_norm(parts).item() == pytest.approx(exact, rel=2 * NORM_FLOAT32)
+    columns = values[: elements // 2 * 2].reshape(-1, 2)[:, 0]
+    exact = columns.double().square().sum().item()
+    assert square_norm([(columns, 1)]).item() == pytest.approx(exact, rel=2 * NORM_FLOAT32)

@@ -112,7 +112,8 @@ def _checkpointed(
     if fqns is not None:
         settings["per_op_sac_force_recompute_mm_shapes_by_fqns"] = fqns
     config = ActivationCheckpointConfig.model_validate(settings)
-    activation_checkpoint.apply(model, tiny_spec(), config)
+    activation_checkpoint.apply_to_operations(model, tiny_spec(), config, repeatable=False)
+    activation_checkpoint.apply_to_blocks(model, tiny_spec(), config)
     return model
 
 
