@@ -255,13 +255,21 @@ class Restorer:
     def _check_dims(self, snapshot: Snapshot) -> None:
         """Weights of the same shapes may still be another model's, as with other RoPE scaling. A
         run must not change its own; one that starts from another's may."""
-        differing = differing_dims(snapshot.saved.dims, model_dims(self._saved.run_config))
+        here = model_dims(self._saved.run_config)
+        is_own = snapshot.where.startswith(f"{self._saved.storage.root}/") or isinstance(
+            snapshot, RememberedSnapshot
+        )
+        if is_own and here and not snapshot.saved.dims:
+            logger.warning(
+                "%s does not record the dimensions of its model: only the shapes of its weights "
+                "were compared with [model].",
+                snapshot.where,
+            )
+        differing = differing_dims(snapshot.saved.dims, here)
         if not differing:
             return
         text = f"{snapshot.where} has other model dimensions than [model]: {'; '.join(differing)}."
-        if not snapshot.where.startswith(f"{self._saved.storage.root}/") and not isinstance(
-            snapshot, RememberedSnapshot
-        ):
+        if not is_own:
             logger.warning("%s Training starts from its weights with those of [model].", text)
             return
         raise CheckpointError(

@@ -159,11 +159,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             )
         )
         opened.enter_context(metrics)
-        loss_backend = (
-            config.compile.backend
-            if config.compile.enable and "loss" in config.compile.components
-            else None
-        )
+        compilation = config.compile
+        loss_backend = compilation.backend if compilation.covers("loss") else None
         loss = cross_entropy(compile_backend=loss_backend)
         schedule = build_schedule(
             parts,
@@ -172,6 +169,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             mesh,
             config.parallelism,
             hidden_dtype=compute_dtype_of(config.training, mesh.device),
+            is_compiled=compilation.covers("model"),
         )
         if config.debug.explicit_redistribution:
             schedule = ScheduleInside(schedule, explicit_redistribution(parts))

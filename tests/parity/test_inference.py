@@ -119,6 +119,22 @@ def test_the_loss_of_the_trainer_on_every_mesh(trained: Path, pools: Pools) -> N
 
 
 @pytest.mark.parametrize("trained", ["llama"], indirect=True)
+def test_a_stride_reads_every_held_out_token_once(trained: Path, pools: Pools) -> None:
+    (packed,) = pools(1).run(record, trained, {})
+    by_stride = {
+        stride: pools(1).run(record, trained, {}, (f"--stride={stride}",))[0]
+        for stride in (24, 12, 5)
+    }
+    assert packed["stride"] is None and packed["tokens"] % 24 == 0
+    assert len({found["tokens"] for found in by_stride.values()}) == 1
+    # Each target of a longer document has another context.
+    assert len({found["loss"] for found in by_stride.values()}) == 3
+    for found in pools(2).run(record, trained, {}, ("--stride=5",)):
+        assert found["loss"] == pytest.approx(by_stride[5]["loss"], rel=PARITY_FLOAT64)
+        assert found["tokens"] == by_stride[5]["tokens"]
+
+
+@pytest.mark.parametrize("trained", ["llama"], indirect=True)
 def test_the_loss_on_other_data(trained: Path, pools: Pools) -> None:
     asked = (f"--dataset-path={FIXTURE}", "--seq-len=16", "--steps=2", "--batch-size=3")
     two = pools(2).run(record, trained, {}, (*asked, "--dtype=float32"))

@@ -49,6 +49,13 @@ TIED_LONG = [
     ("pp-2-tp-2", "AdamW"),
 ]
 REFERENCE = {"training.local_batch_size": 8}
+EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts", "training.global_batch_size": 8}
+
+
+def chosen(overrides: dict[str, Any]) -> dict[str, Any]:
+    """What a row of a mesh says of the model and the batch, which one process must do as well."""
+    keys = ("model.flavor", "training.global_batch_size")
+    return {key: overrides[key] for key in keys if key in overrides}
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +76,7 @@ def test_same_training_as_one_process(
     mesh: str, optimizer: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     world_size, overrides = MESHES[mesh]
-    shared = {
-        "optimizer.name": optimizer,
-        "model.flavor": overrides.get("model.flavor", "odd"),
-    }
+    shared = {"model.flavor": "odd", **chosen(overrides), "optimizer.name": optimizer}
     expected = reference(**shared)
     for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
@@ -158,12 +162,7 @@ def test_same_training_with_experts(
     mesh: str, optimizer: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     world_size, overrides = EXPERT_MESHES[mesh]
-    shared = {
-        "model.name": "qwen3",
-        "model.flavor": overrides.get("model.flavor", "many_experts"),
-        "training.global_batch_size": overrides.get("training.global_batch_size", 8),
-        "optimizer.name": optimizer,
-    }
+    shared = {**EXPERTS, **chosen(overrides), "optimizer.name": optimizer}
     expected = reference(**shared)
     bias = expected.weights["layers.0.feed_forward.router.expert_bias_X"]
     assert (bias.abs().max() > 0) == (shared["model.flavor"] == "many_experts")
@@ -185,15 +184,23 @@ def test_ranks_whose_hashes_of_strings_differ_train_alike(
         pool.close()
 
 
-@pytest.mark.parametrize("mesh", ["fsdp-4", *long(*(name for name in MESHES if name != "fsdp-4"))])
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("llama3", "fsdp-4"),
+        ("qwen3", "ep-2"),
+        *long(*(("llama3", mesh) for mesh in MESHES if mesh != "fsdp-4")),
+        *long(*(("qwen3", mesh) for mesh in EXPERT_MESHES if mesh != "ep-2")),
+    ],
+)
 def test_same_loss_and_norm_in_float32(
-    mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+    family: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    world_size, overrides = MESHES[mesh]
-    shared = {
-        "training.dtype": "float32",
-        "model.flavor": overrides.get("model.flavor", "odd"),
-    }
+    if family == "llama3":
+        (world_size, overrides), shared = MESHES[mesh], {"model.flavor": "odd"}
+    else:
+        (world_size, overrides), shared = EXPERT_MESHES[mesh], EXPERTS
+    shared = {**shared, **chosen(overrides), "training.dtype": "float32"}
     expected = reference(**shared)
     for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
         assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_FLOAT32_LOSS)
@@ -276,39 +283,83 @@ def test_compiled_blocks_train_alike_on_meshes(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "recompute", "flavor"),
-    [
-        ("ZBVZeroBubble", "op", "odd"),
-        *long(
-            *(
-                (schedule, recompute, flavor)
-                for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
-                for recompute in ("op", "full", "every-2")
-                for flavor in ("odd", "many_experts")
-                if (schedule, recompute, flavor) != ("ZBVZeroBubble", "op", "odd")
-            )
-        ),
-    ],
+    ("mesh", "recompute"),
+    long(
+        *(
+            (mesh, recompute)
+            for mesh in ("ep-2", "etp-2", "tp-2-ep-2", "ep-2-etp-2", "ep-2-cp-2", "pp-2-ep-2")
+            for recompute in RECOMPUTE
+        )
+    ),
 )
-def test_schedules_that_split_the_backward_recompute(
+def test_compiled_experts_train_alike_on_meshes(
+    mesh: str, recompute: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = EXPERT_MESHES[mesh]
+    overrides = {**overrides, **EXPERTS, **COMPILED, **RECOMPUTE[recompute]}
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", overrides, timeout_s=280):
+        assert_same(outcome, reference(**EXPERTS), tolerances.PARITY_FLOAT64)
+
+
+def test_compiled_experts_take_another_batch_size_in_validation(
+    pools: Pools, tmp_path: Path
+) -> None:
+    world_size, overrides = EXPERT_MESHES["tp-2-ep-2"]
+    validated = {
+        "training.held_out_fraction": 0.3,
+        "validation.enable": True,
+        "validation.freq": 1,
+        "validation.local_batch_size": 3,
+    }
+    overrides = {**overrides, **EXPERTS, **validated}
+    (expected, _) = pools(world_size).run(run_job, tmp_path / "eager", overrides)
+    compiled = {**overrides, **COMPILED}
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", compiled, timeout_s=280):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+# Every pair of schedule, recomputation, (kind of model and its mesh) and compilation has a row.
+SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
+STAGED: dict[str, tuple[int, dict[str, Any]]] = {
+    "dense": (2, {**PP, "model.flavor": "odd"}),
+    "experts": (2, {**PP, **EXPERTS}),
+    "experts-ep-2": (4, {**PP, **EXPERTS, **EP}),
+}
+
+
+def schedule_rows() -> list[Any]:
+    short = ("ZBVZeroBubble", "op", "dense", False)
+    found = [
+        (schedule, recompute, model, compiled)
+        for row, schedule in enumerate(SCHEDULES)
+        for column, recompute in enumerate(RECOMPUTE)
+        for place, model in enumerate(STAGED)
+        for compiled in (False, True)
+        # Operations are where recomputation and the backward's parts meet: all of their rows.
+        if recompute == "op" or (row + column + place + compiled) % 3 == 0
+    ]
+    return [short, *long(*(row for row in found if row != short))]
+
+
+@pytest.mark.parametrize(("schedule", "recompute", "model", "compiled"), schedule_rows())
+def test_schedules_recompute(
     schedule: str,
     recompute: str,
-    flavor: str,
+    model: str,
+    compiled: bool,
     pools: Pools,
     reference: Callable[..., Outcome],
     tmp_path: Path,
 ) -> None:
-    shared = {"model.flavor": flavor}
-    if flavor == "many_experts":
-        shared["model.name"] = "qwen3"
+    world_size, overrides = STAGED[model]
     overrides = {
-        **PP,
+        **overrides,
         **RECOMPUTE[recompute],
-        **shared,
+        **(COMPILED if compiled else {}),
         "parallelism.pipeline_parallel_schedule": schedule,
     }
-    expected = reference(**shared)
-    for outcome in pools(2).run(run_job, tmp_path / "run", overrides):
+    expected = reference(**(EXPERTS if model != "dense" else {"model.flavor": "odd"}))
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", overrides, timeout_s=280):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 

@@ -9,7 +9,7 @@ from torchtitan_lite.checkpoint.storage.storage import open_storage
 from torchtitan_lite.checkpoint.verify import verify
 
 _ARGUMENTS = (*ENDLESS, "--checkpoint.interval=1000000")
-_OVER = "This run has taken all of its 12 steps"
+_OVER = "All 12 steps of this run are done."
 
 
 def _stored(run: Replicas) -> list[int]:

@@ -70,13 +70,9 @@ def evaluate(options: argparse.Namespace, others: Sequence[str], world: Mesh) ->
     mesh = world.seen_as(resolve_degrees(config.parallelism, world.world_size))
     tokenizer = tokenizer_of(weights, options.tokenizer)
     seq_len = config.validation.seq_len or config.training.seq_len
-    stride = None
-    if _names_data(options, others):
-        stride = options.stride or seq_len
-    elif options.stride is not None:
-        raise ConfigError(
-            "--stride is for a data set of its own. Give --dataset or --dataset-path."
-        )
+    stride = options.stride
+    if stride is None and _names_data(options, others):
+        stride = seq_len
     if stride is not None and stride > seq_len:
         raise ConfigError(
             f"--stride {stride} skips tokens: a window has {seq_len}. Set it to at most "
@@ -187,10 +183,11 @@ def perplexity(loss: float) -> float:
 
 
 def _print(record: dict[str, Any], path: Path | None) -> None:
-    stride = "" if record["stride"] is None else f", stride {record['stride']}"
-    print(
-        f"{record['checkpoint']} on {record['data']}, {record['seq_len']} tokens per window{stride}"
-    )
+    if record["stride"] is None:
+        read = f"packed into blocks of {record['seq_len']} tokens, as the run validates"
+    else:
+        read = f"{record['seq_len']} tokens per window, stride {record['stride']}"
+    print(f"{record['checkpoint']} on {record['data']}, {read}")
     print(f"loss        {record['loss']:.6f} nats per token")
     print(f"perplexity  {record['perplexity']:.4f}")
     print(f"tokens      {record['tokens']:,}")

@@ -251,7 +251,7 @@ def _async_tensor_parallel(config: Config) -> Iterator[str]:
     missing = []
     if config.parallelism.tensor_parallel_degree == 1:
         missing.append("tensor_parallel_degree above 1")
-    if not config.compile.enable or "model" not in config.compile.components:
+    if not config.compile.covers("model"):
         missing.append('compile.enable = true with "model" among compile.components')
     if not (on_gpu(config) and gpus_reach_each_other()):
         missing.append("GPUs that reach each other's memory (CUDA symmetric memory)")

@@ -12,7 +12,7 @@ from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.loader import DataLoader, Source
 from torchtitan_lite.data.packing import PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
-from torchtitan_lite.data.token_cache import TokenisedCorpus, open_token_cache
+from torchtitan_lite.data.token_cache import CachedTokens, TokenisedCorpus, open_token_cache
 from torchtitan_lite.data.tokenizer import (
     Tokenizer,
     TokenizerFiles,
@@ -104,8 +104,8 @@ def open_validation(
     stride: int | None = None,
 ) -> ValidationData:
     """The validation data alone, as `open_data` opens them: of the training corpora, their held-out
-    documents where `validation` names no set of its own. With `stride` its own set is read document
-    by document, in windows (`DocumentWindows`). Every rank calls this alike. Raises DataError."""
+    documents where `validation` names no set of its own. With `stride` they are read document by
+    document, in windows (`DocumentWindows`). Every rank calls this alike. Raises DataError."""
     cache_folder = Path(config.cache_folder).expanduser().absolute()
     opened = _Opener(
         config=config, tokenizer=tokenizer, vocab_size=vocab_size, cache_folder=cache_folder
@@ -198,23 +198,6 @@ class _Opener:
             pin_memory=pin_memory,
         )
 
-    def windows(
-        self, tokenised: TokenisedCorpus, seq_len: int, stride: int, *, is_chat: bool
-    ) -> DocumentWindows:
-        tokenizer = self.tokenizer.load()
-        has_end = tokenizer.eos_id is not None and not is_chat
-        return DocumentWindows(
-            tokenised.train.tokens,
-            tokenised.train.document_starts,
-            seq_len,
-            stride=stride,
-            # lm-eval too takes the end of a text where a tokenizer has no beginning.
-            prefix=tokenizer.eos_id if tokenizer.bos_id is None and not is_chat else None,
-            num_after=int(has_end),
-            target_bounds=tokenised.train.target_bounds,
-            name=f"the validation set {tokenised.name!r}",
-        )
-
     def validation_parts(
         self,
         validation: ValidationConfig,
@@ -226,18 +209,8 @@ class _Opener:
         if own is not None:
             corpus = open_corpus(own, self.cache_folder)
             whole = self.tokenise(corpus, held_out_fraction=0.0)
-            if stride is not None:
-                return [self.windows(whole, seq_len, stride, is_chat=corpus.is_chat)]
-            return [
-                PackedBlocks(
-                    whole.train.tokens,
-                    whole.train.document_starts,
-                    seq_len,
-                    target_bounds=whole.train.target_bounds,
-                    name=f"the validation set {whole.name!r}",
-                    remedy="lower validation.seq_len or add documents",
-                )
-            ]
+            part = _Part(whole.train, f"the validation set {whole.name!r}", "add documents")
+            return [self.blocks(part, seq_len, stride)]
         fraction = self.config.held_out_fraction
         if fraction == 0:
             raise DataError(
@@ -245,22 +218,58 @@ class _Opener:
                 "documents of the training corpus, but training.held_out_fraction = 0.0. Set it, "
                 "for example to 0.01, or set validation.dataset."
             )
-        parts = [
-            PackedBlocks(
-                part.held_out.tokens,
-                part.held_out.document_starts,
-                seq_len,
-                target_bounds=part.held_out.target_bounds,
-                name=f"the held-out part ({fraction:g} of the documents) of {part.name!r}",
-                remedy="raise training.held_out_fraction, lower validation.seq_len, or set "
-                "validation.dataset",
-            )
-            for part in tokenised
-            if part is not None
-        ]
-        if len(parts) < len(tokenised):
+        if None in tokenised:
             raise DataError(
                 "the held-out documents of a corpus with streaming = true are not known before "
                 "all of it was read, so they cannot be validated on. Set validation.dataset."
             )
-        return parts
+        return [
+            self.blocks(
+                _Part(
+                    corpus.held_out,
+                    f"the held-out part ({fraction:g} of the documents) of {corpus.name!r}",
+                    "raise training.held_out_fraction, or set validation.dataset",
+                ),
+                seq_len,
+                stride,
+            )
+            for corpus in tokenised
+            if corpus is not None
+        ]
+
+    def blocks(
+        self, part: "_Part", seq_len: int, stride: int | None
+    ) -> PackedBlocks | DocumentWindows:
+        tokens = part.tokens
+        if stride is None:
+            return PackedBlocks(
+                tokens.tokens,
+                tokens.document_starts,
+                seq_len,
+                target_bounds=tokens.target_bounds,
+                name=part.name,
+                remedy=f"lower validation.seq_len, or {part.remedy}",
+            )
+        tokenizer = self.tokenizer.load()
+        is_chat = tokens.target_bounds is not None
+        return DocumentWindows(
+            tokens.tokens,
+            tokens.document_starts,
+            seq_len,
+            stride=stride,
+            # lm-eval too takes the end of a text where a tokenizer has no beginning.
+            prefix=tokenizer.eos_id if tokenizer.bos_id is None and not is_chat else None,
+            num_after=int(tokenizer.eos_id is not None and not is_chat),
+            target_bounds=tokens.target_bounds,
+            name=part.name,
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Documents to validate on."""
+
+    tokens: CachedTokens
+    name: str
+    remedy: str
+    """What to do where they are too few for a block."""

@@ -290,8 +290,20 @@ class _Counted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.load_X.add_(ctx.saved_tensors[0])
+        _add_load(ctx.load_X, ctx.saved_tensors[0], grads[0])
         return grads[0], None, None
+
+
+# An opaque operator that takes a gradient, so that the compiler leaves the sum in the backward: it
+# moved a plain one into the forward, where of several microbatches the last one's would win.
+@torch.library.custom_op("torchtitan_lite::add_load", mutates_args=("load_X",))
+def _add_load(load_X: torch.Tensor, counts_X: torch.Tensor, grad_BSC: torch.Tensor) -> None:
+    load_X.add_(counts_X)
+
+
+@_add_load.register_fake
+def _(load_X: torch.Tensor, counts_X: torch.Tensor, grad_BSC: torch.Tensor) -> None:
+    del load_X, counts_X, grad_BSC
 
 
 class _WithLoss(torch.autograd.Function):

@@ -60,7 +60,7 @@ def parallelize(
         model,
         spec,
         checkpointing,
-        repeatable=mesh.degrees.pp > 1 and not compiling.is_on(compilation),
+        repeatable=mesh.degrees.pp > 1 and not compilation.covers("model"),
     )
     compiling.apply(model, spec, mesh, compilation)
     activation_checkpoint.apply_to_blocks(model, spec, checkpointing)

@@ -13,18 +13,13 @@ from torchtitan_lite.schema.compile import CompileConfig
 from torchtitan_lite.spec import ModelSpec
 
 
-def is_on(config: CompileConfig) -> bool:
-    """Whether the blocks of the model are compiled."""
-    return config.enable and "model" in config.components
-
-
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, config: CompileConfig) -> None:
     """Compile the forward of each block; parameter names stay as they are.
 
     Only forward, not the whole call: the hooks by which FSDP gathers weights stay outside. A block
     is one graph, but for the experts that lie elsewhere, where the host waits for what travels.
     """
-    if not is_on(config):
+    if not config.covers("model"):
         return
     experts_apart = has_own_mesh(spec, mesh)
     if experts_apart:
@@ -33,5 +28,10 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, config: CompileConfig) 
                 setattr(module, "forward", torch.compiler.disable(module.forward))  # noqa: B010
     for block in blocks_of(model, spec):
         block.forward = torch.compile(
-            block.forward, backend=config.backend, fullgraph=not experts_apart
+            block.forward,
+            backend=config.backend,
+            fullgraph=not experts_apart,
+            # DTensor cannot flatten a sharded sequence behind a batch of symbolic size (torch 2.13:
+            # "Cannot propagate strict view sharding"): another batch size is another graph.
+            dynamic=False if mesh.degrees.tp > 1 else None,
         )

@@ -42,8 +42,10 @@ class Pipeline:
         *,
         spec: ModelSpec,
         dtype: torch.dtype,
+        is_compiled: bool,
     ) -> None:
         """`parts` are this rank's stages in rising order; hidden states are of `dtype`."""
+        self._is_compiled = is_compiled
         self._cp_group = mesh.device_mesh.get_group("cp")
         self._group = mesh.device_mesh.get_group("pp")
         self._rank = mesh.device_mesh.get_local_rank("pp")
@@ -188,4 +190,11 @@ class Pipeline:
             input_args=tokens if stage == 0 else hidden,
             output_args=loss if stage == self._last else hidden,
             group=self._group,
+            # The backward of a compiled block is one node of autograd, which would run twice.
+            dw_builder=_no_backward_of_weights if self._is_compiled else None,
         )
+
+
+def _no_backward_of_weights() -> Callable[..., None]:
+    """Of a stage whose backward of the inputs includes that of the weights."""
+    return lambda: None

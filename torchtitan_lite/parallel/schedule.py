@@ -26,9 +26,11 @@ def build_schedule(
     mesh: Mesh,
     parallelism: ParallelismConfig,
     hidden_dtype: torch.dtype,
+    *,
+    is_compiled: bool = False,
 ) -> Schedule:
-    """The schedule for the parts of the model on this rank. `hidden_dtype` is that of the hidden
-    states that pass from stage to stage."""
+    """Return the schedule for the parts of the model on this rank. `hidden_dtype` is that of the
+    hidden states that pass from stage to stage, `is_compiled` says whether the blocks are."""
     cut = sequence_cut(mesh, parallelism)
     if mesh.degrees.pp == 1:
         return OneStage(parts[0], loss, mesh, cut)
@@ -41,6 +43,7 @@ def build_schedule(
         parallelism,
         spec=spec,
         dtype=hidden_dtype,
+        is_compiled=is_compiled,
     )
 
 

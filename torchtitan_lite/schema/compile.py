@@ -14,3 +14,7 @@ class CompileConfig(Section):
     """What is compiled: "model" the blocks, "loss" the output projection with its loss."""
     backend: str = "inductor"
     """Backend of torch.compile."""
+
+    def covers(self, component: str) -> bool:
+        """Whether `component` is to be compiled."""
+        return self.enable and component in self.components

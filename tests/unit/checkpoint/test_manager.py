@@ -466,6 +466,18 @@ def test_a_model_of_the_same_shapes_with_other_dims_is_refused_by_name(
     assert manage(again, dims=dims, **settings).restore() is not None and again.step == 2
 
 
+def test_a_checkpoint_without_dims_says_that_only_shapes_were_compared(
+    manage: Manage, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = SmallState()
+    run_steps(manage(state, async_mode="disabled"), state, 1)
+    told = "does not record the dimensions of its model"
+    for dims, count in (({}, 0), ({"num_heads": 4}, 1)):
+        caplog.clear()
+        manage(SmallState(), dims=dims, async_mode="disabled").restore()
+        assert caplog.text.count(told) == count
+
+
 def test_a_dtype_that_cannot_hold_the_weights_fails_the_last_save(manage: Manage) -> None:
     state = SmallState()
     state.model["model.weight"][0, 0] = 1e6
