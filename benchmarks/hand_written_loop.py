@@ -16,8 +16,8 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.mesh import AXES
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.initialize import initialize
-from torchtitan_lite.parallel.blocks import blocks_of
-from torchtitan_lite.parallel.stages import keep_only, plan_stages
+from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages
+from torchtitan_lite.spec import blocks_of
 
 
 class HandWrittenLoop:

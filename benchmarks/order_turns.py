@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.parallel.sequence_cut import sequence_order
+from torchtitan_lite.parallel.context import sequence_order
 
 _CALLS = 5
 # The cache would give the second call the result of the first.

@@ -51,7 +51,7 @@ class CutAttention:
         self.attention = block.attention
         generator = torch.Generator().manual_seed(_SEED)
         whole_2SD = torch.randn(2, length, dims.dim, generator=generator)
-        own = context.sequence_cut(mesh, parallelism).own(length, whole_2SD.device)
+        own = context.sequence_sharding(mesh, parallelism).own(length, whole_2SD.device)
         self._x_BSD, self._grad_BSD = (part[None] for part in whole_2SD[:, own])
         self._positions_BS = own[None]
 

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtitan_lite.parallel.order import Action
-from torchtitan_lite.parallel.timeline import Timeline
+from torchtitan_lite.parallel.pipeline_order import Action, Timeline
 
 KINDS = {
     "F": "forward",

@@ -5,7 +5,7 @@ from xml.etree.ElementTree import Element, SubElement
 
 from scripts.pipeline_chart import KINDS, Chart, tick_step
 from scripts.svg import GRAY, INK, as_text, box, channels, document, is_light, text
-from torchtitan_lite.parallel.timeline import Span
+from torchtitan_lite.parallel.pipeline_order import Span
 
 # Colors that people with any kind of color vision tell apart.
 _COLORS = {"F": "#0072b2", "B": "#d55e00", "I": "#e69f00", "W": "#009e73"}

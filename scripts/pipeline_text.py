@@ -5,7 +5,7 @@ import math
 from itertools import groupby
 
 from scripts.pipeline_chart import KINDS, Chart, tick_step
-from torchtitan_lite.parallel.timeline import Span
+from torchtitan_lite.parallel.pipeline_order import Span
 
 _MAX_LINES = 60
 _WAITING = "."

@@ -23,9 +23,8 @@ from torchtitan_lite.errors import MeshError, UserError
 from torchtitan_lite.log import configure_logging, logger
 from torchtitan_lite.mesh import resolve_degrees
 from torchtitan_lite.models import model_spec
-from torchtitan_lite.parallel.stages import plan_stages, stage_weights
-from torchtitan_lite.parallel.step_order import step_order
-from torchtitan_lite.parallel.timeline import Costs, simulate
+from torchtitan_lite.parallel.pipeline_order import Costs, simulate
+from torchtitan_lite.parallel.pipeline_stages import plan_stages, stage_weights, step_order
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 

@@ -45,9 +45,9 @@ from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.optim import build_schedule as build_lr_schedule
 from torchtitan_lite.outputs import replica_folder
 from torchtitan_lite.parallel import build_schedule, parallelize
+from torchtitan_lite.parallel.expert import RouterBalance, routers_of
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
-from torchtitan_lite.parallel.router_balance import RouterBalance, routers_of
-from torchtitan_lite.parallel.stages import joined, keep_only, plan_stages
+from torchtitan_lite.parallel.pipeline_stages import join_stages, keep_only, plan_stages
 from torchtitan_lite.parallel.tensor import check_plan
 from torchtitan_lite.phases import Phase, PhaseListener, Phases
 from torchtitan_lite.preemption import StopRequest
@@ -109,7 +109,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         opened.callback(data.loader.close)
         announce("building model")
         parts = build_model(config, spec, mesh)
-        model = joined(parts, spec, mesh)
+        model = join_stages(parts, spec, mesh)
         state = TrainState(
             model=model,
             optimizer=build_optimizer(config.optimizer, model, spec.no_decay, mesh.device),

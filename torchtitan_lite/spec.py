@@ -11,6 +11,7 @@ Shape legend, used as suffixes of tensor names everywhere:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal, Protocol
 
 import torch
@@ -128,14 +129,14 @@ class InitRule:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRule:
-    """How tensor parallelism cuts the parameters whose name matches `pattern` (fnmatch). The first
-    match wins; a parameter without one is held whole by every rank."""
+    """How tensor parallelism shards the parameters whose name matches `pattern` (fnmatch). The
+    first match wins; a parameter without one is replicated."""
 
     pattern: str
-    cut: Literal["columns", "rows", "embedding", "output", "sequence", "heads"]
+    style: Literal["columns", "rows", "embedding", "output", "sequence", "heads"]
     """columns: a linear's output features. rows: its input features. embedding, output: the
-    vocabulary. sequence: the weight is whole and its module works on a part of the sequence.
-    heads: the weight is whole and its module works on this rank's heads (dim 2)."""
+    vocabulary. sequence: the weight is replicated and its module works on a shard of the
+    sequence. heads: the weight is replicated and its module works on this rank's heads (dim 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +216,7 @@ class ModelSpec:
     init: tuple[InitRule, ...]
     shard_plan: tuple[ShardRule, ...] = ()
     """How tensor parallelism cuts the model."""
-    cut_sizes: tuple[tuple[str, int], ...] = ()
+    sharded_sizes: tuple[tuple[str, int], ...] = ()
     """(what it is, how many): sizes that the degree of tensor parallelism must divide."""
     num_heads: int = 0
     """Query heads of each attention; context parallelism by Ulysses shares them out."""
@@ -267,3 +268,18 @@ def differing_dims(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
             shown = ["unset" if value is None else value for value in (one, other)]
             found.append(f"{name} is {shown[0]} there and {shown[1]} here")
     return found
+
+
+def modules_matching(model: nn.Module, *patterns: str) -> list[nn.Module]:
+    """Return the modules whose name matches a pattern at the pattern's own depth, in model
+    order."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if any(fnmatchcase(name, p) and name.count(".") == p.count(".") for p in patterns)
+    ]
+
+
+def blocks_of(model: nn.Module, spec: ModelSpec) -> list[nn.Module]:
+    """Return the repeated blocks, in model order."""
+    return modules_matching(model, spec.blocks)

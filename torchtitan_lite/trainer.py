@@ -23,7 +23,7 @@ from torchtitan_lite.errors import MachineFault, TrainingDiverged
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.optim import local_gradients, scale_, square_norm
-from torchtitan_lite.parallel.router_balance import RouterBalance
+from torchtitan_lite.parallel.expert import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import LeaveRequested, News, Replicas, Share
@@ -204,7 +204,7 @@ def train_step(job: Job) -> StepReport:
         state.step += 1
         state.tokens += step_size * job.seq_len
         state.history.committed(state.step, loss, grad_norm, window=job.judge.window)
-    router_loads = job.router_balance.settle(totals.router_counts, committed=committed)
+    router_loads = job.router_balance.apply(totals.router_counts, committed=committed)
     state.optimizer.zero_grad()
     if settled:
         state.cursor += step_size
@@ -268,7 +268,7 @@ def _forward_and_backward(
         # From here on the state may change: the snapshot of the step before is complete.
         signals=job.checkpoints.counted(device),
         times=job.work_times.counted(share, device),
-        router_counts=job.router_balance.counted(device),
+        router_counts=job.router_balance.counts(device),
     )
 
 

@@ -15,8 +15,8 @@ from scripts.pipeline_svg import as_svg
 from scripts.pipeline_text import as_text
 from scripts.show_pipeline import main
 from tests.unit.parallel.test_step_order import plan_of
-from torchtitan_lite.parallel.step_order import step_order
-from torchtitan_lite.parallel.timeline import Costs, simulate
+from torchtitan_lite.parallel.pipeline_order import Costs, simulate
+from torchtitan_lite.parallel.pipeline_stages import step_order
 
 SVG = "{http://www.w3.org/2000/svg}"
 PP = ("--parallelism.pipeline_parallel_degree=2", "--training.global_batch_size=8")

@@ -19,8 +19,7 @@ from tests.parity.meshes import HSDP, MESHES, ONE_BY_ONE, TP, assert_same
 from tests.pool import WorkerPool
 from torchtitan_lite import parallel
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.parallel.blocks import modules_matching
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.spec import ModelSpec, modules_matching
 
 Pools = Callable[[int], WorkerPool]
 

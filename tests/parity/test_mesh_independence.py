@@ -13,7 +13,7 @@ from tests.job import digest, mesh_for, odd_config, run_job, whole
 from tests.pool import WorkerPool
 from torchtitan_lite.build import build, build_model
 from torchtitan_lite.models import model_spec
-from torchtitan_lite.parallel.stages import joined
+from torchtitan_lite.parallel.pipeline_stages import join_stages
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.validation import validate
 
@@ -33,7 +33,7 @@ def initial_weights(folder: Path, overrides: dict[str, Any]) -> dict[str, str]:
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     config = odd_config(folder, overrides)
     spec, mesh = model_spec(config.model), mesh_for(config)
-    model = joined(build_model(config, spec, mesh), spec, mesh)
+    model = join_stages(build_model(config, spec, mesh), spec, mesh)
     return digest(whole(dict(model.named_parameters())))
 
 

@@ -15,7 +15,7 @@ from torchtitan_lite import rng
 from torchtitan_lite.build import build
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.parallel import OneStage
-from torchtitan_lite.parallel.router_balance import routers_of
+from torchtitan_lite.parallel.expert import routers_of
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.trainer import train_step
 

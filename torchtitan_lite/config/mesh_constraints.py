@@ -12,8 +12,7 @@ from torchtitan_lite.config.schema import Config
 from torchtitan_lite.device import gpus_reach_each_other
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import Degrees
-from torchtitan_lite.parallel.stages import StagePlan, plan_stages
-from torchtitan_lite.parallel.step_order import step_order
+from torchtitan_lite.parallel.pipeline_stages import StagePlan, plan_stages, step_order
 from torchtitan_lite.parallel.tensor import reaches_all
 from torchtitan_lite.spec import ModelSpec
 
@@ -181,7 +180,7 @@ def _tensor_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
             f"parallelism.tensor_parallel_degree ({degree}): {spec.name} {spec.flavor} has no plan "
             "of how tensor parallelism cuts it. Set it to 1."
         )
-    for what, size in spec.cut_sizes:
+    for what, size in spec.sharded_sizes:
         if size % degree:
             yield (
                 f"parallelism.tensor_parallel_degree ({degree}) does not divide the {size} {what} "

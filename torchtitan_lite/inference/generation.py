@@ -15,7 +15,7 @@ from torchtitan_lite.inference.sampling import Sampling
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.moe import MoE
-from torchtitan_lite.parallel.serving import first_says
+from torchtitan_lite.parallel.serving import broadcast_from_first
 from torchtitan_lite.spec import ModelSpec
 
 _READ_AT_ONCE = 1024
@@ -97,7 +97,7 @@ class BatchGenerator:
         going = list(range(len(prompts)))
         logits_BV = self._read(prompts)
         while going:
-            ids = first_says(sampling.next_ids(logits_BV, draws), self._mesh)
+            ids = broadcast_from_first(sampling.next_ids(logits_BV, draws), self._mesh)
             for number in going:
                 one = given[number]
                 one.stopped = ids[number] in stop_ids

@@ -119,9 +119,9 @@ def decoder_model_spec(
     """The spec of the module that `build_decoder` makes."""
     moe = feed_forward if isinstance(feed_forward, MoEDims) else None
     inside = "feed_forward{}.weight" if moe is None else "feed_forward.experts{}"
-    cut_sizes = [("key/value heads", dims.num_kv_heads)]
+    sharded_sizes = [("key/value heads", dims.num_kv_heads)]
     if isinstance(feed_forward, int):
-        cut_sizes.append(("features of the feed-forward block", feed_forward))
+        sharded_sizes.append(("features of the feed-forward block", feed_forward))
     return ModelSpec(
         name=name,
         flavor=flavor,
@@ -155,7 +155,7 @@ def decoder_model_spec(
         stage_units=decoder_stage_units(dims.num_layers),
         tied_units=("tok_embeddings", "output") if dims.tied_embeddings else None,
         width=dims.dim,
-        cut_sizes=tuple(cut_sizes),
+        sharded_sizes=tuple(sharded_sizes),
         # Tied weights are one parameter of two modules, which only their parent can gather once.
         extra_fsdp_units=() if dims.tied_embeddings else ("tok_embeddings", "output"),
         torchtitan_keys=torchtitan_keys,

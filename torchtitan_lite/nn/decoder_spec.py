@@ -43,18 +43,18 @@ def decoder_shard_plan(
     """How tensor parallelism cuts a decoder whose blocks have an `nn.feed_forward.FeedForward`, or
     an `nn.moe.MoE`, of which it leaves the experts alone."""
     # Before the other norms, which its pattern matches too.
-    heads = (ShardRule(pattern="layers.*.attention.[qk]_norm.weight", cut="heads"),)
+    heads = (ShardRule(pattern="layers.*.attention.[qk]_norm.weight", style="heads"),)
     # The router works on the tokens that its rank has, and the choice is the same anywhere.
-    router = (ShardRule(pattern="layers.*.feed_forward.router.gate.weight", cut="sequence"),)
+    router = (ShardRule(pattern="layers.*.feed_forward.router.gate.weight", style="sequence"),)
     return (
-        ShardRule(pattern="tok_embeddings.weight", cut="embedding"),
-        ShardRule(pattern="layers.*.attention.w[qkv].weight", cut="columns"),
-        ShardRule(pattern="layers.*.attention.wo.weight", cut="rows"),
+        ShardRule(pattern="tok_embeddings.weight", style="embedding"),
+        ShardRule(pattern="layers.*.attention.w[qkv].weight", style="columns"),
+        ShardRule(pattern="layers.*.attention.wo.weight", style="rows"),
         *(router if moe is not None else ()),
         *_feed_forward_rules(moe),
         *(heads if qk_norm else ()),
-        ShardRule(pattern="*norm.weight", cut="sequence"),
-        ShardRule(pattern="output.weight", cut="output"),
+        ShardRule(pattern="*norm.weight", style="sequence"),
+        ShardRule(pattern="output.weight", style="output"),
     )
 
 
@@ -64,8 +64,8 @@ def _feed_forward_rules(moe: MoEDims | None) -> tuple[ShardRule, ...]:
         return ()
     place = "layers.*.feed_forward" if moe is None else "layers.*.feed_forward.shared"
     return (
-        ShardRule(pattern=f"{place}.w[13].weight", cut="columns"),
-        ShardRule(pattern=f"{place}.w2.weight", cut="rows"),
+        ShardRule(pattern=f"{place}.w[13].weight", style="columns"),
+        ShardRule(pattern=f"{place}.w2.weight", style="rows"),
     )
 
 

@@ -1,7 +1,7 @@
-"""How a model runs on a mesh: one file per technique, each with one `apply`.
+"""Parallelism: one module per technique, each with one `apply`.
 
-A technique at degree 1, or switched off, is the identity. No file here names a model: all that
-they know of one is its ModelSpec. Layer: above nn, redistribute, mesh and spec.
+A technique of degree 1, or switched off, is the identity. No module here names a model: each works
+from its ModelSpec. Layer: above nn, redistribute, mesh and spec.
 """
 
 from torch import nn
@@ -9,7 +9,7 @@ from torch import nn
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.parallel import (
     activation_checkpoint,
-    compiling,
+    compile,
     context,
     expert,
     float8,
@@ -42,15 +42,15 @@ def parallelize(
     compilation: CompileConfig,
     quantization: Float8Config | None = None,
 ) -> None:
-    """Apply every technique to a model on the meta device, in the one order that works.
+    """Apply every technique to a model on the meta device.
 
-    Tensors are cut first, so that all else sees the modules as they will run; experts before the
-    rest, which is held whole where no rule cuts it. Modules are exchanged before all.
-    Recomputation of chosen operations goes inside the compiled region, because the compiler carries
-    out the choice. That of whole blocks goes outside: inside it fails with tensor parallelism
+    The order matters. Modules are replaced first (float8), then parameters sharded: experts before
+    the rest, because tensor parallelism replicates what no rule matches. Selective activation
+    checkpointing per operation goes inside the compiled region, because the compiler carries out
+    its policy. Checkpointing of entire blocks goes outside: inside it fails with tensor parallelism
     (torch 2.13: "expected all tensors_saved_with_vc_check to be Tensors, got DeviceMesh"), and the
-    compiler could not fuse across it. Sharding goes outside both, so that its collectives stay out
-    of the graph.
+    compiler could not fuse across it. FSDP goes outside both, so that its collectives stay out of
+    the graph.
     """
     float8.apply(model, spec, quantization)
     expert.apply(model, spec, mesh, parallelism)
@@ -62,6 +62,6 @@ def parallelize(
         checkpointing,
         repeatable=mesh.degrees.pp > 1 and not compilation.covers("model"),
     )
-    compiling.apply(model, spec, mesh, compilation)
+    compile.apply(model, spec, mesh, compilation)
     activation_checkpoint.apply_to_blocks(model, spec, checkpointing)
     fsdp.apply(model, spec, mesh, parallelism, precision)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: trade memory for computing some activations again in backward.
+"""Activation checkpointing: recompute activations in backward instead of saving them.
 
 Layer: above spec.
 """
@@ -16,9 +16,8 @@ from torch.utils.checkpoint import (
 )
 
 import torchtitan_lite.nn.grouped_linear  # noqa: F401 (registers its operator)
-from torchtitan_lite.parallel.blocks import blocks_of
 from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.spec import ModelSpec, blocks_of
 from torchtitan_lite.torch_compat import ATTENTION_OPS, RepeatableRecomputation
 
 _aten = torch.ops.aten
@@ -35,11 +34,11 @@ _MATRIX_PRODUCTS = {
 def apply_to_operations(
     model: nn.Module, spec: ModelSpec, config: ActivationCheckpointConfig, *, repeatable: bool
 ) -> None:
-    """Wrap the forward of every block if `config` chooses single operations; parameter names stay
-    as they are.
+    """Wrap the forward of every block if `config` selects operations; parameter names do not
+    change.
 
-    `repeatable`: a block may be recomputed more than once per forward, as by pipeline schedules
-    that split the backward. The compiler cannot trace it.
+    `repeatable`: a block may be recomputed more than once per forward, as pipeline schedules that
+    split the backward do. The compiler cannot trace it.
     """
     if not _chooses_operations(config):
         return
@@ -49,8 +48,7 @@ def apply_to_operations(
 
 
 def apply_to_blocks(model: nn.Module, spec: ModelSpec, config: ActivationCheckpointConfig) -> None:
-    """Wrap the forward of the whole blocks that `config` chooses; parameter names stay as they
-    are."""
+    """Wrap the forward of the blocks that `config` selects; parameter names do not change."""
     if config.mode == "none" or _chooses_operations(config):
         return
     every = 1 if config.mode == "full" else int(config.selective_ac_option)
@@ -77,15 +75,15 @@ def _wrap(block: nn.Module, config: ActivationCheckpointConfig, **arguments: Any
 
 
 def _contexts(recomputed_shapes: set[tuple[int, ...]], repeatable: bool) -> tuple[Any, Any]:
-    """The context managers of a block's forward and of its recomputation."""
+    """Return the context managers of a block's forward and of its recomputation."""
     forward, recomputation = create_selective_checkpoint_contexts(_policy(recomputed_shapes))
     return forward, RepeatableRecomputation(recomputation) if repeatable else recomputation
 
 
 def _policy(recomputed_shapes: set[tuple[int, ...]]) -> Callable[..., CheckpointPolicy]:
-    """Save attention and every other matrix product; compute the rest again.
+    """Save attention and every second matrix product; recompute the rest (torchtitan's policy).
 
-    Forward and recomputation count their products apart, so that both decide alike.
+    Forward and recomputation count their products separately, so that both decide alike.
     """
     counts = {False: 0, True: 0}
 
@@ -107,7 +105,8 @@ def _policy(recomputed_shapes: set[tuple[int, ...]]) -> Callable[..., Checkpoint
 def _recomputed_shapes(
     model: nn.Module, config: ActivationCheckpointConfig
 ) -> set[tuple[int, ...]]:
-    """Shapes, as the right operand of a product, of the linears that are always recomputed."""
+    """Return the shapes, as the right operand of a product, of the linears that are always
+    recomputed."""
     # torchtitan calls the block of the experts `moe`.
     names = [
         name.removeprefix("moe.") for name in config.per_op_sac_force_recompute_mm_shapes_by_fqns

@@ -1,40 +1,37 @@
-"""Collectives that gradients flow through. Every rank of the group must call them in the same
-order. Layer: imports torch only.
-"""
+"""Differentiable collectives. Every rank of the group must call them in the same order."""
 
 import torch
 import torch.distributed as dist
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[*] -> [ranks, *], each rank's tensor in rank order; in backward each rank gets the sum of
-    the gradients of its own."""
+    """Gather [*] -> [ranks, *], in rank order. The backward is a reduce-scatter."""
     return _AllGather.apply(x, group)
 
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[ranks, *] -> [ranks, *]: row i goes to rank i, and row i comes from rank i."""
+    """Exchange [ranks, *] -> [ranks, *]: row i goes to rank i, and row i comes from rank i."""
     return _AllToAll.apply(x, group)
 
 
 def exchange_rows(
     x_ND: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """[sum of sent, D] -> [sum of received, D]: the first `sent[0]` rows go to rank 0, and so on;
-    those that come in are in rank order. A share may be empty."""
+    """Exchange rows [sum of sent, D] -> [sum of received, D]: the first `sent[0]` rows go to rank
+    0, and so on; received rows are in rank order. A count may be 0."""
     return _ExchangeRows.apply(x_ND, sent, received, group)
 
 
-def part_of_rows(x_ND: torch.Tensor, start: int, stop: int, group: dist.ProcessGroup):
-    """The rows from `start` to `stop` of what all ranks hold alike, where each rank takes a part of
-    its own and the parts cover all: in backward each rank gets the gradient of all rows."""
-    return _PartOfRows.apply(x_ND, start, stop, group)
+def shard_rows(x_ND: torch.Tensor, start: int, stop: int, group: dist.ProcessGroup):
+    """Return the rows from `start` to `stop` of a replicated tensor. The ranks' shards cover all
+    rows; in backward each rank gets the gradient of all rows."""
+    return _ShardRows.apply(x_ND, start, stop, group)
 
 
-def rows_of_parts(x_ND: torch.Tensor, start: int, total: int, group: dist.ProcessGroup):
-    """The inverse of `part_of_rows`: each rank's rows, which begin at `start` of `total`, put
-    together on all of them. The gradient must be the same on all ranks."""
-    return _RowsOfParts.apply(x_ND, start, total, group)
+def unshard_rows(x_ND: torch.Tensor, start: int, total: int, group: dist.ProcessGroup):
+    """Replicate rows that are sharded by `shard_rows`; this rank's begin at `start` of `total`. The
+    gradient must be the same on all ranks."""
+    return _UnshardRows.apply(x_ND, start, total, group)
 
 
 class _AllGather(torch.autograd.Function):
@@ -89,7 +86,7 @@ def _exchange_rows(
     return out_ND
 
 
-class _PartOfRows(torch.autograd.Function):
+class _ShardRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, start, stop, group):  # type: ignore[override]
         ctx.start, ctx.total, ctx.group = start, len(x_ND), group
@@ -97,24 +94,24 @@ class _PartOfRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
-        return _put_together(grad, ctx.start, ctx.total, ctx.group), None, None, None
+        return _replicate(grad, ctx.start, ctx.total, ctx.group), None, None, None
 
 
-class _RowsOfParts(torch.autograd.Function):
+class _UnshardRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_ND, start, total, group):  # type: ignore[override]
         ctx.start, ctx.stop = start, start + len(x_ND)
-        return _put_together(x_ND, start, total, group)
+        return _replicate(x_ND, start, total, group)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
         return grad[ctx.start : ctx.stop].clone(), None, None, None
 
 
-def _put_together(
+def _replicate(
     x_ND: torch.Tensor, start: int, total: int, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """By a sum with zeros, since gloo gathers no uneven parts."""
+    """Sum with zeros, because gloo does not gather uneven shards."""
     whole_ND = x_ND.new_zeros(total, *x_ND.shape[1:])
     whole_ND[start : start + len(x_ND)] = x_ND
     dist.all_reduce(whole_ND, group=group)

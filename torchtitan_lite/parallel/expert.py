@@ -1,12 +1,13 @@
-"""Expert parallelism: the experts of a mixture are shared out over the `ep` axis, and each expert's
-matrices are cut over `etp` (arXiv:2006.16668). A copy of a token travels to the ranks that hold its
-expert, and its results come back.
+"""Expert parallelism: experts are sharded over the `ep` axis, and the matrices of each expert over
+`etp` (arXiv:2006.16668). Tokens are dispatched to the ranks that hold their experts, and the
+results are combined.
 
-Every rank sends the tokens that it has, whichever parallelism gave them to it, so the ranks of
-`ep` may be any of those that share the weights otherwise: neither the degree of tensor nor that of
-context parallelism matters here. Layer: above nn, mesh and spec; `collectives`.
+Each rank dispatches the tokens that it holds, however the other parallelisms sharded them, so `ep`
+is independent of the degrees of tensor and context parallelism. Routers are balanced over all
+ranks. Layer: above nn, mesh and spec; `collectives`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,13 +19,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.moe import Experts, Router, grouped_swiglu
 from torchtitan_lite.nn.rows import take_rows
-from torchtitan_lite.parallel.collectives import exchange_rows, part_of_rows, rows_of_parts
+from torchtitan_lite.parallel.collectives import exchange_rows, shard_rows, unshard_rows
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import ModelSpec
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: ParallelismConfig) -> None:
-    """Share out the experts of `model`, which is on the meta device."""
+    """Shard the experts of `model`, which is on the meta device."""
     if not spec.num_experts:
         return
     _see_whole_sequences(model, mesh, parallelism)
@@ -33,7 +34,7 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
     placing = mesh.expert_mesh["ep", "etp"]
     exchange = _Exchange(
         num_owners=mesh.degrees.ep,
-        cuts=mesh.degrees.etp,
+        num_shards=mesh.degrees.etp,
         group=mesh.groups.over(mesh.expert_mesh, "ep", "etp"),
     )
     # Without sequence parallelism all tp ranks have the same tokens; each sends a part of them.
@@ -49,8 +50,8 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
 
 
 def has_own_mesh(spec: ModelSpec, mesh: Mesh) -> bool:
-    """Whether the experts' weights lie on the experts' own view of the ranks; else they are sharded
-    as all other weights are."""
+    """Whether the experts are sharded over a mesh of their own; else they are sharded as all other
+    weights are."""
     return spec.num_experts > 0 and mesh.degrees.ep * mesh.degrees.etp * mesh.degrees.tp > 1
 
 
@@ -61,7 +62,7 @@ def _forward(
     tokens_ND: torch.Tensor,
     counts_X: torch.Tensor,
 ) -> torch.Tensor:
-    """`Experts.forward`, with the experts elsewhere."""
+    """`Experts.forward` for experts on other ranks."""
     if sharers is None:
         return exchange.run(experts, tokens_ND, counts_X)
     num_rows = len(tokens_ND)
@@ -69,33 +70,35 @@ def _forward(
     stop = (sharers.rank() + 1) * num_rows // sharers.size()
     ends_X = counts_X.cumsum(0)
     own_X = ends_X.clamp(start, stop) - (ends_X - counts_X).clamp(start, stop)
-    own_ND = exchange.run(experts, part_of_rows(tokens_ND, start, stop, sharers), own_X)
-    return rows_of_parts(own_ND, start, num_rows, sharers)
+    own_ND = exchange.run(experts, shard_rows(tokens_ND, start, stop, sharers), own_X)
+    return unshard_rows(own_ND, start, num_rows, sharers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Exchange:
-    """The way of tokens to their experts and back. Rank `owner * cuts + cut` of `group` holds one
-    cut of each expert of its owner."""
+    """Dispatch and combine of tokens. Rank `owner * num_shards + shard` of `group` holds one shard
+    of each expert of its owner."""
 
     num_owners: int
-    cuts: int
+    num_shards: int
     group: dist.ProcessGroup
 
     def run(
         self, experts: Experts, tokens_ND: torch.Tensor, counts_X: torch.Tensor
     ) -> torch.Tensor:
-        """Tokens of this rank, sorted by expert -> their results in the same order."""
+        """Run the experts on this rank's tokens, which are sorted by expert. Returns the results in
+        the same order."""
         stacks = (_local(experts.w1), _local(experts.w2), _local(experts.w3))
         if self.group.size() == 1:
             return grouped_swiglu(tokens_ND, *stacks, counts_X)
         # Y: the experts that a rank holds. R: the ranks of the group.
-        sent_RY = counts_X.view(self.num_owners, -1).repeat_interleave(self.cuts, 0)
+        sent_RY = counts_X.view(self.num_owners, -1).repeat_interleave(self.num_shards, 0)
         received_RY = torch.empty_like(sent_RY)
         dist.all_to_all_single(received_RY, sent_RY, group=self.group)
-        # The host waits here for the device: only the counts tell how much travels.
+        # The host waits for the device here, because the sizes of the exchange depend on the
+        # counts.
         sent, received = torch.stack([sent_RY.sum(1), received_RY.sum(1)]).tolist()
-        incoming_ND = exchange_rows(self._copied(tokens_ND, sent), sent, received, self.group)
+        incoming_ND = exchange_rows(self._repeated(tokens_ND, sent), sent, received, self.group)
         order_N = _by_expert(received_RY)
         places_N = order_N.argsort()
         sorted_ND = take_rows(incoming_ND, order_N, places_N[:, None])
@@ -103,24 +106,24 @@ class _Exchange:
         outgoing_ND = take_rows(out_ND, places_N, order_N[:, None])
         return self._summed(exchange_rows(outgoing_ND, received, sent, self.group), sent)
 
-    def _copied(self, tokens_ND: torch.Tensor, sent: list[int]) -> torch.Tensor:
-        """Each owner's tokens once for every cut of its experts."""
-        if self.cuts == 1:
+    def _repeated(self, tokens_ND: torch.Tensor, sent: list[int]) -> torch.Tensor:
+        """Repeat the tokens of each owner for every shard of its experts."""
+        if self.num_shards == 1:
             return tokens_ND
-        of_owners = tokens_ND.split(sent[:: self.cuts])
-        return torch.cat([tokens for tokens in of_owners for _ in range(self.cuts)])
+        of_owners = tokens_ND.split(sent[:: self.num_shards])
+        return torch.cat([tokens for tokens in of_owners for _ in range(self.num_shards)])
 
     def _summed(self, parts_ND: torch.Tensor, sent: list[int]) -> torch.Tensor:
-        """The inverse of `_copied`: the parts that the cuts of an expert give, summed."""
-        if self.cuts == 1:
+        """Sum the partial results of the shards of each expert; the inverse of `_repeated`."""
+        if self.num_shards == 1:
             return parts_ND
         parts = parts_ND.split(sent)
-        owners = range(0, len(parts), self.cuts)
-        return torch.cat([torch.stack(parts[o : o + self.cuts]).sum(0) for o in owners])
+        owners = range(0, len(parts), self.num_shards)
+        return torch.cat([torch.stack(parts[o : o + self.num_shards]).sum(0) for o in owners])
 
 
 def _by_expert(received_RY: torch.Tensor) -> torch.Tensor:
-    """The order [N] that sorts by expert what lies rank after rank, sorted within each."""
+    """Return the order [N] that sorts by expert what is sorted by (rank, expert)."""
     num_ranks, num_experts = received_RY.shape
     expert_RY = torch.arange(num_experts, device=received_RY.device).expand(num_ranks, -1)
     expert_N = expert_RY.flatten().repeat_interleave(received_RY.flatten())
@@ -133,14 +136,14 @@ def _local(stack: torch.Tensor) -> torch.Tensor:
 
 
 def _see_whole_sequences(model: nn.Module, mesh: Mesh, parallelism: ParallelismConfig) -> None:
-    """Let routers whose loss balances the experts within each sequence count all of it, where the
-    ranks share sequences."""
+    """Let routers with a sequence-level balance loss count entire sequences where ranks share
+    sequences."""
     axes = ["cp"] if mesh.degrees.cp > 1 else []
     if mesh.degrees.tp > 1 and parallelism.enable_sequence_parallel:
         axes.append("tp")
     if not axes:
         return
-    # Whatever this stage holds: the ranks make the group together.
+    # Also on stages without routers: all ranks create the group together.
     group = mesh.groups.over(mesh.device_mesh, *axes)
 
     def sum_over_sequence(counts_BX: torch.Tensor) -> torch.Tensor:
@@ -151,3 +154,55 @@ def _see_whole_sequences(model: nn.Module, mesh: Mesh, parallelism: ParallelismC
     for module in model.modules():
         if isinstance(module, Router):
             module.sum_over_sequence = sum_over_sequence
+
+
+class RouterBalance:
+    """The load of the routers, counted per rank, summed over all ranks, and balanced by a bias
+    (auxiliary-loss-free balancing, arXiv:2408.15664).
+
+    A bias changes only with a committed step, by the counts of all its tokens, so it is equal on
+    every rank and every mesh. A model without routers has empty counts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        num_experts: int,
+        mesh: Mesh,
+        parallelism: ParallelismConfig,
+    ) -> None:
+        """`model` is this rank's part of the model; `names` are the routers of the entire model."""
+        self._routers = routers_of(model)
+        self._names = list(names)
+        self._num_experts = num_experts
+        # Without sequence parallelism all tp ranks count the same tokens.
+        self._copies = 1 if parallelism.enable_sequence_parallel else mesh.degrees.tp
+
+    def counts(self, device: torch.device) -> torch.Tensor:
+        """Return this rank's tokens per expert since the last `apply`: float64 [routers * experts],
+        0 for routers of other stages. The sum over all ranks is the load of the step."""
+        # L: the routers of the model.
+        counts_LX = torch.zeros(
+            len(self._names), self._num_experts, dtype=torch.float64, device=device
+        )
+        for name, router in self._routers.items():
+            counts_LX[self._names.index(name)] = router.load_X
+        return counts_LX.flatten() / self._copies
+
+    def apply(self, counts: torch.Tensor, *, committed: bool) -> dict[str, torch.Tensor]:
+        """Update the biases by the summed `counts` if the step was committed, and reset the
+        counters. Returns the load [X] of each router of the model, by name."""
+        # Integers again: tp ranks that count the same tokens contribute fractions.
+        counts_LX = counts.round().view(len(self._names), self._num_experts)
+        loads = dict(zip(self._names, counts_LX, strict=True))
+        for name, router in self._routers.items():
+            if committed:
+                router.update_expert_bias(loads[name])
+            router.load_X.zero_()
+        return loads
+
+
+def routers_of(model: nn.Module) -> dict[str, Router]:
+    """Return the routers of a model by name, in model order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}

@@ -1,4 +1,4 @@
-"""Linear layers whose matrix products run in float8, by torchao (arXiv:2209.05433).
+"""Linear layers in float8, by torchao (arXiv:2209.05433).
 
 Layer: above errors, log and spec.
 """
@@ -10,19 +10,18 @@ from torch import nn
 
 from torchtitan_lite.extras import missing
 from torchtitan_lite.log import logger
-from torchtitan_lite.parallel.blocks import blocks_of
 from torchtitan_lite.schema.quantize import Float8Config
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.spec import ModelSpec, blocks_of
 
 _MULTIPLE = 16
-"""Float8 kernels take matrices whose dims are multiples of this."""
+"""Float8 kernels require dims that are multiples of this."""
 _ROUTER = "router.gate"
 
 
 def apply(model: nn.Module, spec: ModelSpec, config: Float8Config | None) -> None:
-    """Put torchao's float8 linear in the place of every `nn.Linear` in the blocks of `model` whose
-    sizes fit, but those that `config.filter_fqns` names and routers, whose choices are too fine
-    for it. Parameters keep their names and dtype."""
+    """Replace every `nn.Linear` in the blocks of `model` whose sizes fit by torchao's float8
+    linear, except routers, which need more precision, and those in `config.filter_fqns`. Parameters
+    keep their names and dtypes."""
     if config is None:
         return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -49,12 +48,12 @@ def apply(model: nn.Module, spec: ModelSpec, config: Float8Config | None) -> Non
 
 
 def why_not(config: Float8Config, *, on_gpu: bool, tensor_parallel_degree: int) -> str | None:
-    """Why float8 cannot be used here, with what to change; None where it can."""
+    """Return why float8 is not supported here and what to change; None if it is."""
     if error := missing("torchao", "float8"):
         return error.rstrip(".")
     if tensor_parallel_degree > 1:
         return (
-            "float8 linears are not cut by tensor parallelism. Set tensor_parallel_degree = 1 "
+            "float8 linears do not support tensor parallelism. Set tensor_parallel_degree = 1 "
             f"(given: {tensor_parallel_degree})"
         )
     if config.emulate:

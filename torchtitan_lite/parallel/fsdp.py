@@ -1,7 +1,7 @@
-"""Fully sharded data parallelism (FSDP2), with replicas (HSDP), mixed precision and offload.
+"""Fully sharded data parallelism (FSDP2), with replication (HSDP), mixed precision and CPU offload.
 
-Invariant: the gradient is the plain sum over ranks. FSDP would average it, which is wrong when
-ranks hold different numbers of target tokens; the one division is the trainer's.
+The gradient is the plain sum over ranks. FSDP would average it, which is wrong when ranks hold
+different numbers of target tokens; the trainer divides once.
 Layer: above nn, mesh and spec; `expert`.
 """
 
@@ -23,11 +23,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.device import Device
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.moe import Experts
-from torchtitan_lite.parallel.blocks import modules_matching
 from torchtitan_lite.parallel.expert import has_own_mesh
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.schema.training import PrecisionConfig
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.spec import ModelSpec, modules_matching
 from torchtitan_lite.torch_compat import shards_on
 
 
@@ -40,8 +39,8 @@ def apply(
 ) -> None:
     """Shard the parameters of each unit of `spec` over `dp_shard`, replicate over `dp_replicate`.
 
-    One rank in full precision needs none of this and is left as it is; with mixed precision or
-    offload it runs the same code as many ranks, so that its arithmetic is the same too.
+    A single rank in full precision is left unwrapped; with mixed precision or offload it runs the
+    same code as several ranks, and so the same arithmetic.
     """
     compute_dtype = compute_dtype_of(precision, mesh.device)
     parameter_dtype = getattr(torch, precision.dtype)
@@ -57,7 +56,7 @@ def apply(
         "shard_placement_fn": _expert_placement(model, mesh) if experts_apart else None,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=compute_dtype if mixed else None,
-            # float32 at least: a sum over ranks in bfloat16 would lose most of them.
+            # At least float32: a sum over many ranks in bfloat16 loses most of the terms.
             reduce_dtype=(
                 torch.promote_types(compute_dtype, torch.float32)
                 if compute_dtype.itemsize < torch.float32.itemsize
@@ -73,9 +72,9 @@ def apply(
     units = modules_matching(model, spec.blocks, *spec.extra_fsdp_units)
     policy = parallelism.fsdp_reshard_after_forward
     for position, unit in enumerate(units):
-        # Backward needs the last unit at once: to free it in between would gather it twice.
+        # Backward begins with the last unit: freeing it would gather it twice.
         is_last = position == len(units) - 1
-        # Under a pipeline each microbatch would gather again what was freed.
+        # Under a pipeline every microbatch would gather it again.
         frees = policy == "default" and mesh.degrees.pp == 1 and not is_last
         reshard = policy == "always" or frees
         fully_shard(unit, **settings, reshard_after_forward=reshard)
@@ -84,25 +83,25 @@ def apply(
 
 
 def compute_dtype_of(precision: PrecisionConfig, device: Device) -> torch.dtype:
-    """The dtype in which parameters take part in forward and backward."""
+    """Return the dtype of parameters in forward and backward."""
     if precision.mixed_precision_param != "auto":
         return getattr(torch, precision.mixed_precision_param)
     return torch.bfloat16 if device.kind == "cuda" else getattr(torch, precision.dtype)
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward without backward has gathered. FSDP waits for a backward to do that,
-    and until then `named_parameters` gives whole weights where shards are expected."""
+    """Free the weights gathered by a forward without backward. FSDP frees them in backward, and
+    until then `named_parameters` returns unsharded weights."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _sharding_mesh(mesh: Mesh) -> DeviceMesh:
-    """1-D without replicas, else 2-D, as fully_shard wants it."""
+    """Return the mesh for fully_shard: 1-D without replication, else 2-D."""
     shard = "dp_shard"
     if mesh.degrees.cp > 1:
-        # Ranks that share a sequence share the weights as ranks with other samples do.
+        # Weights are sharded over cp as over dp_shard.
         shard = "dp_shard_cp"
         flat = mesh.groups.flattened(mesh.device_mesh, ("dp_shard", "cp"), shard)
         if mesh.degrees.dp_replicate == 1:
@@ -113,8 +112,8 @@ def _sharding_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def _expert_placement(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
-    """Experts are sharded over the ranks that hold the same ones, and gathered together with the
-    rest of their unit."""
+    """Return the placement function that shards experts over the ranks that hold the same ones;
+    they are gathered together with the rest of their unit."""
     axes = ("dp_replicate", "expert_shard") if mesh.degrees.dp_replicate > 1 else "expert_shard"
     num_shards = mesh.degrees.expert_shape[2]
     along = shards_on(mesh.expert_mesh[axes], (0, 1))
@@ -124,7 +123,7 @@ def _expert_placement(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], 
         if parameter not in stacks:
             return None
         assert isinstance(parameter, DTensor)
-        # Along the experts, or where they are too few, along a dim that divides.
+        # Over experts (dim 0); if they are too few, over a dim that divides evenly.
         num_experts, num_rows, _ = parameter.to_local().shape
         return along[1 if num_experts < num_shards and num_rows % num_shards == 0 else 0]
 
@@ -132,7 +131,7 @@ def _expert_placement(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], 
 
 
 def _sum_gradients(model: nn.Module) -> None:
-    """Undo FSDP's averaging: a factor of 1, by a plain sum (gloo has no scaled sum)."""
+    """Disable FSDP's averaging: divide by 1, with a plain sum, because gloo has no scaled one."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

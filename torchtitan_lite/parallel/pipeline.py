@@ -1,12 +1,12 @@
 """Pipeline parallelism: the ranks of the `pp` axis share the layers, and microbatches pass through
 them in the order of one of torch's schedules, or of a file. Without backward every schedule runs
-alike: all microbatches through a rank's first stage, then through its next.
+alike: a rank runs all microbatches through its first stage, then through its next.
 
 Masks, positions and targets reach every stage with the microbatch, so only hidden states travel
-between stages. Layer: above mesh and spec; `stages`, `step_order`, `sequence_cut`.
+between stages. Layer: above mesh, redistribute and spec; `pipeline_stages`, `context`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.parallel.context import SequenceSharding, plain_sequences
 from torchtitan_lite.parallel.fsdp import reshard
-from torchtitan_lite.parallel.order import forward_only
-from torchtitan_lite.parallel.sequence_cut import SequenceCut, plain_sequences
-from torchtitan_lite.parallel.stages import StagePlan
-from torchtitan_lite.parallel.step_order import refused_microbatches
-from torchtitan_lite.parallel.tied import TiedCopy
+from torchtitan_lite.parallel.pipeline_order import forward_only
+from torchtitan_lite.parallel.pipeline_stages import StagePlan, unsupported_microbatches
+from torchtitan_lite.redistribute import align_gradient
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import Microbatch, ModelSpec, TokenLoss
 from torchtitan_lite.torch_compat import forward_schedule, schedule_of_order
@@ -37,7 +37,7 @@ class Pipeline:
         plan: StagePlan,
         loss: TokenLoss,
         mesh: Mesh,
-        cut: SequenceCut,
+        sharding: SequenceSharding,
         parallelism: ParallelismConfig,
         *,
         spec: ModelSpec,
@@ -54,12 +54,12 @@ class Pipeline:
         self._last = len(plan.modules) - 1
         self.min_microbatches = len(plan.modules)
         self._device = mesh.device.torch_device
-        self._cut = cut
+        self._sharding = sharding
         self._copies = mesh.degrees.tp
         self._sequence_parts = mesh.degrees.tp if parallelism.enable_sequence_parallel else 1
         self._schedule_class = get_schedule_class(parallelism.pipeline_parallel_schedule)
         self._spec, self._dtype = spec, dtype
-        self._tied = TiedCopy(self._stages, plan, spec, self._group)
+        self._tied = TiedWeight(self._stages, plan, spec, self._group)
         self._made: dict[tuple[int, int, int, bool], Any] = {}
         if self._last in self._stages:
             part = self._stages[self._last]
@@ -72,8 +72,8 @@ class Pipeline:
         backward: bool,
         before_last: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """See `spec.Schedule`. Stages take turns until the end, so no backward is the last."""
-        batches = [self._cut.cut(mb.to(self._device)) for mb in microbatches]
+        """See `spec.Schedule`. `before_last` is not called: stages alternate until the end."""
+        batches = [self._sharding.shard(mb.to(self._device)) for mb in microbatches]
         batch_size, length = batches[0].tokens_BS.shape
         schedule = self._schedule(len(batches), batch_size, length, backward)
         inputs = {
@@ -111,7 +111,7 @@ class Pipeline:
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """See `spec.Schedule`."""
         self._tied.refresh()
-        batch = self._cut.cut(plain_sequences(tokens_BS.to(self._device)))
+        batch = self._sharding.shard(plain_sequences(tokens_BS.to(self._device)))
         others = {"positions_BS": batch.positions_BS, "keys_B": batch.keys_B}
         batch_size, length = batch.tokens_BS.shape
         x = batch.tokens_BS
@@ -130,12 +130,12 @@ class Pipeline:
         dist.broadcast(x, dist.get_global_rank(self._group, holder), group=self._group)
         for part in self._stages.values():
             reshard(part)
-        return self._cut.gather(x, self._cp_group)
+        return self._sharding.gather(x, self._cp_group)
 
     def _pass_on(
         self, x: torch.Tensor, source: int, target: int, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """Send `x` from one rank of the pipeline to another; on the rest it stays what it is."""
+        """Send `x` from one rank of the pipeline to another; other ranks return it unchanged."""
         if source != target and self._rank == source:
             dist.send(x.contiguous(), dist.get_global_rank(self._group, target), self._group)
         if source != target and self._rank == target:
@@ -144,7 +144,7 @@ class Pipeline:
         return x
 
     def _schedule(self, num: int, batch_size: int, length: int, backward: bool) -> Any:
-        """The torch schedule for so many microbatches of this shape."""
+        """Return torch's schedule for `num` microbatches of this shape."""
         key = (num, batch_size, length, backward)
         if key not in self._made:
             stages = [self._stage(stage, batch_size, length) for stage in self._stages]
@@ -167,10 +167,11 @@ class Pipeline:
             return self._schedule_class(stages[0] if single else stages, num, **options)
         except ValueError as error:
             name = self._schedule_class.__name__
-            raise refused_microbatches(name, num, len(self._plan.modules), error) from None
+            raise unsupported_microbatches(name, num, len(self._plan.modules), error) from None
 
     def _stage(self, stage: int, batch_size: int, length: int) -> PipelineStage:
-        """Shapes are given, so that the stages need not tell each other by pickled messages."""
+        """Create a stage with given shapes, so that stages do not exchange them as pickled
+        messages."""
         tokens = torch.empty(batch_size, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(
             batch_size,
@@ -196,5 +197,79 @@ class Pipeline:
 
 
 def _no_backward_of_weights() -> Callable[..., None]:
-    """Of a stage whose backward of the inputs includes that of the weights."""
+    """Build the weights' backward of a stage whose backward of the inputs includes it."""
     return lambda: None
+
+
+class TiedWeight:
+    """A weight that two stages share, such as that of tied embeddings.
+
+    The first of the stages owns it: only there it has optimizer state, a norm and a place in
+    checkpoints. The other computes with a copy, which is refreshed before each run and whose
+    gradient is sent back after it. Both are sharded alike, so shards are sent as they are.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        plan: StagePlan,
+        spec: ModelSpec,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """`stages` are those of this rank, `group` is the pp group."""
+        self._group = group
+        self._owner_rank = self._copy_rank = 0
+        self._owner = self._copy = None
+        if spec.tied_units is None:
+            return
+        held = [
+            next(stage for stage, units in enumerate(plan.modules) if unit in units)
+            for unit in spec.tied_units
+        ]
+        if held[0] == held[1]:
+            return
+        self._owner_rank, self._copy_rank = (plan.ranks[stage] for stage in held)
+        self._owner, self._copy = (
+            stages[stage].get_submodule(unit).get_parameter("weight") if stage in stages else None
+            for stage, unit in zip(held, spec.tied_units, strict=True)
+        )
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the owner's values. Every rank of the pipeline must call it."""
+        ranks = self._owner_rank, self._copy_rank
+        self._move(self._owner, self._copy, ranks, lambda copy, values: copy.copy_(values))
+
+    @torch.no_grad()
+    def return_gradient(self) -> None:
+        """Add the copy's gradient to the owner's. Every rank of the pipeline must call it."""
+        of_copy, of_owner = (
+            None if parameter is None else align_gradient(parameter)
+            for parameter in (self._copy, self._owner)
+        )
+        ranks = self._copy_rank, self._owner_rank
+        self._move(of_copy, of_owner, ranks, lambda owner, values: owner.add_(values))
+        if self._copy is not None:
+            self._copy.grad = None
+
+    def _move(
+        self,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        ranks: tuple[int, int],
+        receive: Callable[[torch.Tensor, torch.Tensor], object],
+    ) -> None:
+        """Pass this rank's shard of `source` to `receive` on the rank of `target`."""
+        source_rank, target_rank = (dist.get_global_rank(self._group, rank) for rank in ranks)
+        if source is not None and target is not None:
+            receive(_local(target), _local(source))
+        elif source is not None and _local(source).numel():
+            dist.send(_local(source).contiguous(), target_rank, self._group)
+        elif target is not None and _local(target).numel():
+            values = torch.empty_like(_local(target), memory_format=torch.contiguous_format)
+            dist.recv(values, source_rank, self._group)
+            receive(_local(target), values)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

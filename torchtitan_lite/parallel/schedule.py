@@ -1,4 +1,4 @@
-"""The schedule of a step: in which order this rank runs its microbatches through its stages.
+"""The pipeline schedule: the order in which this rank runs microbatches through its stages.
 
 Layer: above mesh and spec.
 """
@@ -10,11 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.parallel.context import sequence_cut
+from torchtitan_lite.parallel.context import SequenceSharding, plain_sequences, sequence_sharding
 from torchtitan_lite.parallel.fsdp import reshard
 from torchtitan_lite.parallel.pipeline import Pipeline
-from torchtitan_lite.parallel.sequence_cut import SequenceCut, plain_sequences
-from torchtitan_lite.parallel.stages import plan_stages
+from torchtitan_lite.parallel.pipeline_stages import plan_stages
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import Microbatch, ModelSpec, Schedule, TokenLoss
 
@@ -31,15 +30,15 @@ def build_schedule(
 ) -> Schedule:
     """Return the schedule for the parts of the model on this rank. `hidden_dtype` is that of the
     hidden states that pass from stage to stage, `is_compiled` says whether the blocks are."""
-    cut = sequence_cut(mesh, parallelism)
+    sharding = sequence_sharding(mesh, parallelism)
     if mesh.degrees.pp == 1:
-        return OneStage(parts[0], loss, mesh, cut)
+        return OneStage(parts[0], loss, mesh, sharding)
     return Pipeline(
         parts,
         plan_stages(spec, parallelism),
         loss,
         mesh,
-        cut,
+        sharding,
         parallelism,
         spec=spec,
         dtype=hidden_dtype,
@@ -48,16 +47,19 @@ def build_schedule(
 
 
 class OneStage:
-    """The whole model on this rank: microbatches one after the other, gradients accumulated.
+    """Without pipeline parallelism: microbatches run in turn, and gradients accumulate.
 
-    Each microbatch's gradients are reduced over the shards at once, since whole gradients would
-    need the memory that sharding saves; replicas are summed once, after the last.
+    The gradients of each microbatch are reduced over shards immediately, because unsharded
+    gradients would need the memory that sharding saves, and over replicas once, after the last
+    microbatch.
     """
 
     min_microbatches = 1
 
-    def __init__(self, model: nn.Module, loss: TokenLoss, mesh: Mesh, cut: SequenceCut) -> None:
-        self._cut = cut
+    def __init__(
+        self, model: nn.Module, loss: TokenLoss, mesh: Mesh, sharding: SequenceSharding
+    ) -> None:
+        self._sharding = sharding
         self._group = mesh.device_mesh.get_group("cp")
         self._model = model
         self._loss = loss
@@ -75,7 +77,7 @@ class OneStage:
         """See `spec.Schedule`."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for number, microbatch in enumerate(microbatches, start=1):
-            batch = self._cut.cut(microbatch.to(self._device))
+            batch = self._sharding.shard(microbatch.to(self._device))
             if backward and isinstance(self._model, FSDPModule):
                 is_last = number == len(microbatches)
                 self._model.set_is_last_backward(is_last)
@@ -101,7 +103,7 @@ class OneStage:
     @torch.no_grad()
     def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """See `spec.Schedule`."""
-        batch = self._cut.cut(plain_sequences(tokens_BS.to(self._device)))
+        batch = self._sharding.shard(plain_sequences(tokens_BS.to(self._device)))
         own_BSV = self._model(batch.tokens_BS, positions_BS=batch.positions_BS, keys_B=batch.keys_B)
         reshard(self._model)
-        return self._cut.gather(own_BSV, self._group)
+        return self._sharding.gather(own_BSV, self._group)

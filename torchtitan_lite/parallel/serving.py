@@ -1,7 +1,6 @@
-"""A copy of a model that gives text: cut by tensor parallelism alone, so that no weight travels in
-a forward. The ranks hold as many copies as there are. Layer: above nn, mesh and spec; `expert`,
-`tensor`.
-"""
+"""Parallelism for inference: tensor parallelism alone, so that no weight is communicated in
+forward, and data parallelism over the other ranks. Layer: above nn, mesh and spec; `expert`,
+`tensor`."""
 
 from collections.abc import Sequence
 
@@ -17,11 +16,11 @@ from torchtitan_lite.spec import ModelSpec
 
 
 def serving_degrees(spec: ModelSpec, world_size: int, asked: int | None = None) -> Degrees:
-    """The degree of tensor parallelism that is asked for, or else the largest: it divides
-    `world_size` and all that it cuts (the heads of keys and values among it); the other ranks hold
-    further copies. Experts are cut too where their features divide by it, else each rank holds all
-    of them. Raises MeshError where the one that is asked for does not divide all of that."""
-    sizes = [world_size, *(size for _, size in spec.cut_sizes)]
+    """Return the degrees for inference: tensor parallelism of degree `asked`, by default the
+    largest that divides `world_size` and every sharded size (such as the key/value heads), and
+    replicas over the other ranks. Experts are sharded too if their features divide by it, else
+    replicated. Raises MeshError if `asked` does not divide all of these."""
+    sizes = [world_size, *(size for _, size in spec.sharded_sizes)]
     fitting = [
         degree
         for degree in range(1, world_size + 1)
@@ -29,31 +28,30 @@ def serving_degrees(spec: ModelSpec, world_size: int, asked: int | None = None) 
     ]
     fitting = fitting if spec.shard_plan else [1]
     if asked is not None and asked not in fitting:
-        cut = ", ".join(f"{size} {what}" for what, size in spec.cut_sizes)
+        sizes = ", ".join(f"{size} {what}" for what, size in spec.sharded_sizes)
         raise MeshError(
-            f"Tensor parallelism over {asked} ranks was asked for, but its degree must divide the "
-            f"number of processes ({world_size}) and what it cuts of {spec.name} {spec.flavor}: "
-            f"{cut or 'nothing'}. Use one of {', '.join(map(str, fitting))}."
+            f"Tensor parallelism of degree {asked} is not possible: the degree must divide the "
+            f"number of processes ({world_size}) and every sharded size of {spec.name} "
+            f"{spec.flavor}: {sizes or 'none'}. Use one of {', '.join(map(str, fitting))}."
         )
     tp = max(fitting) if asked is None else asked
     etp = tp if spec.num_experts and spec.expert_width % tp == 0 else 1
     return Degrees(dp_replicate=world_size // tp, tp=tp, etp=etp)
 
 
-def first_says(numbers: Sequence[int], mesh: Mesh) -> list[int]:
-    """The `numbers` of the first rank of this rank's copy, on all of its ranks: their own might
-    differ where sums are added in no fixed order. Every rank of a copy must call it with as
-    many."""
+def broadcast_from_first(numbers: Sequence[int], mesh: Mesh) -> list[int]:
+    """Broadcast `numbers` from the first rank of the tp group: those of other ranks may differ
+    where the order of a sum is not deterministic. Every rank must call it, with equally many."""
     if mesh.degrees.tp == 1:
         return list(numbers)
-    told = torch.tensor(numbers)
-    dist.broadcast(told, group=mesh.device_mesh.get_group("tp"), group_src=0)
-    return told.tolist()
+    values = torch.tensor(numbers)
+    dist.broadcast(values, group=mesh.device_mesh.get_group("tp"), group_src=0)
+    return values.tolist()
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> None:
-    """Cut `model`, which is on the meta device, over a mesh of `serving_degrees`. Each rank sees
-    whole sequences, of any length."""
+    """Shard `model`, which is on the meta device, over a mesh of `serving_degrees`. Each rank
+    processes entire sequences, of any length."""
     parallelism = ParallelismConfig(enable_sequence_parallel=False)
     expert.apply(model, spec, mesh, parallelism)
     tensor.apply(model, spec, mesh, parallelism)

@@ -1,9 +1,9 @@
-"""Tensor parallelism: each matrix is shared by the ranks of the `tp` axis (arXiv:1909.08053), and
-between the matrices each rank works on its part of the sequence (arXiv:2205.05198).
+"""Tensor parallelism: matrices are sharded over the `tp` axis (arXiv:1909.08053), and between them
+each rank works on a shard of the sequence (sequence parallelism, arXiv:2205.05198).
 
-What is cut how comes from the model's shard plan; nothing here names a model. Between modules the
-residual stream is a plain tensor: this rank's part of the sequence, or all of it when sequence
-parallelism is off. Layer: above nn, mesh and spec.
+The model's shard plan gives the style of each parameter; nothing here names a model. Between
+modules the residual stream is a plain tensor: this rank's shard of the sequence, or all of it
+without sequence parallelism. Layer: above nn, mesh and spec.
 """
 
 from collections.abc import Mapping
@@ -42,20 +42,20 @@ from torchtitan_lite.torch_compat import overlap_collectives
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: ParallelismConfig) -> None:
-    """Cut the parameters of `model`, which is on the meta device, as its shard plan says."""
+    """Shard the parameters of `model`, which is on the meta device, by its shard plan."""
     if mesh.degrees.tp == 1:
         return
-    cuts = _cuts(model, spec)
+    rules = _styles(model, spec)
     stream: Placement = Shard(1) if parallelism.enable_sequence_parallel else Replicate()
     styles = {
-        name.rpartition(".")[0]: _style(
-            cut,
+        name.rpartition(".")[0]: _parallel_style(
+            style,
             stream,
             loss_parallel=not parallelism.disable_loss_parallel,
         )
-        for name, cut in cuts.items()
+        for name, style in rules.items()
     }
-    for parent in _parents_of(cuts, "columns"):
+    for parent in _parents_of(rules, "columns"):
         # One gather for all the matrices that read the same input.
         styles[parent] = _Gathered(stream)
     shared = _shared_parameters(model)
@@ -74,8 +74,8 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
 
 
 def check_plan(model: nn.Module, spec: ModelSpec) -> None:
-    """Raise MeshError for a rule of the shard plan that matches no parameter of the whole `model`,
-    and log the parameters that no rule matches. Experts are no matter of the plan."""
+    """Raise MeshError if a rule of the shard plan matches no parameter of the entire `model`, and
+    log the parameters that no rule matches. Expert parallelism shards the experts."""
     elsewhere = {id(p) for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
     names = [
         name
@@ -91,27 +91,29 @@ def check_plan(model: nn.Module, spec: ModelSpec) -> None:
         )
     whole = [name for name, rule in rules.items() if rule is None]
     if whole:
-        logger.info("Held whole by every tp rank, since no rule matches: %s", ", ".join(whole))
+        logger.info(
+            "Replicated over tp, because no rule of the shard plan matches: %s", ", ".join(whole)
+        )
 
 
 def reaches_all(num_rows: int, degree: int) -> bool:
-    """Whether each of `degree` ranks gets a row, when each gets as many as the first."""
+    """Whether each of `degree` ranks gets a row if `num_rows` are chunked as by torch.chunk."""
     return -(-num_rows // degree) * (degree - 1) < num_rows
 
 
 def _rule(name: str, spec: ModelSpec) -> ShardRule | None:
-    """The first rule that matches a parameter."""
+    """Return the first rule that matches a parameter."""
     return next((rule for rule in spec.shard_plan if fnmatchcase(name, rule.pattern)), None)
 
 
-def _cuts(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
-    """Parameter -> its cut, where a rule matches."""
+def _styles(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
+    """Map parameters to their styles, where a rule matches."""
     rules = {name: _rule(name, spec) for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: rule.cut for name, rule in rules.items() if rule is not None}
+    return {name: rule.style for name, rule in rules.items() if rule is not None}
 
 
-def _style(cut: str, stream: Placement, *, loss_parallel: bool) -> ParallelStyle:
-    match cut:
+def _parallel_style(style: str, stream: Placement, *, loss_parallel: bool) -> ParallelStyle:
+    match style:
         case "columns":
             return ColwiseParallel()
         case "rows":
@@ -127,20 +129,20 @@ def _style(cut: str, stream: Placement, *, loss_parallel: bool) -> ParallelStyle
         case "output":
             return _Output(stream, loss_parallel=loss_parallel)
         case _:
-            raise ValueError(f"no way to cut {cut}")
+            raise ValueError(f"unknown style {style}")
 
 
-def _parents_of(cuts: Mapping[str, str], cut: str) -> list[str]:
-    """The modules that hold a linear with this cut."""
-    linears = [name.rpartition(".")[0] for name, given in cuts.items() if given == cut]
+def _parents_of(styles: Mapping[str, str], style: str) -> list[str]:
+    """Return the modules that hold a linear of this style."""
+    linears = [name.rpartition(".")[0] for name, given in styles.items() if given == style]
     return sorted({linear.rpartition(".")[0] for linear in linears})
 
 
 def _shared_parameters(
     model: nn.Module,
 ) -> list[tuple[tuple[nn.Module, str], list[tuple[nn.Module, str]]]]:
-    """Parameters that several modules hold, first holder first: cutting them one module at a time
-    would make several of one."""
+    """Return the parameters that several modules share, as (first, others): sharding one module at
+    a time would untie them."""
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -149,8 +151,8 @@ def _shared_parameters(
 
 
 def _replicate_rest(model: nn.Module, tp: DeviceMesh) -> None:
-    """Make every other parameter a DTensor too: operations on all parameters at once refuse a
-    mixture of plain tensors and DTensors."""
+    """Make every other parameter a DTensor too: foreach operations do not take plain tensors and
+    DTensors together."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):
@@ -162,13 +164,13 @@ def _distributed(parameter: torch.Tensor, tp: DeviceMesh, placement: Placement) 
 
 
 def _own_positions(tp: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give dropout the positions of the part of the sequence that it sees between the matrices."""
+    """Pass the positions of this rank's shard of the sequence to dropout."""
     x_BSD, keys_B, positions_BS = inputs
     return x_BSD, keys_B, positions_BS.chunk(tp.size(), dim=1)[tp.get_local_rank()]
 
 
 class _Gathered(ParallelStyle):
-    """The module's first input is gathered along the sequence; its other inputs are left alone."""
+    """Gather the module's first input along the sequence, once for all matrices that read it."""
 
     def __init__(self, stream: Placement) -> None:
         super().__init__()
@@ -184,7 +186,7 @@ class _Gathered(ParallelStyle):
 
 
 class _Whole(ParallelStyle):
-    """The weights are whole and the module works on the whole sequence, alike on every rank."""
+    """Replicated weights and replicated computation on the entire sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -198,7 +200,7 @@ class _Whole(ParallelStyle):
 
 
 class _Embedding(ParallelStyle):
-    """The embedding, cut over the vocabulary: each rank looks up the tokens whose rows it holds."""
+    """An embedding sharded over the vocabulary: each rank looks up the tokens of its own rows."""
 
     def __init__(self, stream: Placement) -> None:
         super().__init__()
@@ -223,19 +225,19 @@ class _Embedding(ParallelStyle):
 
 
 class _Output(ParallelStyle):
-    """The output projection, cut over the vocabulary, with the loss computed on the cut.
+    """The output projection, sharded over the vocabulary, with the loss computed on the shards.
 
-    With `loss_parallel` off every rank projects onto the whole vocabulary.
+    Without `loss_parallel` every rank projects onto the entire vocabulary.
     """
 
     def __init__(self, stream: Placement, *, loss_parallel: bool) -> None:
         super().__init__()
         self._stream = stream
-        self._cut: Placement = Shard(0) if loss_parallel else Replicate()
+        self._placement: Placement = Shard(0) if loss_parallel else Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, _distributed(parameter, device_mesh, self._cut))
+            module.register_parameter(name, _distributed(parameter, device_mesh, self._placement))
         module.forward = partial(self._forward, module, device_mesh)
         return module
 
@@ -251,20 +253,20 @@ class _Output(ParallelStyle):
         assert isinstance(weight, DTensor)
         hidden = DTensor.from_local(hidden_BSD, tp, [self._stream], run_check=False)
         hidden = hidden.redistribute(placements=[Replicate()])
-        is_cut = self._cut.is_shard()
+        is_sharded = self._placement.is_shard()
         if loss is None or targets_BS is None:
             logits = nn.functional.linear(hidden, weight)
             assert isinstance(logits, DTensor)
             return logits.redistribute(placements=[Replicate()]).to_local()
-        # Each rank's gradient of the hidden states is its rows' part of the sum; it is summed and
-        # cut along the sequence in one reduce-scatter. Of whole weights it is the whole already.
-        gradient: Placement = Partial() if is_cut else Replicate()
+        # With sharded weights the gradient of the hidden states is a partial sum, which one
+        # reduce-scatter sums and shards along the sequence.
+        gradient: Placement = Partial() if is_sharded else Replicate()
         local = hidden.to_local(grad_placements=[gradient])
         return loss(
             local.flatten(0, 1),
             weight.to_local(),
             targets_BS.flatten(),
-            shard=_RowsOfRank(tp, weight.shape[0]) if is_cut else None,
+            shard=_RowsOfRank(tp, weight.shape[0]) if is_sharded else None,
         )
 
 

@@ -296,7 +296,7 @@ def test_float8_is_refused_where_tensor_parallelism_cuts(config) -> None:
     emulated = [*FLOAT8, "--quantize.linear.float8.emulate", "true"]
     check_against(config(*emulated), 1)
     text = refusal(config(*emulated, "--parallelism.tensor_parallel_degree", "2"), 2)
-    assert "are not cut by tensor parallelism. Set tensor_parallel_degree = 1 (given: 2)." in text
+    assert "do not support tensor parallelism. Set tensor_parallel_degree = 1 (given: 2)." in text
 
 
 def test_float8_without_torchao_is_refused(config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_the_spec_of_a_flavor_fits_its_module(flavor: str) -> None:
 def test_the_shard_plan_cuts_the_norms_of_heads_over_heads() -> None:
     plan = qwen3.spec_of(DENSE, "tiny").shard_plan
     cuts = {
-        name: next((rule.cut for rule in plan if fnmatchcase(name, rule.pattern)), None)
+        name: next((rule.style for rule in plan if fnmatchcase(name, rule.pattern)), None)
         for name, _ in qwen3.build(DENSE).named_parameters()
     }
     assert cuts["layers.1.attention.q_norm.weight"] == "heads"

@@ -13,10 +13,10 @@ from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import RopeScaling
-from torchtitan_lite.parallel.sequence_cut import SequenceCut
+from torchtitan_lite.parallel.context import SequenceSharding
 from torchtitan_lite.spec import ModelSpec
 
-WHOLE = SequenceCut(num_ranks=1, rank=0, head_tail=True)
+WHOLE = SequenceSharding(num_ranks=1, rank=0, head_tail=True)
 """No context parallelism."""
 
 DIMS = Llama3Dims(

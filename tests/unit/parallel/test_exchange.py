@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.pool import WorkerPool
 from torchtitan_lite.nn.rows import take_rows
-from torchtitan_lite.parallel.collectives import exchange_rows, part_of_rows, rows_of_parts
+from torchtitan_lite.parallel.collectives import exchange_rows, shard_rows, unshard_rows
 
 Pools = Callable[[int], WorkerPool]
 
@@ -43,10 +43,10 @@ def parts_of_what_all_hold() -> None:
     total = 5
     whole_ND = drawn(total, 3, seed=0).requires_grad_()
     start, stop = rank * total // size, (rank + 1) * total // size
-    part_ND = part_of_rows(whole_ND, start, stop, group)
+    part_ND = shard_rows(whole_ND, start, stop, group)
     assert torch.equal(part_ND, whole_ND[start:stop])
     scale = torch.arange(1.0, total + 1, dtype=torch.float64)[:, None]
-    together_ND = rows_of_parts(part_ND * scale[start:stop], start, total, group)
+    together_ND = unshard_rows(part_ND * scale[start:stop], start, total, group)
     assert torch.equal(together_ND, whole_ND * scale)
     weights_ND = drawn(total, 3, seed=1)
     (together_ND * weights_ND).sum().backward()

@@ -20,7 +20,7 @@ from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Mesh, resolve_degrees
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.parallel import parallelize
-from torchtitan_lite.parallel.stages import keep_only, plan_stages
+from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages
 from torchtitan_lite.redistribute import HolderMesh, Layout, local_box
 from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan_lite.schema.compile import CompileConfig

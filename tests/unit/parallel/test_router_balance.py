@@ -5,7 +5,7 @@ from torch import nn
 
 from torchtitan_lite.mesh import Degrees, Mesh
 from torchtitan_lite.nn.moe import MoEDims, Router
-from torchtitan_lite.parallel.router_balance import RouterBalance, routers_of
+from torchtitan_lite.parallel.expert import RouterBalance, routers_of
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 NAMES = ["first", "elsewhere", "last"]
@@ -21,7 +21,7 @@ def test_a_rank_counts_for_its_own_stages_and_zero_for_the_others(mesh: Mesh) ->
     balance = RouterBalance(model, NAMES, 4, mesh, ParallelismConfig())
     routers_of(model)["first"].load_X += torch.tensor([1, 2, 3, 4])
     routers_of(model)["last"].load_X += torch.tensor([5, 0, 0, 5])
-    counted = balance.counted(torch.device("cpu"))
+    counted = balance.counts(torch.device("cpu"))
     assert counted.tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 5, 0, 0, 5]
 
 
@@ -32,7 +32,7 @@ def test_a_committed_step_moves_the_biases_and_any_step_counts_anew(mesh: Mesh) 
     for committed in (False, True):
         for router in routers_of(model).values():
             router.load_X += 7
-        loads = balance.settle(totals, committed=committed)
+        loads = balance.apply(totals, committed=committed)
         assert list(loads) == NAMES and loads["elsewhere"].tolist() == [9, 9, 9, 9]
         for router in routers_of(model).values():
             assert router.load_X.tolist() == [0, 0, 0, 0]
@@ -48,18 +48,18 @@ def test_tokens_that_several_ranks_count_are_whole_again_after_the_sum(mesh: Mes
     config = ParallelismConfig(enable_sequence_parallel=False)
     balance = RouterBalance(model, ["first", "last"], 4, mesh, config)
     routers_of(model)["first"].load_X += torch.tensor([7, 7, 7, 7])
-    share = balance.counted(torch.device("cpu"))
+    share = balance.counts(torch.device("cpu"))
     total = torch.zeros_like(share)
     for _ in range(copies):
         total += share
     assert total[:4].tolist() != [7, 7, 7, 7]
-    loads = balance.settle(total, committed=True)
+    loads = balance.apply(total, committed=True)
     assert loads["first"].tolist() == [7, 7, 7, 7]
     assert routers_of(model)["first"].expert_bias_X.tolist() == [0, 0, 0, 0]
 
 
 def test_a_model_without_routers_adds_nothing(mesh: Mesh) -> None:
     balance = RouterBalance(nn.Linear(2, 2), [], 0, mesh, ParallelismConfig())
-    counted = balance.counted(torch.device("cpu"))
+    counted = balance.counts(torch.device("cpu"))
     assert counted.shape == (0,)
-    assert balance.settle(counted, committed=True) == {}
+    assert balance.apply(counted, committed=True) == {}

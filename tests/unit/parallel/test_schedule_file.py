@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.parallel.test_step_order import plan_of
 from torchtitan_lite.errors import MeshError
-from torchtitan_lite.parallel.schedule_file import parse_order, read_order
-from torchtitan_lite.parallel.step_order import step_order
+from torchtitan_lite.parallel.pipeline_order import parse_order, read_order
+from torchtitan_lite.parallel.pipeline_stages import step_order
 
 TWO_RANKS = "0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 

@@ -18,7 +18,7 @@ def test_the_largest_degree_that_divides_heads_and_ranks(
     world_size: int, copies: int, tp: int
 ) -> None:
     spec = llama3.spec_of(llama3.FLAVORS["8B"], "8B")
-    assert dict(spec.cut_sizes)["key/value heads"] == 8
+    assert dict(spec.sharded_sizes)["key/value heads"] == 8
     assert serving_degrees(spec, world_size) == Degrees(dp_replicate=copies, tp=tp)
 
 
@@ -33,7 +33,7 @@ def test_a_model_without_a_shard_plan_and_a_small_vocabulary_stay_whole() -> Non
 def test_experts_are_cut_where_their_features_divide() -> None:
     name = next(name for name, dims in qwen3.FLAVORS.items() if dims.moe is not None)
     spec = replace(
-        qwen3.spec_of(qwen3.FLAVORS[name], name), cut_sizes=(("heads", 4),), expert_width=12
+        qwen3.spec_of(qwen3.FLAVORS[name], name), sharded_sizes=(("heads", 4),), expert_width=12
     )
     assert serving_degrees(spec, 8) == Degrees(dp_replicate=2, tp=4, etp=4)
     odd = replace(spec, expert_width=22)
@@ -43,6 +43,6 @@ def test_experts_are_cut_where_their_features_divide() -> None:
 def test_a_degree_that_is_asked_for_is_taken_or_refused() -> None:
     spec = llama3.spec_of(llama3.FLAVORS["8B"], "8B")
     assert serving_degrees(spec, 8, 2) == Degrees(dp_replicate=4, tp=2)
-    told = r"over 3 ranks .* processes \(8\) .* 8 key/value heads.* Use one of 1, 2, 4, 8\."
+    told = r"degree 3 .* processes \(8\) .* 8 key/value heads.* Use one of 1, 2, 4, 8\."
     with pytest.raises(MeshError, match=told):
         serving_degrees(spec, 8, 3)

@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.models.llama3 import Llama3Dims, spec_of
-from torchtitan_lite.parallel.stages import plan_stages, stage_weights
+from torchtitan_lite.parallel.pipeline_stages import plan_stages, stage_weights
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 SPEC = spec_of(Llama3Dims(dim=16, num_layers=5, num_heads=2, num_kv_heads=1, hidden_dim=32), "5")

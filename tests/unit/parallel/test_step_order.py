@@ -6,10 +6,14 @@ import pytest
 import torch.distributed as dist
 
 from torchtitan_lite.errors import MeshError
-from torchtitan_lite.parallel.order import Action, PipelineOrder, forward_only
-from torchtitan_lite.parallel.stages import SCHEDULES, StagePlan
-from torchtitan_lite.parallel.step_order import step_order
-from torchtitan_lite.parallel.timeline import Costs, simulate
+from torchtitan_lite.parallel.pipeline_order import (
+    Action,
+    Costs,
+    PipelineOrder,
+    forward_only,
+    simulate,
+)
+from torchtitan_lite.parallel.pipeline_stages import SCHEDULES, StagePlan, step_order
 from torchtitan_lite.torch_compat import schedule_actions
 
 

@@ -6,10 +6,8 @@ import pytest
 
 from tests.unit.parallel.test_step_order import plan_of
 from torchtitan_lite.errors import MeshError
-from torchtitan_lite.parallel.order import Action, PipelineOrder
-from torchtitan_lite.parallel.stages import SCHEDULES
-from torchtitan_lite.parallel.step_order import step_order
-from torchtitan_lite.parallel.timeline import Costs, Timeline, simulate
+from torchtitan_lite.parallel.pipeline_order import Action, Costs, PipelineOrder, Timeline, simulate
+from torchtitan_lite.parallel.pipeline_stages import SCHEDULES, step_order
 
 
 def timeline_of(schedule: str, num_ranks: int, num_microbatches: int, **costs) -> Timeline:

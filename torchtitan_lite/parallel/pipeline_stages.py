@@ -1,48 +1,49 @@
-"""Which modules each stage of the pipeline holds, and which stages each rank.
+"""The stages of a pipeline: the modules per stage, the stages per rank, their order in a step.
 
-Layer: above mesh and spec; `order`, `schedule_file`.
+Layer: above mesh and spec; `pipeline_order`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.parallel.order import PipelineOrder
-from torchtitan_lite.parallel.schedule_file import read_order
+from torchtitan_lite.parallel.pipeline_order import Action, Kind, PipelineOrder, read_order
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.torch_compat import schedule_actions
 
 _V_SHAPED = {"zbvzerobubble", "dualpipev"}
-_ONE_STAGE_A_RANK = {"1f1b", "gpipe"}
-_TWO_STAGES_A_RANK = {"interleaved1f1b", "loopedbfs", "interleavedzerobubble"} | _V_SHAPED
-SCHEDULES = sorted(_ONE_STAGE_A_RANK | _TWO_STAGES_A_RANK)
+_ONE_STAGE_PER_RANK = {"1f1b", "gpipe"}
+_TWO_STAGES_PER_RANK = {"interleaved1f1b", "loopedbfs", "interleavedzerobubble"} | _V_SHAPED
+SCHEDULES = sorted(_ONE_STAGE_PER_RANK | _TWO_STAGES_PER_RANK)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """The cut of a model into stages."""
+    """The stages of a model."""
 
     modules: tuple[tuple[str, ...], ...]
-    """Names of the modules of each stage, in the order of forward."""
+    """Module names per stage, in the order of forward."""
     ranks: tuple[int, ...]
-    """The rank on the pp axis that holds each stage."""
+    """The pp rank that holds each stage."""
     order: PipelineOrder | None = None
-    """The order of a file; None: that of torch's schedule of the config's name."""
+    """From a file; None: the order of torch's schedule of the configured name."""
 
     def of_rank(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in rising order."""
+        """Return the stages that a pp rank holds, in ascending order."""
         return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
 
 
 def plan_stages(spec: ModelSpec, parallelism: ParallelismConfig) -> StagePlan:
-    """Cut the model into stages: as `module_fqns_per_model_part` says, else by layer counts in
-    which the embedding and the output weigh as many layers as the config says.
+    """Partition the model into stages: by `module_fqns_per_model_part`, else by layer counts in
+    which the embedding and the output count as many layers as configured.
 
-    Raises MeshError with the numbers when the schedule is unknown, its file is wrong, or the layers
-    or the named stages do not suffice.
+    Raises MeshError if the schedule is unknown, its file is invalid, or there are too few layers or
+    named stages.
     """
     degree = parallelism.pipeline_parallel_degree
     if parallelism.pipeline_parallel_schedule_csv:
@@ -53,10 +54,12 @@ def plan_stages(spec: ModelSpec, parallelism: ParallelismConfig) -> StagePlan:
             f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}" '
             f"is not one of {', '.join(SCHEDULES)} (in any case)."
         )
-    per_rank = 2 if schedule in _TWO_STAGES_A_RANK else 1
-    modules = _cut(spec, parallelism, _num_stages(spec, parallelism, degree * per_rank))
-    if len(modules) % degree or (schedule in _ONE_STAGE_A_RANK and len(modules) != degree):
-        wanted = f"{degree}" if schedule in _ONE_STAGE_A_RANK else f"a multiple of {degree}"
+    per_rank = 2 if schedule in _TWO_STAGES_PER_RANK else 1
+    modules = _modules_per_stage(
+        spec, parallelism, _num_stages(spec, parallelism, degree * per_rank)
+    )
+    if len(modules) % degree or (schedule in _ONE_STAGE_PER_RANK and len(modules) != degree):
+        wanted = f"{degree}" if schedule in _ONE_STAGE_PER_RANK else f"a multiple of {degree}"
         raise MeshError(
             f"{len(modules)} stages cannot be shared by pipeline_parallel_degree = {degree} ranks "
             f"under the schedule {parallelism.pipeline_parallel_schedule}, which needs {wanted}."
@@ -76,7 +79,8 @@ def plan_stages(spec: ModelSpec, parallelism: ParallelismConfig) -> StagePlan:
 def stage_weights(
     plan: StagePlan, spec: ModelSpec, parallelism: ParallelismConfig
 ) -> tuple[int, ...]:
-    """How many layers each stage weighs, the embedding and the output as the config says."""
+    """Return the weight of each stage in layers, counting the embedding and the output as
+    configured."""
     weights = [sum(_is_layer(name, spec) for name in names) for names in plan.modules]
     weights[0] += parallelism.pipeline_parallel_first_stage_less_layers
     weights[-1] += parallelism.pipeline_parallel_last_stage_less_layers
@@ -84,7 +88,7 @@ def stage_weights(
 
 
 def keep_only(model: nn.Module, spec: ModelSpec, modules: Sequence[str]) -> None:
-    """Remove from `model` the units that belong to other stages; names stay as they are."""
+    """Remove the units of other stages from `model`; names do not change."""
     for name in spec.stage_units:
         if name in modules:
             continue
@@ -96,10 +100,10 @@ def keep_only(model: nn.Module, spec: ModelSpec, modules: Sequence[str]) -> None
             setattr(parent, leaf, None)
 
 
-def joined(parts: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh) -> nn.Module:
-    """The stages that a rank holds as one module, whose parameters have the names that they have
-    in the whole model; a weight that is tied to that of an earlier stage is not among them. It is
-    for state only; forward goes through the parts."""
+def join_stages(parts: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh) -> nn.Module:
+    """Return the stages of this rank as one module whose parameters have their names in the entire
+    model, without weights tied to an earlier stage. It is for state only; forward runs the parts.
+    """
     if mesh.degrees.pp == 1:
         return parts[0]
     whole = nn.Module()
@@ -120,7 +124,9 @@ def joined(parts: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh) -> nn.Module
 
 def _plan_of_file(spec: ModelSpec, parallelism: ParallelismConfig, path: str) -> StagePlan:
     order = read_order(path, parallelism.pipeline_parallel_degree)
-    modules = _cut(spec, parallelism, _num_stages(spec, parallelism, order.num_stages))
+    modules = _modules_per_stage(
+        spec, parallelism, _num_stages(spec, parallelism, order.num_stages)
+    )
     if len(modules) != order.num_stages:
         key = (
             "module_fqns_per_model_part"
@@ -134,10 +140,10 @@ def _plan_of_file(spec: ModelSpec, parallelism: ParallelismConfig, path: str) ->
     return StagePlan(modules=modules, ranks=order.ranks, order=order)
 
 
-def _cut(
+def _modules_per_stage(
     spec: ModelSpec, parallelism: ParallelismConfig, num_stages: int
 ) -> tuple[tuple[str, ...], ...]:
-    """The modules of each stage: the named ones, else `num_stages` by layer counts."""
+    """Return the module names per stage: as configured, else `num_stages` by layer counts."""
     if parallelism.module_fqns_per_model_part is None:
         return _by_layer_counts(spec, parallelism, num_stages)
     modules = tuple(map(tuple, parallelism.module_fqns_per_model_part))
@@ -145,10 +151,10 @@ def _cut(
     return modules
 
 
-def _num_stages(spec: ModelSpec, parallelism: ParallelismConfig, wanted: int) -> int:
-    """What `pipeline_parallel_layers_per_stage` asks for, else the number that is `wanted`."""
+def _num_stages(spec: ModelSpec, parallelism: ParallelismConfig, default: int) -> int:
+    """Return the number of stages by `pipeline_parallel_layers_per_stage`, else `default`."""
     per_stage = parallelism.pipeline_parallel_layers_per_stage
-    return wanted if per_stage is None else -(-_total_weight(spec, parallelism) // per_stage)
+    return default if per_stage is None else -(-_total_weight(spec, parallelism) // per_stage)
 
 
 def _total_weight(spec: ModelSpec, parallelism: ParallelismConfig) -> int:
@@ -215,3 +221,49 @@ def _check_named(modules: Sequence[Sequence[str]], order: Sequence[str]) -> None
             f"parallelism.module_fqns_per_model_part {problem}. All stages together must name "
             f"{', '.join(order)}, in this order."
         )
+
+
+def step_order(plan: StagePlan, schedule: str, num_microbatches: int) -> PipelineOrder:
+    """Return the order in which a pipeline of `plan` runs a step. Raises MeshError if the schedule
+    does not support that many microbatches."""
+    if plan.order is not None:
+        return plan.order
+    num_ranks, num_stages = max(plan.ranks) + 1, len(plan.ranks)
+    if schedule.lower() == "1f1b":
+        return _one_forward_one_backward(num_ranks, num_microbatches)
+    try:
+        rows = schedule_actions(schedule, num_ranks, num_stages, num_microbatches)
+    except ValueError as error:
+        raise unsupported_microbatches(schedule, num_microbatches, num_stages, error) from None
+    return PipelineOrder(
+        tuple(
+            tuple(Action(stage, cast(Kind, kind), microbatch) for stage, kind, microbatch in row)
+            for row in rows
+        )
+    )
+
+
+def unsupported_microbatches(
+    schedule: str, num_microbatches: int, num_stages: int, error: ValueError
+) -> MeshError:
+    """Return the error for a number of microbatches that the schedule does not support."""
+    return MeshError(
+        f"The schedule {schedule} cannot run {num_microbatches} microbatches through {num_stages} "
+        f"stages: {str(error).rstrip('.')}. Change training.global_batch_size or "
+        "pipeline_parallel_microbatch_size."
+    )
+
+
+def _one_forward_one_backward(num_ranks: int, num_microbatches: int) -> PipelineOrder:
+    """Return the order that torch's 1F1B runs. The one that its class shows (torch 2.13) counts the
+    forwards of the last rank from 1, and is not what it runs."""
+    rows = []
+    for rank in range(num_ranks):
+        ahead = min(num_microbatches, num_ranks - rank)
+        row = [Action(rank, "F", microbatch) for microbatch in range(ahead)]
+        for microbatch in range(num_microbatches):
+            row.append(Action(rank, "B", microbatch))
+            if ahead + microbatch < num_microbatches:
+                row.append(Action(rank, "F", ahead + microbatch))
+        rows.append(tuple(row))
+    return PipelineOrder(tuple(rows))

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples, tiny_spec
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.parallel import compiling
+from torchtitan_lite.parallel import compile
 from torchtitan_lite.schema.compile import CompileConfig
 
 
@@ -16,7 +16,7 @@ from torchtitan_lite.schema.compile import CompileConfig
 def test_blocks_are_compiled_only_when_asked(config: CompileConfig, mesh: Mesh) -> None:
     model = tiny_decoder()
     config = config.model_copy(update={"backend": "no such backend"})
-    compiling.apply(model, tiny_spec(), mesh, config)
+    compile.apply(model, tiny_spec(), mesh, config)
     model(**tiny_samples())
 
 
@@ -24,7 +24,7 @@ def test_all_blocks_share_one_graph(mesh: Mesh) -> None:
     counter = CompileCounter()
     model, plain = tiny_decoder(num_layers=5).eval(), tiny_decoder(num_layers=5).eval()
     config = CompileConfig(enable=True).model_copy(update={"backend": counter})
-    compiling.apply(model, tiny_spec(num_layers=5), mesh, config)
+    compile.apply(model, tiny_spec(num_layers=5), mesh, config)
     with torch.no_grad():
         compiled = model(**tiny_samples())
         assert torch.equal(compiled, plain(**tiny_samples()))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchtitan_lite.parallel.sequence_cut import sequence_order
+from torchtitan_lite.parallel.context import sequence_order
 
 
 def test_each_rank_holds_a_piece_from_the_head_and_one_from_the_tail() -> None:
@@ -17,5 +17,5 @@ def test_without_balancing_positions_keep_their_order() -> None:
 
 
 def test_pieces_must_be_equal() -> None:
-    with pytest.raises(ValueError, match="10 positions does not divide into 4 pieces"):
+    with pytest.raises(ValueError, match="10 positions does not divide into 4 chunks"):
         sequence_order(10, 2, True)

@@ -1,5 +1,5 @@
-"""torch.compile, block by block: the repeated blocks share one compiled graph, so the cost of
-compiling does not grow with the number of layers. Layer: above nn, mesh and spec; `expert`.
+"""torch.compile per block: the repeated blocks share one compiled graph, so the compile time does
+not grow with the number of layers. Layer: above nn, mesh and spec; `expert`.
 """
 
 import torch
@@ -7,17 +7,17 @@ from torch import nn
 
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.moe import Experts
-from torchtitan_lite.parallel.blocks import blocks_of
 from torchtitan_lite.parallel.expert import has_own_mesh
 from torchtitan_lite.schema.compile import CompileConfig
-from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.spec import ModelSpec, blocks_of
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, config: CompileConfig) -> None:
-    """Compile the forward of each block; parameter names stay as they are.
+    """Compile the forward of each block; parameter names do not change.
 
-    Only forward, not the whole call: the hooks by which FSDP gathers weights stay outside. A block
-    is one graph, but for the experts that lie elsewhere, where the host waits for what travels.
+    Only the forward, not the call: the hooks by which FSDP gathers weights stay outside. A block is
+    one graph, except with experts on other ranks, because the host waits for the sizes of their
+    exchange.
     """
     if not config.covers("model"):
         return
