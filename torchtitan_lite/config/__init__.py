@@ -8,9 +8,8 @@ Layer: above every owner of a table, below the trainer. Invariant: a wrong confi
 ConfigError that names every problem, and nothing that the user asked for is changed on the way.
 """
 
-from torchtitan_lite.config.command_line import parse_command_line
 from torchtitan_lite.config.likeness import likeness
-from torchtitan_lite.config.loading import config_from, load_config
+from torchtitan_lite.config.loading import config_from, load_config, parse_command_line
 from torchtitan_lite.config.recorded import recorded_config, to_record
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.config.toml_file import to_toml

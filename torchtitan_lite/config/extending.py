@@ -1,4 +1,4 @@
-"""Tables and keys of a user's own, as torchtitan's `job.custom_config_module` adds them.
+"""User-defined tables and keys, as added by torchtitan's `job.custom_config_module`.
 
 The module defines a class `JobConfig`: a dataclass, or a `Section`, with a field per table. A table
 that exists here gains the fields of the user's class of that name; any other is new. Layer: above
@@ -23,7 +23,7 @@ _IMPORT = ("experimental", "custom_import")
 
 
 def schema_for(tables: Mapping[str, Any]) -> type[Config]:
-    """Import the modules that `tables` name, and return the schema that they extend `Config` to.
+    """Import the modules named in `tables` and return the schema extended by them.
 
     Raises ConfigError if a module does not exist or has no usable `JobConfig`.
     """
@@ -48,7 +48,7 @@ def _extended(schema: type[Config], module: ModuleType, key: str) -> type[Config
 
 
 def _merged(base: type[Section], custom: type, where: str) -> Any:
-    """`base` with the fields of `custom`."""
+    """Return `base` with the fields of `custom`."""
     if issubclass(custom, base):
         return custom
     fields: dict[str, Any] = {}
@@ -72,8 +72,8 @@ def _merged(base: type[Section], custom: type, where: str) -> Any:
 
 
 def _fields_of(custom: type, where: str) -> list[tuple[str, Any, Any]]:
-    """Name, type and default (a value, or a function that makes it) of each field. Raises
-    ConfigError for a field without default, or of a type that a TOML file cannot have."""
+    """Return name, type and default (a value or factory) of each field. Raises ConfigError for a
+    field without default, or of a type that TOML does not have."""
     hints = get_type_hints(custom, include_extras=True)
     if dataclasses.is_dataclass(custom):
         missing = dataclasses.MISSING
@@ -107,7 +107,7 @@ def _fields_of(custom: type, where: str) -> list[tuple[str, Any, Any]]:
 
 
 def _values(given: Any) -> dict[str, Any]:
-    """The fields of a default instance, by name."""
+    """Return the fields of a default instance, by name."""
     if dataclasses.is_dataclass(given) and not isinstance(given, type):
         return dataclasses.asdict(given)
     return given.model_dump() if isinstance(given, Section) else {}

@@ -1,7 +1,7 @@
-"""One walk over the keys of a configuration, with their types in plain words.
+"""The keys of a configuration, with their types as text.
 
-`--help`, the reference, the overrides and the error messages all read the keys here, so they
-cannot disagree. Layer: imports section only.
+`--help`, the reference, overrides and error messages all read the keys here, so that they agree.
+Layer: above section.
 """
 
 import types
@@ -25,35 +25,35 @@ class Key:
     """Its annotation without constraints."""
     default: Any
     section: _SectionType
-    """That it is a key of."""
+    """The section that it belongs to."""
     no_effect: str | None = None
-    """Why it changes nothing, if so."""
+    """Why the key has no effect, if so."""
 
     @property
     def meaning(self) -> str:
-        """What the reference and `--help` say of it."""
+        """Its text in the reference and `--help`."""
         return _one_line(field_texts(self.section).get(self.path[-1]))
 
     @property
     def name(self) -> str:
-        """As messages and overrides write it: `training.steps`."""
+        """The dotted name, such as `training.steps`."""
         return ".".join(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A table of the file: a section, or one below it."""
+    """A table of a TOML file."""
 
     path: tuple[str, ...]
     repeated: bool
-    """Written `[[path]]`, once for each element of a list."""
+    """Written as `[[path]]`, once per element of a list."""
     meaning: str
     keys: tuple[Key, ...]
     """Empty for a free-form table."""
 
     @property
     def header(self) -> str:
-        """The table's line in a TOML file."""
+        """The header of the table in a TOML file."""
         name = ".".join(self.path)
         return f"[[{name}]]" if self.repeated else f"[{name}]"
 
@@ -61,7 +61,7 @@ class Group:
 def groups(
     section: type[BaseModel], path: tuple[str, ...] = (), *, repeated: bool = False
 ) -> Iterator[Group]:
-    """Every table of `section` in the order of its fields, the outer ones first."""
+    """Return every table of `section` in the order of its fields, outer ones first."""
     keys: list[Key] = []
     below: list[Group] = []
     for name, field in section.model_fields.items():
@@ -84,12 +84,12 @@ def groups(
 
 
 def all_keys(section: type[BaseModel]) -> dict[str, Key]:
-    """Every key by its dotted name."""
+    """Return every key by its dotted name."""
     return {key.name: key for group in groups(section) for key in group.keys}
 
 
 def without_effect(config: BaseModel) -> Iterator[str]:
-    """One line for each key that is set and changes nothing here, with the reason."""
+    """Yield one line per key that is set and has no effect, with the reason."""
     for key in all_keys(type(config)).values():
         if key.no_effect is None:
             continue
@@ -100,9 +100,8 @@ def without_effect(config: BaseModel) -> Iterator[str]:
             yield f"{key.name} = {toml_literal(value)} has no effect here: {key.no_effect}."
 
 
-def type_at(section: type[BaseModel], path: tuple[str | int, ...]) -> Any:
-    """The type of what lies at `path`, where a number selects an element of a list. None where
-    the schema does not know."""
+    """Return the type at `path`, where an integer selects an element of a list; None if unknown."""
+    """Return the type at `path`, in which an integer selects an element of a list; None if unknown."""
     type_: Any = section
     for part in path:
         inner, is_list = section_in(type_)
@@ -116,7 +115,7 @@ def type_at(section: type[BaseModel], path: tuple[str | int, ...]) -> Any:
 
 
 def without_constraints(annotation: Any) -> Any:
-    """The annotation without what `Annotated` adds, at any depth."""
+    """Return the annotation without `Annotated`, at any depth."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return without_constraints(arguments[0])
@@ -128,7 +127,7 @@ def without_constraints(annotation: Any) -> Any:
 
 
 def section_in(type_: Any) -> tuple[type[Section] | None, bool]:
-    """The section that `type_` is or lists, and whether it lists it."""
+    """Return the section that `type_` is or lists, and whether it is a list."""
     is_list = get_origin(type_) is list
     inner = get_args(type_)[0] if is_list else type_
     if isinstance(inner, type) and issubclass(inner, Section):
@@ -137,7 +136,7 @@ def section_in(type_: Any) -> tuple[type[Section] | None, bool]:
 
 
 def split_none(type_: Any) -> tuple[Any, bool]:
-    """The type without None, and whether it admitted None."""
+    """Return the type without None, and whether it allowed None."""
     if get_origin(type_) not in (Union, types.UnionType):
         return type_, False
     rest = [argument for argument in get_args(type_) if argument is not type(None)]
@@ -145,7 +144,7 @@ def split_none(type_: Any) -> tuple[Any, bool]:
 
 
 def type_text(type_: Any) -> str:
-    """The type as a noun: `integer`, `one of "a", "b"`, `list of strings`."""
+    """Describe the type: `integer`, `one of "a", "b"`, `list of strings`."""
     type_, admits_none = split_none(type_)
     if get_origin(type_) is Literal:
         choices = ", ".join(f'"{choice}"' for choice in get_args(type_))
@@ -164,7 +163,7 @@ def type_text(type_: Any) -> str:
 
 
 def has_text(type_: Any) -> bool:
-    """Whether `type_text` knows the type."""
+    """Whether `type_text` supports the type."""
     try:
         type_text(type_)
     except (KeyError, TypeError):
@@ -173,14 +172,14 @@ def has_text(type_: Any) -> bool:
 
 
 def text_at(tables: Mapping[str, Any], key: tuple[str, str]) -> str:
-    """The text at `key` in the tables of a file; empty if there is none."""
+    """Return the text at `key` in the tables of a file; empty if there is none."""
     table = tables.get(key[0])
     value = table.get(key[1]) if isinstance(table, Mapping) else None
     return value if isinstance(value, str) else ""
 
 
 def needed_text(type_: Any) -> str:
-    """The type with its article, for "needed ..."."""
+    """Describe the type with its article."""
     text = type_text(type_)
     if text.startswith(("one of", "true", '"')):
         return text
@@ -188,7 +187,7 @@ def needed_text(type_: Any) -> str:
 
 
 def given_text(value: Any) -> str:
-    """A value of a TOML file with the name of its type, for "given ..."."""
+    """Describe a TOML value with its type."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list):
@@ -198,7 +197,7 @@ def given_text(value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value as a TOML file writes it; `none` where the key is left out."""
+    """Format a value as TOML; null as `none`."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -1,37 +1,124 @@
-"""Loading a configuration: the file, then the command line over it, then validation.
+"""Load a configuration: the TOML file, then the command line over it, then validation.
 
-Invariant: every problem of both is found in one go. Layer: above overrides, problems, toml_file.
+All problems of both are reported at once. Overrides are `--section.key value`,
+`--section.key=value`, `--section.flag` for true and `--section.no_flag` for false; hyphens stand
+for underscores; lists are separated by commas or written as TOML arrays; `none` is null. A value is
+parsed by the type of its key. Layer: above problems, toml_file, extending and reference.
 """
 
+import os
+import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+import tomli
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from torchtitan_lite.config import problems
 from torchtitan_lite.config.extending import schema_for
 from torchtitan_lite.config.keys import section_in, split_none, type_at, without_constraints
-from torchtitan_lite.config.overrides import COMMAND_LINE, Override, parse_overrides
+from torchtitan_lite.config.problems import (
+    unknown_key,
+    unknown_section,
+    without_section,
+    wrong_type,
+)
+from torchtitan_lite.config.reference import help_text
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.toml_file import read_toml
-from torchtitan_lite.config.unsupported import unsupported_feature
+from torchtitan_lite.config.toml_file import known_files, read_toml
+from torchtitan_lite.config.torchtitan_keys import unsupported_feature
 from torchtitan_lite.errors import ConfigError
+
+COMMAND_LINE = "command line"
+_FILE_OPTIONS = ("--config", "--job.config_file", "--job.config-file")
+_HELP_OPTIONS = ("-h", "--help")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """A key and its value on the command line."""
+
+    path: tuple[str, ...]
+    value: Any
+    """As from a TOML file; null if `problem` is set."""
+    problem: str | None = None
+
+
+def parse_command_line(argv: Sequence[str]) -> tuple[Config, Path]:
+    """Parse the arguments after the program's name. Returns the configuration and its file.
+
+    `--help` prints every key, `--help SECTION` those of one section; both raise SystemExit(0).
+    Raises ConfigError with every problem.
+    """
+    for index, argument in enumerate(argv):
+        if argument in _HELP_OPTIONS:
+            others = [*argv[:index], *argv[index + 1 :]]
+            is_file = [option.partition("=")[0] in _FILE_OPTIONS for option in argv]
+            sections = [
+                name
+                for place, name in enumerate(argv[index + 1 :], index + 1)
+                if not name.startswith("-") and not is_file[place - 1]
+            ]
+            _print_help(_schema_of(others), sections)
+            raise SystemExit(0)
+    file, overrides = _split_file(argv)
+    return load_config(file, overrides), file
+
+
+def _schema_of(argv: Sequence[str]) -> type[Config]:
+    """Return the schema of the file in `argv` with the keys of its modules; without a file
+    `Config`."""
+    if not any(argument.partition("=")[0] in _FILE_OPTIONS for argument in argv):
+        return Config
+    file, _ = _split_file(argv)
+    return schema_for(read_toml(file))
+
+
+def _print_help(schema: type[Config], sections: Sequence[str]) -> None:
+    text = help_text(schema, shutil.get_terminal_size().columns, sections)
+    # Under torchrun every rank runs this.
+    if os.environ.get("RANK", "0") == "0":
+        print(text)
+
+
+def _split_file(argv: Sequence[str]) -> tuple[Path, list[str]]:
+    files, rest, index = [], [], 0
+    while index < len(argv):
+        option, has_value, value = argv[index].partition("=")
+        index += 1
+        if option not in _FILE_OPTIONS:
+            if option.endswith(".toml") and not argv[max(0, index - 2)].startswith("--"):
+                raise ConfigError(f"{option} is given without an option: write --config {option}.")
+            rest.append(argv[index - 1])
+            continue
+        if not has_value:
+            value = argv[index] if index < len(argv) else ""
+            index += 1
+        if not value or value.startswith("--"):
+            raise ConfigError(f"{option} needs a file, as {option} llama.toml. {known_files()}")
+        files.append(value)
+    if not files:
+        raise ConfigError(f"No configuration given: add --config FILE. {known_files()}".rstrip())
+    if len(files) > 1:
+        raise ConfigError(f"{len(files)} configurations given, needed one: {', '.join(files)}.")
+    return Path(files[0]), rest
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of the TOML file at `path` with command-line `overrides` over it.
+    """Load the TOML file at `path` and apply command-line `overrides`.
 
-    Raises ConfigError that names every problem: unknown keys and sections, values of a wrong type
-    or out of range, and features that are not supported.
+    Raises ConfigError with every problem: unknown keys and sections, values of a wrong type or out
+    of range, and unsupported features.
     """
     return config_from(read_toml(Path(path)), str(path), overrides)
 
 
 def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of the tables `given`, which are from `source`, with command-line
-    `overrides` over them. Raises as `load_config` does; a file for a feature of torchtitan that
-    does not exist here is one problem, however many unknown keys it has."""
+    """Validate the tables `given` from `source` and apply command-line `overrides`. Raises as
+    `load_config` does; a file for an unsupported feature of torchtitan is one problem, however many
+    unknown keys it has."""
     early = _with_overrides(given, overrides)
     schema = Config if unsupported_feature(early) else schema_for(early)
     found: list[str] = []
@@ -65,8 +152,8 @@ def config_from(given: dict[str, Any], source: str, overrides: Sequence[str] = (
 
 
 def _read_hugging_face_dims(tables: dict[str, Any]) -> str | None:
-    """Replace flavor "hf" by the family and the dimensions in config.json, so that whoever reads
-    the resolved configuration does not need the folder. Returns the problem, if any."""
+    """Replace flavor "hf" by the family and the dimensions in config.json, so that the resolved
+    configuration does not depend on the folder. Returns the problem, if any."""
     model = tables.get("model")
     if not isinstance(model, dict) or model.get("flavor") != "hf" or model.get("dims"):
         return None
@@ -93,8 +180,8 @@ def _read_hugging_face_dims(tables: dict[str, Any]) -> str | None:
 
 
 def _with_overrides(given: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of the tables with the overrides of keys that every schema has. The others may be of
-    the modules that these keys name."""
+    """Return a copy of the tables with the overrides of built-in keys. Other keys may belong to the
+    modules that these name."""
     tables = {name: dict(table) for name, table in given.items() if isinstance(table, dict)}
     for override in parse_overrides(overrides, Config):
         if override.problem is None:
@@ -110,7 +197,7 @@ def _known(
     where: str,
     found: list[str],
 ) -> dict[str, Any]:
-    """`table` without the names that `section` does not have; each is a problem in `found`."""
+    """Return `table` without unknown names; each is a problem in `found`."""
     kept: dict[str, Any] = {}
     for name, value in table.items():
         here = (*path, name)
@@ -130,7 +217,7 @@ def _known(
                 for index, element in enumerate(value)
             ]
         else:
-            # TOML has no null, but some keys mean something by it that is not their default.
+            # TOML has no null, and for some keys null is not the default.
             is_null = value == "none" and split_none(type_)[1]
             kept[name] = None if is_null else value
     return kept
@@ -147,8 +234,8 @@ def _unknown(path: problems.Path, value: Any, schema: type[Config]) -> str:
 
 
 def _put(tables: dict[str, Any], override: Override, schema: type[Config]) -> None:
-    """Write the override into `tables`. One that could not be read takes the file's value away, so
-    that the key is not reported twice."""
+    """Write the override into `tables`. An invalid one removes the file's value, so that the key is
+    reported once."""
     if not override.path:
         return
     *outer, name = override.path
@@ -161,3 +248,90 @@ def _put(tables: dict[str, Any], override: Override, schema: type[Config]) -> No
         tables[name] = override.value
     elif type_at(schema, override.path) is not None and not isinstance(tables.get(name), dict):
         tables.pop(name, None)
+
+
+def parse_overrides(arguments: Sequence[str], schema: type[BaseModel]) -> list[Override]:
+    """Parse all overrides in `arguments`; an invalid one has `problem` set."""
+    overrides, index = [], 0
+    while index < len(arguments):
+        argument = arguments[index]
+        index += 1
+        if not argument.startswith("--"):
+            overrides.append(_refused((), f"unexpected {argument!r}; write --section.key value"))
+            continue
+        name, has_value, value = argument[2:].partition("=")
+        if not name:
+            overrides.append(_refused((), f"{argument!r} names no key; write --section.key value"))
+            continue
+        given = value if has_value else None
+        if given is None and index < len(arguments) and not arguments[index].startswith("--"):
+            given = arguments[index]
+            index += 1
+        overrides.append(_override(tuple(name.replace("-", "_").split(".")), given, schema))
+    return overrides
+
+
+def _override(path: tuple[str, ...], given: str | None, schema: type[BaseModel]) -> Override:
+    negated = (*path[:-1], path[-1].removeprefix("no_"))
+    type_ = type_at(schema, path)
+    if type_ is None and negated != path and type_at(schema, negated) is bool:
+        if given is not None:
+            return _refused(negated, f"--{'.'.join(path)} takes no value, given {given!r}")
+        return Override(path=negated, value=False)
+    if type_ is None and get_origin(type_at(schema, path[:1])) is dict and len(path) > 1:
+        return Override(path=path, value=_free_form(given))
+    if type_ is None:
+        return _refused(path, _unknown_override(path, schema))
+    section, is_list = section_in(type_)
+    if section is not None and not is_list:
+        example = f"{'.'.join(path)}.{next(iter(section.model_fields))}"
+        return _refused(path, f"{'.'.join(path)}: a section; set one of its keys, as --{example}")
+    if given is None:
+        if type_ is bool:
+            return Override(path=path, value=True)
+        return _refused(path, wrong_type(path, "no value", type_))
+    try:
+        return Override(path=path, value=_value(given, type_))
+    except (ValidationError, tomli.TOMLDecodeError):
+        return _refused(path, wrong_type(path, f'"{given}"', type_))
+
+
+def _value(text: str, type_: Any) -> Any:
+    type_, admits_none = split_none(type_)
+    if admits_none and text.lower() == "none":
+        return None
+    if get_origin(type_) is list:
+        if text.lstrip().startswith("["):
+            return _toml_value(text)
+        element = get_args(type_)[0]
+        parts = [part.strip() for part in text.split(",")] if text else []
+        return [TypeAdapter(element).validate_strings(part) for part in parts]
+    if get_origin(type_) is dict:
+        return _toml_value(text)
+    return TypeAdapter(type_).validate_strings(text)
+
+
+def _toml_value(text: str) -> Any:
+    return tomli.loads(f"value = {text}")["value"]
+
+
+def _free_form(given: str | None) -> Any:
+    """Parse a value of a table without a schema: as TOML if it is valid, else as text."""
+    if given is None:
+        return True
+    try:
+        return _toml_value(given)
+    except tomli.TOMLDecodeError:
+        return given
+
+
+def _unknown_override(path: tuple[str, ...], schema: type[BaseModel]) -> str:
+    if len(path) == 1:
+        return without_section(schema, path[0])
+    if path[0] in schema.model_fields:
+        return unknown_key(schema, path)
+    return unknown_section(schema, path[0])
+
+
+def _refused(path: tuple[str, ...], problem: str) -> Override:
+    return Override(path=path, value=None, problem=f"{COMMAND_LINE}: {problem}")

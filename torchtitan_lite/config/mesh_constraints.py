@@ -1,4 +1,4 @@
-"""What the degrees of parallelism ask of the model, the batch and the sequence.
+"""Constraints between the degrees of parallelism, the model, the batch and the sequence.
 
 Layer: above schema.
 """
@@ -18,7 +18,8 @@ from torchtitan_lite.spec import ModelSpec
 
 
 def mesh_problems(config: Config, spec: ModelSpec | None, degrees: Degrees | None) -> Iterator[str]:
-    """Every problem of the mesh, with its numbers; what is None has problems of its own."""
+    """Return every problem of the mesh. A check whose `spec` or `degrees` are None was reported
+    before."""
     yield from pipeline_problems(config, spec, degrees)
     if degrees is not None:
         yield from _sequence_shards(config, degrees)
@@ -35,7 +36,7 @@ def mesh_problems(config: Config, spec: ModelSpec | None, degrees: Degrees | Non
 def pipeline_problems(
     config: Config, spec: ModelSpec | None, degrees: Degrees | None
 ) -> Iterator[str]:
-    """Those on which the order of a pipeline depends: of the batch and the stages."""
+    """Return the problems of the batch and the stages, on which the pipeline order depends."""
     if degrees is not None:
         yield from _batch(config, degrees)
         yield from _schedule_file(config, degrees)
@@ -44,13 +45,13 @@ def pipeline_problems(
 
 
 def pipeline_microbatches(config: Config, degrees: Degrees) -> int:
-    """How many microbatches go through each pipeline in a step."""
+    """Return the microbatches per pipeline and step."""
     size = config.parallelism.pipeline_parallel_microbatch_size
     return _samples_a_step(config, degrees) // (size * degrees.batch)
 
 
 def sequence_lengths(config: Config) -> dict[str, int]:
-    """The lengths of the sequences of the run, by key."""
+    """Return the sequence lengths of the run, by key."""
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable and config.validation.seq_len is not None:
         lengths["validation.seq_len"] = config.validation.seq_len
@@ -58,7 +59,7 @@ def sequence_lengths(config: Config) -> dict[str, int]:
 
 
 def on_gpu(config: Config) -> bool:
-    """Whether the run would compute on a GPU."""
+    """Whether the run computes on a GPU."""
     return config.job.device != "cpu" and torch.cuda.is_available()
 
 
@@ -189,7 +190,7 @@ def _tensor_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
 
 
 def _vocabulary(config: Config, spec: ModelSpec) -> Iterator[str]:
-    """What cutting the vocabulary asks for."""
+    """Yield the problems of a sharded vocabulary."""
     degree = config.parallelism.tensor_parallel_degree
     if not reaches_all(spec.vocab_size, degree):
         fitting = next(d for d in range(degree, 0, -1) if reaches_all(spec.vocab_size, d))
@@ -206,7 +207,7 @@ def _vocabulary(config: Config, spec: ModelSpec) -> Iterator[str]:
 
 
 def _attention_over_ranks(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str]:
-    """What the ways in which keys and values travel ask for."""
+    """Yield the problems of how context parallelism exchanges keys and values."""
     if degrees.cp == 1:
         return
     if config.parallelism.context_parallel_load_balancer == "ptrr":
@@ -232,7 +233,7 @@ def _attention_over_ranks(config: Config, spec: ModelSpec, degrees: Degrees) -> 
 
 
 def _expert_capacity(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str]:
-    """An expert's capacity is a share of a whole sequence."""
+    """Yield the problem of an expert capacity, which is a fraction of an entire sequence."""
     axes = ["cp"] if degrees.cp > 1 else []
     if degrees.tp > 1 and config.parallelism.enable_sequence_parallel:
         axes.append("tp")
@@ -262,7 +263,7 @@ def _async_tensor_parallel(config: Config) -> Iterator[str]:
 
 
 def _expert_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
-    """Degrees of experts without experts to share, or that do not divide them."""
+    """Yield expert degrees without experts, or that do not divide them."""
     parallelism = config.parallelism
     sizes = {
         "expert_parallel_degree": ("experts", spec.num_experts),
@@ -283,5 +284,5 @@ def _expert_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
 
 
 def _divisors(size: int) -> list[str]:
-    """The degrees that divide a size, as far as anyone would ask."""
+    """Format the divisors of a size, up to a reasonable degree."""
     return [str(degree) for degree in range(1, min(size, 64) + 1) if size % degree == 0]

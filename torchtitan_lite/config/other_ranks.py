@@ -7,16 +7,16 @@ The launcher runs it before it starts anything; it does not import torch itself.
 import sys
 from collections.abc import Iterator, Sequence
 
-from torchtitan_lite.config.command_line import parse_command_line
 from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.config.loading import parse_command_line
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import ConfigError, UserError
 
 
 def check_other_ranks(config: Config, numbers: Sequence[int]) -> None:
-    """Raise ConfigError, which names every problem, unless replicas can have any of these numbers
-    of ranks, and change between them."""
+    """Raise ConfigError with every problem unless replicas can run on, and switch between, any of
+    these numbers of ranks."""
     if len(numbers) == 1:
         check_against(config, numbers[0])
         return
@@ -52,7 +52,7 @@ def _resize_problems(config: Config) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Entry of the command. Returns the exit status."""
+    """Run the command. Returns the exit status."""
     try:
         config, _ = parse_command_line(argv[2:])
         check_other_ranks(config, [int(number) for number in argv[0].split(",")])

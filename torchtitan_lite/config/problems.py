@@ -20,7 +20,7 @@ from torchtitan_lite.config.keys import (
     type_at,
     value_text,
 )
-from torchtitan_lite.config.renames import (
+from torchtitan_lite.config.torchtitan_keys import (
     REMOVED_KEYS,
     RENAMED_KEYS,
     RENAMED_NOTES,
@@ -32,11 +32,11 @@ from torchtitan_lite.errors import ConfigError
 Path = tuple[str | int, ...]
 
 _MANY_TABLES = 2
-"""A key name in more tables than this (such as `enable`) says nothing about what was meant."""
+"""Do not suggest a key name that is in more tables than this (such as `enable`)."""
 
 
 def config_error(problems: Iterable[str]) -> ConfigError:
-    """One error with every problem on a line of its own."""
+    """Return one error with one line per problem."""
     lines = list(dict.fromkeys(problems))
     if len(lines) == 1:
         return ConfigError(lines[0])
@@ -45,7 +45,7 @@ def config_error(problems: Iterable[str]) -> ConfigError:
 
 
 def dotted(path: Path) -> str:
-    """`training.corpora[0].weight`."""
+    """Format a path as `training.corpora[0].weight`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -53,7 +53,7 @@ def dotted(path: Path) -> str:
 
 
 def unknown_section(schema: type[BaseModel], name: str) -> str:
-    """What to say of a section that the schema does not have."""
+    """Describe an unknown section."""
     known = list(schema.model_fields)
     if name in RENAMED_SECTIONS:
         hint = f"It is a name of an earlier torchtitan, now [{RENAMED_SECTIONS[name]}]."
@@ -65,12 +65,12 @@ def unknown_section(schema: type[BaseModel], name: str) -> str:
 
 
 def unknown_key(schema: type[BaseModel], path: Path) -> str:
-    """What to say of a key that its section does not have."""
+    """Describe an unknown key of a section."""
     return f"{dotted(path)}: unknown key. {_meant(schema, path)}".rstrip()
 
 
 def without_section(schema: type[BaseModel], name: str) -> str:
-    """What to say of a key that stands in no section."""
+    """Describe a key outside any section."""
     holders = tables_with(schema, name)
     if 0 < len(holders) <= _MANY_TABLES:
         return f"{name}: a key without a section. Did you mean {_keys(holders, name)}?"
@@ -78,14 +78,14 @@ def without_section(schema: type[BaseModel], name: str) -> str:
 
 
 def wrong_type(path: Path, given: str, type_: Any) -> str:
-    """What to say of a value that is not of the key's type."""
+    """Describe a value of the wrong type."""
     return f"{dotted(path)}: given {given}, needed {needed_text(type_)}{_hint(path, given, type_)}"
 
 
 def from_validation(
     error: ValidationError, schema: type[BaseModel], where: Callable[[Path], str]
 ) -> list[str]:
-    """The problems that validation found; `where` tells the origin of a value."""
+    """Describe the problems of a validation; `where` returns the origin of a value."""
     lines = []
     for detail in error.errors(include_url=False):
         context = detail.get("ctx", {})
@@ -129,7 +129,7 @@ def _keys(tables: list[str], name: str) -> str:
 
 
 def tables_with(schema: type[BaseModel], name: str) -> list[str]:
-    """The tables that have a key of this name."""
+    """Return the tables with a key of this name."""
     return [
         ".".join(group.path)
         for group in groups(schema)
@@ -138,7 +138,7 @@ def tables_with(schema: type[BaseModel], name: str) -> list[str]:
 
 
 def _hint(path: Path, given: str, type_: Any) -> str:
-    """What the value may have been meant as."""
+    """Suggest what the value may have meant."""
     notes = VALUE_NOTES.get(".".join(part for part in path if isinstance(part, str)), {})
     if note := notes.get(given.strip('"')):
         return f". {note}"

@@ -1,6 +1,4 @@
-"""The configuration that a checkpoint records of the run that wrote it. Layer: above schema
-and models.
-"""
+"""The configuration recorded in a checkpoint. Layer: above schema and models."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +14,7 @@ from torchtitan_lite.schema.job import CONFIG_MODULE_KEYS
 
 
 def _known(table: Any, section: type[BaseModel]) -> Any:
-    """`table` without the keys that `section` does not have."""
+    """Return `table` without the keys that `section` does not have."""
     if not isinstance(table, Mapping):
         return table
     kept = {}
@@ -28,12 +26,12 @@ def _known(table: Any, section: type[BaseModel]) -> Any:
 
 
 _RECORDED = "recorded"
-"""Flavor of a model whose dimensions are no longer those of the flavor that it was trained as."""
+"""Flavor of a model whose dimensions differ from today's flavor of its name."""
 
 
 def to_record(config: Config) -> dict[str, Any]:
-    """The configuration as a checkpoint records it: with the dimensions of its flavor, and paths
-    that hold from every folder."""
+    """Return the configuration as a checkpoint records it: with the dimensions of its flavor, and
+    with absolute paths."""
     # Here and below: models import torch, which help and usage errors must not wait for.
     from torchtitan_lite.models import recorded_dims
 
@@ -48,11 +46,11 @@ def to_record(config: Config) -> dict[str, Any]:
 def recorded_config(
     recorded: Mapping[str, Any], where: str, *, needs_flavor: bool = False
 ) -> Config:
-    """The configuration in the manifest of `where`. Raises CheckpointError if it is damaged.
+    """Load the configuration in the manifest of `where`. Raises CheckpointError if it is damaged.
 
     If the dimensions of the flavor have changed since, the recorded ones are used, with a warning
-    and as flavor "recorded"; with `needs_flavor` that is a CheckpointError. A module that the
-    checkpoint names is not imported: the keys that it added are left out.
+    and as flavor "recorded"; with `needs_flavor` that is a CheckpointError. Modules named in the
+    checkpoint are not imported: the keys that they added are dropped.
     """
     is_extended = any(text_at(recorded, key) for key in CONFIG_MODULE_KEYS)
     try:

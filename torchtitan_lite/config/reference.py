@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from torchtitan_lite.config.keys import Group, Key, groups, type_text, value_text
 from torchtitan_lite.config.problems import unknown_key, unknown_section
-from torchtitan_lite.config.torchtitan_defaults import DEFAULTS, VERSION
+from torchtitan_lite.config.torchtitan_keys import DEFAULTS, VERSION
 from torchtitan_lite.errors import ConfigError
 
 _USAGE = """\
@@ -27,8 +27,8 @@ null, leave the key out or write "none"."""
 
 
 def help_text(schema: type[BaseModel], width: int, sections: Sequence[str] = ()) -> str:
-    """The text of `--help`, wrapped to `width` columns: all keys, or those of `sections`. Raises
-    ConfigError for a section that does not exist."""
+    """Return the text of `--help`, wrapped to `width` columns: all keys, or those of `sections`.
+    Raises ConfigError for an unknown section."""
     found = list(groups(schema))
     lines = [_USAGE, "", *textwrap.wrap(_FORMS, width)]
     if sections:
@@ -50,20 +50,20 @@ def help_text(schema: type[BaseModel], width: int, sections: Sequence[str] = ())
 
 
 def _is_in(group: Group, names: Sequence[str]) -> bool:
-    """Whether the table is one of `names`, lies below one, or has a key that is."""
+    """Whether the table is one of `names`, is below one, or has a key in them."""
     path = ".".join(group.path)
     keys = {key.name for key in group.keys}
     return any(f"{path}.".startswith(f"{name}.") or name in keys for name in names)
 
 
 def _only(group: Group, names: Sequence[str]) -> Group:
-    """The table with all keys, or with those that `names` name."""
+    """Return the table with all keys, or with those in `names`."""
     chosen = tuple(key for key in group.keys if key.name in names)
     return replace(group, keys=chosen) if chosen else group
 
 
 def markdown(schema: type[BaseModel]) -> str:
-    """The reference as one Markdown page."""
+    """Return the reference as a Markdown page."""
     return "\n".join(_markdown_lines(schema)) + "\n"
 
 

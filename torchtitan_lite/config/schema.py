@@ -1,4 +1,4 @@
-"""The whole configuration: every table of `schema/`. Layer: above schema."""
+"""The root of the configuration. Layer: above schema."""
 
 from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan_lite.schema.anomalies import AnomaliesConfig
@@ -23,7 +23,7 @@ from torchtitan_lite.schema.validation import ValidationConfig
 
 
 class Config(Section):
-    """Everything that a run is asked to do."""
+    """The configuration of a run."""
 
     job: JobConfig = JobConfig()
     model: ModelConfig = ModelConfig()

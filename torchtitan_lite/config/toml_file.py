@@ -1,6 +1,6 @@
-"""Configurations as TOML text: reading a file, and writing the resolved configuration.
+"""Reading a TOML file, and writing the resolved configuration, which loads as an equal one.
 
-Invariant: what `to_toml` writes loads as an equal configuration. Layer: above schema and keys.
+Layer: above schema and keys.
 """
 
 from difflib import get_close_matches
@@ -19,7 +19,7 @@ _CONFIGS = Path("configs")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of the file. Raises ConfigError when it is missing or is not TOML."""
+    """Return the tables of the file. Raises ConfigError if it is missing or not TOML."""
     try:
         return tomli.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -33,13 +33,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def to_toml(config: Config) -> str:
-    """The resolved configuration. Keys whose value is null are left out where that is the default,
-    and are written "none" elsewhere."""
+    """Return the resolved configuration as TOML. A null is omitted if it is the default, else
+    written as "none"."""
     return tomli_w.dumps(_tables(config))
 
 
 def known_files(wanted: Path | None = None) -> str:
-    """A sentence that names the TOML files in `configs/` and in the folder of `wanted`, nearest
+    """Return a sentence with the TOML files in `configs/` and in the folder of `wanted`, closest
     names first."""
     folders = [_CONFIGS] if wanted is None else [wanted.parent, _CONFIGS]
     found = {str(file): file for folder in folders for file in sorted(folder.glob("*.toml"))}

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_lite.config.mesh_constraints import on_gpu
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.config.torchtitan_defaults import (
+from torchtitan_lite.config.torchtitan_keys import (
     DEFAULTS,
     KEYS,
     ROUTER_BIAS_UPDATE_RATE,

@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan_lite.config import Config, load_config, to_toml
 from torchtitan_lite.config.keys import all_keys
-from torchtitan_lite.config.renames import (
+from torchtitan_lite.config.torchtitan_keys import (
     REMOVED_KEYS,
     RENAMED_KEYS,
     RENAMED_NOTES,

@@ -11,13 +11,13 @@ import pytest
 from torchtitan_lite.config import Config, config_from, load_config
 from torchtitan_lite.config.keys import all_keys, type_at, value_text, without_effect
 from torchtitan_lite.config.toml_file import read_toml
-from torchtitan_lite.config.torchtitan_defaults import (
+from torchtitan_lite.config.torchtitan_file import differing_defaults, is_torchtitan_file
+from torchtitan_lite.config.torchtitan_keys import (
     DEFAULTS,
     KEYS,
     ROUTER_BIAS_UPDATE_RATE,
     VERSION,
 )
-from torchtitan_lite.config.torchtitan_file import differing_defaults, is_torchtitan_file
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import RopeScaling
