@@ -100,8 +100,8 @@ def without_effect(config: BaseModel) -> Iterator[str]:
             yield f"{key.name} = {toml_literal(value)} has no effect here: {key.no_effect}."
 
 
+def type_at(section: type[BaseModel], path: tuple[str | int, ...]) -> Any:
     """Return the type at `path`, where an integer selects an element of a list; None if unknown."""
-    """Return the type at `path`, in which an integer selects an element of a list; None if unknown."""
     type_: Any = section
     for part in path:
         inner, is_list = section_in(type_)
