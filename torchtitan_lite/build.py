@@ -2,9 +2,10 @@
 trainer."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -395,7 +396,7 @@ def _hooks(
                 job_schedule,
                 metrics,
                 mesh,
-                _sampler(config, spec, data, mesh),
+                _validation_samples(config, spec, data, mesh),
             )
         )
     if config.debug.sample_ledger:
@@ -418,18 +419,26 @@ def _hooks(
     return [*hooks, *registered_hooks(context)]
 
 
-def _sampler(config: Config, spec: ModelSpec, data: OpenedData, mesh: Mesh) -> Sampler | None:
-    """What gives text in validation; None where none is asked for."""
-    if config.validation.samples == 0:
+def build_sampler(config: Config, spec: ModelSpec, data: OpenedData, mesh: Mesh) -> Sampler:
+    """Build the copy of the model that generates text. Every rank must call it. Raises ConfigError
+    for a model that cannot."""
+    whole = model_on_meta(config, spec)
+    return Sampler(whole, spec, mesh, data.tokenizer(), seed=config.debug.seed or 0)
+
+
+def _validation_samples(
+    config: Config, spec: ModelSpec, data: OpenedData, mesh: Mesh
+) -> Callable[[TrainState], Sequence[str]] | None:
+    """Return what generates the texts of a validation; None without `validation.samples`."""
+    asked = config.validation
+    if asked.samples == 0:
         return None
-    return Sampler(
-        model_on_meta(config, spec),
-        spec,
-        mesh,
-        config.validation,
-        data.tokenizer(),
-        max_seq_len=config.training.seq_len,
-        seed=config.debug.seed or 0,
+    return partial(
+        build_sampler(config, spec, data, mesh).texts,
+        prompt=asked.sample_prompt,
+        count=asked.samples,
+        max_new_tokens=asked.sample_tokens,
+        temperature=asked.sample_temperature,
     )
 
 

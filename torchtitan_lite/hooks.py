@@ -3,7 +3,7 @@
 Layer: above trainer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from torchtitan_lite.metrics import Books, Event, Metrics, StepRecord
 from torchtitan_lite.metrics.books import process_age_s
 from torchtitan_lite.metrics.jsonl import JsonLines
 from torchtitan_lite.metrics.throughput import mfu
-from torchtitan_lite.samples import Sampler
 from torchtitan_lite.spec import ModelCost, ModelSpec, Schedule
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, StepReport
@@ -141,17 +140,17 @@ def validate_every(
     schedule: Schedule,
     metrics: Metrics,
     mesh: Mesh,
-    sampler: Sampler | None = None,
+    sample: Callable[[TrainState], Sequence[str]] | None = None,
 ) -> Hook:
-    """Measure the loss on held-out documents every `freq` steps and after the last, and let
-    `sampler`, if any, give text."""
+    """Measure the validation loss, and record the texts of `sample` if given, every `freq` steps
+    and after the last one."""
 
     def hook(state: TrainState, report: StepReport) -> None:
         if report.committed and (state.step % freq == 0 or state.step == last_step):
             loss = validate(state.model, schedule, data, mesh).mean
             metrics.event(Event(name="validation", step=state.step, values={"loss": loss}))
-            if sampler is not None:
-                texts = {str(number): text for number, text in enumerate(sampler.texts(state), 1)}
+            if sample is not None:
+                texts = {str(number): text for number, text in enumerate(sample(state), 1)}
                 metrics.event(Event(name="sample", step=state.step, values=texts))
 
     return hook

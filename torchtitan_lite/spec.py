@@ -110,11 +110,6 @@ class Schedule(Protocol):
         that makes every gradient final, where there is such a one."""
         ...
 
-    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """The logits [B, S, V] of plain causal sequences, on every rank. S must be a multiple of
-        the mesh's `sequence_multiple`."""
-        ...
-
 
 @dataclass(frozen=True, kw_only=True)
 class InitRule:

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_lite.build import Built
+from torchtitan_lite.build import Built, build_sampler
 from torchtitan_lite.commands import program, torchtitan_lite, with_steps
 from torchtitan_lite.config import Config
-from torchtitan_lite.errors import UserError
-from torchtitan_lite.generate import generate, prompt_ids
+from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher import goodput
 from torchtitan_lite.log import wrapped
 from torchtitan_lite.mesh import AXES
@@ -25,6 +24,8 @@ from torchtitan_lite.outputs import SAMPLE
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
 
 _SAMPLE_TOKENS = 80
+_SAMPLE_MAX_PARAMS = 2_000_000_000
+"""Of larger models a copy that generates text might not fit beside the training state."""
 
 
 def print_start(built: Built, config: Config) -> None:
@@ -109,7 +110,8 @@ def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bo
     job = built.job
     lines = [""]
     if finished:
-        lines += [SAMPLE, "", _indented(_sample(built, config)), ""]
+        if (sample := _sample(built, config)) is not None:
+            lines += [SAMPLE, "", _indented(sample), ""]
     else:
         lines += [f"Left at step {job.state.step} of {job.steps}, as asked.", ""]
     folder = Path(config.job.dump_folder)
@@ -127,20 +129,19 @@ def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bo
         print("\n".join(lines), flush=True)
 
 
-def _sample(built: Built, config: Config) -> str:
-    tokenizer = built.data.tokenizer()
-    ids = generate(
-        built.job.state.model,
-        built.job.schedule,
-        prompt_ids(tokenizer, ""),
-        built.job.mesh,
-        num_tokens=_SAMPLE_TOKENS,
-        max_seq_len=config.training.seq_len,
-        temperature=0.8,
-        seed=config.debug.seed or 0,
-        stop_id=tokenizer.eos_id,
+def _sample(built: Built, config: Config) -> str | None:
+    """Generate a text; None if the model is too large for it, or has no KV cache."""
+    job, spec = built.job, built.spec
+    if spec.cost(config.training.seq_len).num_params > _SAMPLE_MAX_PARAMS:
+        return None
+    try:
+        sampler = build_sampler(config, spec, built.data, job.mesh)
+    except ConfigError:
+        return None
+    (text,) = sampler.texts(
+        job.state, prompt="", count=1, max_new_tokens=_SAMPLE_TOKENS, temperature=0.8
     )
-    return tokenizer.decode(ids)
+    return text
 
 
 def _indented(text: str) -> str:

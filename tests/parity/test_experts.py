@@ -72,7 +72,7 @@ class _Scaled:
     """A schedule whose losses are multiplied by a factor."""
 
     def __init__(self, inner: Schedule, factor: float) -> None:
-        self.min_microbatches, self.logits = inner.min_microbatches, inner.logits
+        self.min_microbatches = inner.min_microbatches
         self._inner, self._factor = inner, factor
 
     def run(

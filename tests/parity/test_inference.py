@@ -161,7 +161,7 @@ def refused(folder: Path, overrides: Mapping[str, Any], arguments: tuple[str, ..
 def test_meshes_that_do_not_fit_are_refused(trained: Path, pools: Pools) -> None:
     three = (*PROMPTS, "--tensor-parallel=3")
     for told in pools(2).run(refused, trained, {}, three):
-        assert "over 3 ranks" in told and "processes (2)" in told and "one of 1, 2" in told
+        assert "degree 3" in told and "processes (2)" in told and "one of 1, 2" in told
     pipeline = {"parallelism.pipeline_parallel_degree": 2}
     for told in pools(2).run(refused, trained, pipeline, ()):
         assert "pipeline_parallel_degree = 2" in told and "data_parallel_shard_degree" in told

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import tolerances
 from tests.job import digest, mesh_for, odd_config, run_job, whole
@@ -74,36 +73,11 @@ def test_each_step_uses_the_same_samples_on_any_number_of_ranks(
         assert len(list(folder.glob("samples_rank_*.jsonl"))) == world_size
 
 
-def logits_of_fixed_tokens(folder: Path, overrides: dict[str, Any]) -> torch.Tensor:
-    """The untrained model's logits, by the path that generation takes."""
-    logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
-    config = odd_config(folder, overrides)
-    with build(config, mesh_for(config), StopRequest()) as built:
-        tokens_BS = torch.arange(48).reshape(2, 24)
-        return built.job.schedule.logits(tokens_BS)
-
-
 def order_from_a_file(folder: Path) -> dict[str, Any]:
     """The overrides for a pipeline that runs `ORDER`."""
     file = folder / "order.csv"
     file.write_text(ORDER)
     return {**PP, "parallelism.pipeline_parallel_schedule_csv": str(file)}
-
-
-def test_generation_sees_the_same_logits_on_every_mesh(pools: Pools, tmp_path: Path) -> None:
-    (alone,) = pools(1).run(logits_of_fixed_tokens, tmp_path / "1", {})
-    interleaved = {**PP, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
-    for world_size, mesh in (
-        (2, {}),
-        (2, TP),
-        (2, CP),
-        (2, PP),
-        (2, interleaved),
-        (2, order_from_a_file(tmp_path)),
-        (4, {**TP, **PP}),
-    ):
-        for logits in pools(world_size).run(logits_of_fixed_tokens, tmp_path / "n", mesh):
-            torch.testing.assert_close(logits, alone, rtol=0, atol=tolerances.PARITY_FLOAT64)
 
 
 def validation_loss(folder: Path, overrides: dict[str, Any]) -> float:

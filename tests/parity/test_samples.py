@@ -1,5 +1,4 @@
-"""Text in validation comes from a copy of the model that is cut for it, and is what the training
-model would give."""
+"""Samples of text in validation: the same on every mesh, drawn or greedy."""
 
 import json
 import logging
@@ -13,15 +12,12 @@ import pytest
 from tests.job import ODD_EXPERTS, mesh_for, odd_config
 from tests.parity.meshes import EXPERT_MESHES, MESHES
 from tests.pool import WorkerPool
-from torchtitan_lite.build import build, model_on_meta
+from torchtitan_lite.build import build, build_sampler
 from torchtitan_lite.config.constraints import check_against
-from torchtitan_lite.generate import generate, prompt_ids
 from torchtitan_lite.models import qwen3
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.parallel.serving import serving_degrees
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.rng import fold
-from torchtitan_lite.samples import Sampler
 from torchtitan_lite.trainer import train
 
 Pools = Callable[[int], WorkerPool]
@@ -42,11 +38,8 @@ UNCUT_EXPERTS = replace(ODD_EXPERTS, moe=MoEDims(num_experts=4, top_k=2, hidden_
 """Of a width that no tensor parallelism divides: every rank of the copy has all of them."""
 
 
-def sampled(
-    folder: Path, overrides: dict[str, Any]
-) -> tuple[list[list[int]], list[list[int]], list[str], tuple[int, int]]:
-    """The ids that the copy gives after training, those of the training model, the copy's texts,
-    and (copies, tp)."""
+def sampled(folder: Path, overrides: dict[str, Any]) -> tuple[list[str], tuple[int, int]]:
+    """Return the texts of the model after training, and (copies, tp)."""
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     config = odd_config(folder, {**SAMPLES, **overrides})
     qwen3.FLAVORS["uncut_experts"] = UNCUT_EXPERTS
@@ -54,34 +47,16 @@ def sampled(
     check_against(config, mesh.world_size)
     with build(config, mesh, StopRequest()) as built:
         train(built.job)
-        tokenizer, asked = built.data.tokenizer(), config.validation
-        sampler = Sampler(
-            model_on_meta(config, built.spec),
-            built.spec,
-            mesh,
-            asked,
-            tokenizer,
-            max_seq_len=config.training.seq_len,
-            seed=0,
+        asked = config.validation
+        texts = build_sampler(config, built.spec, built.data, mesh).texts(
+            built.job.state,
+            prompt=asked.sample_prompt,
+            count=asked.samples,
+            max_new_tokens=asked.sample_tokens,
+            temperature=asked.sample_temperature,
         )
-        expected = [
-            generate(
-                built.job.state.model,
-                built.job.schedule,
-                prompt_ids(tokenizer, asked.sample_prompt),
-                mesh,
-                num_tokens=asked.sample_tokens,
-                max_seq_len=config.training.seq_len,
-                temperature=asked.sample_temperature,
-                seed=fold(0, "sample", number),
-                stop_id=tokenizer.eos_id,
-            )
-            for number in range(asked.samples)
-        ]
         degrees = serving_degrees(built.spec, mesh.world_size)
-        found = sampler.ids(built.job.state)
-        texts = sampler.texts(built.job.state)
-        return found, expected, texts, (degrees.dp_replicate, degrees.tp)
+        return texts, (degrees.dp_replicate, degrees.tp)
 
 
 @pytest.mark.parametrize(
@@ -107,18 +82,20 @@ def sampled(
         ),
     ],
 )
-def test_the_copy_gives_what_the_training_model_gives(
+def test_samples_are_the_same_on_every_mesh(
     mesh: str, changes: dict[str, Any], shape: tuple[int, int], pools: Pools, tmp_path: Path
 ) -> None:
     world_size, overrides = ALL_MESHES[mesh]
-    outcomes = pools(world_size).run(sampled, tmp_path / "run", {**overrides, **changes})
-    for found, expected, texts, copies_and_tp in outcomes:
-        assert found == expected
+    alone = {"training.local_batch_size": 4, **changes}
+    ((expected, _),) = pools(1).run(sampled, tmp_path / "alone", alone)
+    assert len(expected) == 2 and all(expected)
+    for texts, copies_and_tp in pools(world_size).run(
+        sampled, tmp_path / "run", {**overrides, **changes}
+    ):
+        assert texts == expected
         assert copies_and_tp == shape
-        assert len(texts) == 2 and texts == outcomes[0][2]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     samples = [event for event in events if event.get("event") == "sample"]
     assert [event["step"] for event in samples] == [1, 2]
-    # That of the hook is another copy of the same state.
-    assert [samples[-1]["1"], samples[-1]["2"]] == outcomes[0][2]
+    assert [samples[-1]["1"], samples[-1]["2"]] == expected

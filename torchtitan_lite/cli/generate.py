@@ -12,7 +12,6 @@ import torch
 from torchtitan_lite.data.tokenizer import check_vocab_size
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.generate import prompt_ids
 from torchtitan_lite.inference import (
     BatchGenerator,
     Prompt,
@@ -20,6 +19,7 @@ from torchtitan_lite.inference import (
     TextStream,
     check_prompts,
     open_weights,
+    prompt_ids,
     serve,
     stop_ids,
     tokenizer_of,

@@ -29,8 +29,3 @@ class ScheduleInside:
         """See `spec.Schedule`."""
         with self._context():
             return self._schedule.run(microbatches, backward=backward, before_last=before_last)
-
-    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """See `spec.Schedule`."""
-        with self._context():
-            return self._schedule.logits(tokens_BS)

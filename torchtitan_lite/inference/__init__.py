@@ -3,11 +3,16 @@ Layer: above config, checkpoint, models and parallel; beside trainer.
 """
 
 from torchtitan_lite.inference.agreement import everywhere
-from torchtitan_lite.inference.generation import BatchGenerator, Generated, Prompt, check_prompts
+from torchtitan_lite.inference.generation import (
+    BatchGenerator,
+    Generated,
+    Prompt,
+    TextStream,
+    check_prompts,
+    prompt_ids,
+)
 from torchtitan_lite.inference.sampling import Sampling
-from torchtitan_lite.inference.serve import serve
-from torchtitan_lite.inference.streaming import TextStream
-from torchtitan_lite.inference.weights import Weights, open_weights, stop_ids, tokenizer_of
+from torchtitan_lite.inference.weights import Weights, open_weights, serve, stop_ids, tokenizer_of
 
 __all__ = [
     "BatchGenerator",
@@ -19,6 +24,7 @@ __all__ = [
     "check_prompts",
     "everywhere",
     "open_weights",
+    "prompt_ids",
     "serve",
     "stop_ids",
     "tokenizer_of",

@@ -1,22 +1,44 @@
-"""Text from trained weights: the prompts are read at once, then all sequences go on by a token at a
-time. Layer: above parallel, nn and spec; `kv_cache`, `last_position`, `sampling`.
-"""
+"""Text generation with a KV cache: prompts are read in chunks, then all sequences advance by one
+token per forward. Layer: above data, parallel, nn and spec; `kv_cache`, `sampling`."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TextIO
 
 import torch
 from torch import nn
 
+from torchtitan_lite.data import Tokenizer
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.inference.kv_cache import KeyValueCache
-from torchtitan_lite.inference.last_position import LastPosition
 from torchtitan_lite.inference.sampling import Sampling
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.nn.decoder import OutputProjection
 from torchtitan_lite.nn.moe import MoE
 from torchtitan_lite.parallel.serving import broadcast_from_first
 from torchtitan_lite.spec import ModelSpec
+
+
+class LastPosition:
+    """Lets a model project one position of each sequence onto the vocabulary."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """From now on `model` gives logits [B, 1, V]."""
+        self._places_B = torch.zeros(0, dtype=torch.int64)
+        for module in model.modules():
+            if isinstance(module, OutputProjection):
+                module.register_forward_pre_hook(self._take)
+
+    def wanted(self, places_B: torch.Tensor) -> None:
+        """Say which one, by its place in the next forward pass."""
+        self._places_B = places_B
+
+    def _take(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden_BSD = inputs[0]
+        rows_B = torch.arange(len(hidden_BSD), device=hidden_BSD.device)
+        return hidden_BSD[rows_B, self._places_B][:, None], *inputs[1:]
+
 
 _READ_AT_ONCE = 1024
 """Positions of the prompts. The mask grows with it times the length; more would not be faster."""
@@ -49,6 +71,16 @@ def check_prompts(prompts: Sequence[Prompt], spec: ModelSpec) -> None:
                 f"reads {spec.max_seq_len} positions, of which one is needed for a new token. "
                 f"Give 1 to {spec.max_seq_len - 1} tokens."
             )
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a prompt: the beginning of a document, if the tokenizer has one, and
+    `text`."""
+    (ids,) = tokenizer.encode_batch([text])
+    start = tokenizer.bos_id
+    if start is None and not ids:
+        start = tokenizer.eos_id or 0
+    return ids if start is None else [start, *ids]
 
 
 class BatchGenerator:
@@ -149,3 +181,40 @@ class BatchGenerator:
 
 def _column(numbers: Sequence[int]) -> torch.Tensor:
     return torch.tensor(numbers)[:, None]
+
+
+_INCOMPLETE = "\ufffd"
+"""What bytes decode to that are not yet a character."""
+
+
+class TextStream:
+    """Writes what tokens add to a text once it is sure: a character may have several tokens, and
+    how a token decodes may depend on the one before."""
+
+    def __init__(self, tokenizer: Tokenizer, out: TextIO) -> None:
+        self._tokenizer, self._out = tokenizer, out
+        self._ids: list[int] = []
+        """Of the line so far, and the one before it."""
+        self._written = 0
+        """Characters of their text."""
+
+    def take(self, token: int) -> None:
+        """One more token."""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith(_INCOMPLETE):
+            return
+        self._write(text)
+        if text.endswith("\n"):
+            # Else each token would take longer than the one before.
+            self._ids = [token]
+            self._written = len(self._tokenizer.decode(self._ids))
+
+    def close(self) -> None:
+        """The text is at its end: write what was held back."""
+        self._write(self._tokenizer.decode(self._ids))
+
+    def _write(self, text: str) -> None:
+        self._out.write(text[self._written :])
+        self._out.flush()
+        self._written = len(text)

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from torchtitan_lite.checkpoint.foreign import refuse_foreign
 from torchtitan_lite.checkpoint.hugging_face.assets import GENERATION, kept_assets
 from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face, read_config
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
+from torchtitan_lite.checkpoint.loader import load
 from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.storage.names import step_name
@@ -34,7 +36,10 @@ from torchtitan_lite.inference.agreement import everywhere
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import leader_says
 from torchtitan_lite.models import hugging_face_model, model_spec
+from torchtitan_lite.nn.initialize import give_memory, on_meta
+from torchtitan_lite.parallel import serving
 from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.train_state import model_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,3 +174,21 @@ def stop_ids(tokenizer: Tokenizer, folder: Path) -> set[int]:
     named = settings.get("eos_token_id") if isinstance(settings, dict) else None
     ids = named if isinstance(named, list) else [named]
     return found | {one for one in ids if type(one) is int}
+
+
+def serve(
+    weights: Weights, mesh: Mesh, *, dtype: torch.dtype | None, tensor_parallel: int | None
+) -> tuple[nn.Module, Mesh]:
+    """The model, in `dtype` or that of the files, and the mesh that it lies on: copies of it, each
+    cut over `tensor_parallel` ranks or as many as can share it. Every rank must call it.
+
+    Raises MeshError where so many cannot share it, and CheckpointError where the files do not fit.
+    """
+    spec = weights.spec
+    degrees = serving.serving_degrees(spec, mesh.world_size, tensor_parallel)
+    serving_mesh = mesh.seen_as(degrees)
+    model = on_meta(spec.build, dtype or weights.dtype)
+    serving.apply(model, spec, serving_mesh)
+    give_memory(model, mesh.device.torch_device)
+    load(weights.snapshot, model_tensors(model), {"model"}, serving_mesh)
+    return model.requires_grad_(False).eval(), serving_mesh

@@ -23,7 +23,7 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.attention import Attention, AttentionMask, visible
 from torchtitan_lite.parallel.collectives import all_gather, all_to_all
 from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.spec import IGNORE, Microbatch
+from torchtitan_lite.spec import Microbatch
 from torchtitan_lite.torch_compat import attention_backward, attention_with_lse
 
 
@@ -55,26 +55,6 @@ class SequenceSharding:
             targets_BS=batch.targets_BS[:, own],
             positions_BS=batch.positions_BS[:, own],
         )
-
-    def gather(self, own_BSV: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Gather the values of all positions, in their natural order."""
-        if self.num_ranks == 1:
-            return own_BSV
-        whole_BSV = all_gather(own_BSV, group).movedim(0, 1).flatten(1, 2)
-        return whole_BSV[:, self.order(whole_BSV.shape[1], whole_BSV.device).argsort()]
-
-
-def plain_sequences(tokens_BS: torch.Tensor) -> Microbatch:
-    """Return a microbatch of one document per row, without targets and random draws."""
-    length = tokens_BS.shape[1]
-    return Microbatch(
-        tokens_BS=tokens_BS,
-        targets_BS=torch.full_like(tokens_BS, IGNORE),
-        positions_BS=torch.arange(length, device=tokens_BS.device).expand_as(tokens_BS),
-        documents_BS=None,
-        keys_B=torch.zeros_like(tokens_BS[:, 0]),
-        samples=(),
-    )
 
 
 @cache

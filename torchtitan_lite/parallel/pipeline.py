@@ -18,7 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.parallel.context import SequenceSharding, plain_sequences
+from torchtitan_lite.parallel.context import SequenceSharding
 from torchtitan_lite.parallel.fsdp import reshard
 from torchtitan_lite.parallel.pipeline_order import forward_only
 from torchtitan_lite.parallel.pipeline_stages import StagePlan, unsupported_microbatches
@@ -106,42 +106,6 @@ class Pipeline:
         for loss in losses:
             total += loss.detach()
         return total / self._copies
-
-    @torch.no_grad()
-    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """See `spec.Schedule`."""
-        self._tied.refresh()
-        batch = self._sharding.shard(plain_sequences(tokens_BS.to(self._device)))
-        others = {"positions_BS": batch.positions_BS, "keys_B": batch.keys_B}
-        batch_size, length = batch.tokens_BS.shape
-        x = batch.tokens_BS
-        for stage, holder in enumerate(self._plan.ranks):
-            if stage > 0:
-                shape = (batch_size, length // self._sequence_parts, self._spec.width)
-                x = self._pass_on(x, self._plan.ranks[stage - 1], holder, shape)
-            if holder == self._rank:
-                x = self._stages[stage](x, **others, loss=None)
-        holder = self._plan.ranks[self._last]
-        if holder != self._rank:
-            x = torch.empty(
-                batch_size, length, self._spec.vocab_size, dtype=self._dtype, device=self._device
-            )
-        x = x.contiguous()
-        dist.broadcast(x, dist.get_global_rank(self._group, holder), group=self._group)
-        for part in self._stages.values():
-            reshard(part)
-        return self._sharding.gather(x, self._cp_group)
-
-    def _pass_on(
-        self, x: torch.Tensor, source: int, target: int, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Send `x` from one rank of the pipeline to another; other ranks return it unchanged."""
-        if source != target and self._rank == source:
-            dist.send(x.contiguous(), dist.get_global_rank(self._group, target), self._group)
-        if source != target and self._rank == target:
-            x = torch.empty(shape, dtype=self._dtype, device=self._device)
-            dist.recv(x, dist.get_global_rank(self._group, source), self._group)
-        return x
 
     def _schedule(self, num: int, batch_size: int, length: int, backward: bool) -> Any:
         """Return torch's schedule for `num` microbatches of this shape."""

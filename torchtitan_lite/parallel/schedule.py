@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.parallel.context import SequenceSharding, plain_sequences, sequence_sharding
+from torchtitan_lite.parallel.context import SequenceSharding, sequence_sharding
 from torchtitan_lite.parallel.fsdp import reshard
 from torchtitan_lite.parallel.pipeline import Pipeline
 from torchtitan_lite.parallel.pipeline_stages import plan_stages
@@ -99,11 +99,3 @@ class OneStage:
         if not backward:
             reshard(self._model)
         return total / self._copies
-
-    @torch.no_grad()
-    def logits(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """See `spec.Schedule`."""
-        batch = self._sharding.shard(plain_sequences(tokens_BS.to(self._device)))
-        own_BSV = self._model(batch.tokens_BS, positions_BS=batch.positions_BS, keys_B=batch.keys_B)
-        reshard(self._model)
-        return self._sharding.gather(own_BSV, self._group)
