@@ -30,13 +30,12 @@ from torchtitan_lite.spec import ModelSpec  # noqa: E402
 
 
 def families() -> list[str]:
-    """The names of all model families: the files in this folder, and those that a user's module
-    has registered."""
+    """Return the names of all model families: the files in this folder, and registered ones."""
     return sorted({*(module.name for module in pkgutil.iter_modules(__path__)), *REGISTRY.models})
 
 
 def family(name: str) -> Any:
-    """The module of a model family."""
+    """Return the module of a model family."""
     if name in REGISTRY.models:
         if name in (module.name for module in pkgutil.iter_modules(__path__)):
             raise ConfigError(
@@ -48,21 +47,19 @@ def family(name: str) -> Any:
 
 
 def check_family(config: ModelConfig) -> None:
-    """Raises ConfigError with the known names when the family does not exist."""
+    """Raise ConfigError with the known names if the family does not exist."""
     if config.name not in families():
         raise ConfigError(_unknown("model.name", config.name, families()))
 
 
 def is_flavor(name: str, flavor: str) -> bool:
-    """Whether a model family exists and has this flavor."""
+    """Whether a model family has this flavor."""
     return name in families() and flavor in family(name).FLAVORS
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """The spec that `config` asks for.
-
-    Raises ConfigError with the known names when the family or the flavor does not exist.
-    """
+    """Return the spec for `config`. Raises ConfigError with the known names if the family or the
+    flavor does not exist."""
     check_family(config)
     module = family(config.name)
     if config.flavor in module.FLAVORS and config.dims:
@@ -76,8 +73,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 
 def read_hugging_face_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder. Raises ConfigError where there is none that can be
-    read."""
+    """Read the config.json of a Hugging Face folder. Raises ConfigError if it cannot be read."""
     path = folder / "config.json"
     try:
         values = json.loads(path.read_bytes())
@@ -91,11 +87,8 @@ def read_hugging_face_config(folder: Path) -> dict[str, Any]:
 
 
 def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The family, and the sizes as `[model] dims` takes them, of what a config.json describes.
-
-    Raises ConfigError, with the architectures that are known, for another one, and for values that
-    cannot be built here.
-    """
+    """Return the family and the sizes, as in `[model] dims`, of a config.json. Raises ConfigError
+    for an unknown architecture, with the known ones, and for unsupported values."""
     given = values.get("architectures")
     asked = given if isinstance(given, list) else []
     known: list[str] = []
@@ -111,8 +104,7 @@ def hugging_face_dims(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def hugging_face_model(values: Mapping[str, Any], hf_assets_path: str) -> ModelConfig:
-    """The section of a run that trains what a config.json describes. Raises as `hugging_face_dims`
-    does."""
+    """Return the model section for a config.json. Raises as `hugging_face_dims` does."""
     family, dims = hugging_face_dims(values)
     return ModelConfig(name=family, flavor="hf", dims=dims, hf_assets_path=hf_assets_path)
 
@@ -124,7 +116,7 @@ def recorded_dims(config: ModelConfig) -> dict[str, Any]:
 
 
 def plain_dims(dims: "DataclassInstance") -> dict[str, Any]:
-    """The dimensions of a family as plain values, without those that are unset."""
+    """Return the dimensions of a family as plain values, without unset ones."""
 
     def given(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return {name: value for name, value in pairs if value is not None}
@@ -136,9 +128,9 @@ _Dims = TypeVar("_Dims", bound="DataclassInstance")
 
 
 def flavor_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
-    """The dimensions of `config.flavor`, or those of `config.dims`, with the dropout, the attention
-    and the balance of experts that `config` asks for, in a dataclass that has `dropout`,
-    `attention_backend`, `document_mask` and, with experts, `moe`."""
+    """Return the dimensions of `config.flavor`, or of `config.dims`, with the configured dropout,
+    attention and balancing, in a dataclass that has `dropout`, `attention_backend`, `document_mask`
+    and, with experts, `moe`."""
     base = _base_dims(flavors, config)
     changes: dict[str, Any] = {"dropout": config.dropout}
     if config.attention_backend != "auto":

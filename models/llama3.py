@@ -32,7 +32,7 @@ from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
 
 ARCHITECTURES = ("LlamaForCausalLM",)
-"""The models of transformers that `dims_of_hugging_face` builds."""
+"""Architectures in transformers that `dims_of_hugging_face` supports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +147,12 @@ FLAVORS = {
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """The spec of `config.flavor`, with the attention that `config` asks for."""
+    """Return the spec of `config.flavor` with the configured attention."""
     return spec_of(flavor_dims(FLAVORS, config), config.flavor)
 
 
 def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
-    """The spec of any dimensions."""
+    """Return the spec of any dimensions."""
     return decoder_model_spec(
         dims,
         name="llama3",
@@ -172,8 +172,7 @@ def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
 
 
 def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama3Dims:
-    """The dimensions that a config.json names. Raises ConfigError that lists what cannot be built
-    here."""
+    """Read the dimensions from a config.json. Raises ConfigError with everything unsupported."""
     config = HuggingFaceConfig(values)
     config.architecture(ARCHITECTURES)
     sizes = read_decoder(config)
@@ -204,7 +203,7 @@ def _hugging_face_config(dims: Llama3Dims) -> dict[str, Any]:
 
 
 def build(dims: Llama3Dims) -> Decoder:
-    """The module, with parameters as the current default device makes them."""
+    """Build the module, with parameters as the current default device creates them."""
     return build_decoder(
         dims,
         head_dim=dims.head_size,

@@ -24,7 +24,7 @@ from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
 
 ARCHITECTURES = ("MixtralForCausalLM",)
-"""The models of transformers that `dims_of_hugging_face` builds."""
+"""Architectures in transformers that `dims_of_hugging_face` supports."""
 _EXPERTS = MoEKeys("block_sparse_moe", {"w1": "w1", "w2": "w2", "w3": "w3"})
 
 
@@ -83,12 +83,12 @@ FLAVORS = {
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """The spec of `config.flavor`, with the attention that `config` asks for."""
+    """Return the spec of `config.flavor` with the configured attention."""
     return spec_of(flavor_dims(FLAVORS, config), config.flavor)
 
 
 def spec_of(dims: MixtralDims, flavor: str) -> ModelSpec:
-    """The spec of any dimensions."""
+    """Return the spec of any dimensions."""
     return decoder_model_spec(
         dims,
         name="mixtral",
@@ -100,8 +100,7 @@ def spec_of(dims: MixtralDims, flavor: str) -> ModelSpec:
 
 
 def dims_of_hugging_face(values: Mapping[str, Any]) -> MixtralDims:
-    """The dimensions that a config.json names. Raises ConfigError that lists what cannot be built
-    here."""
+    """Read the dimensions from a config.json. Raises ConfigError with everything unsupported."""
     config = HuggingFaceConfig(values)
     config.architecture(ARCHITECTURES)
     sizes = read_decoder(config)

@@ -36,7 +36,7 @@ from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
 
 _DENSE, _MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
 ARCHITECTURES = (_DENSE, _MOE)
-"""The models of transformers that `dims_of_hugging_face` builds."""
+"""Architectures in transformers that `dims_of_hugging_face` supports."""
 _EXPERTS = MoEKeys("mlp", {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"})
 
 
@@ -159,12 +159,12 @@ FLAVORS = {
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """The spec of `config.flavor`, with the attention that `config` asks for."""
+    """Return the spec of `config.flavor` with the configured attention."""
     return spec_of(flavor_dims(FLAVORS, config), config.flavor)
 
 
 def spec_of(dims: Qwen3Dims, flavor: str) -> ModelSpec:
-    """The spec of any dimensions."""
+    """Return the spec of any dimensions."""
     return decoder_model_spec(
         dims,
         name="qwen3",
@@ -178,8 +178,7 @@ def spec_of(dims: Qwen3Dims, flavor: str) -> ModelSpec:
 
 
 def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3Dims:
-    """The dimensions that a config.json names. Raises ConfigError that lists what cannot be built
-    here."""
+    """Read the dimensions from a config.json. Raises ConfigError with everything unsupported."""
     config = HuggingFaceConfig(values)
     architecture = config.architecture(ARCHITECTURES)
     sizes = read_decoder(config)
@@ -248,5 +247,5 @@ def _feed_forward_values(dims: Qwen3Dims) -> dict[str, Any]:
 
 
 def build(dims: Qwen3Dims) -> Decoder:
-    """The module, with parameters as the current default device makes them."""
+    """Build the module, with parameters as the current default device creates them."""
     return build_decoder(dims, head_dim=dims.head_dim, feed_forward=dims.feed_forward, qk_norm=True)

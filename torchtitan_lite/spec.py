@@ -1,12 +1,12 @@
-"""What layers hand to each other: plain frozen data and protocols.
+"""The data and protocols between layers.
 
-A model family hands over a `ModelSpec`; the data loader hands over `Microbatch`es; a schedule
-runs them. Because these are data, `parallel/` never names a model and a model never imports
-`parallel/`. Layer: above errors, log and rng only.
+A model family provides a `ModelSpec`, the data loader `Microbatch`es, and a schedule runs them.
+Because these are data, `parallel/` never names a model and a model never imports `parallel/`.
+Layer: above errors, log and rng only.
 
-Shape legend, used as suffixes of tensor names everywhere:
-    B samples   S positions   T = B*S tokens   D model width   H query heads   K key/value heads
-    E width of a head   F width of the feed-forward   V vocabulary
+Shape legend, used as suffixes of tensor names everywhere: B samples   S positions   T = B*S tokens
+D model width   H query heads   K key/value heads E width of a head   F width of the feed-forward
+V vocabulary
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 IGNORE = -100
-"""A target that does not count in the loss."""
+"""Target without a loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """The samples that one rank runs through the model at once, and what forward needs of them."""
+    """The samples of one forward on one rank."""
 
     tokens_BS: torch.Tensor
     """int64."""
@@ -32,14 +32,15 @@ class Microbatch:
     positions_BS: torch.Tensor
     """int64 position of each token in its block."""
     documents_BS: torch.Tensor | None
-    """int32 number of the document within the block, rising from 0; None without document masks."""
+    """int32 index of the document within the block, ascending from 0; None without document masks.
+    """
     keys_B: torch.Tensor
     """int64 key of each sample for random draws in forward; a function of seed, step and sample."""
     samples: tuple[int, ...]
-    """The samples' indices in the global order."""
+    """Indices of the samples in the global order."""
 
     def to(self, device: torch.device) -> "Microbatch":
-        """A copy on `device`; from pinned memory the copy does not make the host wait."""
+        """Return a copy on `device`; from pinned memory without waiting."""
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)
@@ -55,24 +56,23 @@ class Microbatch:
 
 
 class VocabularyShard(Protocol):
-    """The rows of the vocabulary that this rank holds, and sums over the ranks that hold the
-    others."""
+    """This rank's rows of the vocabulary, and reductions over the ranks that hold the others."""
 
     first: int
-    """The first row of this rank."""
+    """This rank's first row."""
 
     def max_(self, values: torch.Tensor) -> torch.Tensor:
-        """The greatest of all ranks' `values`, element by element, in place."""
+        """Max-reduce `values` over all ranks, element-wise and in place."""
         ...
 
     def sum_(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `values`, element by element, in place."""
+        """Sum-reduce `values` over all ranks, element-wise and in place."""
         ...
 
 
 class TokenLoss(Protocol):
-    """The loss as a sum over target tokens, fused with the output projection so that the logits
-    of a large vocabulary are never held whole."""
+    """The loss summed over target tokens, fused with the output projection so that the logits of a
+    large vocabulary are never materialized."""
 
     def __call__(
         self,
@@ -82,20 +82,20 @@ class TokenLoss(Protocol):
         *,
         shard: VocabularyShard | None = None,
     ) -> torch.Tensor:
-        """A 0-d tensor, float32 or wider. With `shard`, `weight_VD` holds only this rank's rows;
-        the loss is that of the whole vocabulary, and the gradient of `hidden_TD` only this rank's
-        part of it."""
+        """Return the 0-d loss, at least float32. With `shard`, `weight_VD` holds only this rank's
+        rows; the loss is over the entire vocabulary, and the gradient of `hidden_TD` is this rank's
+        partial sum."""
         ...
 
 
 class Schedule(Protocol):
-    """Runs the microbatches of a step through the stages of the model that this rank holds.
+    """Runs the microbatches of a step through this rank's stages.
 
-    Gradient accumulation is a pipeline with one stage, so the loop has one path.
+    Gradient accumulation is a pipeline with one stage, so there is one loop.
     """
 
     min_microbatches: int
-    """`run` wants at least as many."""
+    """Minimum microbatches of `run`."""
 
     def run(
         self,
@@ -104,22 +104,23 @@ class Schedule(Protocol):
         backward: bool,
         before_last: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """This rank's share of the loss of `microbatches`: a detached 0-d tensor, whose sum over
-        all ranks is the loss summed over target tokens. With `backward`, the gradients of that
-        sum, reduced over the mesh, are in `.grad`. `before_last` is called before the one backward
-        that makes every gradient final, where there is such a one."""
+        """Return this rank's part of the loss of `microbatches`: a detached 0-d tensor, whose sum
+        over all ranks is the loss summed over target tokens. With `backward`, the gradients of that
+        sum, reduced over the mesh, are in `.grad`. `before_last` is called before the single
+        backward that makes every gradient final, if there is one."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitRule:
-    """How the parameters whose name matches `pattern` (fnmatch) are drawn. The first match wins."""
+    """How the parameters whose name matches `pattern` (fnmatch) are initialized. The first match
+    wins."""
 
     pattern: str
     kind: Literal["normal", "ones", "zeros"]
     std: float = 0.0
     cutoff_stds: float = 3.0
-    """A normal draw is truncated at this many standard deviations."""
+    """Truncation of a normal draw, in standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,66 +137,66 @@ class ShardRule:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchtitanKey:
-    """What torchtitan calls a parameter or buffer, and how it lays it out."""
+    """Name and layout of a parameter or buffer in torchtitan."""
 
     name: str
     """Here, with `*` for the number of a layer."""
     theirs: tuple[str, ...]
-    """There: of torchtitan 0.2, then of 0.3 where that differs; with `*` in the same place."""
+    """Names in torchtitan 0.2, then in 0.3 if different; with `*` in the same place."""
     rope_heads: int = 0
-    """The rows are those of so many heads, whose halves here are interleaved there."""
+    """Heads whose halves here are interleaved there; 0: same rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceForm:
-    """One way in which a Hugging Face folder may hold a parameter."""
+    """A form of a parameter in a Hugging Face folder."""
 
     key: str
-    """There, with `*` for the number of a layer. A second `*` counts along dim 0: each element is a
+    """Its key, with `*` for the layer number. A second `*` counts along dim 0: each element is a
     tensor of its own."""
     part: tuple[int, int] = (0, 1)
-    """Number k of n equal parts of the dim before the last, where several are fused into one."""
+    """(k, n): part k of n equal parts of the second-last dim, if several parameters are fused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceKey:
-    """Where a parameter or buffer lies in a Hugging Face folder, in the same order of rows."""
+    """The forms of a parameter or buffer in a Hugging Face folder, in the same order of rows."""
 
     name: str
     """Here, with `*` for the number of a layer."""
     forms: tuple[HuggingFaceForm, ...]
-    """The first is what is written. Empty: it does not exist there, and is zero."""
+    """The first is written. Empty: absent there, and zero here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceModel:
-    """What Hugging Face's transformers call a model."""
+    """The config and names of a model in Hugging Face's transformers."""
 
     config: Mapping[str, Any]
     """Its config.json."""
     keys: tuple[HuggingFaceKey, ...]
     """Of all parameters and persistent buffers."""
     ignored: tuple[str, ...]
-    """Patterns (fnmatch) of keys that may be there and say nothing."""
+    """Patterns (fnmatch) of keys to ignore."""
     differences: Callable[[Mapping[str, Any]], list[str]]
-    """What a config.json says otherwise than the dimensions of this model. Raises ConfigError
-    where it is of a model that is none of this family."""
+    """Return how a config.json differs from these dimensions. Raises ConfigError if it is of
+    another family."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCost:
-    """What a model costs, for logs and MFU."""
+    """The cost of a model, for logs and MFU."""
 
     num_params: int
     num_active_params: int
-    """Parameters that one token passes through; less than all of them in a mixture of experts."""
+    """Parameters per token; fewer than all with experts."""
     flops_per_token: int
-    """Forward and backward of one token at the sequence length asked for, attention included."""
+    """FLOPs of forward and backward per token at the given sequence length, attention included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Everything that the framework needs to know of one flavor of a model family."""
+    """Everything that the framework knows of one flavor of a model family."""
 
     name: str
     flavor: str
@@ -205,50 +206,49 @@ class ModelSpec:
     num_layers: int
     max_seq_len: int
     document_mask: bool
-    """Whether attention stays within documents, and a document's first token is no target."""
+    """Whether attention is masked by document, and a document's first token is not a target."""
     build: Callable[[], nn.Module]
-    """Makes the module; called under the meta device."""
+    """Builds the module, under the meta device."""
     init: tuple[InitRule, ...]
     shard_plan: tuple[ShardRule, ...] = ()
-    """How tensor parallelism cuts the model."""
+    """Rules of tensor parallelism."""
     sharded_sizes: tuple[tuple[str, int], ...] = ()
-    """(what it is, how many): sizes that the degree of tensor parallelism must divide."""
+    """(description, size): sizes that the degree of tensor parallelism must divide."""
     num_heads: int = 0
-    """Query heads of each attention; context parallelism by Ulysses shares them out."""
+    """Query heads of each attention, which Ulysses shards."""
     num_experts: int = 0
-    """Experts of each mixture, which expert parallelism shares out. 0: there are none."""
+    """Experts per MoE block. 0: none."""
     expert_width: int = 0
-    """Features within one expert, which expert tensor parallelism cuts."""
+    """Features of one expert, which expert tensor parallelism shards."""
     expert_capacity_factor: float | None = None
-    """Set where experts drop what exceeds this multiple of their fair share of a sequence."""
+    """The experts' capacity factor, if they drop tokens."""
     stage_units: tuple[str, ...] = ()
-    """Names of the modules that the pipeline shares out, in the order of forward; none of them is
-    missed by the model's forward when it is None or deleted. Empty: no pipeline."""
+    """Modules that the pipeline partitions, in the order of forward; forward must skip those that
+    are None or deleted. Empty: no pipeline parallelism."""
     tied_units: tuple[str, str] | None = None
     """Two modules whose `weight` is one parameter, in the order of forward."""
     width: int = 0
-    """Width of the hidden states that pass from stage to stage."""
+    """Width of the hidden states between stages."""
     blocks: str = "layers.*"
     """Pattern of the repeated blocks: the unit of sharding, checkpointing and compiling."""
     extra_fsdp_units: tuple[str, ...] = ()
-    """Modules beside the blocks that are gathered on their own; the rest goes with the root."""
+    """Modules beside the blocks that FSDP wraps on their own; the rest is in the root."""
     torchtitan_keys: tuple[TorchtitanKey, ...] = ()
-    """The names of all parameters and persistent buffers in torchtitan's checkpoints. Empty: they
-    are not converted."""
+    """Names of all parameters and persistent buffers in torchtitan's checkpoints. Empty: not
+    convertible."""
     hugging_face: HuggingFaceModel | None = None
-    """None: there are no such folders of this family."""
+    """None: the family has no Hugging Face form."""
     no_decay: tuple[str, ...] = field(default=("*norm*", "*embeddings*", "*.bias"))
-    """Parameters that weight decay leaves alone."""
+    """Parameters without weight decay."""
     cost: Callable[[int], ModelCost]
-    """Sequence length -> cost."""
+    """Maps a sequence length to the cost."""
 
 
 _NOT_OF_THE_FUNCTION = {
     *("attention_backend", "document_mask", "dropout", "max_seq_len"),
     *("balance_loss_weight", "bias_update_rate"),
 }
-"""Dimensions of a flavor that say how a model is trained or computed: another value is a choice of
-the run, and the weights fit as before."""
+"""Dimensions of a flavor that do not change the function of its weights: settings of the run."""
 
 
 def differing_dims(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

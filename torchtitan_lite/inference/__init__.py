@@ -1,4 +1,5 @@
-"""Trained weights at work: text from a model that keeps the keys and values of what it has read.
+"""Inference: loading weights, and text generation with a KV cache.
+
 Layer: above config, checkpoint, models and parallel; beside trainer.
 """
 

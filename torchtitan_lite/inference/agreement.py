@@ -1,4 +1,4 @@
-"""What one rank cannot do, all leave undone. Layer: above errors and messages."""
+"""Errors of one rank that all ranks raise. Layer: above errors and messages."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,8 +10,9 @@ _Made = TypeVar("_Made")
 
 
 def everywhere(make: Callable[[], _Made]) -> _Made:
-    """What `make` gives. Where it fails on some rank (a machine may not see all files), every rank
-    raises: its own error, or a UserError that tells of the others'. Every rank must call it."""
+    """Return the result of `make`. If it fails on some rank (a machine may not see all files),
+    every rank raises: its own error, or a UserError with those of others. Every rank must call it.
+    """
     try:
         made, problem = make(), None
     except (UserError, OSError) as error:

@@ -21,17 +21,18 @@ from torchtitan_lite.spec import ModelSpec
 
 
 class LastPosition:
-    """Lets a model project one position of each sequence onto the vocabulary."""
+    """Projects one position per sequence onto the vocabulary: the logits of an entire prompt would
+    take more memory than the model."""
 
     def __init__(self, model: nn.Module) -> None:
-        """From now on `model` gives logits [B, 1, V]."""
+        """Make `model` return logits [B, 1, V]."""
         self._places_B = torch.zeros(0, dtype=torch.int64)
         for module in model.modules():
             if isinstance(module, OutputProjection):
                 module.register_forward_pre_hook(self._take)
 
     def wanted(self, places_B: torch.Tensor) -> None:
-        """Say which one, by its place in the next forward pass."""
+        """Set the position of each sequence in the next forward."""
         self._places_B = places_B
 
     def _take(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -41,29 +42,29 @@ class LastPosition:
 
 
 _READ_AT_ONCE = 1024
-"""Positions of the prompts. The mask grows with it times the length; more would not be faster."""
+"""Prompt positions per forward. The mask grows with it times the length; more is not faster."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a sequence begins with."""
+    """A prompt."""
 
     ids: Sequence[int]
     sample: int = 0
-    """Its number among the samples of the same prompt, which have different draws."""
+    """Index among the samples of the same prompt, which have different random draws."""
 
 
 @dataclass
 class Generated:
-    """What followed a prompt."""
+    """A generated continuation."""
 
     ids: list[int] = field(default_factory=list)
     stopped: bool = False
-    """By a stop token, which is not among the ids; else by the length."""
+    """Ended by a stop token, which is not included; else by the length."""
 
 
 def check_prompts(prompts: Sequence[Prompt], spec: ModelSpec) -> None:
-    """Raise ConfigError for a prompt that leaves no position for another token."""
+    """Raise ConfigError if a prompt is empty or leaves no position for a new token."""
     for number, prompt in enumerate(prompts, start=1):
         if not 1 <= len(prompt.ids) < spec.max_seq_len:
             raise ConfigError(
@@ -84,10 +85,10 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 class BatchGenerator:
-    """A model that gives text, and its cache."""
+    """A model with its KV cache."""
 
     def __init__(self, model: nn.Module, spec: ModelSpec, mesh: Mesh) -> None:
-        """`model` is one of `serve`, and gives text only from now on."""
+        """`model` is from `serve`, and can only generate from now on."""
         self._model, self._spec, self._mesh = model, spec, mesh
         self._device = mesh.device.torch_device
         self._cache = KeyValueCache(model)
@@ -107,9 +108,9 @@ class BatchGenerator:
         stop_ids: Collection[int] = (),
         heard: Callable[[int, int], None] = lambda number, token: None,
     ) -> list[Generated]:
-        """What follows each prompt. Every rank of a copy must call it with the same prompts; ranks
-        that hold other copies may have others. `heard` is told of each token: the number of its
-        prompt, and its id. Raises ConfigError for a prompt that is too long."""
+        """Generate a continuation of each prompt. Every rank of a tp group must call it with the
+        same prompts; other groups may have others. `heard` is called with the index of the prompt
+        and the id of each new token. Raises ConfigError for a prompt that is too long."""
         check_prompts(prompts, self._spec)
         if not prompts:
             return []
@@ -151,7 +152,7 @@ class BatchGenerator:
         return given
 
     def _read(self, prompts: Sequence[Prompt]) -> torch.Tensor:
-        """Read the prompts; the logits behind the end of each."""
+        """Prefill the prompts. Returns the logits after the last token of each."""
         length = max(len(prompt.ids) for prompt in prompts)
         tokens_BS = torch.tensor([[*p.ids, *[0] * (length - len(p.ids))] for p in prompts])
         ends_B = torch.tensor([len(prompt.ids) - 1 for prompt in prompts])
@@ -169,7 +170,7 @@ class BatchGenerator:
     def _forward(
         self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor, places_B: torch.Tensor
     ) -> torch.Tensor:
-        """The logits [B, V] of one place of each row."""
+        """Return the logits [B, V] of one position per row."""
         self._last.wanted(places_B.to(self._device))
         return self._model(
             tokens_BS.to(self._device),
@@ -184,22 +185,22 @@ def _column(numbers: Sequence[int]) -> torch.Tensor:
 
 
 _INCOMPLETE = "\ufffd"
-"""What bytes decode to that are not yet a character."""
+"""Decoded from an incomplete character."""
 
 
 class TextStream:
-    """Writes what tokens add to a text once it is sure: a character may have several tokens, and
-    how a token decodes may depend on the one before."""
+    """Writes text as its tokens arrive, once it is certain: a character may consist of several
+    tokens, and the text of a token may depend on the previous one."""
 
     def __init__(self, tokenizer: Tokenizer, out: TextIO) -> None:
         self._tokenizer, self._out = tokenizer, out
         self._ids: list[int] = []
-        """Of the line so far, and the one before it."""
+        """Ids of the current line and the one before."""
         self._written = 0
-        """Characters of their text."""
+        """Characters written of their text."""
 
     def take(self, token: int) -> None:
-        """One more token."""
+        """Add a token."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         if text.endswith(_INCOMPLETE):
@@ -211,7 +212,7 @@ class TextStream:
             self._written = len(self._tokenizer.decode(self._ids))
 
     def close(self) -> None:
-        """The text is at its end: write what was held back."""
+        """Write what was held back."""
         self._write(self._tokenizer.decode(self._ids))
 
     def _write(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Blocks that models are built from. They run alone on a CPU: no rank, no mesh, no collective.
+"""Building blocks of models. They run alone on a CPU: no rank, no mesh, no collective.
 
 Layer: above redistribute and spec.
 """

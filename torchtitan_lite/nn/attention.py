@@ -21,9 +21,9 @@ Backend = Literal["sdpa", "flex"]
 
 @dataclass(frozen=True)
 class BlockContext:
-    """What every block of a forward pass needs beside its input; made once per forward.
+    """What every block of a forward pass needs beside its input; created once per forward.
 
-    A plain object and no pytree: FSDP casts the floating-point tensors among a block's arguments
+    A plain object and not a pytree: FSDP casts the floating-point tensors among a block's arguments
     to its compute dtype, and the rotations must stay float32.
     """
 
@@ -36,16 +36,16 @@ class BlockContext:
 
 
 class AttentionMask(nn.Module):
-    """The mask that keeps a token within its document and its past. A module, so that context
-    parallelism can put its own in its place."""
+    """The causal mask, optionally within documents. A module, so that context parallelism can
+    replace it."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
         self.backend: Backend = backend
 
     def forward(self, positions_BS: torch.Tensor, documents_BS: torch.Tensor | None) -> Any:
-        """A bool tensor [B, 1, S, S] or a Flex BlockMask; None where the kernel's own causal path
-        serves."""
+        """Return a bool tensor [B, 1, S, S] or a Flex BlockMask; None if the kernel's causal path
+        suffices."""
         length, device = positions_BS.shape[1], positions_BS.device
         if self.backend == "flex":
             if documents_BS is None:
@@ -62,7 +62,7 @@ def visible(
     documents_BS: torch.Tensor | None,
     backend: Backend,
 ) -> Any:
-    """Which keys each query attends to, by their positions in the sequence: a bool tensor
+    """Return which keys each query attends to, by their positions in the sequence: a bool tensor
     [B or 1, 1, Q, K], or a Flex BlockMask."""
     if backend == "flex":
         return _visible_blocks(queries_Q, keys_K, documents_BS)
@@ -74,12 +74,9 @@ def visible(
 
 
 class Attention(nn.Module):
-    """Multi-head attention with `num_kv_heads` heads of keys and values, which groups of query
-    heads share (GQA, arXiv:2305.13245).
-
-    With `qk_norm_eps` each head of queries and keys is normalised before its rotation
-    (arXiv:2302.05442).
-    """
+    """Grouped-query attention with `num_kv_heads` key/value heads (arXiv:2305.13245). With
+    `qk_norm_eps` each head of queries and keys is normalized before its rotation
+    (arXiv:2302.05442)."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """A decoder-only language model around any attention and feed-forward block.
 
-What a family's file decides is which blocks it puts in; the order of embedding, blocks, norm and
-output is the same for all. The loss is computed inside the output module, since it is fused with
-the projection and since sharded weights are whole only inside their module's forward.
-Layer: above spec; `nn.attention`, `nn.dropout`, `nn.rope`.
+A family chooses the blocks; the order of embedding, blocks, norm and output is the same for all.
+The loss is computed inside the output module, because it is fused with the projection and because
+sharded weights are gathered only inside their module's forward. Layer: above spec; `nn.attention`,
+`nn.dropout`, `nn.rope`.
 """
 
 from dataclasses import replace
@@ -62,7 +62,7 @@ class OutputProjection(nn.Module):
         targets_BS: torch.Tensor | None = None,
         loss: TokenLoss | None = None,
     ) -> torch.Tensor:
-        """Logits [B, S, V], or the 0-d sum of the loss over the targets."""
+        """Return logits [B, S, V], or the 0-d sum of the loss over the targets."""
         if loss is None or targets_BS is None:
             return F.linear(hidden_BSD, self.weight)
         return loss(hidden_BSD.flatten(0, 1), self.weight, targets_BS.flatten())
@@ -104,11 +104,9 @@ class Decoder(nn.Module):
         targets_BS: torch.Tensor | None = None,
         loss: TokenLoss | None = None,
     ) -> torch.Tensor:
-        """Tokens -> logits [B, S, V], or the loss summed over `targets_BS` when `loss` is given.
-
-        A stage of a pipeline has only some of the modules: without the embedding it takes hidden
-        states in the place of `tokens_BS`, and without the output it returns them.
-        """
+        """Map tokens to logits [B, S, V], or to the loss summed over `targets_BS` if `loss` is
+        given. A pipeline stage has only some of the modules: without the embedding it takes hidden
+        states in place of `tokens_BS`, and without the output it returns them."""
         cos, sin = self.rotary(positions_BS)
         mask = self.mask(positions_BS, documents_BS)
         context = BlockContext(cos, sin, mask, positions_BS, keys_B)
@@ -120,15 +118,15 @@ class Decoder(nn.Module):
         return x_BSD if self.output is None else self.output(x_BSD, targets_BS, loss)
 
     def _of_layer(self, context: BlockContext, layer: int) -> BlockContext:
-        """The context with keys of the layer's own. The keys differ and not the blocks, so that
-        all blocks are one to the compiler."""
+        """Return the context with keys of the layer. Keys and not modules differ between blocks, so
+        that the compiler sees all blocks as one."""
         if not self.training or self.dropout == 0.0:
             return context
         return replace(context, keys_B=mix_tensor(context.keys_B + layer))
 
     def _apply(self, fn, recurse: bool = True) -> Self:
-        """As in nn.Module, but the tied weight stays one parameter: `to_empty` on a meta model
-        would make two of it."""
+        """As nn.Module, but keep a tied weight one parameter: `to_empty` on a meta model would
+        untie it."""
         super()._apply(fn, recurse)
         self._tie()
         return self

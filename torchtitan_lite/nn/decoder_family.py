@@ -1,9 +1,6 @@
-"""What the families of a `nn.decoder.Decoder` share: its module and its spec, from dimensions that
-have the same names.
-
-Layer: above spec; `nn.attention`, `nn.decoder`, `nn.decoder_spec`, `nn.feed_forward`, `nn.moe`,
-`nn.rope`.
-"""
+"""What all families of `nn.decoder.Decoder` share: the module and the spec, from dimensions with
+the same names. Layer: above spec; `nn.attention`, `nn.decoder`, `nn.decoder_spec`,
+`nn.feed_forward`, `nn.moe`, `nn.rope`."""
 
 from typing import Protocol
 
@@ -25,7 +22,7 @@ from torchtitan_lite.spec import HuggingFaceModel, ModelCost, ModelSpec, Torchti
 
 
 class DecoderDims(Protocol):
-    """The dimensions that all families have."""
+    """Dimensions of all families."""
 
     @property
     def dim(self) -> int: ...
@@ -54,13 +51,13 @@ class DecoderDims(Protocol):
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Raise ConfigError where query heads cannot share key/value heads evenly."""
+    """Raise ConfigError if the query heads are not a multiple of the key/value heads."""
     if num_heads % num_kv_heads:
         raise ConfigError(f"num_kv_heads ({num_kv_heads}) must divide num_heads ({num_heads}).")
 
 
 def check_head_width(head_dim: int) -> None:
-    """Raise ConfigError where the numbers of a head cannot be rotated in pairs."""
+    """Raise ConfigError if the head dim is odd, because RoPE rotates pairs."""
     if head_dim % 2:
         raise ConfigError(f"The width of a head ({head_dim}) must be even for RoPE.")
 
@@ -73,8 +70,8 @@ def build_decoder(
     rope_scaling: RopeScaling | None = None,
     qk_norm: bool = False,
 ) -> Decoder:
-    """The module, with parameters as the current default device makes them. `feed_forward` is the
-    width of a dense block, or the experts in its place."""
+    """Build the module, with parameters as the current default device creates them. `feed_forward`
+    is the width of a dense block, or the experts in its place."""
 
     def block() -> DecoderBlock:
         return DecoderBlock(
@@ -116,7 +113,7 @@ def decoder_model_spec(
     torchtitan_keys: tuple[TorchtitanKey, ...] = (),
     hugging_face: HuggingFaceModel | None = None,
 ) -> ModelSpec:
-    """The spec of the module that `build_decoder` makes."""
+    """Return the spec of the module that `build_decoder` builds."""
     moe = feed_forward if isinstance(feed_forward, MoEDims) else None
     inside = "feed_forward{}.weight" if moe is None else "feed_forward.experts{}"
     sharded_sizes = [("key/value heads", dims.num_kv_heads)]

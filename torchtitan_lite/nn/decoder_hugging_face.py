@@ -1,7 +1,5 @@
-"""What Hugging Face's transformers call the sizes and the parameters of any `nn.decoder.Decoder`.
-
-Layer: above spec; `nn.hugging_face_config`, `nn.moe`.
-"""
+"""Names of sizes and parameters of `nn.decoder.Decoder` in Hugging Face's transformers. Layer:
+above spec; `nn.hugging_face_config`, `nn.moe`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,11 +25,11 @@ _ATTENTION = {
 _QK_NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
 _FEED_FORWARD = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FUSED = {"w1": ("gate_up_proj", 0, 2), "w2": ("down_proj", 0, 1), "w3": ("gate_up_proj", 1, 2)}
-"""Of stacked experts: the tensor, and which of how many parts."""
+"""The tensor of stacked experts, and which of how many parts."""
 
 
 def read_decoder(config: HuggingFaceConfig) -> dict[str, Any]:
-    """The sizes that all decoders have, by our names; activation and biases are checked."""
+    """Read the sizes that all decoders have, by our names; check activation and biases."""
     sizes: dict[str, Any] = {ours: config.integer(theirs) for ours, theirs in _SIZES.items()}
     config.only("hidden_act", "silu")
     config.only("attention_bias", False)
@@ -45,7 +43,7 @@ def read_decoder(config: HuggingFaceConfig) -> dict[str, Any]:
 
 
 def decoder_values(dims: Any) -> dict[str, Any]:
-    """The same of a config.json for `dims`."""
+    """Return these sizes as a config.json of `dims`."""
     return {theirs: getattr(dims, ours) for ours, theirs in _SIZES.items()} | {
         "num_key_value_heads": dims.num_kv_heads,
         "rms_norm_eps": dims.norm_eps,
@@ -60,7 +58,7 @@ def decoder_values(dims: Any) -> dict[str, Any]:
 def decoder_hugging_face_keys(
     *, qk_norm: bool = False, tied_embeddings: bool, moe: "MoEKeys | None" = None
 ) -> tuple[HuggingFaceKey, ...]:
-    """What transformers call the parameters of a decoder."""
+    """Return the names of a decoder's parameters in transformers."""
     block = _ATTENTION | (_QK_NORMS if qk_norm else {})
     layer = "model.layers.*"
     return (
@@ -76,25 +74,26 @@ def decoder_hugging_face_keys(
 
 
 def ignored_keys(*, tied_embeddings: bool) -> tuple[str, ...]:
-    """Keys that say nothing: older releases wrote the frequencies of rotations too, and some write
-    a tied weight under both of its names."""
+    """Return keys to ignore: older releases wrote RoPE frequencies too, and some write a tied
+    weight twice."""
     return ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if tied_embeddings else ()))
 
 
 def is_known_routing(moe: MoEDims) -> bool:
-    """Whether transformers route so: by a softmax, without shared experts, weights as they are."""
+    """Whether transformers routes like `dims`: softmax, no shared experts, weights not rescaled."""
     return (moe.score, moe.shared_hidden_dim, moe.route_scale) == ("softmax", 0, 1.0)
 
 
 class MoEKeys:
-    """What a family calls its experts."""
+    """Names of a family's experts."""
 
     def __init__(self, block: str, projections: dict[str, str]) -> None:
-        """`block` stands for the mixture in a layer, `projections` for w1, w2 and w3."""
+        """`block` is the name of the MoE in a layer, `projections` those of w1, w2 and w3."""
         self._block, self._projections = block, projections
 
     def keys(self, layer: str) -> Iterator[HuggingFaceKey]:
-        """Experts are tensors of their own, or stacked as transformers 5 has them in memory."""
+        """Return the forms of experts: separate tensors, or stacked as transformers 5 has them in
+        memory."""
         here = "layers.*.feed_forward"
         blocks = dict.fromkeys((self._block, "mlp"))
         gates = (f"{layer}.{block}.gate.weight" for block in blocks)

@@ -1,7 +1,5 @@
-"""What a family's spec says about any `nn.decoder.Decoder`: first weights, cuts, stages and cost.
-
-Layer: above spec; `nn.moe`.
-"""
+"""Parts of the spec of any `nn.decoder.Decoder`: initial weights, sharding, stages and cost. Layer:
+above spec; `nn.moe`."""
 
 from collections.abc import Sequence
 
@@ -12,8 +10,8 @@ from torchtitan_lite.spec import InitRule, ModelCost, ShardRule, TorchtitanKey
 def decoder_init(
     *, dim: int, num_layers: int, residual_matrices: Sequence[str], tied_embeddings: bool
 ) -> tuple[InitRule, ...]:
-    """Truncated normals. `residual_matrices` are the parameters of a block that write into the
-    residual stream; they shrink with depth."""
+    """Return rules for truncated normals. `residual_matrices` are the parameters of a block that
+    write into the residual stream; they shrink with depth."""
     output_std = dim**-0.5
     residual = tuple(
         InitRule(
@@ -40,8 +38,8 @@ def decoder_init(
 def decoder_shard_plan(
     *, qk_norm: bool = False, moe: MoEDims | None = None
 ) -> tuple[ShardRule, ...]:
-    """How tensor parallelism cuts a decoder whose blocks have an `nn.feed_forward.FeedForward`, or
-    an `nn.moe.MoE`, of which it leaves the experts alone."""
+    """Return the shard plan of a decoder whose blocks have an `nn.feed_forward.FeedForward` or an
+    `nn.moe.MoE`, whose experts it does not shard."""
     # Before the other norms, which its pattern matches too.
     heads = (ShardRule(pattern="layers.*.attention.[qk]_norm.weight", style="heads"),)
     # The router works on the tokens that its rank has, and the choice is the same anywhere.
@@ -59,7 +57,7 @@ def decoder_shard_plan(
 
 
 def _feed_forward_rules(moe: MoEDims | None) -> tuple[ShardRule, ...]:
-    """For what every token passes through."""
+    """Return the rules of the shared experts or the dense block."""
     if moe is not None and not moe.shared_hidden_dim:
         return ()
     place = "layers.*.feed_forward" if moe is None else "layers.*.feed_forward.shared"
@@ -70,7 +68,7 @@ def _feed_forward_rules(moe: MoEDims | None) -> tuple[ShardRule, ...]:
 
 
 def decoder_stage_units(num_layers: int) -> tuple[str, ...]:
-    """The modules that a pipeline shares out, in the order of forward."""
+    """Return the modules that a pipeline partitions, in the order of forward."""
     layers = (f"layers.{layer}" for layer in range(num_layers))
     return ("tok_embeddings", *layers, "norm", "output")
 
@@ -78,8 +76,8 @@ def decoder_stage_units(num_layers: int) -> tuple[str, ...]:
 def decoder_torchtitan_keys(
     *, rope_heads: tuple[int, int] = (0, 0), qk_norm: bool = False, moe: bool = False
 ) -> tuple[TorchtitanKey, ...]:
-    """What torchtitan calls the parameters of a decoder. `rope_heads` are its query and key heads
-    where its rotations are of neighbours."""
+    """Return torchtitan's names of a decoder's parameters. `rope_heads` are the query and key heads
+    if torchtitan rotates adjacent numbers."""
 
     def key(name: str, *theirs: str, rope_heads: int = 0) -> TorchtitanKey:
         return TorchtitanKey(name=name, theirs=theirs or (name,), rope_heads=rope_heads)
@@ -139,9 +137,9 @@ def decoder_cost(
     tied_embeddings: bool,
     seq_len: int,
 ) -> ModelCost:
-    """6 FLOPs per matrix element that a token meets (forward 2, backward 4), and 12 per pair of
-    positions and attention width, of which a causal mask needs half (arXiv:2204.02311, appendix
-    B). The parameters of the feed-forward are those of one block."""
+    """Return the cost: 6 FLOPs per matrix element and token (forward 2, backward 4), and 12 per
+    pair of positions and attention width, half of them with a causal mask (arXiv:2204.02311,
+    appendix B). `feed_forward` counts the parameters of one block."""
     query_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
     attention = 2 * dim * query_width + 2 * dim * kv_width
     norms = dim + num_layers * 2 * (dim + (head_dim if qk_norm else 0))

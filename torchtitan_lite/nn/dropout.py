@@ -1,7 +1,5 @@
-"""Dropout whose mask depends on the seed, the step, the sample and the position, not on the rank.
-
-Layer: above rng and spec.
-"""
+"""Dropout whose mask depends on seed, step, sample and position, not on the rank. Layer: above rng
+and spec."""
 
 import torch
 from torch import nn
@@ -10,11 +8,8 @@ from torchtitan_lite.rng import mix_tensor, uniform
 
 
 class KeyedDropout(nn.Module):
-    """Sets a share of its input to zero and scales the rest up, in training mode only.
-
-    `site` numbers the places of a block that drop out, so that no two use the same mask; the
-    blocks of a model get keys of their own.
-    """
+    """Dropout in training mode. `site` numbers the dropouts of a block, so that each has its own
+    mask; blocks have keys of their own."""
 
     def __init__(self, share: float, site: int) -> None:
         super().__init__()
@@ -24,7 +19,7 @@ class KeyedDropout(nn.Module):
     def forward(
         self, x_BSD: torch.Tensor, keys_B: torch.Tensor, positions_BS: torch.Tensor
     ) -> torch.Tensor:
-        """`x_BSD` with its mask applied; the input itself when nothing is dropped."""
+        """Apply the mask to `x_BSD`; return it unchanged if nothing is dropped."""
         if not self.training or self.share == 0.0:
             return x_BSD
         site_keys_B = mix_tensor(keys_B + self.site)

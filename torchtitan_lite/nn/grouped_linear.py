@@ -1,10 +1,10 @@
-"""Many linear maps at once: rows sorted by group, each times its group's matrix.
+"""Grouped linear maps: rows sorted by group, each times its group's matrix.
 
-Two ways: torch's grouped kernel on a GPU, where dtype and strides fit it, and a loop over the
-groups that takes everything. Layer: imports nothing of the project.
+Two implementations: torch's grouped kernel on a GPU, if dtype and strides fit it, and a loop over
+the groups for everything else.
 
-Beside the legend in `spec.py`:
-    X experts (groups)   N rows   I, O input and output features of a matrix
+Beside the legend in `spec.py`: X experts (groups)   N rows   I, O input and output features of a
+matrix
 """
 
 from typing import Any
@@ -16,9 +16,9 @@ import torch.nn.functional as F
 def grouped_linear(
     x_NI: torch.Tensor, weight_XOI: torch.Tensor, counts_X: torch.Tensor
 ) -> torch.Tensor:
-    """Rows sorted by expert, each times its expert's matrix: [N, I] -> [N, O].
+    """Multiply rows sorted by expert with their expert's matrix: [N, I] -> [N, O].
 
-    `counts_X` (int64) says how many rows each expert has; their sum is N.
+    `counts_X` (int64) has the rows per expert; their sum is N.
     """
     if _fits_kernel(x_NI, weight_XOI):
         return kernel_linear(x_NI, weight_XOI, counts_X)
@@ -28,7 +28,7 @@ def grouped_linear(
 def kernel_linear(
     x_NI: torch.Tensor, weight_XOI: torch.Tensor, counts_X: torch.Tensor
 ) -> torch.Tensor:
-    """`grouped_linear` by torch's grouped kernel, which the host need not wait for."""
+    """`grouped_linear` by torch's grouped kernel, without waiting for the device."""
     ends_X = counts_X.cumsum(0, dtype=torch.int32)
     return F.grouped_mm(x_NI, weight_XOI.transpose(1, 2), offs=ends_X)
 
@@ -38,8 +38,8 @@ def kernel_linear(
 def looped_linear(
     x_NI: torch.Tensor, weight_XOI: torch.Tensor, counts_X: torch.Tensor
 ) -> torch.Tensor:
-    """`grouped_linear` by one product for each expert that has rows: any device, dtype and
-    strides. The host waits for the device."""
+    """`grouped_linear` by one product per non-empty expert, for any device, dtype and strides.
+    Waits for the device."""
     out_NO = x_NI.new_empty(len(x_NI), weight_XOI.shape[1])
     for expert, rows in _rows_of_experts(x_NI, counts_X):
         torch.mm(x_NI[rows], weight_XOI[expert].t(), out=out_NO[rows])
@@ -50,7 +50,7 @@ def looped_linear(
 def _looped_outer(
     grad_NO: torch.Tensor, x_NI: torch.Tensor, counts_X: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient [X, O, I] of the matrices; zero for an expert without rows."""
+    """Return the gradient [X, O, I] of the matrices; zero for an expert without rows."""
     grad_XOI = x_NI.new_zeros(len(counts_X), grad_NO.shape[1], x_NI.shape[1])
     for expert, rows in _rows_of_experts(x_NI, counts_X):
         torch.mm(grad_NO[rows].t(), x_NI[rows], out=grad_XOI[expert])
@@ -85,7 +85,7 @@ looped_linear.register_autograd(_looped_backward, setup_context=_save_for_backwa
 
 
 def _rows_of_experts(x_NI: torch.Tensor, counts_X: torch.Tensor) -> list[tuple[int, slice]]:
-    """Each expert that has rows, with its rows."""
+    """Return the non-empty experts with their rows."""
     counts = counts_X.tolist()
     if sum(counts) != len(x_NI):
         raise ValueError(f"The experts' counts add up to {sum(counts)}, for {len(x_NI)} rows.")
@@ -98,7 +98,7 @@ def _rows_of_experts(x_NI: torch.Tensor, counts_X: torch.Tensor) -> list[tuple[i
 
 
 def _fits_kernel(x_NI: torch.Tensor, weight_XOI: torch.Tensor) -> bool:
-    """Whether the grouped kernel takes these: bfloat16 on a GPU, each row at 16 bytes."""
+    """Whether the grouped kernel supports these: bfloat16 on a GPU, rows aligned to 16 bytes."""
     return (
         x_NI.is_cuda
         and x_NI.dtype == weight_XOI.dtype == torch.bfloat16

@@ -1,6 +1,5 @@
-"""Reads a config.json of Hugging Face's transformers, strictly: what would change the mathematics
-and is not known here is refused. Layer: above errors; `nn.rope`.
-"""
+"""Strict reading of a transformers config.json: an unknown setting that changes the mathematics is
+an error. Layer: above errors; `nn.rope`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -16,25 +15,25 @@ _RUN_TIME = {
     *("attention_backend", "document_mask", "dropout", "max_seq_len"),
     *("balance_loss_weight", "bias_update_rate", "capacity_factor"),
 }
-"""Fields of a family's dimensions that are no property of the weights."""
+"""Dimensions that are not properties of the weights."""
 _LLAMA3 = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "original_max_position": "original_max_position_embeddings",
 }
-"""Our names of a stretching of rotations, and theirs."""
+"""Names of the RoPE scaling's fields, here and in transformers."""
 
 
 class HuggingFaceConfig:
-    """The values of a config.json. All problems are collected, and raised by `check`."""
+    """The values of a config.json. Problems are collected, and raised by `check`."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
         self.problems: list[str] = []
 
     def architecture(self, known: Sequence[str]) -> str:
-        """The one of `known` that it is of."""
+        """Return the architecture, one of `known`."""
         given = self._values.get("architectures")
         found = next((one for one in given if one in known), "") if isinstance(given, list) else ""
         if not found:
@@ -44,11 +43,11 @@ class HuggingFaceConfig:
         return found
 
     def given(self, key: str) -> Any:
-        """The value as it stands; None where there is none."""
+        """Return the value unchanged; None if absent."""
         return self._values.get(key)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A number above 0."""
+        """Read a positive integer."""
         value = self._values.get(key, default)
         # A key that says null means the default too.
         value = default if value is None else value
@@ -58,11 +57,11 @@ class HuggingFaceConfig:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Read a finite positive number."""
         return self._number(key, self._values.get(key, default))
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """True or false."""
+        """Read a boolean."""
         value = self._values.get(key, default)
         if type(value) is not bool:
             self.problems.append(f"{key} is {value!r:.100}, and true or false is needed")
@@ -70,7 +69,7 @@ class HuggingFaceConfig:
         return value
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Accept a feature that does not exist here while it is switched off, or not named."""
+        """Accept an unsupported feature only if it is off or absent."""
         value = self._values.get(key, allowed[0])
         if value not in allowed:
             known = " or ".join(map(repr, allowed))
@@ -79,8 +78,8 @@ class HuggingFaceConfig:
     def rope(
         self, default_theta: float | None, *, stretched: bool
     ) -> tuple[float, RopeScaling | None]:
-        """The base of the rotations, and how they are stretched. transformers 5 has both under
-        `rope_parameters`, and earlier releases under `rope_theta` and `rope_scaling`."""
+        """Read the RoPE base and scaling. transformers 5 has both under `rope_parameters`, and
+        earlier releases under `rope_theta` and `rope_scaling`."""
         given = self._values.get("rope_parameters") or self._values.get("rope_scaling") or {}
         if not isinstance(given, dict):
             self.problems.append(f"rope_scaling is {given!r:.100}, and a table is needed")
@@ -107,7 +106,7 @@ class HuggingFaceConfig:
         return float(value)
 
     def check(self) -> None:
-        """Raise ConfigError that lists what was wrong in what has been read so far."""
+        """Raise ConfigError with all problems so far."""
         quantization = self._values.get("quantization_config")
         if quantization is not None:
             kind = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -123,7 +122,7 @@ class HuggingFaceConfig:
 
 
 def rope_values(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """What a config.json says of the rotations, in the words that all releases read."""
+    """Return the RoPE settings of a config.json, in the form that all releases read."""
     if scaling is None:
         return {"rope_theta": theta, "rope_scaling": None}
     stretch = {theirs: getattr(scaling, ours) for ours, theirs in _LLAMA3.items()}
@@ -131,7 +130,7 @@ def rope_values(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def differences(ours: "DataclassInstance", theirs: "DataclassInstance") -> list[str]:
-    """The dimensions in which two models of a family differ, but for those of a run."""
+    """Return the dimensions in which two models of a family differ, except run settings."""
     found = []
     for field in fields(ours):
         here, there = getattr(ours, field.name), getattr(theirs, field.name)

@@ -1,8 +1,8 @@
 """Initial weights that do not depend on the mesh.
 
-Invariant: each number of a parameter is a function of the seed, the parameter's name and its row
-block. A rank draws the row blocks that its box touches and keeps its part of them, so every mesh
-starts from the same bits. Layer: above redistribute and spec.
+Each number of a parameter is a function of the seed, the parameter's name and its row block. A rank
+draws the row blocks that its box touches and keeps its part of them, so every mesh starts from the
+same bits. Layer: above redistribute and spec.
 """
 
 import math
@@ -18,15 +18,13 @@ from torchtitan_lite.rng import generator
 from torchtitan_lite.spec import InitRule
 
 _ELEMENTS_PER_BLOCK = 1 << 18
-"""Part of the definition of the initial weights: another value gives other weights."""
+"""Rows per block. Another value gives other initial weights."""
 
 
 @torch.no_grad()
 def initialize(model: nn.Module, rules: Sequence[InitRule], seed: int) -> None:
-    """Fill every parameter of `model` as its first matching rule says.
-
-    Raises LookupError naming the parameter that no rule matches.
-    """
+    """Initialize every parameter of `model` by its first matching rule. Raises LookupError if no
+    rule matches."""
     for name, parameter in model.named_parameters():
         rule = next((rule for rule in rules if fnmatchcase(name, rule.pattern)), None)
         if rule is None:
@@ -41,7 +39,7 @@ def initialize(model: nn.Module, rules: Sequence[InitRule], seed: int) -> None:
 
 
 def on_meta(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """What `build` makes, in `dtype` and without memory."""
+    """Build the model in `dtype` on the meta device."""
     dtype_before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -54,8 +52,9 @@ def on_meta(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 def give_memory(
     model: nn.Module, device: torch.device, buffer_device: torch.device | None = None
 ) -> None:
-    """Move a model from the meta device to `device`; its parameters hold nothing yet. Buffers are
-    computed when the module is made, on the CPU, and keep their values, on `buffer_device`."""
+    """Move a model from the meta device to `device`, with uninitialized parameters. Buffers are
+    computed on the CPU when the module is created, and move to `buffer_device` with their values.
+    """
     buffers = dict(model.named_buffers())
     model.to_empty(device=device)
     for name, buffer in buffers.items():
@@ -65,7 +64,7 @@ def give_memory(
 
 
 def draw_box(name: str, shape: Sequence[int], box: Box, rule: InitRule, seed: int) -> torch.Tensor:
-    """The values of one box of a normally drawn parameter of global `shape`, float32."""
+    """Draw the values of one box of a normally distributed parameter of global `shape`, float32."""
     row_elements = max(1, math.prod(shape[1:]))
     block_rows = max(1, _ELEMENTS_PER_BLOCK // row_elements)
     first_row, num_rows = box.offset[0], box.size[0]

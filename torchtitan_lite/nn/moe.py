@@ -1,10 +1,9 @@
-"""A mixture of experts in the place of a feed-forward block: route, dispatch, experts, combine.
+"""Mixture of experts (MoE) in place of a feed-forward block: route, dispatch, experts, combine.
 
-Invariants: no token is dropped unless a capacity is set, and then the same ones every time. How a
-token is routed depends on that token and the balancing bias alone. `experts` sees copies of tokens
-sorted by expert, and how many each expert gets; it returns its results in the same order, so that
-expert parallelism can wrap it and nothing else. Layer: above errors; `nn.feed_forward`,
-`nn.grouped_linear`, `nn.rows`.
+No token is dropped unless a capacity is set, and then deterministically. The routing of a token
+depends on that token and the balancing bias alone. `experts` gets copies of tokens sorted by expert
+and their counts, and returns results in the same order, so that expert parallelism wraps it alone.
+Layer: above errors; `nn.feed_forward`, `nn.grouped_linear`, `nn.rows`.
 
 Beside the legend in `spec.py`:
     X experts   C choices of a token   N = T*C copies of tokens, sorted by expert (fewer where a
@@ -28,28 +27,27 @@ from torchtitan_lite.nn.rows import take_rows
 
 @dataclass(frozen=True, kw_only=True)
 class MoEDims:
-    """The dimensions of one block, and how it routes."""
+    """Dimensions of one block, and its routing."""
 
     num_experts: int
     top_k: int
-    """Experts that a token is sent to."""
+    """Experts per token."""
     hidden_dim: int
     """Width of one expert."""
     shared_hidden_dim: int = 0
-    """Width of the experts that every token passes through, taken together. 0: there are none."""
+    """Total width of the shared experts. 0: none."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize_weights: bool = True
-    """Whether the weights of a token's experts are scaled to the sum of one."""
+    """Whether the weights of a token's experts are normalized to sum to 1."""
     route_scale: float = 1.0
-    """Factor of the weights, after that."""
+    """Factor of the weights, after normalization."""
     balance_loss_weight: float = 0.0
-    """Factor of the auxiliary loss that balances the experts within each sequence."""
+    """Factor of the sequence-level balance loss."""
     bias_update_rate: float = 0.0
-    """How far a step moves the bias by which the choice of experts is balanced without a loss. 0:
-    the bias stays."""
+    """Change of the balancing bias per step (auxiliary-loss-free balancing). 0: no update."""
     capacity_factor: float | None = None
-    """An expert takes this many times its fair share of the tokens of a sequence, and drops the
-    later ones. Unset: no token is dropped."""
+    """Multiple of the fair share of a sequence's tokens that an expert takes; later ones are
+    dropped. Unset: no token is dropped."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -70,11 +68,11 @@ class MoEDims:
             )
 
     def num_params(self, dim: int) -> int:
-        """Parameters of one block of model width `dim`."""
+        """Return the parameters of one block of model width `dim`."""
         return self._matrices(dim, self.num_experts)
 
     def num_active_params(self, dim: int) -> int:
-        """Those of them that one token passes through."""
+        """Return the parameters of one block that a token passes through."""
         return self._matrices(dim, self.top_k)
 
     def _matrices(self, dim: int, num_experts: int) -> int:
@@ -83,7 +81,7 @@ class MoEDims:
 
 
 class MoE(nn.Module):
-    """The sum of a token's experts, weighted by the router, and of the shared ones if any."""
+    """The weighted sum of a token's experts, plus the shared experts, if any."""
 
     def __init__(self, dim: int, dims: MoEDims) -> None:
         super().__init__()
@@ -103,25 +101,25 @@ class MoE(nn.Module):
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the router sends each token."""
+    """The router's choices."""
 
     experts_BSC: torch.Tensor
     """int64."""
     weights_BSC: torch.Tensor
     """float32 or wider."""
     counts_X: torch.Tensor
-    """int64; how many tokens chose each expert."""
+    """int64; tokens per expert."""
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token by its scores, and keeps count of the choices."""
+    """The router: chooses the experts of each token by its scores, and counts the choices."""
 
     expert_bias_X: torch.Tensor
-    """Added to the scores for the choice alone, never to the weights."""
+    """Added to the scores for the choice only, not to the weights."""
     load_X: torch.Tensor
-    """int64; tokens that chose each expert in the backward passes since it was last zeroed."""
+    """int64; tokens per expert in the backward passes since it was last zeroed."""
     sum_over_sequence: Callable[[torch.Tensor], torch.Tensor]
-    """Adds up what the ranks that share a sequence have counted."""
+    """Sums counts over the ranks that share a sequence."""
 
     def __init__(self, dim: int, dims: MoEDims) -> None:
         super().__init__()
@@ -135,7 +133,7 @@ class Router(nn.Module):
         self.register_buffer("load_X", load_X, persistent=False)
 
     def forward(self, x_BSD: torch.Tensor) -> Routing:
-        """The choice of every token."""
+        """Route every token."""
         scores_BSX = self._scores(self.gate(x_BSD))
         biased_BSX = scores_BSX.detach() + self.expert_bias_X
         experts_BSC = biased_BSX.topk(self.dims.top_k, dim=-1).indices
@@ -157,25 +155,24 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_expert_bias(self, counts_X: torch.Tensor) -> None:
-        """Move the bias of each expert by `dims.bias_update_rate` towards its fair share of
-        `counts_X`, the tokens of a step that chose each expert (auxiliary-loss-free balancing,
+        """Update the bias of each expert by `dims.bias_update_rate` towards its fair share of
+        `counts_X`, the tokens of a step per expert (auxiliary-loss-free balancing,
         arXiv:2408.15664)."""
         # Whole numbers throughout, so that every rank finds the same signs.
         shortage_X = counts_X.sum() - counts_X * len(counts_X)
         self.expert_bias_X.add_(shortage_X.sign(), alpha=self.dims.bias_update_rate)
 
     def _scores(self, logits_BSX: torch.Tensor) -> torch.Tensor:
-        """In float32 at least: in bfloat16 good experts would often have equal scores."""
+        """Return scores, at least float32: in bfloat16 good experts would often tie."""
         logits_BSX = logits_BSX.to(torch.promote_types(logits_BSX.dtype, torch.float32))
         return logits_BSX.softmax(-1) if self.dims.score == "softmax" else logits_BSX.sigmoid()
 
 
 class Experts(nn.Module):
-    """The SwiGLU of every expert, w2(silu(w1 x) * w3 x), with the experts' matrices stacked."""
+    """The SwiGLU of every expert, w2(silu(w1 x) * w3 x), with stacked matrices."""
 
     WIDTH_DIMS = {"w1": 1, "w2": 2, "w3": 1}
-    """The dim of each stack that runs over the features within an expert; dim 0 runs over the
-    experts."""
+    """The dim of each stack over the features of an expert; dim 0 is over experts."""
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
         super().__init__()
@@ -184,7 +181,8 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
 
     def forward(self, tokens_ND: torch.Tensor, counts_X: torch.Tensor) -> torch.Tensor:
-        """Tokens sorted by expert, and how many each expert gets -> [N, D] in the same order."""
+        """Run the experts on tokens sorted by expert, with their counts. Returns [N, D] in the same
+        order."""
         return grouped_swiglu(tokens_ND, self.w1, self.w2, self.w3, counts_X)
 
 
@@ -195,7 +193,7 @@ def grouped_swiglu(
     w3_XFD: torch.Tensor,
     counts_X: torch.Tensor,
 ) -> torch.Tensor:
-    """`Experts.forward` with the stacks given. Of a part of the features F it is a part of the
+    """`Experts.forward` with given stacks. With a shard of the features F the result is a partial
     sum."""
     hidden_NF = F.silu(grouped_linear(tokens_ND, w1_XFD, counts_X))
     hidden_NF = hidden_NF * grouped_linear(tokens_ND, w3_XFD, counts_X)
@@ -208,15 +206,15 @@ class Dispatched:
 
     tokens_ND: torch.Tensor
     counts_X: torch.Tensor
-    """int64; the copies that each expert gets. Their sum is N."""
+    """int64; copies per expert. Their sum is N."""
     places_TC: torch.Tensor
-    """Where each copy went; N or more for a dropped one."""
+    """Position of each copy; N or more if dropped."""
     order_N: torch.Tensor
-    """The copies (token * C + choice) in their sorted order, dropped ones last."""
+    """Copies (token * C + choice) in sorted order, dropped ones last."""
 
 
 def dispatch(x_TD: torch.Tensor, routing: Routing, capacity_factor: float | None) -> Dispatched:
-    """Copy each token once for each of its experts, sorted by expert."""
+    """Copy each token once per chosen expert, sorted by expert."""
     num_choices, num_experts = routing.experts_BSC.shape[-1], len(routing.counts_X)
     experts_N, counts_X = routing.experts_BSC.flatten(), routing.counts_X
     if capacity_factor is not None:
@@ -235,7 +233,7 @@ def dispatch(x_TD: torch.Tensor, routing: Routing, capacity_factor: float | None
 
 
 def _places_in_queue(experts_BSC: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """How many earlier copies of the same sequence chose the same expert, for each copy."""
+    """Count, for each copy, the earlier copies of the same sequence that chose the same expert."""
     queues_BN = experts_BSC.flatten(1)
     first_B1 = torch.arange(len(queues_BN), device=queues_BN.device)[:, None] * num_experts
     queues_N = (queues_BN + first_B1).flatten()
@@ -246,7 +244,7 @@ def _places_in_queue(experts_BSC: torch.Tensor, num_experts: int) -> torch.Tenso
 
 
 def combine(out_ND: torch.Tensor, dispatched: Dispatched, routing: Routing) -> torch.Tensor:
-    """The weighted sum [T, D] of each token's results; a dropped copy adds nothing."""
+    """Return the weighted sum [T, D] of each token's results; dropped copies add nothing."""
     places_TC, order_N = dispatched.places_TC, dispatched.order_N
     num_dropped = len(order_N) - len(out_ND)
     if num_dropped:
@@ -258,12 +256,10 @@ def combine(out_ND: torch.Tensor, dispatched: Dispatched, routing: Routing) -> t
 
 
 def balance_loss(scores_BSX: torch.Tensor, counts_BX: torch.Tensor) -> torch.Tensor:
-    """How unevenly each sequence loads the experts, summed over its tokens (arXiv:2412.19437,
-    equations 17 to 20): 1 for each token where the load is even, more where the experts with
-    many tokens also have high scores.
-
-    `counts_BX` are those of whole sequences, of which the scores may be a part: the parts' losses
-    add up to that of the whole."""
+    """Return the sequence-level balance loss, summed over tokens (arXiv:2412.19437, equations 17 to
+    20): 1 per token under even load, more where loaded experts also have high scores. `counts_BX`
+    are of entire sequences; the scores may be a shard of them, whose losses sum to the entire loss.
+    """
     loads_BX = counts_BX.to(scores_BSX.dtype) * scores_BSX.shape[-1]
     loads_BX = loads_BX / counts_BX.sum(-1, keepdim=True)
     shares_BSX = scores_BSX / scores_BSX.sum(-1, keepdim=True)
@@ -271,14 +267,14 @@ def balance_loss(scores_BSX: torch.Tensor, counts_BX: torch.Tensor) -> torch.Ten
 
 
 def _count(experts_BN: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """How often each expert is named in each row, [B, X] int64."""
+    """Count how often each expert occurs in each row, [B, X] int64."""
     zeros_BX = experts_BN.new_zeros(experts_BN.shape[0], num_experts)
     return zeros_BX.scatter_add(1, experts_BN, torch.ones_like(experts_BN))
 
 
 class _Counted(torch.autograd.Function):
-    """Its input, counted in backward: forward runs twice where activations are computed again,
-    and without backward in validation."""
+    """The identity, which counts tokens in backward: forward runs twice with activation
+    checkpointing, and without backward in validation."""
 
     @staticmethod
     def forward(
@@ -307,7 +303,7 @@ def _(load_X: torch.Tensor, counts_X: torch.Tensor, grad_BSC: torch.Tensor) -> N
 
 
 class _WithLoss(torch.autograd.Function):
-    """Its input, with the gradient of a loss as if that were added to the summed loss."""
+    """The identity, which adds the gradient of an auxiliary loss."""
 
     @staticmethod
     def forward(ctx: Any, weights_BSC: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

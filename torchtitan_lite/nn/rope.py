@@ -1,6 +1,5 @@
-"""Rotary position embedding (arXiv:2104.09864), in the layout that Hugging Face uses: the two
-numbers that are rotated together lie half a head apart. Layer: above spec.
-"""
+"""Rotary position embedding (RoPE, arXiv:2104.09864) in Hugging Face's layout: the two numbers of a
+pair are half a head apart. Layer: above spec."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from torch import nn
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's stretching of slow rotations for longer contexts (arXiv:2407.21783)."""
+    """RoPE scaling of Llama 3.1 for longer contexts (arXiv:2407.21783)."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -20,7 +19,7 @@ class RopeScaling:
 
 
 class RotaryEmbedding(nn.Module):
-    """Positions -> the cosine and sine of each rotation."""
+    """Map positions to the cosine and sine of each rotation."""
 
     frequencies_E: torch.Tensor
 
@@ -34,20 +33,21 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("frequencies_E", frequencies_E, persistent=False)
 
     def forward(self, positions_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two float32 tensors [B, S, 1, E/2]."""
+        """Return two float32 tensors [B, S, 1, E/2]."""
         angles = positions_BS[:, :, None, None].float() * self.frequencies_E
         return angles.cos(), angles.sin()
 
 
 def rotate(x_BSHE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (x[i], x[i + E/2]) by its angle, in float32 at least; same dtype out."""
+    """Rotate each pair (x[i], x[i + E/2]) by its angle, in at least float32; the dtype does not
+    change."""
     left, right = x_BSHE.chunk(2, dim=-1)
     turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
     return turned.to(x_BSHE.dtype)
 
 
 def _stretch(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Slow rotations are slowed by `factor`, fast ones kept, those between blended."""
+    """Divide slow frequencies by `factor`, keep fast ones, and interpolate between."""
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_position / wavelengths
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

@@ -1,7 +1,4 @@
-"""Rows of a matrix taken by index, with a gradient that adds in one order always.
-
-Layer: imports torch only.
-"""
+"""Row gather with a deterministic gradient."""
 
 from typing import Any
 
@@ -9,9 +6,9 @@ import torch
 
 
 def take_rows(x_RD: torch.Tensor, index_N: torch.Tensor, inverse_RC: torch.Tensor) -> torch.Tensor:
-    """[N, D] whose row n is `x_RD[index_N[n]]`; `inverse_RC` holds the C places that each row went
-    to. The gradient takes rows by the inverse index: plain indexing would add gradients
-    atomically, in an order that no two runs share."""
+    """Return [N, D] whose row n is `x_RD[index_N[n]]`; `inverse_RC` holds the C places of each row.
+    The gradient gathers by the inverse index: plain indexing would add gradients atomically, in an
+    order that differs from run to run."""
     return _Taken.apply(x_RD, index_N, inverse_RC)
 
 
