@@ -29,7 +29,7 @@ from torchtitan_lite.hooks import (
     HookContext,
     record_metrics,
     registered_hooks,
-    tell_books,
+    report_goodput,
     validate_every,
     write_sample_ledger,
 )
@@ -37,7 +37,13 @@ from torchtitan_lite.launcher.supervised import announce, is_restarted
 from torchtitan_lite.log import logger
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.metrics import Books, Event, Metrics, open_books, open_metrics
+from torchtitan_lite.metrics import (
+    Event,
+    GoodputTracker,
+    Metrics,
+    open_goodput_tracker,
+    open_metrics,
+)
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.metrics.profiler import StepProfiler
 from torchtitan_lite.models import model_spec
@@ -69,7 +75,7 @@ class Built:
     spec: ModelSpec
     data: OpenedData
     metrics: Metrics
-    books: Books | None
+    goodput_tracker: GoodputTracker | None
     """The leader's."""
     restored_from: str | None
     """What the state was loaded from, if anything."""
@@ -94,8 +100,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     own_folder = dump_folder if replica is None else replica_folder(dump_folder, replica)
     together(lambda: _make_folder(own_folder))
     with ExitStack() as opened:
-        books = _books(config, own_folder, opened) if mesh.is_leader else None
-        phases = Phases(_phase_listeners(config, mesh, books, own_folder, opened))
+        goodput_tracker = _goodput_tracker(config, own_folder, opened) if mesh.is_leader else None
+        phases = Phases(_phase_listeners(config, mesh, goodput_tracker, own_folder, opened))
         phases.enter(Phase.START, 0)
         announce("reading data")
         data = open_data(
@@ -214,7 +220,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 opened,
                 job_schedule=schedule,
                 metrics=metrics,
-                books=books,
+                goodput_tracker=goodput_tracker,
                 data=data,
                 spec=spec,
                 state=state,
@@ -277,7 +283,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             spec=spec,
             data=data,
             metrics=metrics,
-            books=books,
+            goodput_tracker=goodput_tracker,
             restored_from=restored_from,
         )
 
@@ -347,19 +353,23 @@ def _replay(config: Config, state: TrainState, schedule: Schedule, mesh: Mesh) -
     return StepReplay(state.model, schedule, state.optimizer, mesh, tolerance=tolerance)
 
 
-def _books(config: Config, folder: Path, opened: ExitStack) -> Books:
+def _goodput_tracker(config: Config, folder: Path, opened: ExitStack) -> GoodputTracker:
     """Those of an earlier attempt, where this run is one that goes on."""
-    goes_on = config.checkpoint.enable or config.fault_tolerance.enable
-    books = open_books(folder, goes_on=goes_on)
-    opened.callback(books.close)
-    return books
+    resumes = config.checkpoint.enable or config.fault_tolerance.enable
+    goodput_tracker = open_goodput_tracker(folder, resumes=resumes)
+    opened.callback(goodput_tracker.close)
+    return goodput_tracker
 
 
 def _phase_listeners(
-    config: Config, mesh: Mesh, books: Books | None, folder: Path, opened: ExitStack
+    config: Config,
+    mesh: Mesh,
+    goodput_tracker: GoodputTracker | None,
+    folder: Path,
+    opened: ExitStack,
 ) -> list[PhaseListener]:
     """Who is told what this rank is doing."""
-    listeners: list[PhaseListener] = [] if books is None else [books]
+    listeners: list[PhaseListener] = [] if goodput_tracker is None else [goodput_tracker]
     hang_timeout_s = config.fault_tolerance.hang_timeout_s
     if config.fault_tolerance.enable and hang_timeout_s > 0:
         traces = folder / config.comm.save_traces_folder
@@ -373,7 +383,7 @@ def _hooks(
     *,
     job_schedule,
     metrics: Metrics,
-    books: Books | None,
+    goodput_tracker: GoodputTracker | None,
     data: OpenedData,
     spec: ModelSpec,
     state: TrainState,
@@ -383,10 +393,16 @@ def _hooks(
     """What runs after each step, in this order."""
     cost = spec.cost(config.training.seq_len)
     hooks = [
-        record_metrics(metrics, mesh, cost=cost, books=books, total_steps=config.training.steps)
+        record_metrics(
+            metrics,
+            mesh,
+            cost=cost,
+            goodput_tracker=goodput_tracker,
+            total_steps=config.training.steps,
+        )
     ]
-    if books is not None and config.checkpoint.enable:
-        hooks.append(tell_books(config.checkpoint.interval, books, metrics))
+    if goodput_tracker is not None and config.checkpoint.enable:
+        hooks.append(report_goodput(config.checkpoint.interval, goodput_tracker, metrics))
     if data.validation is not None:
         hooks.append(
             validate_every(

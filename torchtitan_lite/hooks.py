@@ -13,8 +13,8 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.data import ValidationData
 from torchtitan_lite.extension import REGISTRY
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.metrics import Books, Event, Metrics, StepRecord
-from torchtitan_lite.metrics.books import process_age_s
+from torchtitan_lite.metrics import Event, GoodputTracker, Metrics, StepRecord
+from torchtitan_lite.metrics.goodput import process_age_s
 from torchtitan_lite.metrics.jsonl import JsonLines
 from torchtitan_lite.metrics.throughput import mfu
 from torchtitan_lite.spec import ModelCost, ModelSpec, Schedule
@@ -50,7 +50,12 @@ def _without_aborted(registered: Hook) -> Hook:
 
 
 def record_metrics(
-    metrics: Metrics, mesh: Mesh, *, cost: ModelCost, books: Books | None, total_steps: int
+    metrics: Metrics,
+    mesh: Mesh,
+    *,
+    cost: ModelCost,
+    goodput_tracker: GoodputTracker | None,
+    total_steps: int,
 ) -> Hook:
     """Record each step, and the events `start` (once, after the first step of this process),
     `saved` and `saves_failed`."""
@@ -85,7 +90,7 @@ def record_metrics(
                 checkpoint_stall_s=report.checkpoint_stall_s,
                 gc_time_s=report.gc_time_s,
                 num_replicas=report.num_replicas,
-                goodput=None if books is None else books.goodput(),
+                goodput=None if goodput_tracker is None else goodput_tracker.goodput(),
                 router_load=busiest_experts(report.router_loads) or None,
                 idle_experts=idle_experts(report.router_loads),
                 skipped=not report.committed,
@@ -112,12 +117,12 @@ def record_metrics(
     return hook
 
 
-def tell_books(freq: int, books: Books, metrics: Metrics) -> Hook:
+def report_goodput(freq: int, goodput_tracker: GoodputTracker, metrics: Metrics) -> Hook:
     """Say every `freq` steps what the time has gone into."""
 
     def hook(state: TrainState, report: StepReport) -> None:
         if report.committed and state.step % freq == 0:
-            values = books.accounts().values()
+            values = goodput_tracker.totals().values()
             metrics.event(Event(name="books", step=state.step, values=values))
 
     return hook

@@ -89,7 +89,7 @@ def last_words(built: Built) -> Iterator[None]:
         metrics.saved(job.checkpoints.saved_step, job.state.step)
     finally:
         _tell_news(built)
-        values = None if built.books is None else built.books.accounts().values()
+        values = None if built.goodput_tracker is None else built.goodput_tracker.totals().values()
         if values is not None:
             metrics.event(Event(name="books", step=job.state.step, values=values))
         # The live bar would break long lines, so that they could not be copied.

@@ -1,6 +1,6 @@
-"""Steps that look wrong, and ranks that are slow: what is told of them, and what is done.
+"""Anomaly detection: anomalous steps, and slow ranks.
 
-Pure: it is given the numbers that all ranks see and that all decide on alike. Layer: above section.
+Pure functions of numbers that all ranks see, so that all decide alike. Layer: above section.
 """
 
 from torchtitan_lite.anomalies.history import History

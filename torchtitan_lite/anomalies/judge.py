@@ -1,5 +1,5 @@
-"""What is done with a step, by its numbers and those before it. Layer: above config, history and
-spikes."""
+"""The decision about a step, by its loss, its gradient norm and the history. Layer: above config,
+history and spikes."""
 
 import math
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ _LEAST_OF_LOG_NORM = 0.05
 
 
 class Action(Enum):
-    """What is done with a step. The values are those of the config."""
+    """What to do with a step. The values are those of the config."""
 
     COMMIT = "commit"
     REPEAT = "repeat"
-    """With the same samples: a replica was lost."""
+    """Retry with the same samples: a replica was lost."""
     SKIP = "skip"
     STOP = "stop"
     ROLL_BACK = "roll_back"
@@ -27,15 +27,15 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one step."""
+    """The decision about one step."""
 
     action: Action
     reason: str = ""
-    """What is wrong with it."""
+    """The anomaly."""
 
     @property
     def is_suspicious(self) -> bool:
-        """Whether its numbers are not to be trusted."""
+        """Whether the step is anomalous."""
         return self.action not in (Action.COMMIT, Action.REPEAT)
 
 
@@ -43,16 +43,16 @@ REPEAT = Verdict(Action.REPEAT)
 
 
 class Judge:
-    """Decides alike wherever the numbers and the history are alike."""
+    """Decides about steps; equal numbers and histories give equal decisions."""
 
     def __init__(self, config: AnomaliesConfig, max_skipped_steps: int) -> None:
         self._config, self._max_skipped_steps = config, max_skipped_steps
         self.window = 0 if config.on_spike == "off" else config.spike_window
-        """Steps that a history has to remember."""
+        """Length of the history, in steps."""
         self.roll_back_steps = config.roll_back_steps
 
     def judge(self, loss: float, grad_norm: float, history: History) -> Verdict:
-        """`loss` and `grad_norm` are those of a step that all ranks have come through."""
+        """Decide about a step that all ranks completed."""
         config = self._config
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self._limited(config.on_non_finite, "is not finite", history)
@@ -61,7 +61,7 @@ class Judge:
         return Verdict(Action.COMMIT)
 
     def _spike(self, loss: float, grad_norm: float, history: History) -> str:
-        """What is far above the steps before; empty: nothing."""
+        """Describe a spike; empty if there is none."""
         if len(history.losses) < self._config.spike_min_steps:
             return ""
         norms = [_log(norm) for norm in history.grad_norms]
@@ -84,5 +84,5 @@ class Judge:
 
 
 def _log(norm: float) -> float:
-    """A step without gradient is no reason to fail."""
+    """A step without a gradient does not fail."""
     return math.log(max(norm, 1e-30))

@@ -1,7 +1,7 @@
-"""Names ranks that are slower than those that do the same work, and go on being so.
+"""Slow-rank detection: ranks that are persistently slower than others with the same work.
 
-Each rank says how long its own work took, before it waited for others; all ranks see all of that in
-the exchange of numbers of a step, and come to the same. Layer: above robust.
+Each rank reports its work time before it waited for others; all ranks see all times in the
+reduction of a step, and decide alike. Layer: above robust.
 """
 
 import math
@@ -14,61 +14,62 @@ import numpy as np
 from torchtitan_lite.anomalies.robust import middle_and_deviation
 
 _WINDOWS = (64, 256)
-"""Steps that are judged together: few find much quickly, many find little."""
+"""Steps per decision: few detect fast, many detect small differences."""
 _EVERY = 16
-"""Steps from one judgement to the next."""
+"""Steps between decisions."""
 _SLOW, _NOT_SLOW = math.log(1.10), math.log(1.05)
-"""Of the time that others take, as logarithms: beyond the first a rank is called slow, below the
-second no more."""
+"""Relative slowness, as logarithms: a rank is slow beyond the first, and no longer below the
+second."""
 _CERTAINTY = 6.0
-"""Standard errors by which a rank must be beyond the first. Ten thousand steps of 64 ranks are
-40,000 judgements, and a noise that lasts makes single steps depend on each other."""
+"""Standard errors beyond the first limit. Ten thousand steps of 64 ranks are 40,000 decisions, and
+correlated noise makes steps dependent."""
 _MEDIAN_ERROR = 1.2533
-"""Standard error of a median, in those of a mean, of normal noise."""
+"""Standard error of a median relative to that of a mean, for normal noise."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank did in a step."""
+    """The work of one rank in a step."""
 
     replica: int
     rank: int
-    """In its replica."""
+    """Rank in its replica."""
     stage: int
-    """Of the pipeline."""
+    """Pipeline stage."""
     microbatches: int
     seconds: float
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A change of what is known of a rank."""
+    """A rank that became slow, or is no longer slow."""
 
     replica: int
     rank: int
     times_slower: float
-    """Than the median of the others."""
+    """Factor relative to the median of the others."""
     is_slow: bool
-    """False: it was, and is no more."""
+    """False: no longer slow."""
 
 
 class SlowRanks:
-    """Told of every step, tells of a rank once when it is slow, and once when it is no more.
+    """Observes every step and reports a rank once when it becomes slow, and once when it no longer
+    is.
 
-    Only ranks with the same stage and as many microbatches are compared. Where others take part,
-    or the work is divided in another way, it begins anew, and who was slow is found again.
+    Only ranks with the same stage and as many microbatches are compared. A change of ranks or work
+    restarts the detection.
     """
 
     def __init__(self) -> None:
         self._who: tuple[tuple[int, int, int, int], ...] = ()
         self._rows: deque[np.ndarray] = deque(maxlen=_WINDOWS[-1])
-        """Of each step, the logarithm of each rank's time over that of the others."""
+        """Return the logarithm of each rank's time over that of the others, per step."""
         self._groups: list[list[int]] = []
         self._slow: set[int] = set()
         self._steps = 0
 
     def step(self, work: Sequence[Work]) -> list[SlowRank]:
-        """`work` is that of all ranks of all replicas, in the same order as before."""
+        """Observe a step: `work` of all ranks of all replicas, in a fixed order."""
         who = tuple((one.replica, one.rank, one.stage, one.microbatches) for one in work)
         if who != self._who:
             self._begin(who)
@@ -114,13 +115,13 @@ class SlowRanks:
 
 
 def _least(slower: np.ndarray) -> np.ndarray:
-    """What the median over the steps is at least, for each rank, as far as the scatter can tell."""
+    """Return a lower confidence bound of the median over the steps, per rank."""
     middle, deviation = middle_and_deviation(slower)
     return middle - _CERTAINTY * _MEDIAN_ERROR * deviation / math.sqrt(len(slower))
 
 
 def median_of_others(times: np.ndarray) -> np.ndarray:
-    """For each rank of `times` [ranks], two or more, the median of all others'."""
+    """Return, for each rank of `times` [ranks], two or more, the median of the others."""
     order = np.argsort(times, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(times))

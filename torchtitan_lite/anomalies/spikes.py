@@ -1,4 +1,4 @@
-"""Whether a number is far above those before it. Layer: above robust."""
+"""Spike detection. Layer: above robust."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,8 @@ from torchtitan_lite.anomalies.robust import middle_and_deviation
 
 
 def deviations_above(value: float, before: Sequence[float], least_deviation: float) -> float:
-    """How many robust standard deviations `value` lies above the median of `before`. A deviation
-    counts as `least_deviation` at least: numbers that hardly change would make a spike of any."""
+    """Return how many robust standard deviations `value` is above the median of `before`. A
+    deviation counts as at least `least_deviation`: numbers that hardly change would make anything a
+    spike."""
     middle, deviation = middle_and_deviation(np.array(before))
     return (value - float(middle)) / max(float(deviation), least_deviation)

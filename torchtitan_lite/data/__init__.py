@@ -1,8 +1,7 @@
-"""Data: corpora, tokenizer, packing and the sample order. Layer: above errors, log, section, rng
-and spec; below config.
+"""Data: corpora, tokenizer, packing and the sample order.
 
-Invariant: which samples a step uses, and in which order, is a pure function of the settings, the
-seed and the cursor, whatever the ranks.
+Which samples a step uses, and in which order, is a pure function of the settings, the seed and the
+cursor, independent of the ranks. Layer: above errors, log, section, rng and spec; below config.
 """
 
 from torchtitan_lite.data.loader import DataLoader

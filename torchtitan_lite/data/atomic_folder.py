@@ -18,8 +18,8 @@ from torchtitan_lite.log import logger
 
 
 def build_once(folder: Path, what: str, build: Callable[[Path], None]) -> None:
-    """Make `folder` by calling `build(temporary_folder)`, unless it exists. Any number of
-    processes may call this at once; one builds while the others wait. `what` is for messages."""
+    """Create `folder` by calling `build(temporary_folder)`, unless it exists. Any number of
+    processes may call this at once: one builds while the others wait. `what` is for messages."""
     if folder.is_dir():
         return
     try:

@@ -21,7 +21,7 @@ from torchtitan_lite.errors import DataError
 
 END_OF_TURN = "<|eot_id|>"
 TURN_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", END_OF_TURN)
-"""The special tokens that `DEFAULT_TEMPLATE` puts around messages."""
+"""Special tokens of `DEFAULT_TEMPLATE`."""
 
 DEFAULT_TEMPLATE = """\
 {{- bos_token }}
@@ -39,43 +39,44 @@ DEFAULT_TEMPLATE = """\
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
-"""Of tokenizers that are trained here: Llama 3's turns, without its dates and tools."""
+"""Template of tokenizers trained here: Llama 3's turns, without its dates and tools."""
 
 TODAY = datetime(2024, 7, 26)
-"""What `strftime_now` says in a template. It is the date that Llama 3 templates fall back to; the
-real one would make the tokens of a corpus depend on the day on which they were made."""
+"""Result of `strftime_now` in a template: the default date of Llama 3's templates. The real date
+would make a corpus' tokens depend on the day of tokenization."""
 
 _NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _SPAN_BEGIN, _SPAN_END = "\U0010f5b0", "\U0010f5b1"
-"""Of private use; `ChatTemplate.render_with_spans` finds out when a text holds them."""
+"""Private-use characters; `ChatTemplate.render_with_spans` checks that a text does not contain
+them."""
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A template that has been found but not compiled."""
+    """A template that is not compiled yet."""
 
     name: str
-    """The file it comes from, for messages."""
+    """Its file, for messages."""
     source: str
     special_tokens: Mapping[str, str]
-    """What the template knows as `bos_token`, `eos_token` and so on."""
+    """Special tokens by name: `bos_token`, `eos_token` and so on."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes when what is rendered may have changed."""
+        """Changes if the rendered text may have changed."""
         parts = [self.source, json.dumps(dict(self.special_tokens), sort_keys=True), str(TODAY)]
         return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
 
     @property
     def marks_the_assistant(self) -> bool:
-        """Whether `{% generation %}` blocks say what the assistant's text is."""
+        """Whether `{% generation %}` blocks mark the assistant's text."""
         return self._compiled.generation.is_used
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation; with `add_generation_prompt` it ends with the header of the
-        assistant's next message. Raises TemplateRefusal."""
+        """Render a conversation; `add_generation_prompt` appends the header of the assistant's next
+        message. Raises TemplateRefusal."""
         template = self._compiled.template
         try:
             return template.render(
@@ -90,8 +91,8 @@ class ChatTemplate:
             raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
 
     def render_with_spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the places [begin, end) in it, in characters, of what
-        stands in `{% generation %}` blocks. Raises TemplateRefusal."""
+        """Render a conversation, and return the character ranges [begin, end) of its `{% generation
+        %}` blocks. Raises TemplateRefusal."""
         plain = self.render(messages)
         generation = self._compiled.generation
         generation.marks = (_SPAN_BEGIN, _SPAN_END)
@@ -123,12 +124,12 @@ class ChatTemplate:
 
 
 class TemplateRefusal(Exception):
-    """The template does not take a conversation. The text says why."""
+    """The template rejects a conversation; the text says why."""
 
 
 def find_template(folder: Path) -> ChatTemplate:
-    """The template of the tokenizer in `folder`: chat_template.jinja, else `chat_template` in
-    tokenizer_config.json. Raises DataError when there is none."""
+    """Find the template of the tokenizer in `folder`: chat_template.jinja, else `chat_template` in
+    tokenizer_config.json. Raises DataError if there is none."""
     config_file = folder / "tokenizer_config.json"
     config = _read_json(config_file)
     file = folder / "chat_template.jinja"
@@ -154,7 +155,7 @@ def find_template(folder: Path) -> ChatTemplate:
 
 
 def _in_config(given: Any, config_file: Path) -> str | None:
-    """The template of `tokenizer_config.json`: a text, or that named "default" of a list."""
+    """Return the template in `tokenizer_config.json`: a text, or the "default" one in a list."""
     if given is None or isinstance(given, str):
         return given
     named = given if isinstance(given, dict) else {t["name"]: t["template"] for t in given}

@@ -1,8 +1,8 @@
-"""Conversations as token ids, and which of them the assistant says.
+"""Conversations as token ids, with the assistant's tokens as targets.
 
-Layer: above chat_template, conversations and tokenizer. Invariants: the ids are those of one
-tokenisation of the whole text, so that they are what the model is given later; and whether a
-token is a target follows from where its characters lie, never from its neighbours' ids.
+The ids are those of one tokenization of the entire text, as at inference; whether a token is a
+target follows from the position of its characters. Layer: above chat_template, conversations and
+tokenizer.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from torchtitan_lite.errors import DataError
 
 
 class ConversationTokens(NamedTuple):
-    """A conversation as ids."""
+    """A tokenized conversation."""
 
     conversation: Conversation
     ids: np.ndarray
     """uint32."""
     target_bounds: np.ndarray
-    """int64, rising: targets are the ids [b0, b1), [b2, b3) and so on. Empty without any."""
+    """int64, ascending: targets are the ids [b0, b1), [b2, b3) and so on; may be empty."""
 
 
 def tokenise_conversations(
@@ -32,10 +32,8 @@ def tokenise_conversations(
     conversations: Sequence[Conversation],
     unusable: Unusable,
 ) -> list[ConversationTokens]:
-    """Each conversation as ids; those that the template refuses are added to `unusable`.
-
-    Raises DataError when the template does not tell what the assistant says.
-    """
+    """Tokenize conversations; those that the template rejects are added to `unusable`. Raises
+    DataError if the template does not mark the assistant's text."""
     rendered = []
     for conversation in conversations:
         try:
@@ -54,7 +52,7 @@ def tokenise_conversations(
 def _assistant_spans(
     tokenizer: Tokenizer, template: ChatTemplate, conversation: Conversation
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and what of it the assistant says, in characters."""
+    """Return the text of a conversation, and the character ranges of the assistant."""
     if template.marks_the_assistant:
         return template.render_with_spans(conversation.messages)
     messages = conversation.messages
@@ -78,8 +76,8 @@ def _assistant_spans(
 
 
 def _end_of_turn(text: str, begin: int, special_texts: tuple[str, ...]) -> int:
-    """The end of what is said from `begin` to the end of `text`: with the token that ends the turn,
-    without the line break that many templates put after it, which nobody generates."""
+    """Return the end of the assistant's text that begins at `begin`: with the token that ends the
+    turn, without the line break that many templates add, which no model generates."""
     said = text[begin:].rstrip()
     return begin + len(said) if said.endswith(special_texts) else len(text)
 
@@ -87,8 +85,8 @@ def _end_of_turn(text: str, begin: int, special_texts: tuple[str, ...]) -> int:
 def _token_bounds(
     begins: np.ndarray, ends: np.ndarray, spans: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """The tokens that hold characters of `spans`, as rising bounds. `begins` and `ends` are the
-    places of each token's characters."""
+    """Return the tokens that contain characters of `spans`, as ascending bounds. `begins` and
+    `ends` are the characters of each token."""
     # A token's space before a word may be missing from its place: it reaches back to the last one.
     ends = np.maximum.accumulate(ends)
     begins = np.minimum(begins, np.concatenate([[0], ends[:-1]]))

@@ -1,8 +1,5 @@
-"""The conversations of a chat corpus, read and checked.
-
-Owns what a conversation is, and the report of those that are not one. Layer: above corpus.
-Invariant: all that is wrong with a corpus is told of at once, each thing with its place.
-"""
+"""Reading and checking the conversations of a chat corpus. All problems are reported at once, each
+with its position. Layer: above corpus."""
 
 import json
 from collections.abc import Iterator
@@ -17,23 +14,23 @@ from torchtitan_lite.errors import DataError
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "ipython", "function")
 _LISTED = 20
-"""Problems that an error lists; it tells how many more there are."""
+"""Maximum problems listed in an error; the rest is counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """The messages of one example."""
+    """One example."""
 
     place: str
     """File and line, or row; for messages."""
     messages: list[dict[str, Any]]
-    """As they were given, without the keys of a message whose value is null."""
+    """The messages as given, without null values."""
     text: str
-    """The messages as JSON. It decides whether the conversation is held out, so that neither
-    template nor tokenizer has a say in that."""
+    """Return the messages as JSON, which decides whether the conversation is held out, independent
+    of template and tokenizer."""
 
     def said(self) -> Iterator[str]:
-        """The texts of the messages, for the training of a tokenizer."""
+        """Return the texts of the messages, to train a tokenizer."""
         for message in self.messages:
             content = message.get("content")
             parts = content if isinstance(content, list) else [{"text": content}]
@@ -41,7 +38,7 @@ class Conversation:
 
 
 class Unusable:
-    """The conversations of a corpus that cannot be used, to be told of together."""
+    """Unusable conversations, reported together."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._corpus = corpus
@@ -52,13 +49,13 @@ class Unusable:
         return self._count
 
     def add(self, place: str, why: str) -> None:
-        """One more, at `place`."""
+        """Add one, at `place`."""
         self._count += 1
         if self._count <= _LISTED:
             self._problems.append(f"  {place}: {why}")
 
     def check(self) -> None:
-        """Raises DataError if there are any."""
+        """Raise DataError if there are any."""
         if self._count == 0:
             return
         more = self._count - len(self._problems)
@@ -72,8 +69,8 @@ class Unusable:
 
 
 def read_conversations(corpus: Corpus, unusable: Unusable) -> Iterator[Conversation]:
-    """The conversations of `corpus` in order. What is none is added to `unusable`; after the
-    first of these nothing more is yielded, and the rest is only checked."""
+    """Yield the conversations of `corpus` in order. Invalid ones are added to `unusable`; after the
+    first of them the rest is only checked."""
     for place, value in _values(corpus, unusable):
         problem = _problem_of(value)
         if problem is not None:
@@ -95,7 +92,7 @@ def read_conversations(corpus: Corpus, unusable: Unusable) -> Iterator[Conversat
 
 
 def _values(corpus: Corpus, unusable: Unusable) -> Iterator[tuple[str, Any]]:
-    """What stands in the column of messages, each with its place."""
+    """Yield the values of the messages column with their positions."""
     if corpus.format != "json":
         for number, value in enumerate(corpus.values(), start=1):
             yield f"row {number}", value
@@ -126,7 +123,7 @@ def _values(corpus: Corpus, unusable: Unusable) -> Iterator[tuple[str, Any]]:
 
 
 def _examples(file: Path) -> Iterator[tuple[str, Any]]:
-    """The lines of a file as bytes; or the values in it, if it is one JSON list."""
+    """Yield the lines of a file as bytes, or the values of a single JSON list."""
     # Imported here: a start with a warm token cache does not pay for it.
     import fsspec
 
@@ -151,7 +148,7 @@ def _no_messages(example: Any, column: str) -> str:
 
 
 def _problem_of(messages: Any) -> str | None:
-    """What is wrong with the messages of an example."""
+    """Return the problem of an example's messages."""
     if not isinstance(messages, list):
         return f"the messages are {_kind(messages)}, not a list"
     if not messages:

@@ -27,7 +27,7 @@ FORMATS = {
     "arrow": (".arrow",),
     "text": (".txt", ".text", ".md"),
 }
-"""The extensions that a folder is searched for. A file named in full may have any."""
+"""File extensions searched in a folder. A file given by name may have any."""
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _C4_SPLITS = {"c4": "train", "c4_validation": "validation", "c4_test": "train"}
@@ -36,17 +36,17 @@ _DOCUMENTS_PER_READ = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """A corpus whose files are known to exist; nothing has been read yet."""
+    """A corpus whose files exist; nothing has been read yet."""
 
     name: str
-    """For messages."""
+    """Its name in messages."""
     fingerprint: str
-    """Changes when the documents may have changed."""
+    """Changes if the documents may have changed."""
     column: str
     is_chat: bool
-    """Whether `column` holds the messages of conversations; else it holds texts."""
+    """Whether `column` holds conversations, not texts."""
     format: str | None
-    """Builder of `datasets` for local files, else None."""
+    """The builder in `datasets` for local files, else None."""
     files: tuple[Path, ...]
     hub_name: str | None
     hub_config: str | None
@@ -54,18 +54,18 @@ class Corpus:
     streaming: bool
     cache_folder: Path
     reader: Callable[[], Iterable[Any]] | None = None
-    """Of a data set that a user's module has registered."""
+    """Of a registered data set."""
 
     def documents(self) -> Iterator[str]:
-        """All documents in order, empty ones left out."""
+        """Yield all non-empty documents in order."""
         for value in self.values():
             text = self.text_of({self.column: value})
             if text:
                 yield text
 
     def values(self) -> Iterator[Any]:
-        """What stands in the column, in order. Reads it into a memory-mapped table first, which
-        `datasets` keeps in its own cache."""
+        """Yield the column in order, from a memory-mapped table that `datasets` keeps in its own
+        cache."""
         if self.reader is not None:
             yield from self.reader()
             return
@@ -82,7 +82,7 @@ class Corpus:
             yield from batch[self.column]
 
     def stream(self) -> Any:
-        """The documents as a `datasets.IterableDataset`, from their start."""
+        """Return the documents as a `datasets.IterableDataset`, from the start."""
         if self.reader is not None:
             import datasets
 
@@ -102,8 +102,7 @@ class Corpus:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Turn what `datasets` raises into one line that names the file and the line, where it is
-        found there."""
+        """Convert an exception of `datasets` to one line with the file and line, if found."""
         with _reading(self.name, self._problem):
             yield
 
@@ -113,7 +112,7 @@ class Corpus:
         return first_problem(self.files, str(self.format), self.column, is_chat=self.is_chat)
 
     def check_not_empty(self) -> None:
-        """Raises DataError when no local file holds anything."""
+        """Raise DataError if all local files are empty."""
         if any(file.stat().st_size for file in self.files):
             return
         first, number = self.files[0], len(self.files)
@@ -124,7 +123,7 @@ class Corpus:
         )
 
     def text_of(self, example: dict[str, Any]) -> str:
-        """The text of one example; "" where it has none."""
+        """Return the text of one example; "" if it has none."""
         value = example[self.column]
         if value is None:
             return ""
@@ -174,7 +173,7 @@ class Corpus:
 
 
 def open_corpus(config: CorpusConfig, cache_folder: Path) -> Corpus:
-    """Find what `config` names. Raises DataError when it is not there."""
+    """Open the corpus in `config`. Raises DataError if it does not exist."""
     format, files, hub_name, hub_config, split = None, (), None, config.dataset_config, ""
     is_chat = config.messages_column is not None
     column = config.text_column if config.messages_column is None else config.messages_column
@@ -251,7 +250,7 @@ def _registered(config: CorpusConfig, column: str, cache_folder: Path, *, is_cha
 
 
 def _local_files(dataset: str, dataset_path: str) -> tuple[str, tuple[Path, ...]]:
-    """The format and the files of `dataset_path`, sorted."""
+    """Return the format and the sorted files of `dataset_path`."""
     wanted = dataset if dataset in FORMATS else None
     if wanted is None and dataset != DEFAULT_DATASET and dataset not in _C4_SPLITS:
         raise DataError(
@@ -306,7 +305,7 @@ def _extension(file: Path) -> str:
 
 
 def _standard_library_files() -> tuple[Path, ...]:
-    """The Python source of the running interpreter's library, without tests and packages."""
+    """Return the source files of the interpreter's standard library, without tests and packages."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = []
@@ -330,7 +329,7 @@ def _is_utf8(path: Path) -> bool:
 
 
 def _fingerprint_of_files(format: str, column: str, files: tuple[Path, ...]) -> str:
-    """Of paths, sizes and times: what can be known without reading the files."""
+    """Hash paths, sizes and times, without reading the files."""
     digest = hashlib.blake2b(f"{format}\n{column}".encode(), digest_size=16)
     for file in files:
         status = file.stat()
@@ -351,8 +350,8 @@ def _fingerprint_on_hub(
 
 @contextmanager
 def _reading(name: str, problem_of: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Turn whatever `datasets` raises into one clear error, that of `problem_of` if it finds one,
-    and keep its bars and logs off the console."""
+    """Convert exceptions of `datasets` to one clear error, that of `problem_of` if it finds one,
+    and keep its progress bars and logs off the console."""
     import datasets
 
     verbosity = datasets.logging.get_verbosity()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 DECOMPRESSION_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
-"""Raised for a compressed file that is damaged or has a wrong extension."""
+"""Raised for a damaged compressed file, or a wrong extension."""
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -23,7 +23,7 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 def first_problem(
     files: Sequence[Path], format: str, column: str, *, is_chat: bool = False
 ) -> str | None:
-    """One line about the first thing in `files` that cannot be read, or None."""
+    """Return one line about the first unreadable content of `files`, or None."""
     try:
         for file in files:
             if problem := _problem_of(file, format, column, is_chat):
@@ -35,7 +35,7 @@ def first_problem(
 
 
 def encoding_problem(place: str, line: bytes, error: UnicodeDecodeError) -> str:
-    """What to say of a line that is not UTF-8."""
+    """Describe a line that is not UTF-8."""
     byte = error.object[error.start]
     encoding = "UTF-16" if line.startswith(_UTF16_MARKS) else "LATIN1"
     return (
@@ -59,7 +59,7 @@ def _problem_of(file: Path, format: str, column: str, is_chat: bool) -> str | No
 
 
 def _decoded(file: Path) -> Iterator[tuple[int, str] | str]:
-    """The lines of a file with their numbers; a problem ends them."""
+    """Yield the numbered lines of a file until a problem."""
     # Imported here: a start with a warm token cache does not pay for it.
     import fsspec
 
@@ -181,8 +181,8 @@ def _record_problem(place: str, record: Any, column: str, is_chat: bool) -> str 
 
 
 def _differing_keys(files: Sequence[Path]) -> str | None:
-    """`datasets` makes one table of all files, so that their first records must have the same
-    keys."""
+    """Return files whose first records have different keys, which `datasets` cannot read as one
+    table."""
     first: tuple[Path, list[str]] | None = None
     for file in files:
         keys = _first_keys(file)

@@ -1,8 +1,7 @@
-"""The microbatches of a step, by the samples' indices in the global order.
+"""The data loader: microbatches of a step, by the samples' indices in the global order.
 
-Layer: above order, packing, stream and microbatch. Invariant: what `take` returns depends on the
-indices and the step asked for and on nothing else; reading ahead only changes when it is ready.
-There is no cursor here: the trainer's is the only one.
+The result of `take` depends on the indices and the step alone; prefetching only changes when it is
+ready. The trainer has the only cursor. Layer: above order, packing, stream and microbatch.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ _Request = tuple[tuple[tuple[int, ...], ...], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A corpus of the blend."""
+    """A corpus of the blend, with its weight."""
 
     name: str
     weight: float
@@ -34,10 +33,8 @@ class Source:
 
 
 class DataLoader:
-    """Reads microbatches, one request ahead in a background thread.
-
-    All reading happens in that one thread, so that a stream has one reader.
-    """
+    """Reads microbatches, prefetching one request in a background thread. All reading is in that
+    thread, so that a stream has one reader."""
 
     def __init__(
         self,
@@ -62,8 +59,8 @@ class DataLoader:
         self._ahead: tuple[_Request, Future[list[Microbatch]]] | None = None
 
     def take(self, microbatch_indices: Sequence[Sequence[int]], step: int) -> list[Microbatch]:
-        """The microbatches of `step` with these samples. An index of -1 is a filler sample. The
-        same request may come again, as after a step that was not committed."""
+        """Return the microbatches of `step` with these samples. An index of -1 is a filler sample.
+        A request may be repeated, as after an aborted step."""
         request = _as_request(microbatch_indices, step)
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == request:
@@ -73,20 +70,19 @@ class DataLoader:
         return self._thread.submit(self._read, request).result()
 
     def prefetch(self, microbatch_indices: Sequence[Sequence[int]], step: int) -> None:
-        """Begin to read what the next `take` will ask for. A `take` of something else discards
-        it."""
+        """Start reading the next `take`. A different `take` discards it."""
         request = _as_request(microbatch_indices, step)
         if self._ahead is not None:
             self._ahead[1].cancel()
         self._ahead = (request, self._thread.submit(self._read, request))
 
     def state(self, cursor: int) -> dict[str, Any]:
-        """JSON values from which a run can go on with sample `cursor`: the same on every rank."""
+        """Return JSON values from which a run resumes at sample `cursor`, equal on all ranks."""
         return self._thread.submit(self._state, cursor).result()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises DataError when the data are not the same, since
-        the order of the samples would then not be continued."""
+        """Resume from `state`. Raises DataError if the data differ, because the order of samples
+        would not be continued."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead[1].cancel()
@@ -94,7 +90,7 @@ class DataLoader:
         self._thread.submit(self._load_state, state).result()
 
     def close(self) -> None:
-        """End the background thread."""
+        """Stop the background thread."""
         self._ahead = None
         self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -137,7 +133,7 @@ class DataLoader:
         return {"seed": self._seed, "corpora": corpora}
 
     def _identity(self, source: Source) -> dict[str, Any]:
-        """What must be the same for the order of the samples to be the same."""
+        """Return what must not change for the order of samples to be the same."""
         kind = "stream" if source.digest is None else "table"
         return {
             "name": source.name,

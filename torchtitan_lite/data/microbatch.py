@@ -1,8 +1,5 @@
-"""From blocks of tokens to a `Microbatch`.
-
-Layer: above rng, spec and packing. Invariant: a sample's tensors are a function of its block, its
-index and the step, never of the samples beside it.
-"""
+"""Building a `Microbatch` from blocks of tokens. A sample's tensors are a function of its block,
+its index and the step, independent of the samples beside it. Layer: above rng, spec and packing."""
 
 from collections.abc import Sequence
 
@@ -14,7 +11,7 @@ from torchtitan_lite.rng import fold, mix
 from torchtitan_lite.spec import IGNORE, Microbatch
 
 FILLER = -1
-"""Index of a sample that only fills a batch up: none of its targets counts."""
+"""Index of a filler sample, which has no targets."""
 
 
 def collate(
@@ -26,8 +23,8 @@ def collate(
     document_mask: bool,
     pin_memory: bool,
 ) -> Microbatch:
-    """A microbatch of the samples `indices`, which are `blocks`. With `document_mask` a token has
-    no target in the next document."""
+    """Build the microbatch of the samples `indices` with `blocks`. With `document_mask` the last
+    token of a document has no target."""
     tokens, documents, are_targets = blocks
     indices_B = np.array(indices, dtype=np.int64)
     targets = np.where(are_targets[:, 1:], tokens[:, 1:], IGNORE)

@@ -1,7 +1,8 @@
-"""The assembly of the data: from the settings to a loader. Layer: the top of `data/`.
+"""Builds the data loader and the validation set from the settings.
 
-Invariant: every process that calls `open_data` with the same settings gets the same data, and
-with a warm cache none of them imports `datasets` or `tokenizers` (unless a corpus is streamed).
+Every process that calls `open_data` with the same settings gets the same data, and with a warm
+cache none of them imports `datasets` or `tokenizers` (unless a corpus is streamed). Layer: the top
+of `data/`.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class OpenedData:
     _loaded: list[Tokenizer] = field(default_factory=list, repr=False)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, loaded at the first call."""
+        """Return the tokenizer, loaded at the first call."""
         if not self._loaded:
             self._loaded.append(self.tokenizer_files.load())
         return self._loaded[0]
@@ -53,10 +54,10 @@ def open_data(
     document_mask: bool,
     pin_memory: bool,
 ) -> OpenedData:
-    """Find, tokenise (once) and pack the data of a run. Every rank calls this alike.
+    """Open, tokenize (once) and pack the data of a run. Every rank calls this alike.
 
-    `vocab_size` is the model's; without `hf_assets_path` a tokenizer of that size is trained on
-    the corpora. Raises DataError.
+    `vocab_size` is the model's; without `hf_assets_path` a tokenizer of that size is trained on the
+    corpora. Raises DataError.
     """
     cache_folder = Path(config.cache_folder).expanduser().absolute()
     settings = config.resolved_corpora()
@@ -103,9 +104,9 @@ def open_validation(
     pin_memory: bool,
     stride: int | None = None,
 ) -> ValidationData:
-    """The validation data alone, as `open_data` opens them: of the training corpora, their held-out
-    documents where `validation` names no set of its own. With `stride` they are read document by
-    document, in windows (`DocumentWindows`). Every rank calls this alike. Raises DataError."""
+    """Open the validation set alone: the held-out documents of the training corpora, unless
+    `validation` names a set. With `stride` it is read document by document, in windows
+    (`DocumentWindows`). Every rank calls this alike. Raises DataError."""
     cache_folder = Path(config.cache_folder).expanduser().absolute()
     opened = _Opener(
         config=config, tokenizer=tokenizer, vocab_size=vocab_size, cache_folder=cache_folder
@@ -126,7 +127,7 @@ def open_validation(
 
 @dataclass(frozen=True, kw_only=True)
 class _Opener:
-    """What the parts of a run's data have in common."""
+    """Builds the parts of a run's data."""
 
     config: DataConfig
     tokenizer: TokenizerFiles
@@ -272,4 +273,4 @@ class _Part:
     tokens: CachedTokens
     name: str
     remedy: str
-    """What to do where they are too few for a block."""
+    """What to change if they are too few for a block."""

@@ -22,7 +22,7 @@ from torchtitan_lite.rng import fold, mix
 
 _NUM_ROUNDS = 6
 _WEIGHT_UNITS = 2**20
-"""Weights are integers of at most this sum, so that i*p fits int64 for i < 2**42."""
+"""Maximum sum of the integer weights, so that i*p fits int64 for i < 2**42."""
 
 
 def share_of_step(
@@ -31,10 +31,10 @@ def share_of_step(
     batch_rank: int,
     num_batch_ranks: int,
 ) -> list[range]:
-    """The sample indices of one rank's microbatches, of the `samples` of a step.
+    """Return the sample indices of one rank's microbatches in a step.
 
-    Microbatch m of rank r holds the first + m*local*ranks + r*local + [0, local). The samples are
-    a multiple of local*ranks, which the config has checked.
+    Microbatch m of rank r holds first + m*local*ranks + r*local + [0, local). The samples are a
+    multiple of local*ranks, which the config has checked.
     """
     round_size = local_batch_size * num_batch_ranks
     if len(samples) % round_size:
@@ -47,10 +47,8 @@ def share_of_step(
 
 
 class SampleOrder:
-    """The order of the samples of a blend of corpora.
-
-    `sizes` are numbers of blocks; None is a stream, whose blocks come in its own order.
-    """
+    """The sample order of a blend of corpora. `sizes` are numbers of blocks; None is a stream, read
+    in its own order."""
 
     def __init__(self, seed: int, sizes: Sequence[int | None], weights: Sequence[float]) -> None:
         if not sizes or len(sizes) != len(weights):
@@ -62,7 +60,7 @@ class SampleOrder:
         self._chain = sorted(range(len(sizes)), key=lambda i: (-self._weights[i], i))
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(corpus, epoch, block) of each sample index; int64 [n] each."""
+        """Return (corpus, epoch, block) of each sample index; int64 [n] each."""
         corpora, own = self._blend(indices.astype(np.int64))
         epochs = np.zeros_like(own)
         blocks = own.copy()
@@ -75,7 +73,7 @@ class SampleOrder:
         return corpora, epochs, blocks
 
     def own_index(self, cursor: int, corpus: int) -> int:
-        """How many of the samples before `cursor` come from `corpus`."""
+        """Count the samples before `cursor` from `corpus`."""
         left = cursor
         for taken, p, q in self._steps():
             count = (left * p + q // 2) // q
@@ -85,7 +83,7 @@ class SampleOrder:
         raise IndexError(corpus)
 
     def _blend(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(corpus, index within the corpus) of each sample index."""
+        """Return (corpus, index within the corpus) of each sample index."""
         corpora = np.empty_like(indices)
         own = np.empty_like(indices)
         places = np.arange(len(indices))
@@ -98,7 +96,7 @@ class SampleOrder:
         return corpora, own
 
     def _steps(self) -> list[tuple[int, int, int]]:
-        """(corpus, p, q): the corpus takes p of q of the samples that are left."""
+        """(corpus, p, q): the corpus takes p of q of the remaining samples."""
         steps, q = [], sum(self._weights)
         for corpus in self._chain:
             steps.append((corpus, self._weights[corpus], q))
@@ -110,8 +108,8 @@ class SampleOrder:
 
 
 def permute(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """`indices` in [0, size) under the permutation of [0, size) that `keys` (uint64, one for each
-    index) choose; int64."""
+    """Permute `indices` in [0, size) by the permutations that `keys` (uint64, one per index)
+    choose; int64."""
     half_bits = max(1, -(-(size - 1).bit_length() // 2))
     values = indices.astype(np.uint64)
     outside = np.ones(len(values), dtype=bool)
@@ -133,7 +131,7 @@ def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray
 
 
 def _integer_weights(weights: Sequence[float]) -> list[int]:
-    """Weights as integers in the same ratio: exact where decimals of few digits allow it."""
+    """Return the weights as integers in the same ratio, exactly for decimals of few digits."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     scale = lcm(*(weight.denominator for weight in exact))
     integers = [int(weight * scale) for weight in exact]

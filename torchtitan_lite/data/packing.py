@@ -13,47 +13,46 @@ from torchtitan_lite.errors import DataError
 
 
 class Blocks(NamedTuple):
-    """Some blocks, as arrays [n, S+1]."""
+    """A batch of blocks, as arrays [n, S+1]."""
 
     tokens: np.ndarray
     """int64."""
     documents: np.ndarray
-    """int32 number of the document that each token belongs to, rising from 0 within the block."""
+    """int32 index of each token's document, ascending from 0 within the block."""
     are_targets: np.ndarray
-    """bool: whether a model should learn to give the token. All are, except in conversations,
-    where only the assistant's are."""
+    """bool: targets. All tokens are, except in conversations, where only the assistant's are."""
 
     @classmethod
     def empty(cls, count: int, seq_len: int) -> "Blocks":
-        """`count` blocks to be filled, without a target."""
+        """Allocate `count` blocks without targets."""
         shape = (count, seq_len + 1)
         return cls(np.zeros(shape, np.int64), np.zeros(shape, np.int32), np.zeros(shape, np.bool_))
 
     def put(self, rows: np.ndarray, blocks: "Blocks") -> None:
-        """Fill `rows` with `blocks`."""
+        """Copy `blocks` to `rows`."""
         for whole, part in zip(self, blocks, strict=True):
             whole[rows] = part
 
     def rows(self, rows: slice) -> "Blocks":
-        """A part of them, as views."""
+        """Return some blocks, as views."""
         return Blocks(*(array[rows] for array in self))
 
 
 class BlockSource(Protocol):
-    """Anything that blocks can be read from."""
+    """A source of blocks."""
 
     @property
     def num_blocks(self) -> int | None:
-        """None for a stream, which has no end."""
+        """Number of blocks; None for a stream."""
         ...
 
     def read(self, blocks: np.ndarray) -> Blocks:
-        """The blocks with these numbers (int64 [n])."""
+        """Read the blocks with these indices (int64 [n])."""
         ...
 
 
 class PackedBlocks:
-    """The blocks of tokens that lie in memory or in a mapped file."""
+    """Blocks of tokens in memory or in a mapped file."""
 
     def __init__(
         self,
@@ -97,8 +96,8 @@ def cut_blocks(
     seq_len: int,
     target_bounds: np.ndarray | None = None,
 ) -> Blocks:
-    """The blocks that begin at `starts`. Targets are the tokens [b0, b1), [b2, b3) and so on of
-    `target_bounds`; None: all."""
+    """Read the blocks that begin at `starts`. Targets are the tokens [b0, b1), [b2, b3) and so on
+    of `target_bounds`; None: all."""
     places = starts[:, None] + np.arange(seq_len + 1)
     documents = np.searchsorted(document_starts, places, side="right")
     documents -= documents[:, :1].copy()

@@ -30,10 +30,10 @@ _REMEMBERED_READS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class _Origin:
-    """A place in the endless row of tokens at which reading can begin."""
+    """A position at which reading can begin."""
 
     position: int
-    """Tokens before it."""
+    """Preceding tokens."""
     epoch: int
     dataset_state: dict[str, Any] | None
     """None at the start of the data set."""
@@ -41,12 +41,12 @@ class _Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """The tokens of a few documents."""
+    """Tokens of a few documents."""
 
     origin: _Origin
     tokens: np.ndarray
     document_starts: np.ndarray
-    """In the endless row."""
+    """Position of the first token."""
 
     @property
     def end(self) -> int:
@@ -54,11 +54,8 @@ class _Run:
 
 
 class StreamedBlocks:
-    """The blocks of an endless row of tokens: the stream, and again from its start when it ends.
-
-    Reading forward is cheap; recent blocks are kept, so that a step can be repeated; going back
-    further reads again from the last known place.
-    """
+    """Blocks of a repeated stream. Reading forward is cheap; recent blocks are kept, so that a step
+    can be retried; going back further reads again from the last known position."""
 
     num_blocks: None = None
 
@@ -75,7 +72,7 @@ class StreamedBlocks:
         self._restart(self._beginning)
 
     def read(self, blocks: np.ndarray) -> Blocks:
-        """The blocks with these numbers (int64 [n])."""
+        """Read the blocks with these indices (int64 [n])."""
         starts = blocks * self._seq_len
         first, last = int(starts.min()), int(starts.max()) + self._seq_len
         self._cover(first, last)
@@ -94,7 +91,7 @@ class StreamedBlocks:
         return result
 
     def state(self, block: int) -> dict[str, Any]:
-        """JSON values from which `load_state` goes on with `block` as if nothing had happened."""
+        """Return JSON values from which `load_state` continues with `block`."""
         position = block * self._seq_len
         self._cover(position, position)
         origin = next(run.origin for run in self._runs if run.end > position)
@@ -105,7 +102,7 @@ class StreamedBlocks:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken."""
+        """Resume from `state`."""
         self._loaded = _Origin(
             position=state["position"], epoch=state["epoch"], dataset_state=state["dataset"]
         )
@@ -113,7 +110,7 @@ class StreamedBlocks:
         self._restart(self._loaded)
 
     def _cover(self, first: int, last: int) -> None:
-        """Have the runs of tokens [first, last] at hand."""
+        """Load the tokens [first, last]."""
         start = self._runs[0].origin.position if self._runs else self._start.position
         if first < start:
             origin = self._loaded if first >= self._loaded.position else self._beginning
@@ -141,7 +138,7 @@ class StreamedBlocks:
         self._reader = self._read_from(origin)
 
     def _read_from(self, origin: _Origin) -> Iterator[_Run]:
-        """Runs without end; an epoch that ends is followed by the next."""
+        """Yield tokens of repeated epochs."""
         while True:
             epoch_start = origin.position
             for run, state in self._read_epoch(origin):
@@ -156,7 +153,7 @@ class StreamedBlocks:
             origin = _Origin(position=origin.position, epoch=origin.epoch + 1, dataset_state=None)
 
     def _read_epoch(self, origin: _Origin) -> Iterator[tuple[_Run, dict[str, Any]]]:
-        """The runs from `origin` to the end of the data set, each with the state after it."""
+        """Yield the tokens from `origin` to the end of the data, each with the state after it."""
         dataset = self._corpus.stream()
         if origin.dataset_state is not None:
             dataset.load_state_dict(origin.dataset_state)

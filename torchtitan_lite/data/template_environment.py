@@ -19,8 +19,7 @@ from torchtitan_lite.errors import DataError
 
 
 class Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: what the assistant says. The text is left as it
-    is, between two marks."""
+    """The block `{% generation %} ... {% endgeneration %}`, which marks the assistant's text."""
 
     tags = {"generation"}
     is_used = False
@@ -28,28 +27,28 @@ class Generation(Extension):
     marks = ("", "")
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The node of one block."""
+        """Parse one block."""
         self.is_used = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
 
     def marked(self, caller: Callable[[], str]) -> str:
-        """What a block renders to."""
+        """Render one block between two marks."""
         begin, end = self.marks
         return f"{begin}{caller()}{end}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledTemplate:
-    """A template, and the blocks of what the assistant says in it."""
+    """A compiled template with its assistant blocks."""
 
     template: Template
     generation: Generation
 
 
 def compile_template(name: str, source: str, today: datetime) -> CompiledTemplate:
-    """The template in `source`; `name` is for messages. Raises DataError."""
+    """Compile the template in `source`; `name` is for messages. Raises DataError."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -81,7 +80,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter it escapes nothing for HTML."""
+    """Serialize as JSON; unlike Jinja's own filter without HTML escapes."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

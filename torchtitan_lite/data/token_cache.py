@@ -41,18 +41,18 @@ _BATCH_BYTES = 2 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class CachedTokens:
-    """One part of a tokenised corpus."""
+    """One part of a tokenized corpus."""
 
     tokens: np.ndarray
     document_starts: np.ndarray
     target_bounds: np.ndarray | None
     """Targets are the tokens [b0, b1), [b2, b3) and so on; None: all."""
     digest: str
-    """Hash of the tokens: the same text and tokenizer give the same, wherever the files lie."""
+    """Hash of the tokens, independent of where the files are."""
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are targets."""
+        """Number of target tokens."""
         if self.target_bounds is None:
             return len(self.tokens)
         return int((self.target_bounds[1::2] - self.target_bounds[::2]).sum())
@@ -60,7 +60,7 @@ class CachedTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenisedCorpus:
-    """Both parts of a tokenised corpus."""
+    """Both parts of a tokenized corpus."""
 
     name: str
     train: CachedTokens
@@ -75,7 +75,7 @@ def open_token_cache(
     vocab_size: int,
     cache_folder: Path,
 ) -> TokenisedCorpus:
-    """The tokens of `corpus`, from the cache or made now. Every process calls this alike."""
+    """Open the tokens of `corpus` from the cache, or create it. Every process calls this alike."""
     parts = [str(_FORMAT), corpus.fingerprint, tokenizer.fingerprint, repr(held_out_fraction)]
     template = None
     if corpus.is_chat:
@@ -102,8 +102,8 @@ def open_token_cache(
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the held-out part: a function of its text alone, so that
-    neither its place nor its neighbours matter, and equal documents are never in both parts."""
+    """Whether a document is held out: a function of its text alone, so that neither its position
+    nor other documents matter, and equal documents are never in both parts."""
     if fraction == 0:
         return False
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
@@ -111,8 +111,7 @@ def is_held_out(text: str, fraction: float) -> bool:
 
 
 def tokenise(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Each document as uint32 ids, with the tokens that begin and end it where the tokenizer has
-    them."""
+    """Yield each document as uint32 ids, with begin and end tokens if the tokenizer has them."""
     before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     encoded = tokenizer.encode_batch(texts)
@@ -121,7 +120,7 @@ def tokenise(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
 
 class _Document(NamedTuple):
     text: str
-    """Decides the part."""
+    """Decides the part that it belongs to."""
     ids: np.ndarray
     """uint32."""
     target_bounds: np.ndarray | None
@@ -129,7 +128,7 @@ class _Document(NamedTuple):
 
 
 def _texts(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[_Document]]:
-    """The documents of a corpus of texts, in batches."""
+    """Yield the documents of a text corpus, in batches."""
     for texts in _batches(corpus.documents(), len):
         yield [
             _Document(text, ids, None)
@@ -140,8 +139,8 @@ def _texts(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[_Document]]:
 def _conversations(
     corpus: Corpus, tokenizer: Tokenizer, template: ChatTemplate
 ) -> Iterator[list[_Document]]:
-    """The documents of a chat corpus, in batches. Those without a target are left out. Raises
-    DataError at the end when there are some that cannot be used."""
+    """Yield the documents of a chat corpus with targets, in batches. Raises DataError at the end if
+    any cannot be used."""
     unusable = Unusable(corpus)
     count = left_out = 0
     conversations = read_conversations(corpus, unusable)
@@ -214,7 +213,7 @@ _Item = TypeVar("_Item")
 
 
 def _batches(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """Items in batches of about `_BATCH_BYTES`, for the tokenizer's threads."""
+    """Batch items to about `_BATCH_BYTES`, for the tokenizer's threads."""
     batch: list[_Item] = []
     size = 0
     for item in items:

@@ -1,8 +1,7 @@
-"""Text to token ids and back, with Hugging Face's `tokenizers`.
+"""Tokenizers: finding, loading and training, by Hugging Face's `tokenizers`.
 
-Owns finding, loading and training a tokenizer. Layer: above chat_template and conversations.
-Invariant: a tokenizer is known by a hash of its files, so that a warm start need not import
-`tokenizers`.
+A tokenizer is identified by a hash of its files, so that a warm start need not import `tokenizers`.
+Layer: above chat_template and conversations.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ _FORMAT = 1
 
 
 class Tokenizer:
-    """A tokenizer and the ids that begin and end a document."""
+    """A tokenizer, with the ids that begin and end a document."""
 
     def __init__(self, inner: Any, bos_id: int | None, eos_id: int | None) -> None:
         self._inner = inner
@@ -49,18 +48,18 @@ class Tokenizer:
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         added = inner.get_added_tokens_decoder().values()
         self.special_texts = tuple(str(token.content) for token in added if token.special)
-        """How special tokens are spelt."""
+        """Return the text of special tokens."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without any special token."""
+        """Encode each text, without special tokens."""
         encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def encode_rendered(
         self, texts: Sequence[str]
     ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Of each text that a chat template has made: the ids (uint32), special tokens where the
-        text spells them, and the places [begin, end) of each token in it, in characters (int64)."""
+        """Encode rendered conversations: ids (uint32), with special tokens as spelled in the text,
+        and the characters [begin, end) of each token (int64)."""
         # As transformers does, whatever the file of the tokenizer says.
         self._inner.no_truncation()
         self._inner.no_padding()
@@ -76,7 +75,7 @@ class Tokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special tokens are left out."""
+        """Decode `ids` without special tokens."""
         return self._inner.decode(list(ids), skip_special_tokens=True)
 
     def save(self, folder: Path) -> None:
@@ -92,7 +91,7 @@ class Tokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """A tokenizer on disk that has not been loaded."""
+    """A tokenizer on disk that is not loaded yet."""
 
     folder: Path
     fingerprint: str
@@ -104,8 +103,8 @@ class TokenizerFiles:
 def open_tokenizer(
     hf_assets_path: str | None, corpora: Sequence[Corpus], vocab_size: int, cache_folder: Path
 ) -> TokenizerFiles:
-    """The tokenizer in `hf_assets_path`, or one that is trained once on `corpora` and cached. If
-    there are conversations among them, that has a chat template too."""
+    """Open the tokenizer in `hf_assets_path`, or train one on `corpora` once and cache it; with
+    conversations among them it has a chat template."""
     if hf_assets_path is not None:
         folder = Path(hf_assets_path).expanduser()
         _require_file(folder)
@@ -128,7 +127,7 @@ def open_tokenizer(
 def trained_tokenizer(
     corpora: Sequence[Corpus], vocab_size: int, cache_folder: Path
 ) -> TokenizerFiles | None:
-    """The tokenizer that `open_tokenizer` has trained on `corpora`; None where it is not cached."""
+    """Return the tokenizer that `open_tokenizer` trained on `corpora`; None if it is not cached."""
     folder = _trained_folder(corpora, vocab_size, cache_folder)
     if not (folder / "tokenizer.json").is_file():
         return None
@@ -137,8 +136,8 @@ def trained_tokenizer(
 
 def load_tokenizer(folder: Path | str) -> Tokenizer:
     """Load the tokenizer in `folder`: tokenizer.json, and tokenizer_config.json for the tokens that
-    only it defines and the names of those that begin and end a document (if it is omitted, the
-    usual names are tried). Raises DataError."""
+    only it defines and the names of those that begin and end a document (by default the usual
+    names). Raises DataError."""
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
     folder = Path(folder).expanduser()
@@ -161,8 +160,8 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
 
 
 def special_ids(folder: Path | None) -> dict[str, int | None]:
-    """What transformers calls the ids that begin and end a document; nothing where `folder` has no
-    tokenizer. Raises DataError as `load_tokenizer` does."""
+    """Return the ids that begin and end a document as transformers names them; empty without a
+    tokenizer in `folder`. Raises DataError as `load_tokenizer` does."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return {}
     tokenizer = load_tokenizer(folder)
@@ -170,9 +169,9 @@ def special_ids(folder: Path | None) -> dict[str, int | None]:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, *, chat: bool = False) -> Tokenizer:
-    """A byte-level BPE (Sennrich, Haddow and Birch 2016; over bytes as in GPT-2) of at most
-    `vocab_size` tokens, the special ones included. The same documents give the same one. With
-    `chat` it has the tokens of `DEFAULT_TEMPLATE`, and a turn's end is its end of a text."""
+    """Train a byte-level BPE (Sennrich, Haddow and Birch 2016; over bytes as in GPT-2) of at most
+    `vocab_size` tokens, special ones included, deterministically. With `chat` it has the tokens of
+    `DEFAULT_TEMPLATE`, and the end of a turn is its end of a text."""
     special_tokens = [BOS, EOS, *(TURN_TOKENS if chat else ())]
     needed = _NUM_BYTES + len(special_tokens)
     if vocab_size < needed:
@@ -199,7 +198,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, *, chat: bool = F
 
 
 def check_vocab_size(folder: Path, tokenizer_vocab_size: int, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for."""
+    """Raise DataError if the tokenizer has ids without an embedding."""
     if tokenizer_vocab_size > vocab_size:
         raise DataError(
             f"the tokenizer in {folder} has {tokenizer_vocab_size} tokens, but the model's "
@@ -288,8 +287,8 @@ def _special_id(
 
 
 def _first_documents(corpora: Sequence[Corpus]) -> Iterator[str]:
-    """The first documents of each corpus, of `_TRAINING_BYTES` in all: more text hardly changes
-    the merges and a stream may have no end."""
+    """Yield the first documents of each corpus, `_TRAINING_BYTES` in all: more text hardly changes
+    the merges, and a stream may be infinite."""
     return chain.from_iterable(
         _up_to(_texts(corpus), _TRAINING_BYTES // len(corpora)) for corpus in corpora
     )

@@ -16,7 +16,7 @@ from torchtitan_lite.spec import Microbatch
 
 
 class ValidationData:
-    """The blocks of one or more corpora, one after the other."""
+    """Blocks of one or more corpora in sequence."""
 
     def __init__(
         self,
@@ -40,17 +40,17 @@ class ValidationData:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the whole set."""
+        """Number of blocks."""
         return int(self._ends[-1])
 
     def num_rounds(self, num_batch_ranks: int) -> int:
-        """Rounds on each rank: all blocks, or `steps` rounds if that is less."""
+        """Rounds per rank: all blocks, or at most `steps`."""
         whole = -(-self.num_blocks // (self._local_batch_size * num_batch_ranks))
         return whole if self._steps == -1 else min(self._steps, whole)
 
     def microbatches(self, batch_rank: int, num_batch_ranks: int) -> Iterator[list[Microbatch]]:
-        """This rank's rounds, in the same order each time. When `steps` asks for less than the
-        whole set, the blocks used are spread evenly over it."""
+        """Yield this rank's rounds, in the same order each time. With fewer `steps` than rounds,
+        the blocks used are spread evenly over the set."""
         rounds = self.num_rounds(num_batch_ranks)
         places = rounds * num_batch_ranks * self._local_batch_size
         used = min(places, self.num_blocks)

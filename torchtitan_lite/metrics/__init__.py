@@ -14,9 +14,9 @@ from typing import Any, Self
 
 from torchtitan_lite.extension import REGISTRY
 from torchtitan_lite.extras import require
-from torchtitan_lite.metrics.books import Books, open_books
 from torchtitan_lite.metrics.console import open_console
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
+from torchtitan_lite.metrics.goodput import GoodputTracker, open_goodput_tracker
 from torchtitan_lite.metrics.jsonl import JsonLines
 from torchtitan_lite.metrics.profiler import StepProfiler
 from torchtitan_lite.metrics.prometheus import Prometheus
@@ -29,15 +29,15 @@ from torchtitan_lite.outputs import METRICS
 from torchtitan_lite.schema.metrics import MetricsConfig
 
 __all__ = [
-    "Books",
     "Event",
+    "GoodputTracker",
     "Metrics",
     "ScheduledGarbageCollection",
     "SinkContext",
     "StepProfiler",
     "StepRecord",
     "mfu",
-    "open_books",
+    "open_goodput_tracker",
     "open_metrics",
 ]
 

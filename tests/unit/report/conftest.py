@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torchtitan_lite.metrics import Event, StepRecord
-from torchtitan_lite.metrics.books import Books
+from torchtitan_lite.metrics.goodput import GoodputTracker
 from torchtitan_lite.metrics.jsonl import JsonLines
 from torchtitan_lite.outputs import BOOKS, LAUNCH_EVENTS, LAUNCH_LOGS, METRICS, replica_folder
 from torchtitan_lite.phases import Phase
@@ -74,8 +74,8 @@ def write_metrics(path: Path, lines: Sequence[StepRecord | Event]) -> None:
 def write_goodput(folder: Path, *, compute_s: int, startup_s: int) -> None:
     """With the time accounting of a run."""
     now_ns = 0
-    books = Books(
-        folder / BOOKS, started_ns=0, goes_on=False, clock=lambda: now_ns, compiled_ns=lambda: 0
+    books = GoodputTracker(
+        folder / BOOKS, started_ns=0, resumes=False, clock=lambda: now_ns, compiled_ns=lambda: 0
     )
     now_ns = startup_s * 10**9
     books.entered(Phase.QUORUM, 0)

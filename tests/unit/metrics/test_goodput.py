@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import exit_status
-from torchtitan_lite.metrics.books import KINDS, Books, process_age_s
-from torchtitan_lite.metrics.ledger import Ledger
+from torchtitan_lite.metrics.goodput import KINDS, GoodputTracker, TimeLedger, process_age_s
 from torchtitan_lite.phases import Phase
 
 S = 10**9
@@ -24,46 +23,55 @@ class Run:
         self.now_ns = 1000 * S
         self.compiled_ns = 0
 
-    def start(self, *, after_s: float = 0, goes_on: bool = True) -> Books:
+    def start(self, *, after_s: float = 0, resumes: bool = True) -> GoodputTracker:
         self.now_ns += round(after_s * S)
-        return Books(
+        return GoodputTracker(
             self.path,
             started_ns=self.now_ns,
-            goes_on=goes_on,
+            resumes=resumes,
             clock=lambda: self.now_ns,
             compiled_ns=lambda: self.compiled_ns,
         )
 
-    def spend(self, books: Books, phase: Phase, step: int, seconds: float) -> None:
+    def spend(
+        self, goodput_tracker: GoodputTracker, phase: Phase, step: int, seconds: float
+    ) -> None:
         """Enter a phase, and be in it for so long."""
-        books.entered(phase, step)
+        goodput_tracker.entered(phase, step)
         self.now_ns += round(seconds * S)
 
-    def take(self, books: Books, step: int, *, commits: bool = True, seconds: float = 1) -> None:
+    def take(
+        self,
+        goodput_tracker: GoodputTracker,
+        step: int,
+        *,
+        commits: bool = True,
+        seconds: float = 1,
+    ) -> None:
         """An attempt at the step after `step`: `seconds` of work, and 0.25 s beside it."""
-        self.spend(books, Phase.QUORUM, step, 0.125)
-        self.spend(books, Phase.DATA, step, seconds / 4)
-        self.spend(books, Phase.COMPUTE, step, seconds / 2)
-        self.spend(books, Phase.COMMUNICATION, step, seconds / 4)
-        self.spend(books, Phase.CHECKPOINT, step + commits, 0.0625)
-        self.spend(books, Phase.BETWEEN, step + commits, 0.0625)
+        self.spend(goodput_tracker, Phase.QUORUM, step, 0.125)
+        self.spend(goodput_tracker, Phase.DATA, step, seconds / 4)
+        self.spend(goodput_tracker, Phase.COMPUTE, step, seconds / 2)
+        self.spend(goodput_tracker, Phase.COMMUNICATION, step, seconds / 4)
+        self.spend(goodput_tracker, Phase.CHECKPOINT, step + commits, 0.0625)
+        self.spend(goodput_tracker, Phase.BETWEEN, step + commits, 0.0625)
 
 
-def seconds(books: Books) -> dict[str, float]:
-    return {kind: ns / S for kind, ns in books.accounts().ns.items() if ns}
+def seconds(goodput_tracker: GoodputTracker) -> dict[str, float]:
+    return {kind: ns / S for kind, ns in goodput_tracker.totals().ns.items() if ns}
 
 
 def test_time_goes_to_the_phase_in_which_it_passes(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    books = run.start()
-    run.spend(books, Phase.START, 0, 3)
-    run.take(books, 0)
-    run.spend(books, Phase.QUORUM, 1, 0.125)
-    run.spend(books, Phase.COMPUTE, 1, 1.25)
+    goodput_tracker = run.start()
+    run.spend(goodput_tracker, Phase.START, 0, 3)
+    run.take(goodput_tracker, 0)
+    run.spend(goodput_tracker, Phase.QUORUM, 1, 0.125)
+    run.spend(goodput_tracker, Phase.COMPUTE, 1, 1.25)
     run.compiled_ns = S // 4
-    run.spend(books, Phase.CHECKPOINT, 2, 0.125)
-    run.spend(books, Phase.BETWEEN, 2, 0.25)
-    assert seconds(books) == {
+    run.spend(goodput_tracker, Phase.CHECKPOINT, 2, 0.125)
+    run.spend(goodput_tracker, Phase.BETWEEN, 2, 0.25)
+    assert seconds(goodput_tracker) == {
         "start": 3,
         "quorum": 0.25,
         "data": 0.25,
@@ -73,17 +81,17 @@ def test_time_goes_to_the_phase_in_which_it_passes(tmp_path: Path) -> None:
         "checkpoint": 0.1875,
         "between": 0.3125,
     }
-    assert books.accounts().wall_s == 6
-    assert books.accounts().goodput == books.goodput() == 1.75 / 6
+    assert goodput_tracker.totals().wall_s == 6
+    assert goodput_tracker.totals().goodput == goodput_tracker.goodput() == 1.75 / 6
 
 
 def test_a_step_that_is_not_committed_is_lost_work(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    books = run.start()
-    run.take(books, 0)
-    run.take(books, 1, commits=False)
-    run.take(books, 1)
-    found = seconds(books)
+    goodput_tracker = run.start()
+    run.take(goodput_tracker, 0)
+    run.take(goodput_tracker, 1, commits=False)
+    run.take(goodput_tracker, 1)
+    found = seconds(goodput_tracker)
     assert found["lost"] == 1
     assert found["compute"] == 1
     assert found["quorum"] == 0.375
@@ -109,7 +117,7 @@ def test_steps_that_are_taken_again_after_a_restart_are_lost_work(tmp_path: Path
     assert found["lost"] == 2
     assert found["idle"] == 7
     assert found["compute"] == 0.5 * 4
-    assert second.accounts().wall_s == 8.25 + 7 + 3 + 1 + 1.25
+    assert second.totals().wall_s == 8.25 + 7 + 3 + 1 + 1.25
 
 
 def test_what_others_have_committed_meanwhile_is_not_lost(tmp_path: Path) -> None:
@@ -149,19 +157,19 @@ def test_damaged_books_are_told_of_and_begun_anew(
 ) -> None:
     run = Run(tmp_path)
     run.path.write_bytes(content)
-    books = run.start()
+    goodput_tracker = run.start()
     assert "is damaged, and the books begin anew" in caplog.text
-    run.take(books, 0)
-    assert books.accounts().wall_s == 1.25
+    run.take(goodput_tracker, 0)
+    assert goodput_tracker.totals().wall_s == 1.25
 
 
 def test_a_run_that_begins_anew_has_new_books(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.take(run.start(), 0)
     run.now_ns += 100 * S
-    books = run.start(goes_on=False)
-    run.take(books, 0)
-    assert books.accounts().wall_s == 1.25
+    goodput_tracker = run.start(resumes=False)
+    run.take(goodput_tracker, 0)
+    assert goodput_tracker.totals().wall_s == 1.25
 
 
 def test_a_clock_that_was_set_back_makes_no_time_twice(tmp_path: Path) -> None:
@@ -173,7 +181,7 @@ def test_a_clock_that_was_set_back_makes_no_time_twice(tmp_path: Path) -> None:
     second = run.start()
     run.take(second, 1)
     second.close()
-    assert second.accounts().wall_s == 2.5
+    assert second.totals().wall_s == 2.5
     told = json.loads(run.path.read_text())
     assert told["until_ns"] - told["first_start_ns"] == 2.5 * S
 
@@ -183,10 +191,10 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_run(
 ) -> None:
     (tmp_path / "folder").write_text("a file")
     run = Run(tmp_path / "folder")
-    books = run.start(goes_on=False)
+    goodput_tracker = run.start(resumes=False)
     for step in range(5):
-        run.take(books, step)
-    books.close()
+        run.take(goodput_tracker, step)
+    goodput_tracker.close()
     assert caplog.text.count("cannot be written") == 1
 
 
@@ -196,31 +204,31 @@ def test_whatever_happens_all_kinds_add_up_to_the_wall_time(seed: int, tmp_path:
     run = Run(tmp_path)
     first_ns, step = run.now_ns, 0
     for attempt in range(8):
-        books = run.start(after_s=random_.random() * 10 if attempt else 0)
-        run.spend(books, Phase.START, 0, random_.random())
+        goodput_tracker = run.start(after_s=random_.random() * 10 if attempt else 0)
+        run.spend(goodput_tracker, Phase.START, 0, random_.random())
         step = max(0, step - random_.choice([0, 1, 40, 200]))
         for _ in range(random_.randrange(60)):
             run.compiled_ns += random_.randrange(S // 10)
             commits = random_.random() < 0.9
-            run.take(books, step, commits=commits, seconds=random_.random())
+            run.take(goodput_tracker, step, commits=commits, seconds=random_.random())
             step += commits
             if random_.random() < 0.05:
                 step = max(0, step - random_.randrange(20))
-            assert sum(books.accounts().ns.values()) == run.now_ns - first_ns
-            assert books.goodput() == books.accounts().goodput
+            assert sum(goodput_tracker.totals().ns.values()) == run.now_ns - first_ns
+            assert goodput_tracker.goodput() == goodput_tracker.totals().goodput
         if random_.random() < 0.5:
-            books.close()
+            goodput_tracker.close()
         told = json.loads(run.path.read_text())
         # What a killed process has not written down is the next one's idle time.
         assert told["until_ns"] <= run.now_ns
         total = sum(sum(ns.values()) for _, _, ns in told["entries"])
         assert total == told["until_ns"] - told["first_start_ns"]
-        assert set(books.accounts().ns) == set(KINDS)
+        assert set(goodput_tracker.totals().ns) == set(KINDS)
         assert len(told["entries"]) < 150
 
 
 def test_old_steps_share_an_entry_and_lose_their_part_of_it() -> None:
-    ledger = Ledger()
+    ledger = TimeLedger()
     for step in range(1, 1001):
         ledger.add(step, {"compute": 10, "quorum": 1})
     entries = ledger.to_json()
@@ -229,7 +237,7 @@ def test_old_steps_share_an_entry_and_lose_their_part_of_it() -> None:
     ledger.lose_after(100)
     assert ledger.totals == Counter({"compute": 1000, "quorum": 1000, "lost": 9000})
     assert ledger.highest == 100
-    assert Ledger.from_json(ledger.to_json()).totals == ledger.totals
+    assert TimeLedger.from_json(ledger.to_json()).totals == ledger.totals
 
 
 def sleep_and_check_age(started: float) -> None:
@@ -246,11 +254,11 @@ def test_a_process_knows_its_age() -> None:
 
 def test_a_quorum_in_the_middle_of_an_attempt_makes_no_work_lost(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    books = run.start()
-    run.spend(books, Phase.QUORUM, 0, 1)
-    run.spend(books, Phase.COMPUTE, 0, 2)
+    goodput_tracker = run.start()
+    run.spend(goodput_tracker, Phase.QUORUM, 0, 1)
+    run.spend(goodput_tracker, Phase.COMPUTE, 0, 2)
     # Replicas that are averaged every few steps meet after the step was committed.
-    run.spend(books, Phase.QUORUM, 1, 1)
-    run.spend(books, Phase.COMMUNICATION, 1, 0.5)
-    run.spend(books, Phase.CHECKPOINT, 1, 0)
-    assert seconds(books) == {"quorum": 2, "compute": 2, "communication": 0.5}
+    run.spend(goodput_tracker, Phase.QUORUM, 1, 1)
+    run.spend(goodput_tracker, Phase.COMMUNICATION, 1, 0.5)
+    run.spend(goodput_tracker, Phase.CHECKPOINT, 1, 0)
+    assert seconds(goodput_tracker) == {"quorum": 2, "compute": 2, "communication": 0.5}
