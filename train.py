@@ -6,12 +6,12 @@
 
 import sys
 
-from torchtitan_lite.launcher.supervised import obey_launcher
+from torchtitan_lite.launcher.supervised import attach_to_launcher
 from torchtitan_lite.leaving import leave
 
 if __name__ == "__main__":
     # Before the imports, which take a second in which the launcher may die.
-    obey_launcher()
+    attach_to_launcher()
     from torchtitan_lite.cli import main
 
     leave(main(["train", *sys.argv[1:]]))

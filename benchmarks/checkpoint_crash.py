@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import ChildFailed, run, started
-from torchtitan_lite.checkpoint.memory.folder import remove_regions
+from torchtitan_lite.checkpoint.memory import remove_regions
 
 _PROGRAM = ("-m", "benchmarks.checkpoint_restart")
 _KILLED_AT_STEP = 6

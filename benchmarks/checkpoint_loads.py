@@ -17,7 +17,7 @@ from benchmarks.anonymous import AnonymousPeak
 from benchmarks.checkpoint_side import STEPS, Side
 from benchmarks.checkpoint_state import BenchState
 from benchmarks.disk import read_bytes
-from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.schema.checkpoint import CheckpointConfig
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.checkpoint_state import BenchState
-from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.schema.checkpoint import CheckpointConfig
 
@@ -68,10 +68,10 @@ class Ours(Side):
         )
 
     def ready(self) -> torch.Tensor:
-        return self.manager.counted(torch.device("cpu"))
+        return self.manager.local_signals(torch.device("cpu"))
 
     def agreed(self, sums: torch.Tensor) -> None:
-        self.manager.settle(sums)
+        self.manager.apply_signals(sums)
 
     def after_step(self, *, saves: bool) -> None:
         # It saves by itself, at the multiples of its interval.

@@ -28,7 +28,7 @@ from benchmarks.convert_model import spec_of_size
 from benchmarks.processes import run
 from benchmarks.report import main
 from benchmarks.rows import Row, compare, demand, tell
-from torchtitan_lite.checkpoint.model_shapes import expected_shapes
+from torchtitan_lite.checkpoint.conversion import expected_shapes
 
 _MOST_TIME = 1.5
 _MOST_READ = 1.05

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.checkpoint_state import sharding_mesh
 from benchmarks.processes import THREADS
-from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
-from torchtitan_lite.checkpoint.loader import load
-from torchtitan_lite.checkpoint.model_shapes import expected_shapes
-from torchtitan_lite.checkpoint.storage.storage import split_storage
+from torchtitan_lite.checkpoint import load
+from torchtitan_lite.checkpoint.conversion import expected_shapes
+from torchtitan_lite.checkpoint.hugging_face import HuggingFaceSnapshot
+from torchtitan_lite.checkpoint.storage import open_parent_storage
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def ours() -> None:
         nonlocal num_read
         before = _rchar()
-        storage, name = split_storage(str(given.source))
+        storage, name = open_parent_storage(str(given.source))
         snapshot = HuggingFaceSnapshot(storage, name, spec, num_blocks=mesh.world_size)
         load(snapshot, dict(live), {"model"}, mesh)
         storage.close()

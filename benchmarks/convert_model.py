@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from torchtitan_lite.checkpoint.hugging_face.pieces import keys_of, rule_of
-from torchtitan_lite.checkpoint.model_shapes import expected_shapes
+from torchtitan_lite.checkpoint.conversion import expected_shapes
+from torchtitan_lite.checkpoint.hugging_face.snapshot import expand_key, match_key
 from torchtitan_lite.models.llama3 import Llama3Dims, spec_of
 from torchtitan_lite.spec import ModelSpec
 
@@ -48,8 +48,8 @@ def write(folder: Path, spec: ModelSpec, num_shards: int) -> None:
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, shape in parameters.items():
-        rule, numbers = rule_of(spec.hugging_face.keys, name)
-        (key,) = keys_of(rule.forms[0], numbers, shape)
+        rule, numbers = match_key(spec.hugging_face.keys, name)
+        (key,) = expand_key(rule.forms[0], numbers, shape)
         if size >= total * len(shards) / num_shards:
             shards.append({})
         shards[-1][key] = torch.randn(shape, dtype=torch.bfloat16)

@@ -28,14 +28,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from benchmarks.processes import THREADS
-from torchtitan_lite.checkpoint.hugging_face.folder import HuggingFaceFolder
-from torchtitan_lite.checkpoint.hugging_face.from_hf import BLOCK_BYTES, FromHuggingFace
-from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
-from torchtitan_lite.checkpoint.hugging_face.to_hf import ToHuggingFace
-from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot
-from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
-from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
-from torchtitan_lite.checkpoint.whole import whole
+from torchtitan_lite.checkpoint import Snapshot, StoredSnapshot, read_tensor, tensor_bytes
+from torchtitan_lite.checkpoint.hugging_face import (
+    BLOCK_BYTES,
+    HuggingFaceExport,
+    HuggingFaceFolder,
+    HuggingFaceImport,
+    HuggingFaceSnapshot,
+)
+from torchtitan_lite.checkpoint.storage import open_parent_storage, open_storage
 from torchtitan_lite.config import Config, recorded_config
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
 
@@ -46,9 +47,9 @@ _SHARD_BYTES = 300 * 10**6
 def ours_in(source: Path, target: Path) -> None:
     """As scripts.convert_from_hf does."""
     model = hugging_face_model(read_hugging_face_config(source), str(source))
-    FromHuggingFace(
+    HuggingFaceImport(
         source=HuggingFaceSnapshot(
-            *split_storage(str(source)), model_spec(model), block_bytes=BLOCK_BYTES
+            *open_parent_storage(str(source)), model_spec(model), block_bytes=BLOCK_BYTES
         ),
         storage=open_storage(str(target)),
         dtype=None,
@@ -58,9 +59,9 @@ def ours_in(source: Path, target: Path) -> None:
 
 def ours_out(source: Path, target: Path) -> None:
     """As scripts.convert_to_hf does."""
-    snapshot = StoredSnapshot(*split_storage(str(source / "step-0")))
+    snapshot = StoredSnapshot(*open_parent_storage(str(source / "step-0")))
     model = recorded_config(snapshot.manifest.config, snapshot.where).model
-    ToHuggingFace(snapshot, target, model_spec(model), max_shard_bytes=_SHARD_BYTES).run(
+    HuggingFaceExport(snapshot, target, model_spec(model), max_shard_bytes=_SHARD_BYTES).run(
         num_workers=_WORKERS, written=_nobody
     )
 
@@ -83,7 +84,7 @@ def durable_floor(source: Path, target: Path) -> None:
 
 def dcp_in(source: Path, target: Path) -> None:
     """By torch DCP's reader of such folders, as torchtitan's conversion calls it."""
-    found = HuggingFaceFolder(*split_storage(str(source))).tensors
+    found = HuggingFaceFolder(*open_parent_storage(str(source))).tensors
     state: dict[str, Any] = {
         key: torch.empty(one.tensor.shape, dtype=one.tensor.dtype) for key, one in found.items()
     }
@@ -127,14 +128,14 @@ def checksum(folder: Path) -> str:
     bytes, since names differ."""
     tensors: list[torch.Tensor] = []
     if (folder / "step-0").is_dir():
-        snapshot: Snapshot = StoredSnapshot(*split_storage(str(folder / "step-0")))
-        tensors = [whole(snapshot, name) for name in snapshot.tensors]
+        snapshot: Snapshot = StoredSnapshot(*open_parent_storage(str(folder / "step-0")))
+        tensors = [read_tensor(snapshot, name) for name in snapshot.tensors]
     elif (folder / ".metadata").is_file():
         tensors = list(_loaded(folder).values())
     else:
         for file in folder.glob("*.safetensors"):
             tensors += load_file(file).values()
-    digests = sorted(xxhash.xxh3_64_hexdigest(bytes_of(tensor)) for tensor in tensors)
+    digests = sorted(xxhash.xxh3_64_hexdigest(tensor_bytes(tensor)) for tensor in tensors)
     return xxhash.xxh3_64_hexdigest("".join(digests).encode())
 
 

@@ -13,14 +13,15 @@ import torch.distributed as dist
 
 from torchtitan_lite.leaving import leave
 from torchtitan_lite.redistribute.calibration import (
+    SHAPES,
     calibrate,
+    fraction_misordered,
+    fraction_within,
+    held_out_steps,
     predicted_s,
-    share_misordered,
-    share_within,
     time_steps,
 )
-from torchtitan_lite.redistribute.calibration_steps import SHAPES, held_out
-from torchtitan_lite.redistribute.means import Means
+from torchtitan_lite.redistribute.cost import ExchangeOptions
 
 
 def main() -> None:
@@ -35,13 +36,13 @@ def main() -> None:
     dist.init_process_group("gloo")
     device = torch.device("cpu")
     _, costs = calibrate(given.turns, device, SHAPES[1::2] if given.small else SHAPES)
-    steps = held_out(dist.get_world_size(), given.held_out)
-    samples = time_steps(steps, given.turns, device, Means())
+    steps = held_out_steps(dist.get_world_size(), given.held_out)
+    samples = time_steps(steps, given.turns, device, ExchangeOptions())
     if dist.get_rank() == 0:
         shares = {
             "costs": str(costs),
-            "beyond": 1 - share_within(samples, costs),
-            "misordered": share_misordered(samples, costs),
+            "beyond": 1 - fraction_within(samples, costs),
+            "misordered": fraction_misordered(samples, costs),
             "samples": [
                 f"{sample.seconds * 1e3:.3g} ms, predicted "
                 f"{predicted_s(sample.step, costs) * 1e3:.3g}: {sample.name}"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import xxhash
 
-from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
+from torchtitan_lite.checkpoint import tensor_bytes
 from torchtitan_lite.replica.healing.live_state import LiveState
-from torchtitan_lite.replica.healing.server import StateServer
+from torchtitan_lite.replica.healing.transport import StateServer
 
 PROGRESS = 1
 _ADDRESS = "127.0.0.1"
@@ -59,7 +59,7 @@ class FixedState:
     def checksum(self) -> str:
         digest = xxhash.xxh3_64()
         for tensor in self._tensors.values():
-            digest.update(bytes_of(tensor))
+            digest.update(tensor_bytes(tensor))
         return digest.hexdigest()
 
 
@@ -88,7 +88,7 @@ def _give_bytes(listener: socket.socket, state: FixedState) -> None:
     """The same bytes from memory, to each that connects."""
     with open(os.memfd_create("state"), "w+b") as file:
         for tensor in state.tensors().values():
-            file.write(bytes_of(tensor))
+            file.write(tensor_bytes(tensor))
         file.flush()
         while True:
             connection, _ = listener.accept()

@@ -20,7 +20,7 @@ from benchmarks.agreement import Agreement
 from benchmarks.heal_giver import PROGRESS, FixedState
 from benchmarks.processes import CHECKOUT, THREADS, ChildFailed
 from benchmarks.rows import Row, compare
-from torchtitan_lite.replica.healing.client import Link, receive
+from torchtitan_lite.replica.healing.client import PeerEndpoint, receive_state
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 _GOAL = 0.5
@@ -55,12 +55,12 @@ def measure_heal(case: HealCase) -> tuple[Row, Agreement]:
         told = json.loads(line)
         state = FixedState(case.num_tensors, case.rows, seed=None)
         connections = FaultToleranceConfig().heal_connections
-        link = Link(told["url"], token, _TIMEOUT_S, connections)
+        endpoint = PeerEndpoint(told["url"], token, _TIMEOUT_S, connections)
         buffer = memoryview(bytearray(state.num_bytes))
         heal_s, raw_s = [], []
         for _ in range(case.warmup_rounds + case.rounds):
             began_s = time.perf_counter()
-            receive(link, PROGRESS, state)
+            receive_state(endpoint, PROGRESS, state)
             heal_s.append(time.perf_counter() - began_s)
             began_s = time.perf_counter()
             _receive_bytes(told["port"], buffer)

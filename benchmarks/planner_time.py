@@ -162,4 +162,4 @@ def _cached_seconds(rounds: int) -> float:
 
 def _plan_and_part(pair: Pair, rank: object) -> None:
     src, dst, shape = pair
-    plan(src, dst, shape, torch.float32).part(rank)
+    plan(src, dst, shape, torch.float32).transfers(rank)

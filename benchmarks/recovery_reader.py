@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torchtitan_lite.launcher.tail import Tail
+from torchtitan_lite.launcher.logs import Tail
 
 _LOOK_S = 0.004
 

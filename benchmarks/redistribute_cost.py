@@ -17,7 +17,7 @@ from benchmarks.rows import Row, compare
 from benchmarks.state_dicts import Case, cases
 from scripts.dtensor_steps import dtensor_way
 from torchtitan_lite.redistribute import Plan, plan
-from torchtitan_lite.redistribute.traffic import lower_bound_bytes, traffic
+from torchtitan_lite.redistribute.explain import lower_bound_bytes, traffic
 
 DTENSOR_GOAL = 0.05
 

@@ -18,23 +18,26 @@ from torch.distributed.tensor import DTensor
 from benchmarks.dtensor_planners import PLANNERS, planner
 from benchmarks.state_dicts import Case
 from torchtitan_lite.redistribute import (
+    ExchangeOptions,
     HolderMesh,
     Layout,
-    Means,
-    Placed,
+    TensorSpec,
     plan,
     redistribute_state_dict,
 )
 
 MB = 1 << 20
-WARM_MEANS = {
-    **{f"shared {size}": Means(bucket_bytes=size * MB) for size in (1, 4, 25)},
+WARM_OPTIONS = {
+    **{f"shared {size}": ExchangeOptions(bucket_bytes=size * MB) for size in (1, 4, 25)},
     **{
-        f"collective {size}": Means(bucket_bytes=size * MB, transport="collective")
+        f"collective {size}": ExchangeOptions(bucket_bytes=size * MB, transport="collective")
         for size in (4, 25)
     },
 }
-FRESH_MEANS = {"shared fresh": Means(), "collective fresh": Means(transport="collective")}
+FRESH_OPTIONS = {
+    "shared fresh": ExchangeOptions(),
+    "collective fresh": ExchangeOptions(transport="collective"),
+}
 Side = Callable[[], Any]
 
 
@@ -47,20 +50,20 @@ class Sides:
         self._layouts = case.layouts()
         meshes = {mesh: _device_mesh(mesh) for mesh in (case.src[1], case.dst[1])}
         self._src, self._dst = meshes[case.src[1]], meshes[case.dst[1]]
-        holds = case.src[1].place(self._rank) is not None
+        holds = case.src[1].position(self._rank) is not None
         self._tensors = dict(self._sources()) if holds else {}
-        self._elsewhere = {
-            name: Placed(src, case.shapes[name], torch.float32)
+        self._remote_specs = {
+            name: TensorSpec(src, case.shapes[name], torch.float32)
             for name, (src, _) in self._layouts.items()
         }
         self.sides: dict[str, Side] = dict(
             zip(("floor", "floor fresh"), self._floors(), strict=True)
         )
-        self._out = self._ours(Means(), None)
-        for name, means in WARM_MEANS.items():
-            self.sides[name] = partial(self._ours, means, self._out)
-        for name, means in FRESH_MEANS.items():
-            self.sides[name] = partial(self._ours, means, None)
+        self._out = self._ours(ExchangeOptions(), None)
+        for name, options in WARM_OPTIONS.items():
+            self.sides[name] = partial(self._ours, options, self._out)
+        for name, options in FRESH_OPTIONS.items():
+            self.sides[name] = partial(self._ours, options, None)
         self.refusals: dict[str, str] = {}
         for name in PLANNERS:
             self._ask_dtensor(name)
@@ -86,21 +89,21 @@ class Sides:
             first += prod(shape)
             yield name, numbers.view(torch.float32).reshape(shape)
 
-    def _ours(self, means: Means, out: dict[str, DTensor] | None) -> dict[str, DTensor]:
+    def _ours(self, options: ExchangeOptions, out: dict[str, DTensor] | None) -> dict[str, DTensor]:
         return redistribute_state_dict(
             self._tensors,
             {name: dst for name, (_, dst) in self._layouts.items()},
             meshes=(self._dst,),
-            elsewhere=self._elsewhere,
+            remote_specs=self._remote_specs,
             out=out,
-            means=means,
+            options=options,
         )
 
     def _floors(self) -> tuple[Side, Side]:
         """With memory that is kept from turn to turn, and with new memory in each."""
         sent, received = self._exchanged_bytes()
         given = torch.zeros(sum(sent), dtype=torch.uint8)
-        place = self._case.dst[1].place(self._rank)
+        place = self._case.dst[1].position(self._rank)
         results = [
             torch.zeros(dst.local_shape(self._case.shapes[name], self._rank))
             for name, (_, dst) in self._layouts.items()
@@ -125,7 +128,9 @@ class Sides:
         """Bytes that this rank sends to each, and receives from each."""
         sent, received = ([0] * dist.get_world_size() for _ in range(2))
         for name, (src, dst) in self._layouts.items():
-            for part in plan(src, dst, self._case.shapes[name], torch.float32).part(self._rank):
+            for part in plan(src, dst, self._case.shapes[name], torch.float32).transfers(
+                self._rank
+            ):
                 for pieces, counts in ((part.sends, sent), (part.receives, received)):
                     for piece in pieces:
                         assert isinstance(piece.peer, int)
@@ -157,7 +162,7 @@ class Sides:
             if tensor.to_local().data_ptr() not in owned:
                 tensor.to_local().fill_(-1)
         moved = side()
-        if self._case.dst[1].place(self._rank) is None:
+        if self._case.dst[1].position(self._rank) is None:
             return True
         return all(
             _is_same(moved[name].to_local(), _part(whole, self._layouts[name][1], self._rank))

@@ -1,8 +1,79 @@
-"""Checkpoints: what is kept where, and how it comes back. See docs/checkpointing.md.
+"""Checkpoints: save, restore, open, load and verify training state. See docs/checkpointing.md.
 
+The names below and those of the subpackages are for the rest of the product; their modules are
+internal. Names are imported when first used: the writer process imports this package and no torch.
 Layer: above redistribute, mesh and spec.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from torchtitan_lite._links import refuse_other_name
 
+if TYPE_CHECKING:
+    from torchtitan_lite.checkpoint.collective import run_on_all_ranks
+    from torchtitan_lite.checkpoint.loading import load, open_snapshot, reject_external
+    from torchtitan_lite.checkpoint.manager import CheckpointManager
+    from torchtitan_lite.checkpoint.manifest import Manifest, layouts_of, read_manifest_alone
+    from torchtitan_lite.checkpoint.save_context import (
+        NUM_SAVE_SIGNALS,
+        Checkpointable,
+        replica_run_id,
+    )
+    from torchtitan_lite.checkpoint.snapshots import (
+        SavedValues,
+        Snapshot,
+        StoredSnapshot,
+        read_tensor,
+    )
+    from torchtitan_lite.checkpoint.tensors import (
+        DTYPE_NAMES,
+        copy_back,
+        local_tensors,
+        tensor_bytes,
+    )
+    from torchtitan_lite.checkpoint.verification import verify
+
+__all__ = [
+    "DTYPE_NAMES",
+    "NUM_SAVE_SIGNALS",
+    "CheckpointManager",
+    "Checkpointable",
+    "Manifest",
+    "SavedValues",
+    "Snapshot",
+    "StoredSnapshot",
+    "copy_back",
+    "layouts_of",
+    "load",
+    "local_tensors",
+    "open_snapshot",
+    "read_manifest_alone",
+    "read_tensor",
+    "reject_external",
+    "replica_run_id",
+    "run_on_all_ranks",
+    "tensor_bytes",
+    "verify",
+]
+
+_MODULES = {
+    "collective": ("run_on_all_ranks",),
+    "loading": ("load", "open_snapshot", "reject_external"),
+    "manager": ("CheckpointManager",),
+    "manifest": ("Manifest", "layouts_of", "read_manifest_alone"),
+    "save_context": ("NUM_SAVE_SIGNALS", "Checkpointable", "replica_run_id"),
+    "snapshots": ("SavedValues", "Snapshot", "StoredSnapshot", "read_tensor"),
+    "tensors": ("DTYPE_NAMES", "tensor_bytes", "local_tensors", "copy_back"),
+    "verification": ("verify",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
 refuse_other_name(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module (PEP 562)."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

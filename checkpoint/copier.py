@@ -1,8 +1,8 @@
-"""Copies live state into a slot of shared memory beside training. Layer: above inventory.
+"""Copies of live state into a slot of shared memory. Layer: above save_plan.
 
-Where a core is free, or the state lies on a GPU, the copy runs beside the next forward and
-backward; else it is made at once, since beside busy cores it would cost more than it takes
-(measured: a third more). Invariant: what is copied does not change until `wait` has returned.
+With a free core, or state on a GPU, the copy overlaps with the next forward and backward. Otherwise
+it runs immediately, because competing with busy cores costs more than the copy itself (measured: a
+third more). Invariant: the sources do not change before `wait` returns.
 """
 
 import os
@@ -12,30 +12,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from torchtitan_lite.checkpoint.dtypes import BY_NAME
-from torchtitan_lite.checkpoint.inventory import Inventory
+from torchtitan_lite.checkpoint.save_plan import SavePlan
+from torchtitan_lite.checkpoint.tensors import DTYPES
 from torchtitan_lite.torch_compat import foreach_copy_
 
 _CHUNK_BYTES = 64 << 20
 
 
 def has_free_core() -> bool:
-    """Whether a thread beside the computation finds a core, by what torchrun and OpenMP say."""
+    """Return whether a background thread finds a free core, judging by torchrun's and OpenMP's
+    settings."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return len(os.sched_getaffinity(0)) > ranks * torch.get_num_threads()
 
 
 class Copier:
-    """Copies an inventory into any of some slots."""
+    """Copies the tensors of a save plan into one of several slots."""
 
-    def __init__(
-        self, inventory: Inventory, slots: Sequence[memoryview], device: torch.device
-    ) -> None:
-        """`slots` are as large as the inventory says, and live as long as this."""
+    def __init__(self, plan: SavePlan, slots: Sequence[memoryview], device: torch.device) -> None:
+        """`slots` must have the plan's size and outlive the copier."""
         self._device = device
         self._targets = [
             {held.name: _part(slot, held.offset, held.bytes, held.dtype, held.local_shape)
-             for held in inventory.held()}
+             for held in plan.held_tensors()}
             for slot in slots
         ]  # fmt: skip
         self._beside = device.type != "cpu" or has_free_core()
@@ -47,15 +46,15 @@ class Copier:
             for slot in slots:
                 _pin(slot)
         self.seconds = 0.0
-        """That the last copy may have taken from training."""
+        """Seconds of training time that the last copy cost at most."""
 
     def start(self, slot: int, parts: Mapping[str, torch.Tensor], then: Callable[[], None]) -> None:
-        """Begin to copy this rank's parts, which must not change before `wait`, and call `then` as
-        soon as they are there."""
+        """Start copying this rank's local tensors, which must not change before `wait`, and call
+        `then` on completion."""
         targets = [self._targets[slot][name] for name in parts]
         sources = list(parts.values())
         if self._stream is not None:
-            # The copies begin when what is under way on the device has been computed.
+            # Wait for the pending computation on the device.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if self._pool is None:
             self.seconds = self._copy(targets, sources, then)
@@ -63,17 +62,17 @@ class Copier:
             self._running = self._pool.submit(self._copy, targets, sources, then)
 
     def wait(self) -> None:
-        """Come back when the copy is there. Raises what went wrong in it."""
+        """Block until the copy is complete. Raises its errors."""
         if self._running is None:
             return
         started, running = time.perf_counter(), self._running
         self._running = None
         copy_s = running.result()
-        # A device copies beside its computation for nothing; a processor does not.
+        # A device overlaps copies with computation at no cost; a CPU does not.
         self.seconds = copy_s if self._stream is None else time.perf_counter() - started
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self.wait()
         if self._pool is not None:
             self._pool.shutdown()
@@ -86,7 +85,7 @@ class Copier:
         then: Callable[[], None],
     ) -> float:
         started = time.perf_counter()
-        # A call for many tensors: one by one, the interpreter's lock goes to and fro each time.
+        # Batched calls, because per-tensor calls contend for the GIL.
         for chosen in _chunks(sources):
             outs, given = targets[chosen], sources[chosen]
             if self._stream is None:
@@ -114,13 +113,13 @@ def _part(
     slot: memoryview, start: int, length: int, dtype: str, shape: tuple[int, ...]
 ) -> torch.Tensor:
     if length == 0:
-        return torch.empty(shape, dtype=BY_NAME[dtype])
+        return torch.empty(shape, dtype=DTYPES[dtype])
     raw = torch.frombuffer(slot, dtype=torch.uint8, count=length, offset=start)
-    return raw.view(BY_NAME[dtype]).view(shape)
+    return raw.view(DTYPES[dtype]).view(shape)
 
 
 def _pin(slot: memoryview) -> None:
-    """Lock the memory for the device's copies, which run beside the host only then."""
+    """Page-lock the memory, which device copies need to be asynchronous."""
     address = torch.frombuffer(slot, dtype=torch.uint8).data_ptr()
     runtime = torch.cuda.cudart()
     assert runtime is not None

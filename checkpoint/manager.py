@@ -1,4 +1,4 @@
-"""When to save, and by which way.
+"""The checkpoint manager: decides when to save, and with which saver.
 
 Invariant: the newest complete checkpoint is never deleted. Layer: above the rest of checkpoint/.
 """
@@ -10,19 +10,22 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.asynchronous import AsynchronousSaver
-from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
-from torchtitan_lite.checkpoint.identity import identify
+from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
+from torchtitan_lite.checkpoint.async_setup import open_async_saver, wait_for_earlier_writers
+from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
+from torchtitan_lite.checkpoint.format import step_name
+from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.memory.folder import remove_regions
-from torchtitan_lite.checkpoint.outcome import Signals
-from torchtitan_lite.checkpoint.reserving import earlier_writers_have_ended, open_saver
-from torchtitan_lite.checkpoint.restoring import Restorer
-from torchtitan_lite.checkpoint.saving import Saved
-from torchtitan_lite.checkpoint.snapshots import Origin, SavedValues
-from torchtitan_lite.checkpoint.state import State
-from torchtitan_lite.checkpoint.storage.names import step_name
-from torchtitan_lite.checkpoint.storage.storage import open_storage
-from torchtitan_lite.checkpoint.synchronous import SynchronousSaver
+from torchtitan_lite.checkpoint.restore import Restorer
+from torchtitan_lite.checkpoint.save_context import (
+    Checkpointable,
+    SaveContext,
+    SaveSignals,
+    agree_on_identity,
+)
+from torchtitan_lite.checkpoint.snapshots import SavedValues
+from torchtitan_lite.checkpoint.storage.base import open_storage
+from torchtitan_lite.checkpoint.sync_saver import SynchronousSaver
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
@@ -30,212 +33,214 @@ from torchtitan_lite.schema.checkpoint import CheckpointConfig
 from torchtitan_lite.spec import ModelSpec
 
 _POLL_S = 0.1
-_GRACES = 10
-"""For which a replica waits for another to save the last step, before it saves that itself."""
+_GRACE_PERIODS = 10
+"""Grace periods for which a replica waits for another to save the last step, before it saves it
+itself."""
 
 
 class CheckpointManager:
-    """Saves and restores one run's `State`. Every rank calls every method."""
+    """Saves and restores the `Checkpointable` state of one run. Every rank calls every method."""
 
     def __init__(
         self,
         config: CheckpointConfig,
         *,
         dump_folder: Path,
-        state: State,
+        state: Checkpointable,
         mesh: Mesh,
         run_config: Mapping[str, Any],
         spec: ModelSpec | None = None,
         replica: int | None = None,
         last_step: int | None = None,
     ) -> None:
-        """`spec` is needed to load a Hugging Face folder.
-
-        `replica` tells this one from others that train the same run, where there are such;
-        `last_step` is where the run ends."""
+        """`spec` is required to load a Hugging Face folder. `replica` is the index among replicas
+        that train the same run, if there are several; `last_step` is the run's final step."""
         self._config, self._state, self._mesh = config, state, mesh
         folder = config.folder
         self.root = folder if "://" in folder else str(dump_folder / folder)
-        self._saved = Saved(
+        self._context = SaveContext(
             config=config,
             state=state,
             mesh=mesh,
             storage=open_storage(self.root),
-            identity=identify(dump_folder, mesh, replica or 0),
+            identity=agree_on_identity(dump_folder, mesh, replica or 0),
             run_config=run_config,
             spec=spec,
             is_shared=replica is not None,
             last_step=last_step,
         )
-        self._coworkers = ALONE
-        self._is_wanted = False
+        self._writer_group = SINGLE_REPLICA
+        self._is_save_pending = False
         self.stored_before = -1
-        """The newest step that was stored when `restore` looked for what to start from."""
+        """Newest stored step at the time `restore` searched for a state to resume from."""
         self.has_initial_load = False
-        """Whether `restore` loaded `initial_load_path`, and no earlier state of this run."""
-        self._synchronous = SynchronousSaver(self._saved)
+        """Whether `restore` loaded `initial_load_path` instead of an earlier state of this run."""
+        self._synchronous = SynchronousSaver(self._context)
         self._asynchronous: AsynchronousSaver | None = None
-        self._may_be_asynchronous = self._saves and config.async_mode != "disabled"
-        self._has_tried = False
-        """To be asynchronous."""
-        self._origin: Origin | None = None
-        self._is_over = False
+        self._may_be_async = self._can_save and config.async_mode != "disabled"
+        self._has_tried_async = False
+        """Whether starting the asynchronous saver was attempted."""
+        self._origin: SnapshotOrigin | None = None
+        self._is_final = False
         self._step_ended = time.perf_counter()
 
     def restore(self) -> str | None:
-        """Load what this run starts from, and return where it lay; None to start afresh. Raises as
-        `Restorer.restore` does."""
-        restorer = Restorer(self._saved, mends=self._saves, remembers=self._may_be_asynchronous)
+        """Load the state that this run resumes from and return its location; None to start from
+        scratch. Raises as `Restorer.restore` does."""
+        restorer = Restorer(self._context, repairs=self._can_save, has_snapshots=self._may_be_async)
         restored = restorer.restore()
         self.stored_before = restorer.newest_seen
         if restored is None:
             return None
         self.has_initial_load = restored.is_initial
         self._origin = restored.origin
-        self._is_over = restored.is_the_end
+        self._is_final = restored.is_final
         if restored.is_saved:
-            self._synchronous.knows(self._state.step, self._state.values())
+            self._synchronous.record_saved(self._state.step, self._state.values())
         return restored.where
 
-    def join(self, coworkers: Coworkers) -> None:
-        """Which replicas take part from here on: they write checkpoints together, or the first does
-        for all."""
-        self._coworkers = coworkers
-        self._saver.join(coworkers.together)
+    def set_writer_group(self, writer_group: WriterGroup) -> None:
+        """Set the replicas that take part from now on: they write checkpoints together, or the
+        first writes for all."""
+        self._writer_group = writer_group
+        self._saver.set_writer_group(writer_group.active)
 
-    def hold_still(self) -> None:
-        """Come back when the state may change."""
-        self._saver.hold_still()
+    def wait_for_snapshot(self) -> None:
+        """Block until the state may be modified."""
+        self._saver.wait_for_snapshot()
 
-    def counted(self, device: torch.device) -> torch.Tensor:
-        """What this rank adds to the step's exchange of numbers: float64, `NUM_SIGNALS` of them.
-        Comes back when the state may change."""
+    def local_signals(self, device: torch.device) -> torch.Tensor:
+        """Return this rank's `SaveSignals` for the step's reduction: `NUM_SAVE_SIGNALS` float64
+        values. Blocks until the state may be modified."""
         step_s = time.perf_counter() - self._step_ended
-        signals = self._saver.signals(step_s)
-        return torch.tensor(signals.numbers(), dtype=torch.float64).to(device, non_blocking=True)
+        signals = self._saver.local_signals(step_s)
+        return torch.tensor(signals.to_list(), dtype=torch.float64).to(device, non_blocking=True)
 
-    def settle(self, sums: torch.Tensor) -> None:
-        """Act on `counted`, summed over all ranks."""
-        signals = Signals(*sums.tolist())
-        # Also of replicas that know of a save that is late, when this one has just come.
-        self._is_wanted = signals.wants > 0
-        self._saver.settle(signals)
+    def apply_signals(self, sums: torch.Tensor) -> None:
+        """Act on the `local_signals` summed over all ranks."""
+        signals = SaveSignals(*sums.tolist())
+        # Includes replicas that know of a pending save when this one has just joined.
+        self._is_save_pending = signals.save_pending > 0
+        self._saver.apply_signals(signals)
 
     def after_step(self) -> float:
-        """Save what is due after the step just committed. Returns the seconds that it took.
+        """Start the saves that are due after the step just committed. Returns the seconds they
+        took.
 
-        A save that fails is reported and training goes on: it is tried again.
+        A failed save is logged and retried; training continues.
         """
         started = time.perf_counter()
         step, config = self._state.step, self._config
         due = step % config.interval == 0 or (step == 1 and config.enable_first_step_checkpoint)
-        if self._asynchronous is not None and self._asynchronous.has_outgrown:
-            due = self._give_up_memory()
-        if self._may_be_asynchronous and self._asynchronous is None:
-            due = self._become_asynchronous(due)
-        if self._saves:
-            due = due and self._coworkers.writes
-            late = self._is_wanted and self._coworkers.alike
+        if self._asynchronous is not None and self._asynchronous.needs_larger_region:
+            due = self._release_memory()
+        if self._may_be_async and self._asynchronous is None:
+            due = self._start_async_saver(due)
+        if self._can_save:
+            due = due and self._writer_group.writes
+            late = self._is_save_pending and self._writer_group.same_state
             self._saver.after_step(save_due=due or late)
         self._step_ended = time.perf_counter()
         return self._step_ended - started
 
-    def _become_asynchronous(self, due: bool) -> bool:
-        """Whether a save is due now. Where a writer of an earlier start is in the way, the next one
-        that is `due` tries again."""
-        if self._has_tried and not due:
+    def _start_async_saver(self, due: bool) -> bool:
+        """Try to switch to asynchronous saves and return whether a save is due now. If the writer
+        of an earlier session is still running, the next save that is `due` tries again."""
+        if self._has_tried_async and not due:
             return due
-        is_first_try, self._has_tried = not self._has_tried, True
-        if not earlier_writers_have_ended(self._saved, is_first_try=is_first_try):
+        is_first_try, self._has_tried_async = not self._has_tried_async, True
+        if not wait_for_earlier_writers(self._context, is_first_try=is_first_try):
             return due
-        self._asynchronous = open_saver(self._saved, self._origin)
-        self._may_be_asynchronous = self._asynchronous is not None
-        self._saver.join(self._coworkers.together)
-        # What lay in memory had to give way: nothing else has these steps.
+        self._asynchronous = open_async_saver(self._context, self._origin)
+        self._may_be_async = self._asynchronous is not None
+        self._saver.set_writer_group(self._writer_group.active)
+        # The leftover snapshots were freed, and no other copy of their steps exists.
         return due or (self._asynchronous is None and self._origin is not None)
 
-    def _give_up_memory(self) -> bool:
-        """So that a larger one is reserved. Whether a save is due now: one may have failed, and the
-        snapshots are gone."""
+    def _release_memory(self) -> bool:
+        """Release the shared memory so that a larger region is allocated. Returns True: a save is
+        due, because one may have failed and the snapshots are gone."""
         assert self._asynchronous is not None
         self._asynchronous.close(free=True)
         self._asynchronous, self._origin = None, None
-        self._may_be_asynchronous, self._has_tried = True, False
+        self._may_be_async, self._has_tried_async = True, False
         return True
 
-    def go_back(self, newest: int, accepts: Callable[[SavedValues], bool]) -> str | None:
-        """Give the state what it was at an earlier step of this run, `newest` at most, and return
-        where it lay; None, with nothing changed, where there is none. Its place in the data stays.
-        Later snapshots count no more. Raises as `Restorer.go_back` does."""
-        self.hold_still()
-        remembers = self._asynchronous is not None
-        found = Restorer(self._saved, mends=False, remembers=remembers).go_back(newest, accepts)
+    def restore_earlier(self, newest: int, accepts: Callable[[SavedValues], bool]) -> str | None:
+        """Restore an earlier step of this run, at most `newest`, and return its location; None,
+        with nothing changed, if there is none. The position in the data is kept, and later
+        snapshots are discarded. Raises as `Restorer.restore_earlier` does."""
+        self.wait_for_snapshot()
+        has_snapshots = self._asynchronous is not None
+        found = Restorer(self._context, repairs=False, has_snapshots=has_snapshots).restore_earlier(
+            newest, accepts
+        )
         if found is None:
             return None
-        self._saver.take_back(found.origin)
+        self._saver.rewind_to(found.origin)
         return found.where
 
-    def take_back(self) -> None:
-        """The run goes on from an earlier step that this replica has to receive: its own snapshots
-        count no more."""
-        self._saver.take_back(None)
+    def discard_snapshots(self) -> None:
+        """Discard this replica's snapshots: the run resumes from an earlier step, which the replica
+        receives by healing."""
+        self._saver.rewind_to(None)
 
     def wait_for_saves(self) -> None:
-        """Come back when no save is under way. Every rank must call it."""
+        """Block until no save is in progress. Every rank must call it."""
         self._saver.wait()
 
     @property
-    def failures_in_a_row(self) -> int:
-        """Saves that could not be written, one after the other."""
-        return self._saver.failures_in_a_row
+    def consecutive_failures(self) -> int:
+        """Consecutive failed saves."""
+        return self._saver.consecutive_failures
 
     @property
     def saved_step(self) -> int | None:
-        """Step of the newest durable checkpoint that this process has written or resumed from."""
+        """Step of the newest durable checkpoint that this process wrote or resumed from."""
         return self._saver.saved_step
 
     def final_save(self, *, finished: bool) -> str | None:
-        """Save the last step, unless it is saved already, and come back when it is durable.
-        `finished`: the run is at its end, so that `last_save_model_only` applies. Raises
-        CheckpointError when it fails."""
-        if not self._saves:
+        """Save the last step unless it is saved already, and block until it is durable. `finished`:
+        the run is complete, so `last_save_model_only` applies. Raises CheckpointError on
+        failure."""
+        if not self._can_save:
             return None
         saver = self._saver
         if finished:
-            others_save = self._coworkers.index > 0 and self._is_stored_by_others()
+            others_save = self._writer_group.index > 0 and self._is_stored_by_others()
         else:
-            # Where the first saves for all, what another has is its own alone.
-            others_save = not self._coworkers.writes
-        self.join(ALONE)
-        if others_save or self._is_over:
-            self._synchronous.knows(self._state.step, self._state.values())
+            # If the first replica saves for all, the state of any other is private to it.
+            others_save = not self._writer_group.writes
+        self.set_writer_group(SINGLE_REPLICA)
+        if others_save or self._is_final:
+            self._synchronous.record_saved(self._state.step, self._state.values())
         elif finished and self._config.last_save_model_only:
             saver.wait()
             self._synchronous.save(model_only=True)
         elif not self._is_saved():
             self._finish()
-            self._synchronous.knows(self._state.step, self._state.values())
+            self._synchronous.record_saved(self._state.step, self._state.values())
         if self._asynchronous is not None:
             self._asynchronous.close(free=True)
             self._asynchronous = None
         elif finished or self._origin is not None:
-            # No step was taken since, so nobody took the memory over.
-            remove_regions(self._saved.identity.run_id)
+            # No step was taken, so no saver took the memory over.
+            remove_regions(self._context.identity.run_id)
         return f"{self.root}/{step_name(self._state.step)}"
 
     def _finish(self) -> None:
-        """Save the present step durably."""
+        """Save the current step durably."""
         try:
             self._saver.finish()
         except CheckpointError:
-            if self._asynchronous is None or not self._asynchronous.has_outgrown:
+            if self._asynchronous is None or not self._asynchronous.needs_larger_region:
                 raise
             self._synchronous.save()
 
     def _is_stored_by_others(self) -> bool:
-        """Whether the replica that has to save the last step does. It is waited for; should it
-        have died, this one saves instead."""
-        deadline = time.monotonic() + _GRACES * self._config.preemption_grace_s
+        """Return whether another replica stores the last step. Waits for it; if it died, this
+        replica saves instead."""
+        deadline = time.monotonic() + _GRACE_PERIODS * self._config.preemption_grace_s
         while True:
             stored = self._mesh.leader_says(int(self._state.step in self._stored_steps()))
             is_late = self._mesh.any(time.monotonic() >= deadline)
@@ -244,29 +249,29 @@ class CheckpointManager:
             time.sleep(_POLL_S)
 
     def newest_stored(self) -> int:
-        """The newest step of this run that is stored, as the leader sees it; -1: none, or another
-        rank. Raises nothing: a storage that fails now may be well later."""
+        """Return the newest stored step of this run as seen by the leader; -1 if there is none, or
+        on another rank. Never raises, because a storage error may be transient."""
         return max(self._stored_steps(), default=-1)
 
     def _stored_steps(self) -> list[int]:
         if not self._mesh.is_leader or not self._config.enable:
             return []
         try:
-            return self._saved.storage.steps()
+            return self._context.storage.steps()
         except OSError as error:
-            logger.warning("%s cannot be looked at: %s", self.root, error)
+            logger.warning("%s cannot be listed: %s", self.root, error)
             return []
 
     def close(self) -> None:
-        """Let go of a run that did not come to its final save: its newest snapshot is written."""
+        """Release a run that did not reach its final save; its newest snapshot is written."""
         if self._asynchronous is not None:
             self._asynchronous.close(free=False)
             self._asynchronous = None
         self._synchronous.close()
-        self._saved.storage.close()
+        self._context.storage.close()
 
     @property
-    def _saves(self) -> bool:
+    def _can_save(self) -> bool:
         return self._config.enable and not self._config.load_only
 
     @property
@@ -274,7 +279,7 @@ class CheckpointManager:
         return self._asynchronous or self._synchronous
 
     def _is_saved(self) -> bool:
-        """Whether the present step is stored. A refused step moves the data cursor on and not the
-        step."""
+        """Return whether the current step is stored. A skipped step advances the data cursor but
+        not the step."""
         present = (self._state.step, self._state.values())
         return present == (self._saver.saved_step, self._saver.saved_values)

@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint: what is in it and where, as validated plain data.
+"""The manifest of a checkpoint: its contents and their locations, as validated plain data.
 
-A checkpoint is a folder `step-N` with one safetensors file per rank (in an object store below the
-name of their attempt) and `manifest.json`, which is written last: without it there is none. Nothing
-in it can name a path outside of its folder, and checking it takes time and memory in proportion to
-its length. Layer: above storage and redistribute.
+A checkpoint is a folder `step-N` with one safetensors file per rank (in an object store below its
+attempt's token) and `manifest.json`, which is written last: without it the checkpoint does not
+exist. No entry can name a path outside of the folder, and validation takes time and memory linear
+in its length. Layer: above storage and redistribute.
 """
 
 import json
@@ -12,32 +12,34 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from torchtitan_lite.checkpoint.damage import unreadable
-from torchtitan_lite.checkpoint.file_names import FILE_NAME
-from torchtitan_lite.checkpoint.memory.description import BYTES_PER_ELEMENT
+from torchtitan_lite.checkpoint.format import (
+    ATTEMPT_TOKEN,
+    BYTES_PER_ELEMENT,
+    FILE_NAME,
+    parse_step_name,
+)
+from torchtitan_lite.checkpoint.storage.base import Storage, read_error
 from torchtitan_lite.checkpoint.storage.manifest_json import (
     FORMAT,
     MANIFEST,
     READ_VERSIONS,
-    is_signed,
-    is_signed_as_2,
+    checksum_matches,
+    checksum_matches_v2,
 )
-from torchtitan_lite.checkpoint.storage.names import ATTEMPT, step_of
-from torchtitan_lite.checkpoint.storage.storage import Storage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, LayoutError
 from torchtitan_lite.redistribute import Layout, layout_from_json
 
 _MAX_AXES = 64
-"""Of a mesh, and dims of a tensor: more than there are anywhere."""
+"""Maximum number of mesh axes and tensor dims."""
 _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Sizes = Annotated[list[_Size], Field(max_length=_MAX_AXES)]
 _FileName = Annotated[str, Field(pattern=rf"^{FILE_NAME.pattern}$")]
-_DataName = Annotated[str, Field(pattern=rf"^{ATTEMPT.pattern}$")]
+_DataName = Annotated[str, Field(pattern=rf"^{ATTEMPT_TOKEN.pattern}$")]
 
 
 def _printable(name: str) -> str:
     if not name.isprintable():
-        raise ValueError(f"{name!a:.100} is needed to be a name that can be printed")
+        raise ValueError(f"{name!a:.100} is not a printable name")
     return name
 
 
@@ -55,7 +57,7 @@ class BoxEntry(_Entry):
     size: _Sizes
     file: _FileName
     bytes: tuple[_Size, _Size] = Field(strict=False)
-    """First byte in the file, and the one after the last."""
+    """First byte in the file, and one past the last."""
     xxh3: str
 
 
@@ -63,7 +65,7 @@ class TensorEntry(_Entry):
     """A tensor and the boxes that cover it."""
 
     dtype: str
-    """As safetensors names it: F32, BF16, ..."""
+    """Safetensors name: F32, BF16, ..."""
     shape: _Sizes
     layout: _Size
     """Index into the manifest's `layouts`."""
@@ -71,7 +73,7 @@ class TensorEntry(_Entry):
 
 
 class Manifest(_Entry):
-    """The whole checkpoint."""
+    """A whole checkpoint."""
 
     format: Literal["torchtitan_lite.checkpoint"]
     version: int
@@ -80,29 +82,30 @@ class Manifest(_Entry):
     mesh: dict[str, int]
     """Axis -> degree."""
     layouts: list[dict[str, Any]]
-    """How the files hold the tensors, each once."""
+    """Layouts over files, without duplicates."""
     tensors: dict[_Name, TensorEntry]
     data: _DataName | None = None
-    """The folder of the files, in that of the step; None: they lie in that itself."""
+    """Subfolder of the step's folder that holds the files; None if they are in the step's folder
+    itself."""
     values: dict[str, Any]
-    """The state that is not tensors, by part: train_state, lr_scheduler, dataloader."""
+    """Non-tensor state by part: train_state, lr_scheduler, dataloader."""
     rng: dict[str, dict[str, Any]]
-    """Rank -> its ambient generators."""
+    """Rank -> its RNG states."""
     config: dict[str, Any]
     versions: dict[str, str]
     xxh3: str
-    """Checksum of all that is before it."""
+    """Checksum of everything before it."""
 
     def path(self, folder: str, file: str) -> str:
-        """Where `file` lies, for the storage that has this manifest in `folder`."""
+        """Return the path of `file` in the storage, for a manifest in `folder`."""
         return "/".join(part for part in (folder, self.data, file) if part is not None)
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """The manifest of the checkpoint in `folder` of `storage`.
+    """Read the manifest of the checkpoint in `folder`.
 
-    Raises DamagedCheckpoint when it is missing, is no manifest, or does not agree with the lengths
-    of the files beside it, and CheckpointError when another version of the format wrote it.
+    Raises DamagedCheckpoint if it is missing, invalid or inconsistent with the lengths of the
+    files, and CheckpointError for another format version.
     """
     manifest = read_manifest_alone(storage, folder)
     for file, boxes in boxes_by_file(manifest).items():
@@ -111,17 +114,17 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 
 
 def read_manifest_alone(storage: Storage, folder: str) -> Manifest:
-    """The same, without a look at the files."""
+    """Read the manifest without checking the files."""
     where = f"{storage.root}/{folder}"
     try:
         text = bytes(storage.read(f"{folder}/{MANIFEST}"))
         raw = json.loads(text)
     except FileNotFoundError:
         raise DamagedCheckpoint(
-            f"{where} holds no {MANIFEST}, so it is no complete checkpoint."
+            f"{where} holds no {MANIFEST}, so it is not a complete checkpoint."
         ) from None
     except OSError as error:
-        raise unreadable(f"{where}/{MANIFEST} cannot be read", error) from None
+        raise read_error(f"{where}/{MANIFEST} cannot be read", error) from None
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged: {error}") from None
     is_ours = isinstance(raw, dict) and raw.get("format") == FORMAT
@@ -139,9 +142,9 @@ def read_manifest_alone(storage: Storage, folder: str) -> Manifest:
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged at {at}: {first['msg']}") from None
     if manifest.version == 2 and "data" in raw:
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged: version 2 has no field data.")
-    if not (is_signed(text) if manifest.version != 2 else is_signed_as_2(raw)):
-        raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged: its own checksum does not hold.")
-    if step_of(folder) not in (None, manifest.step):
+    if not (checksum_matches(text) if manifest.version != 2 else checksum_matches_v2(raw)):
+        raise DamagedCheckpoint(f"{where}/{MANIFEST} is damaged: its own checksum does not match.")
+    if parse_step_name(folder) not in (None, manifest.step):
         raise DamagedCheckpoint(f"{where}/{MANIFEST} is of step {manifest.step}.")
     _check_boxes(manifest, where)
     try:
@@ -152,7 +155,7 @@ def read_manifest_alone(storage: Storage, folder: str) -> Manifest:
 
 
 def layouts_of(manifest: Manifest) -> list[Layout]:
-    """How the files hold the tensors. Raises LayoutError for what cannot be a layout of files."""
+    """Return the layouts over files. Raises LayoutError for an invalid one."""
     return [_layout(number, given) for number, given in enumerate(manifest.layouts)]
 
 
@@ -165,16 +168,17 @@ def _layout(number: int, given: dict[str, Any]) -> Layout:
     except LayoutError as error:
         raise LayoutError(f"layout {number}: {error!s:.500}") from None
     for holder in layout.mesh.holders:
-        # A tensor without elements lies in no file, and its layout may have the ranks' numbers.
+        # A tensor without elements is in no file, and its layout may name ranks.
         if isinstance(holder, str) and not FILE_NAME.fullmatch(holder):
-            raise LayoutError(f"layout {number} names {holder!r:.100}, which is no file's name.")
-    if any(cut.split > 1 for cuts in layout.cuts.values() for cut in cuts):
+            raise LayoutError(f"layout {number} names {holder!r:.100}, not a tensor file.")
+    if any(cut.factor > 1 for cuts in layout.splits.values() for cut in cuts):
         raise LayoutError(f"layout {number} has strided shards, and a file holds one box.")
     return layout
 
 
 def _check_boxes(manifest: Manifest, where: str) -> None:
-    """Every box lies within its tensor and has its bytes, and the boxes of a tensor make it up."""
+    """Check that every box lies within its tensor and has its bytes, and that the boxes cover the
+    tensor."""
     for name, tensor in manifest.tensors.items():
         for box in tensor.boxes:
             width = BYTES_PER_ELEMENT.get(tensor.dtype)
@@ -197,11 +201,11 @@ def _check_boxes(manifest: Manifest, where: str) -> None:
 
 
 def _check_layouts(manifest: Manifest) -> None:
-    """The boxes of a tensor are those that its layout gives to their files. Since they are as large
-    as the tensor together, that makes it up without an overlap. Raises LayoutError."""
+    """Check that the boxes of a tensor are those of its layout. Together they have the tensor's
+    size, so they cover it without overlap. Raises LayoutError."""
     layouts = layouts_of(manifest)
-    holds_once = [_holds_once(layout) for layout in layouts]
-    # Blocks are alike, so that most of these have been asked for before.
+    holds_once = [_is_partition(layout) for layout in layouts]
+    # Layers repeat, so most lookups are cached.
     wanted: dict[tuple[int, tuple[int, ...], str], list[tuple[list[int], list[int]]]] = {}
     for name, tensor in manifest.tensors.items():
         if tensor.layout >= len(layouts):
@@ -226,14 +230,14 @@ def _check_layouts(manifest: Manifest) -> None:
             files.add(box.file)
 
 
-def _holds_once(layout: Layout) -> bool:
-    """Whether every element has one holder."""
-    cutting = {cut.axis for cuts in layout.cuts.values() for cut in cuts}
+def _is_partition(layout: Layout) -> bool:
+    """Return whether every element has exactly one holder."""
+    cutting = {cut.axis for cuts in layout.splits.values() for cut in cuts}
     return all(size == 1 or axis in cutting for axis, size in enumerate(layout.mesh.shape))
 
 
 def boxes_by_file(manifest: Manifest) -> dict[str, list[tuple[str, BoxEntry]]]:
-    """File -> (tensor, box) for each box that it holds, in the order of its bytes."""
+    """Return file -> (tensor, box) of each box in it, in byte order."""
     found: dict[str, list[tuple[str, BoxEntry]]] = {}
     for name, tensor in manifest.tensors.items():
         for box in tensor.boxes:
@@ -244,13 +248,14 @@ def boxes_by_file(manifest: Manifest) -> dict[str, list[tuple[str, BoxEntry]]]:
 
 
 def check_file(storage: Storage, path: str, boxes: list[tuple[str, BoxEntry]]) -> None:
-    """Every box lies within its file, and no two share bytes. Raises DamagedCheckpoint."""
+    """Check that every box lies within its file and that no two overlap. Raises
+    DamagedCheckpoint."""
     where = f"{storage.root}/{path}"
     try:
         length = storage.size(path)
     except OSError as error:
         message = f"{where} is missing or cannot be read; it should hold {boxes[0][0]}"
-        raise unreadable(message, error) from None
+        raise read_error(message, error) from None
     position = 0
     for name, box in boxes:
         first, end = box.bytes

@@ -18,16 +18,15 @@ from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.leaving import leave
 from torchtitan_lite.redistribute.calibration import (
-    Sample,
+    TimedStep,
     calibrate,
+    fraction_misordered,
+    fraction_within,
+    held_out_steps,
     predicted_s,
-    share_misordered,
-    share_within,
     time_steps,
 )
-from torchtitan_lite.redistribute.calibration_steps import held_out
-from torchtitan_lite.redistribute.cost import Costs
-from torchtitan_lite.redistribute.means import Means
+from torchtitan_lite.redistribute.cost import Costs, ExchangeOptions
 
 _HELD_OUT = 40
 
@@ -62,7 +61,10 @@ def _calibrate(out: Path, kind: str | None, turns: int) -> None:
     try:
         fitted, costs = calibrate(turns, device.torch_device)
         others = time_steps(
-            held_out(dist.get_world_size(), _HELD_OUT), turns, device.torch_device, Means()
+            held_out_steps(dist.get_world_size(), _HELD_OUT),
+            turns,
+            device.torch_device,
+            ExchangeOptions(),
         )
         if dist.get_rank() == 0:
             print(
@@ -76,7 +78,7 @@ def _calibrate(out: Path, kind: str | None, turns: int) -> None:
         dist.destroy_process_group()
 
 
-def _table(title: str, samples: Sequence[Sample], costs: Costs) -> list[str]:
+def _table(title: str, samples: Sequence[TimedStep], costs: Costs) -> list[str]:
     """Measured and predicted times, and what share of the predictions is of use."""
     lines = [f"{title}:", "measured ms  predicted ms  ratio"]
     for sample in samples:
@@ -85,7 +87,7 @@ def _table(title: str, samples: Sequence[Sample], costs: Costs) -> list[str]:
             f"{sample.seconds * 1e3:11.3f}  {told_s * 1e3:12.3f}  {told_s / sample.seconds:5.2f}"
         )
         lines.append(f"{figures}  {sample.name}")
-    within, wrong = share_within(samples, costs), share_misordered(samples, costs)
+    within, wrong = fraction_within(samples, costs), fraction_misordered(samples, costs)
     lines.append(
         f"{within:.0%} of {len(samples)} predictions are within 2 times; of pairs measured to "
         f"differ by more than 1.5 times, {wrong:.1%} are predicted the other way round."

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from torchtitan_lite.redistribute import HolderMesh, Layout, Plan
-from torchtitan_lite.redistribute.cuts import intervals
-from torchtitan_lite.redistribute.explain import in_units
+from torchtitan_lite.redistribute.explain import format_bytes
+from torchtitan_lite.redistribute.partition import intervals
 from torchtitan_lite.torch_compat import (
     Operations,
     fake_process_group,
@@ -91,8 +91,8 @@ def way_in_words(way: DTensorWay, plan: Plan) -> list[str]:
     elif total:
         compared = ", where the plan moves none"
     lines.append(
-        f"  moved in all: {total:,} bytes ({in_units(total)}){compared}; at most {in_units(most)} "
-        "sent by a rank, and as many received"
+        f"  moved in all: {total:,} bytes ({format_bytes(total)}){compared}; at most "
+        f"{format_bytes(most)} sent by a rank, and as many received"
     )
     if way.is_right is not None:
         lines.append(
@@ -127,7 +127,8 @@ def _as_rank(plan: Plan, rank: int) -> tuple[tuple[str, ...], tuple[str, ...], i
                 sent += count
                 axis = plan.src.mesh.axes[axes[group.group_name]]
                 collectives.append(
-                    f"{name} over {axis} ({group.size()} ranks): {in_units(count)} sent by a rank"
+                    f"{name} over {axis} ({group.size()} ranks): "
+                    f"{format_bytes(count)} sent by a rank"
                 )
             return operation(*args, **kwargs)
 
@@ -201,7 +202,7 @@ def _part(whole: torch.Tensor, layout: Layout, holder: Any) -> torch.Tensor:
     coordinate = layout.mesh.coordinate(holder)
     assert coordinate is not None
     for dim, length in enumerate(whole.shape):
-        found = intervals(length, layout.cuts.get(dim, ()), layout.part(dim, coordinate))
+        found = intervals(length, layout.splits.get(dim, ()), layout.shard_index(dim, coordinate))
         index = [at for start, count in found for at in range(start, start + count)]
         whole = whole.index_select(dim, torch.tensor(index, dtype=torch.int64))
     return whole

@@ -18,11 +18,14 @@ from scripts.layout_syntax import EXAMPLE, parse_dtype, parse_layout, parse_shap
 from scripts.reshard_svg import as_svg
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.redistribute import Plan, plan
-from torchtitan_lite.redistribute.collective import Collective
-from torchtitan_lite.redistribute.cost import Costs, default_costs
-from torchtitan_lite.redistribute.explain import explain
-from torchtitan_lite.redistribute.means import BUCKET_BYTES, Transport
-from torchtitan_lite.redistribute.traffic import lower_bound_bytes, temporary_bytes, traffic
+from torchtitan_lite.redistribute.collectives import Collective
+from torchtitan_lite.redistribute.cost import BUCKET_BYTES, Costs, Transport, default_costs
+from torchtitan_lite.redistribute.explain import (
+    explain,
+    lower_bound_bytes,
+    temporary_bytes,
+    traffic,
+)
 
 
 def main(argv: list[str]) -> int:
@@ -53,7 +56,7 @@ def main(argv: list[str]) -> int:
 def _costs(options: argparse.Namespace) -> Costs:
     """The figures to predict with."""
     costs = Costs.load(options.costs) if options.costs else default_costs(options.device)
-    return costs.on_nodes_of(options.ranks_per_node) if options.ranks_per_node else costs
+    return costs.with_ranks_per_node(options.ranks_per_node) if options.ranks_per_node else costs
 
 
 def _as_text(found: Plan, way: DTensorWay | None, transport: Transport | None) -> str:
@@ -69,8 +72,8 @@ def _as_json(found: Plan, way: DTensorWay | None) -> str:
         "dst": str(found.dst),
         "shape": found.shape,
         "dtype": str(found.dtype).removeprefix("torch."),
-        "rounds": [] if found.is_nothing else found.rounds,
-        "legs": [leg.kind if isinstance(leg, Collective) else "exchange" for leg in found.legs],
+        "rounds": [] if found.is_noop else found.rounds,
+        "legs": [step.kind if isinstance(step, Collective) else "exchange" for step in found.steps],
         "predicted_s": found.predicted_s,
         "moved_bytes": found.moved_bytes,
         "lower_bound_bytes": lower_bound_bytes(found),

@@ -9,10 +9,10 @@ from math import prod
 from typing import NamedTuple
 
 from torchtitan_lite.redistribute import Layout, Plan
-from torchtitan_lite.redistribute.cuts import intervals
-from torchtitan_lite.redistribute.holder_mesh import Holder
-from torchtitan_lite.redistribute.pieces import Piece
-from torchtitan_lite.redistribute.program import blocks
+from torchtitan_lite.redistribute.partition import intervals
+from torchtitan_lite.redistribute.placements import Holder
+from torchtitan_lite.redistribute.program import rectangles
+from torchtitan_lite.redistribute.transfers import Transfer
 
 Intervals = list[tuple[int, int]]
 """(start, length) of each, in order."""
@@ -64,7 +64,7 @@ def plane_of(numbers: tuple[int, ...], missing: int) -> tuple[int, int]:
 def patches(plan: Plan, holder: Holder) -> list[Patch]:
     """What a holder's part of the destination is made of, in the order of the rounds."""
     found: list[Patch] = []
-    for kind, part in zip(plan.rounds, plan.part(holder), strict=True):
+    for kind, part in zip(plan.rounds, plan.transfers(holder), strict=True):
         by_area: dict[Area, dict[Holder, int]] = {}
         for piece in (*part.copies, *part.receives):
             for area, count in _landing(plan, holder, piece):
@@ -77,15 +77,15 @@ def patches(plan: Plan, holder: Holder) -> list[Patch]:
     return found
 
 
-def _landing(plan: Plan, holder: Holder, piece: Piece) -> Iterator[tuple[Area, int]]:
+def _landing(plan: Plan, holder: Holder, piece: Transfer) -> Iterator[tuple[Area, int]]:
     """The areas where a piece lands, with its elements there."""
     coordinate = plan.dst.mesh.coordinate(holder)
     assert coordinate is not None
     held = [
-        intervals(length, plan.dst.cuts.get(dim, ()), plan.dst.part(dim, coordinate))
+        intervals(length, plan.dst.splits.get(dim, ()), plan.dst.shard_index(dim, coordinate))
         for dim, length in enumerate(plan.shape)
     ]
-    for block in blocks(piece.segments, piece.start, piece.stop):
+    for block in rectangles(piece.segments, piece.start, piece.stop):
         further = prod(block.shape[2:])
         spans = [
             list(_in_tensor(mine, start, length))

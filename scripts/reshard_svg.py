@@ -7,9 +7,8 @@ from scripts.reshard_picture import Area, Patch, areas, patches, plane
 from scripts.svg import GRAY, INK, as_text, box, document, is_light, text
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.redistribute import Layout, Plan
-from torchtitan_lite.redistribute.explain import in_units
-from torchtitan_lite.redistribute.holder_mesh import Holder
-from torchtitan_lite.redistribute.traffic import holders_of, traffic
+from torchtitan_lite.redistribute.explain import format_bytes, holders_of, traffic
+from torchtitan_lite.redistribute.placements import Holder
 
 # Neighbours in the list differ in lightness as well as in hue.
 _COLORS = (
@@ -63,7 +62,7 @@ class _Drawing:
             _WIDTH, legend_top + 60 + 26 * legend_rows, f"Redistribution of {title}"
         )
         self._define_hatch()
-        moved = f"{in_units(plan.moved_bytes)} moved between holders"
+        moved = f"{format_bytes(plan.moved_bytes)} moved between holders"
         text(self.svg, _EDGE, 38, f"{title}: {moved}", size=20, weight="bold")
         text(self.svg, _EDGE, 60, self._note(), size=12, color=GRAY)
         right = _WIDTH - _EDGE - _PANEL
@@ -157,8 +156,8 @@ class _Drawing:
         box(self.svg, x, y, _CHIP_WIDTH, _CHIP_HEIGHT, color, rx="4")
         self._label(x, y, _CHIP_WIDTH, _CHIP_HEIGHT, str(holder), color, 11)
         received, stays = self._traffic[holder].received, self._traffic[holder].stays
-        words = [f"receives {in_units(received)}"] if received else []
-        words += [f"keeps {in_units(stays)}"] if stays else []
+        words = [f"receives {format_bytes(received)}"] if received else []
+        words += [f"keeps {format_bytes(stays)}"] if stays else []
         said = ", ".join(words) or "begins as nothing"
         text(self.svg, x + _CHIP_WIDTH + 8, y + 13, said, size=11.5)
         top = y + _CHIP_HEIGHT + 6

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtitan_lite.checkpoint import copier
-from torchtitan_lite.checkpoint.asynchronous import AsynchronousSaver
+from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.memory.region import Region
@@ -24,7 +24,7 @@ _CALLS: dict[str, tuple[Any, str]] = {
     "header": (Region, "_put_header"),
     "confirm": (Region, "confirm"),
     "order": (WriterProcess, "save"),
-    "agreement": (CheckpointManager, "settle"),
+    "agreement": (CheckpointManager, "apply_signals"),
 }
 POINTS = [f"{name}.{when}" for name in _CALLS for when in ("before", "after")]
 

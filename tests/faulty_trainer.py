@@ -22,9 +22,9 @@ from torch import nn
 from tests.dying_points import die_at
 from tests.snapshots import starts_of
 from torchtitan_lite import build, trainer
-from torchtitan_lite.checkpoint import synchronous
+from torchtitan_lite.checkpoint import sync_saver
 from torchtitan_lite.checkpoint.background.process import WriterProcess
-from torchtitan_lite.checkpoint.memory.folder import regions_in
+from torchtitan_lite.checkpoint.memory.folder import region_files
 from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.cli.train import train_rank
 from torchtitan_lite.leaving import leave
@@ -89,21 +89,21 @@ def flips(place: str) -> None:
 
 def dies(place: str) -> None:
     """Ends in this step, when its gradients are computed."""
-    sum_ = fault_tolerant.FaultTolerantReplicas.sum_
+    reduce = fault_tolerant.FaultTolerantReplicas.reduce
 
     def dies_before(
         self: fault_tolerant.FaultTolerantReplicas, parameters: Any, counts: torch.Tensor
     ) -> None:
-        if self._run.cursor == int(place):
+        if self._state.cursor == int(place):
             _die()
-        sum_(self, parameters, counts)
+        reduce(self, parameters, counts)
 
-    fault_tolerant.FaultTolerantReplicas.sum_ = dies_before
+    fault_tolerant.FaultTolerantReplicas.reduce = dies_before
 
 
 def dies_in_save(step: str) -> None:
     """Ends when it is to write this step, and its writer too."""
-    order, write = WriterProcess.save, synchronous.write_boxes
+    order, write = WriterProcess.save, sync_saver.write_boxes
 
     def dies_in_writer(
         self: WriterProcess, slot: int, saved: int, *given: Any, **named: Any
@@ -120,7 +120,7 @@ def dies_in_save(step: str) -> None:
         return write(storage, about, saved, *given, **named)
 
     WriterProcess.save = dies_in_writer  # pyright: ignore[reportAttributeAccessIssue]
-    synchronous.write_boxes = dies_writing
+    sync_saver.write_boxes = dies_writing
 
 
 def dies_at(given: str) -> None:
@@ -134,7 +134,7 @@ def dies_taking_over(rank: str) -> None:
     """That rank, as the others have taken their shared memory over and it has not."""
 
     def late(folder: Path, own: int, *given: Any, **named: Any) -> None:
-        for other, path in regions_in(folder).items():
+        for other, path in region_files(folder).items():
             while other != own and len(starts_of(path)) < 2:
                 time.sleep(0.02)
         # The others go on to where they wait for this rank.
@@ -173,15 +173,15 @@ def comes_late(file: str) -> None:
 
 def halts(file: str) -> None:
     """Stays in a step, when its gradients are computed, once there is such a file."""
-    sum_ = fault_tolerant.FaultTolerantReplicas.sum_
+    reduce = fault_tolerant.FaultTolerantReplicas.reduce
 
     def halts_before(*given: Any) -> None:
         while Path(file).exists():
             Path(file).with_suffix(".halted").touch()
             time.sleep(0.02)
-        sum_(*given)
+        reduce(*given)
 
-    fault_tolerant.FaultTolerantReplicas.sum_ = halts_before  # pyright: ignore[reportAttributeAccessIssue]
+    fault_tolerant.FaultTolerantReplicas.reduce = halts_before  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def slow(seconds: str) -> None:

@@ -27,10 +27,9 @@ from transformers import (
 )
 
 from tests.job import FIXTURE
-from torchtitan_lite.checkpoint.opening import open_snapshot
-from torchtitan_lite.checkpoint.snapshots import Snapshot
-from torchtitan_lite.checkpoint.storage.storage import split_storage
-from torchtitan_lite.checkpoint.whole import whole
+from torchtitan_lite.checkpoint.loading import open_snapshot
+from torchtitan_lite.checkpoint.snapshots import Snapshot, read_tensor
+from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
 from torchtitan_lite.spec import ModelSpec
 
@@ -147,7 +146,7 @@ def add_tokenizer(folder: Path) -> Path:
 def our_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model of a folder, filled by one process without a mesh."""
     spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
-    snapshot = open_snapshot(*split_storage(str(folder)), spec)
+    snapshot = open_snapshot(*open_parent_storage(str(folder)), spec)
     model = filled(spec, snapshot)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -158,7 +157,7 @@ def filled(spec: ModelSpec, snapshot: Snapshot) -> nn.Module:
     """The model of a spec with the weights of a snapshot."""
     model = spec.build()
     tensors = {
-        name.removeprefix("model."): whole(snapshot, name)
+        name.removeprefix("model."): read_tensor(snapshot, name)
         for name in snapshot.tensors
         if name.startswith("model.")
     }

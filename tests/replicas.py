@@ -15,9 +15,8 @@ from torchft.coordination import LighthouseServer
 
 from tests import launch
 from tests.tolerances import FAULTS_FLOAT64
-from torchtitan_lite.checkpoint.identity import run_id_of
-from torchtitan_lite.checkpoint.memory.folder import free, runs
-from torchtitan_lite.checkpoint.memory.lock import RankLock
+from torchtitan_lite.checkpoint.memory.folder import RankLock, free_run, list_runs
+from torchtitan_lite.checkpoint.save_context import replica_run_id
 
 HEARTBEAT_TIMEOUT_MS = 1500
 ENDLESS: tuple[str, ...] = (
@@ -177,12 +176,12 @@ def replicas(folder: Path, num_ranks: int, arguments: Sequence[str]) -> Iterator
         lighthouse.shutdown()
         if (folder / "run_id").exists():
             run_id = (folder / "run_id").read_text().strip()
-            own = {run_id_of(run_id, number) for number in made.running}
-            for left in runs():
+            own = {replica_run_id(run_id, number) for number in made.running}
+            for left in list_runs():
                 if left.run_id in own:
                     for rank in left.ranks:
                         RankLock(left.path, rank).wait(20)
-                    free(left.run_id)
+                    free_run(left.run_id)
 
 
 def check_against_a_straight_run(

@@ -28,7 +28,7 @@ def manager_of(dump_folder: Path, root: str, state: SmallState, mesh: Mesh) -> C
 
 def take_step(manager: CheckpointManager, state: SmallState) -> None:
     """As the trainer does."""
-    manager.settle(manager.counted(CPU).cpu())
+    manager.apply_signals(manager.local_signals(CPU).cpu())
     state.take_step()
     manager.after_step()
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import xxhash
 
+from torchtitan_lite.checkpoint.background.channel import WriterSettings
 from torchtitan_lite.checkpoint.background.process import WriterProcess
-from torchtitan_lite.checkpoint.background.settings import WriterSettings
 from torchtitan_lite.checkpoint.memory.folder import run_folder
 from torchtitan_lite.checkpoint.memory.region import Region
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST, is_signed
+from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST, checksum_matches
 
 LARGE = 3 * 4096 + 512
 
@@ -23,7 +23,7 @@ LARGE = 3 * 4096 + 512
 def starts_of(path: Path) -> list[str]:
     """The starts of a run that have a region."""
     region = Region.open(path)
-    starts = region.starts
+    starts = region.sessions
     region.close()
     return starts
 
@@ -202,7 +202,7 @@ def verify(folder: Path, run_bytes: bool = True) -> dict[str, Any]:
     """Check that a checkpoint is whole, with all checksums and the contents; its manifest."""
     text = (folder / MANIFEST).read_bytes()
     manifest = json.loads(text)
-    assert is_signed(text)
+    assert checksum_matches(text)
     files = {box["file"] for entry in manifest["tensors"].values() for box in entry["boxes"]}
     assert {path.name for path in folder.iterdir()} == {MANIFEST, *files}
     raw = {name: (folder / name).read_bytes() for name in files}

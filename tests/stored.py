@@ -9,14 +9,14 @@ import torch
 import xxhash
 from torch.distributed.tensor import Shard
 
-from torchtitan_lite.checkpoint.dtypes import NAME_OF
+from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.manifest_json import (
     MANIFEST,
     build_manifest,
     manifest_bytes,
 )
-from torchtitan_lite.checkpoint.storage.part_file import PartBox
-from torchtitan_lite.checkpoint.storage.storage import open_storage
+from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
+from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES
 from torchtitan_lite.redistribute import HolderMesh, Layout, layout_to_json
 
 TWO_FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
@@ -37,7 +37,7 @@ def store(root: Path | str, step: int) -> dict[str, torch.Tensor]:
         for name, tensor in tensors.items():
             layout = cut if tensor.dim() else first
             entry = {
-                "dtype": NAME_OF[tensor.dtype],
+                "dtype": DTYPE_NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "layout": int(layout is first),
                 "boxes": [],

@@ -256,7 +256,7 @@ def _trainer(base: str, root: str, victim: str, dies_at: int) -> None:
     for step in (1, 2):
         run.snapshot(step, step)
         for region in run.regions:
-            region.stamp(step, {"model.large": "0" * 16})
+            region.store_digests(step, {"model.large": "0" * 16})
             region.confirm(step)
         flushes = step == 2 and how in ("flush", "alone")
         if flushes and how == "alone":

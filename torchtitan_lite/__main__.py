@@ -3,14 +3,14 @@
 import sys
 from typing import NoReturn
 
-from torchtitan_lite.launcher.supervised import obey_launcher
+from torchtitan_lite.launcher.supervised import attach_to_launcher
 from torchtitan_lite.leaving import leave
 
 
 def main() -> NoReturn:
     """Run the command line of this process and end the process."""
     # Before the imports, which take a second in which the launcher may die.
-    obey_launcher()
+    attach_to_launcher()
     from torchtitan_lite import cli
 
     leave(cli.main(sys.argv[1:]))

@@ -13,9 +13,8 @@ from torch import nn
 
 from torchtitan_lite import rng
 from torchtitan_lite.anomalies import Judge
-from torchtitan_lite.checkpoint.agreement import together
-from torchtitan_lite.checkpoint.hugging_face.assets import keep_assets
-from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint import CheckpointManager, run_on_all_ranks
+from torchtitan_lite.checkpoint.hugging_face import save_assets
 from torchtitan_lite.config import Config, likeness, to_record, to_toml
 from torchtitan_lite.data import OpenedData, open_data
 from torchtitan_lite.debug import (
@@ -27,9 +26,9 @@ from torchtitan_lite.debug import (
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.hooks import (
     HookContext,
+    record_goodput,
     record_metrics,
     registered_hooks,
-    report_goodput,
     validate_every,
     write_sample_ledger,
 )
@@ -98,7 +97,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     replica = config.fault_tolerance.replica_id if config.fault_tolerance.enable else None
     # What a replica saves belongs to all of them, what it says of itself does not.
     own_folder = dump_folder if replica is None else replica_folder(dump_folder, replica)
-    together(lambda: _make_folder(own_folder))
+    run_on_all_ranks(lambda: _make_folder(own_folder))
     with ExitStack() as opened:
         goodput_tracker = _goodput_tracker(config, own_folder, opened) if mesh.is_leader else None
         phases = Phases(_phase_listeners(config, mesh, goodput_tracker, own_folder, opened))
@@ -128,7 +127,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         averaging = None
         if config.fault_tolerance.enable and config.fault_tolerance.semi_sync_method:
             # Importing torchft takes a second.
-            from torchtitan_lite.replica.averaging import Averaging
+            from torchtitan_lite.replica.semi_synchronous import Averaging
 
             averaging = Averaging(config.fault_tolerance, model)
             state.outer = averaging
@@ -144,14 +143,14 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         )
         opened.callback(checkpoints.close)
         if config.checkpoint.enable and mesh.is_leader:
-            keep_assets(data.tokenizer_files.folder, checkpoints.root)
+            save_assets(data.tokenizer_files.folder, checkpoints.root)
         announce("restoring")
         restored_from = checkpoints.restore()
         if averaging is not None and state.step == 0:
             # They may be pretrained.
-            averaging.start_here()
+            averaging.capture_initial_weights()
         is_resumed = restored_from is not None and not checkpoints.has_initial_load
-        metrics = together(
+        metrics = run_on_all_ranks(
             lambda: open_metrics(
                 config.metrics,
                 folder=own_folder,
@@ -259,20 +258,20 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         if replica is not None and state.step < job.steps:
             # Importing torchft takes a second.
             from torchtitan_lite.replica.joining import join
-            from torchtitan_lite.replica.quiet import without_chatter
+            from torchtitan_lite.replica.torchft_manager import filter_torchft_logs
 
-            opened.enter_context(without_chatter())
+            opened.enter_context(filter_torchft_logs())
             announce("joining")
             # The last thing of all: from here on the other replicas wait for this one.
             joined_replicas = join(
                 config.fault_tolerance,
                 state,
                 mesh,
-                likeness=likeness(config, mesh.world_size),
-                newest_stored=checkpoints.newest_stored,
-                before_change=checkpoints.hold_still,
-                leaves=lambda: stop.requested,
-                stored_before=checkpoints.stored_before,
+                config_fingerprint=likeness(config, mesh.world_size),
+                newest_stored_step=checkpoints.newest_stored,
+                wait_until_modifiable=checkpoints.wait_for_snapshot,
+                stop_requested=lambda: stop.requested,
+                initial_stored_step=checkpoints.stored_before,
                 phases=phases,
                 averaging=averaging,
             )
@@ -402,7 +401,7 @@ def _hooks(
         )
     ]
     if goodput_tracker is not None and config.checkpoint.enable:
-        hooks.append(report_goodput(config.checkpoint.interval, goodput_tracker, metrics))
+        hooks.append(record_goodput(config.checkpoint.interval, goodput_tracker, metrics))
     if data.validation is not None:
         hooks.append(
             validate_every(

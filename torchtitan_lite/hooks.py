@@ -1,4 +1,5 @@
-"""What is done after each step beside training: all of it reads the state and never writes it.
+"""Hooks after each step: metrics, goodput, validation, samples. They read the state and never
+modify it.
 
 Layer: above trainer.
 """
@@ -25,19 +26,19 @@ from torchtitan_lite.validation import validate
 
 @dataclass(frozen=True, kw_only=True)
 class HookContext:
-    """The parts of a run that a registered hook may use."""
+    """Parts of a run that a registered hook may use."""
 
     config: Config
     mesh: Mesh
     spec: ModelSpec
     metrics: Metrics
     folder: Path
-    """Where this rank's replica writes: `job.dump_folder`, or the replica's folder below it."""
+    """Output folder of this rank's replica: `job.dump_folder`, or the replica's folder below it."""
 
 
 def registered_hooks(context: HookContext) -> list[Hook]:
-    """The hooks that a user's module has registered, in that order. They are not called for an
-    aborted step, which is retried."""
+    """Create the hooks registered by a user's module, in order of registration. They are not called
+    for an aborted step, which is retried."""
     return [_without_aborted(make(context)) for make in REGISTRY.hooks]
 
 
@@ -65,8 +66,8 @@ def record_metrics(
 
     def hook(state: TrainState, report: StepReport) -> None:
         nonlocal failed_before, resumed_at
-        for news in report.news:
-            metrics.event(Event(name=news.name, step=state.step, values=news.values))
+        for event in report.events:
+            metrics.event(Event(name=event.name, step=state.step, values=event.values))
         if report.failed:
             # The step will be retried; there is nothing to record.
             return
@@ -117,8 +118,8 @@ def record_metrics(
     return hook
 
 
-def report_goodput(freq: int, goodput_tracker: GoodputTracker, metrics: Metrics) -> Hook:
-    """Say every `freq` steps what the time has gone into."""
+def record_goodput(freq: int, goodput_tracker: GoodputTracker, metrics: Metrics) -> Hook:
+    """Record the time accounting every `freq` steps."""
 
     def hook(state: TrainState, report: StepReport) -> None:
         if report.committed and state.step % freq == 0:
@@ -129,12 +130,12 @@ def report_goodput(freq: int, goodput_tracker: GoodputTracker, metrics: Metrics)
 
 
 def busiest_experts(loads: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """By router: the tokens of its busiest expert, as a multiple of a fair share."""
+    """Return the tokens of each router's busiest expert, as a multiple of the mean."""
     return {name: (load.max() / load.mean()).item() for name, load in loads.items()}
 
 
 def idle_experts(loads: Mapping[str, torch.Tensor]) -> int | None:
-    """Experts without any token, over all routers; None of a model without experts."""
+    """Count the experts without any token, over all routers. None for a model without experts."""
     return sum(int((load == 0).sum()) for load in loads.values()) if loads else None
 
 

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.checkpoint.hugging_face.lock import TargetTaken
-from torchtitan_lite.checkpoint.hugging_face.room import check_room
-from torchtitan_lite.checkpoint.hugging_face.to_hf import ToHuggingFace
-from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
-from torchtitan_lite.checkpoint.storage.names import step_name
-from torchtitan_lite.checkpoint.storage.storage import open_storage
+from torchtitan_lite.checkpoint import StoredSnapshot
+from torchtitan_lite.checkpoint.hugging_face import (
+    HuggingFaceExport,
+    TargetExists,
+    check_disk_space,
+)
+from torchtitan_lite.checkpoint.storage import open_storage, step_name
 from torchtitan_lite.config import Config
 from torchtitan_lite.data.tokenizer import special_ids
 from torchtitan_lite.errors import CheckpointError
@@ -29,7 +30,7 @@ def export_last_save(config: Config, root: str, tokenizer: Path) -> None:
     step = storage.steps()[-1]
     target = Path(config.job.dump_folder).absolute() / "hf" / step_name(step)
     try:
-        export = ToHuggingFace(
+        export = HuggingFaceExport(
             StoredSnapshot(storage, step_name(step)),
             target,
             model_spec(config.model),
@@ -37,9 +38,9 @@ def export_last_save(config: Config, root: str, tokenizer: Path) -> None:
             assets=tokenizer,
             special_ids=special_ids(tokenizer),
         )
-        check_room(target, export.num_bytes_left)
+        check_disk_space(target, export.num_bytes_left)
         export.run(num_workers=1, written=lambda count: None)
-    except TargetTaken as taken:
+    except TargetExists as taken:
         logger.info("Step %d is not exported by this process: %s", step, taken)
     except OSError as error:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""How a process that was in a process group ends. Layer: imports nothing of the project."""
+"""Exit of a process that used torch.distributed. Layer: imports nothing of the project."""
 
 import logging
 import os
@@ -7,9 +7,9 @@ from typing import NoReturn
 
 
 def leave(status: int) -> NoReturn:
-    """End the process without tearing the interpreter down. All that was opened is closed by now;
-    but a background thread of torch that is still running when it is freed aborts the process,
-    and what ended well would count as failed (seen on a loaded machine, torch 2.13)."""
+    """Exit without tearing down the interpreter, after flushing logs and output. A background
+    thread of torch that still runs while the interpreter is destroyed aborts the process, so that a
+    successful run would count as failed (seen on a loaded machine, torch 2.13)."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.redistribute import Placed, describe, layouts_of, redistribute_state_dict
+from torchtitan_lite.redistribute import (
+    TensorSpec,
+    gather_specs,
+    match_layouts,
+    redistribute_state_dict,
+)
 from torchtitan_lite.train_state import TrainState, model_tensors
 
 
@@ -24,7 +29,7 @@ def move_state(
     given = describe_on(source.tensors(), source_mesh)
     # A model that is another one is refused before anything is made for it.
     wanted = describe_on(model_tensors(target.model), target_mesh)
-    layouts_of(wanted, {name: placed for name, placed in given.items() if name in wanted})
+    match_layouts(wanted, {name: placed for name, placed in given.items() if name in wanted})
     target.allocate({name: placed.shape for name, placed in given.items()})
     fill(target.tensors(), target_mesh, source.tensors(), source_mesh)
     target.load_values(source.values())
@@ -46,8 +51,8 @@ def fill(
     into = {name: target_mesh.placed(tensor) for name, tensor in target.items()}
     redistribute_state_dict(
         {name: source_mesh.placed(tensor) for name, tensor in source.items()},
-        layouts_of(wanted, given),
-        elsewhere=given,
+        match_layouts(wanted, given),
+        remote_specs=given,
         out=into,
     )
     for name, tensor in target.items():
@@ -56,7 +61,7 @@ def fill(
             tensor.copy_(into[name].to_local())
 
 
-def describe_on(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, Placed]:
+def describe_on(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, TensorSpec]:
     """What all ranks of a mesh hold together, by name, given what this one holds. Every rank must
     call it."""
-    return describe({name: mesh.placed(tensor) for name, tensor in tensors.items()})
+    return gather_specs({name: mesh.placed(tensor) for name, tensor in tensors.items()})

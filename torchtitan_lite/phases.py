@@ -1,4 +1,4 @@
-"""What a rank is doing: the loop says it once, and whoever needs to know listens.
+"""Phases of a training step on one rank, reported by the training loop to listeners.
 
 Layer: imports nothing of the project.
 """
@@ -9,44 +9,44 @@ from typing import Protocol
 
 
 class Phase(Enum):
-    """Part of a run. The values are shown to people."""
+    """Part of a run. The values are displayed."""
 
     START = "start"
     """Everything before the first step."""
     QUORUM = "quorum"
-    """Who takes part in the step is being found."""
+    """Forming the quorum of the step."""
     HEALING = "healing"
-    """The state of another replica is being received."""
+    """Receiving the state of another replica."""
     DATA = "data"
-    """Microbatches are waited for."""
+    """Waiting for microbatches."""
     COMPUTE = "compute"
-    """Forward and backward, with the communication that they hide, and the optimizer."""
+    """Forward, backward and optimizer, including overlapped communication."""
     COMMUNICATION = "communication"
-    """Other replicas and ranks are waited for, to sum with them."""
+    """Waiting for other replicas and ranks to reduce values."""
     CHECKPOINT = "checkpoint"
-    """Held up by a save."""
+    """Blocked by a save."""
     BETWEEN = "between"
-    """Metrics, validation, garbage: what happens between two steps."""
+    """Between two steps: metrics, validation, garbage collection."""
     END = "end"
     """Everything after the last step and its save."""
 
 
 class PhaseListener(Protocol):
-    """Is told of each change."""
+    """Listener of phase changes."""
 
     def entered(self, phase: Phase, step: int) -> None:
-        """`phase` begins here and now, and ends the one before. `step` is the last that was
-        committed."""
+        """Handle the start of `phase`, which ends the previous one. `step` is the last committed
+        step."""
         ...
 
 
 class Phases:
-    """Says to all listeners in which phase this rank is."""
+    """Broadcaster of the phase of this rank to its listeners."""
 
     def __init__(self, listeners: Sequence[PhaseListener] = ()) -> None:
         self._listeners = tuple(listeners)
 
     def enter(self, phase: Phase, step: int) -> None:
-        """`phase` begins, after the committed step `step`."""
+        """Report that `phase` starts, after the committed step `step`."""
         for listener in self._listeners:
             listener.entered(phase, step)

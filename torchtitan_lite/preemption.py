@@ -1,8 +1,8 @@
-"""Being asked to leave. Layer: above log.
+"""Stop requests by signal. Layer: above log.
 
-SIGTERM and SIGINT only set a flag; the trainer reads it once a step, at a point where all ranks
-share what they know, so that all leave after the same step. A Ctrl-C some seconds after the first
-is from a person who does not want to wait, and interrupts at once.
+SIGTERM and SIGINT only set a flag. The trainer reads it once per step, where all ranks exchange
+values, so that all stop after the same step. A Ctrl-C some seconds after the first one interrupts
+at once.
 """
 
 import signal
@@ -13,12 +13,13 @@ from types import FrameType
 
 from torchtitan_lite.log import logger
 
-_IMPATIENCE_S = 3.0
-"""torchrun passes a Ctrl-C on to processes that have it already: that one comes at once."""
+_INTERRUPT_AFTER_S = 3.0
+"""torchrun forwards a Ctrl-C to processes that have received it already: the second one arrives at
+once."""
 
 
 class StopRequest:
-    """Whether this process was asked to leave."""
+    """Flag of whether this process was asked to stop."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -30,14 +31,14 @@ class StopRequest:
             self._first_at = time.monotonic()
             name = signal.Signals(number).name
             logger.warning("%s received: finishing the step, saving, leaving.", name)
-        elif time.monotonic() - self._first_at > _IMPATIENCE_S and number == signal.SIGINT:
+        elif time.monotonic() - self._first_at > _INTERRUPT_AFTER_S and number == signal.SIGINT:
             raise KeyboardInterrupt
 
 
 @contextmanager
 def stop_on_signals(request: StopRequest) -> Iterator[None]:
-    """Let SIGTERM and SIGINT set `request` until the end of the block; before it they end the
-    process as usual, since there is nothing to save yet. Main thread only."""
+    """Let SIGTERM and SIGINT set `request` until the end of the block. Outside of it they end the
+    process as usual, because there is nothing to save. Main thread only."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = {number: signal.signal(number, request._on_signal) for number in numbers}
     try:

@@ -100,7 +100,7 @@ def last_words(built: Built) -> Iterator[None]:
 
 def _tell_news(built: Built) -> None:
     """Of a step that was not finished, so that no hook was called."""
-    for news in built.job.replicas.news():
+    for news in built.job.replicas.events():
         built.metrics.event(Event(name=news.name, step=built.job.state.step, values=news.values))
 
 

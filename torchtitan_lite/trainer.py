@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.anomalies import REPEAT, Action, Judge
-from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.data import share_of_step
 from torchtitan_lite.errors import MachineFault, TrainingDiverged
 from torchtitan_lite.mesh import Mesh
@@ -26,7 +26,7 @@ from torchtitan_lite.optim import local_gradients, scale_, square_norm
 from torchtitan_lite.parallel.expert import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import LeaveRequested, News, Replicas, Share
+from torchtitan_lite.replica import LeaveRequested, ReplicaEvent, Replicas, Share
 from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
 from torchtitan_lite.step.numbers import Numbers, counted
 from torchtitan_lite.step.refusal import blame, refuse
@@ -59,7 +59,7 @@ class StepReport:
     samples: tuple[int, ...]
     """Indices in the global order of the samples that this rank used."""
     data_time_s: float
-    news: tuple[News, ...] = ()
+    events: tuple[ReplicaEvent, ...] = ()
     """Of the replicas, of slow ranks, and of a step that was not committed for its numbers."""
     end: TrainingDiverged | MachineFault | None = None
     """Why the run, or this replica, ends here."""
@@ -128,7 +128,7 @@ def train(job: Job) -> bool:
             report,
             step_time_s=time.perf_counter() - started,
             checkpoint_stall_s=stall_s,
-            failed_saves=job.checkpoints.failures_in_a_row,
+            failed_saves=job.checkpoints.consecutive_failures,
             saved_step=job.checkpoints.saved_step,
             gc_time_s=gc_s,
         )
@@ -167,20 +167,20 @@ def train_step(job: Job) -> StepReport:
     job.phases.enter(Phase.QUORUM, state.step)
     share = job.replicas.agree()
     job.phases.enter(Phase.DATA, state.step)
-    job.checkpoints.join(job.replicas.coworkers)
+    job.checkpoints.set_writer_group(job.replicas.writer_group)
     job.work_times.begin()
     microbatches, data_time_s = _take(job, share)
     job.phases.enter(Phase.COMPUTE, state.step)
     parameters = list(state.model.parameters())
     numbers = _forward_and_backward(job, share, microbatches, parameters)
     job.phases.enter(Phase.COMMUNICATION, state.step)
-    job.replicas.sum_(parameters, numbers.of_step)
+    job.replicas.reduce(parameters, numbers.of_step)
     gradients = local_gradients(parameters)
     totals = numbers.totals(square_norm(gradients), job.stop.requested, job.mesh)
-    settled = job.replicas.settle(totals.num_ranks, totals.places, totals.steps)
+    settled = job.replicas.should_commit(totals.num_ranks, totals.places, totals.steps)
     job.phases.enter(Phase.COMPUTE, state.step)
     if settled:
-        job.checkpoints.settle(totals.signals)
+        job.checkpoints.apply_signals(totals.signals)
     slow = job.work_times.settle(totals.times, settled=settled)
 
     # The loss is a sum over target tokens: this is where it is divided, once, by their number.
@@ -226,9 +226,9 @@ def train_step(job: Job) -> StepReport:
         )
     if committed:
         job.replicas.synchronize()
-        job.checkpoints.join(job.replicas.coworkers)
+        job.checkpoints.set_writer_group(job.replicas.writer_group)
     if not totals.leave and end is None and state.step < job.steps:
-        job.replicas.begin()
+        job.replicas.start_quorum()
     return StepReport(
         number=number,
         committed=committed,
@@ -243,7 +243,7 @@ def train_step(job: Job) -> StepReport:
         router_loads=router_loads,
         samples=tuple(sample for mb in microbatches for sample in mb.samples),
         data_time_s=data_time_s,
-        news=(*job.replicas.news(), *slow, *news),
+        events=(*job.replicas.events(), *slow, *news),
         end=end,
     )
 
@@ -256,7 +256,7 @@ def _forward_and_backward(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     job.replay.begin()
     if microbatches:
-        overlap = partial(job.replicas.sum_during_backward, parameters)
+        overlap = partial(job.replicas.reduce_during_backward, parameters)
         loss_sum += job.schedule.run(microbatches, backward=True, before_last=overlap)
     job.replay.end(loss_sum)
     job.work_times.end(len(microbatches))
@@ -266,7 +266,7 @@ def _forward_and_backward(
         cursor=job.state.cursor,
         step=job.state.step,
         # From here on the state may change: the snapshot of the step before is complete.
-        signals=job.checkpoints.counted(device),
+        signals=job.checkpoints.local_signals(device),
         times=job.work_times.counted(share, device),
         router_counts=job.router_balance.counts(device),
     )

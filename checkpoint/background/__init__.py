@@ -1,4 +1,8 @@
-"""The process beside a trainer that writes snapshots to storage, and its handle in the trainer.
+"""The checkpoint writer: a process beside the trainer that writes snapshots to storage.
 
 Layer: above memory and storage. Standard library and xxhash only.
 """
+
+from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
+
+__all__ = ["SINGLE_REPLICA", "WriterGroup"]

@@ -1,7 +1,7 @@
-"""The writer's end of its two pipes: orders come in, what became of them goes out, a line each.
+"""The writer's side of its pipes, and the settings that it receives: orders in, responses out, one
+JSON line each.
 
-Invariant: a trainer that is gone ends the orders and never the writer. Layer: imports nothing of
-the project.
+Invariant: a dead trainer ends the orders, and never the writer. Layer: no project imports.
 """
 
 import json
@@ -9,13 +9,55 @@ import os
 import select
 import signal
 import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 _READ_BYTES = 1 << 16
 
 
+@dataclass(frozen=True, kw_only=True)
+class WriterSettings:
+    """Settings of a writer, sent as one line of JSON."""
+
+    nice: int = 10
+    """Increment of the process's niceness; 0 keeps it."""
+    io_idle: bool = True
+    """Use the disk only when it is idle, if the I/O scheduler supports that."""
+    bytes_per_s: float | None = None
+    """Maximum write rate while the trainer lives; None for no limit."""
+    direct_io: bool = True
+    """Bypass the page cache if the filesystem supports direct I/O."""
+    preemption_grace_s: float = 30.0
+    """Maximum time that a writer may outlive its trainer."""
+    signals_fd: int = -1
+    """Descriptor that receives the trainer's signals; -1 for none."""
+    others_s: float = 0.7
+    """After the trainer's death, how long other ranks may still complete a newer step."""
+    commit_timeout_s: float = 1800.0
+    """How long the leader waits for the parts of the other ranks."""
+    keep_latest_k: int = 0
+    """Number of newest checkpoints to keep; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints of steps divisible by this are kept, too; 0 for none."""
+    recovers: bool = True
+    """Remove leftovers of other processes: no other run saves there."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> "WriterSettings":
+        """Parse the form of `to_json`. Raises ValueError for an unknown key."""
+        unknown = set(given) - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"Unknown settings of a writer: {', '.join(sorted(unknown))}.")
+        return cls(**given)
+
+
 class Channel:
-    """Lines of JSON, read without waiting for more than is there."""
+    """Non-blocking reader and writer of JSON lines."""
 
     def __init__(self, incoming: int = 0, outgoing: int = 1) -> None:
         self._incoming, self._outgoing = incoming, outgoing
@@ -23,9 +65,9 @@ class Channel:
         self._orders: list[dict[str, Any]] = []
         self._signals: int | None = None
         self.ended_at: float | None = None
-        """When it was seen that the trainer closed its end, or died (time.monotonic())."""
-        self.was_asked_to_leave = False
-        """Whether the trainer has got a signal that asks it to leave."""
+        """When the trainer's end was detected (time.monotonic())."""
+        self.stop_requested = False
+        """Whether the trainer has received a stop signal."""
 
     @property
     def ended(self) -> bool:
@@ -33,21 +75,22 @@ class Channel:
         return self.ended_at is not None
 
     def listen_to_signals(self, descriptor: int) -> None:
-        """Read the trainer's signals, which the kernel's handler writes there a byte each, also
-        while the trainer hangs."""
+        """Read the trainer's signals from `descriptor`, where its C-level handler writes one byte
+        each, even while the trainer hangs."""
         self._signals = descriptor
 
-    def next_line(self) -> dict[str, Any] | None:
-        """Wait for the next order and take it; None when there will be none."""
+    def next_order(self) -> dict[str, Any] | None:
+        """Block until the next order and return it; None at the end of the orders."""
         while not self._orders and not self.ended:
-            self.look(None)
+            self.poll(None)
         return self._orders.pop(0) if self._orders else None
 
-    def look(self, timeout_s: float | None = 0.0) -> list[dict[str, Any]]:
-        """Read what has come, waiting at most `timeout_s` for it; all orders not yet taken."""
+    def poll(self, timeout_s: float | None = 0.0) -> list[dict[str, Any]]:
+        """Read available input, waiting at most `timeout_s`, and return all pending orders."""
         if self.ended:
             return self._orders
-        # `select` knows no descriptors above 1023, and that of the signals is the trainer's.
+        # `select` does not support descriptors above 1023, and the trainer chose the one of the
+        # signals.
         poll = select.poll()
         for source in (self._incoming, self._signals):
             if source is not None:
@@ -58,23 +101,23 @@ class Channel:
             assert self._signals is not None
             numbers = os.read(self._signals, _READ_BYTES)
             if signal.SIGTERM in numbers or signal.SIGINT in numbers:
-                self.was_asked_to_leave = True
+                self.stop_requested = True
             if not numbers:
                 self._signals = None
         if self._incoming in ready:
             content = os.read(self._incoming, _READ_BYTES)
             if not content:
-                # A line without its end was cut off by the trainer's death.
+                # The trainer's death may have cut off an incomplete line.
                 self.ended_at = time.monotonic()
                 return self._orders
             *lines, self._partial = (self._partial + content).split(b"\n")
             self._orders += [json.loads(line) for line in lines if line.strip()]
         return self._orders
 
-    def say(self, **response: Any) -> None:
-        """Tell the trainer, if it still listens."""
+    def send(self, **response: Any) -> None:
+        """Send a response to the trainer, if it is alive."""
         try:
             os.write(self._outgoing, json.dumps(response).encode() + b"\n")
         except OSError:
-            # The trainer is dead; what is left to do for it is done without it.
+            # The trainer is dead; the writer continues without it.
             return

@@ -1,7 +1,7 @@
-"""The trainer's handle of its writer process. Layer: above settings.
+"""The trainer's handle of its writer process. Layer: above channel.
 
-Invariant: nothing here waits for the writer but `close`, and a writer that died is no error but a
-state: `alive` is False, and `start` starts another.
+Invariant: only `close` waits for the writer. A dead writer is a state, not an error: `alive` is
+False, and `start` starts a new one.
 """
 
 import json
@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
-from torchtitan_lite.checkpoint.background.settings import WriterSettings
+from torchtitan_lite.checkpoint.background.channel import WriterSettings
+from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.log import logger
 
 _MODULE = "torchtitan_lite.checkpoint.background"
@@ -27,7 +27,7 @@ _POLL_S = 0.01
 
 
 class WriterProcess:
-    """One rank's writer, started once for a run."""
+    """Writer process of one rank."""
 
     def __init__(
         self, region: Path, settings: WriterSettings, command: Sequence[str] | None = None
@@ -37,16 +37,16 @@ class WriterProcess:
         self._command = list(command or (sys.executable, "-m", _MODULE))
         self._process: subprocess.Popen[bytes] | None = None
         self._signals_read, self.signals_fd = os.pipe()
-        """What is written to the second tells the writer of the trainer's signals."""
+        """Write end of a pipe that forwards the trainer's signals to the writer."""
         os.set_blocking(self.signals_fd, False)
         self._partial = b""
-        self._heard_noise = False
+        self._warned_of_noise = False
         self._unsent: deque[bytes] = deque()
 
     def start(self) -> None:
-        """Start the process, or another in place of one that died. Raises OSError."""
+        """Start the process, or replace a dead one. Raises OSError."""
         self._reap()
-        # A session of its own: signals to the trainer's process group do not reach it.
+        # A new session, so that signals to the trainer's process group do not reach the writer.
         self._process = subprocess.Popen(
             [*self._command, str(self._region)],
             stdin=subprocess.PIPE,
@@ -64,12 +64,12 @@ class WriterProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is running."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """Of the process that was started last."""
+        """Id of the process that was started last."""
         return None if self._process is None else self._process.pid
 
     def save(
@@ -78,25 +78,24 @@ class WriterProcess:
         step: int,
         token: str | None = None,
         *,
-        hurries: bool = False,
-        coworkers: Coworkers = ALONE,
+        urgent: bool = False,
+        writer_group: WriterGroup = SINGLE_REPLICA,
     ) -> bool:
-        """Order `slot`, complete with `step`, to be saved. `token` tells a new try of the same
-        step from one that failed, and is the same on all ranks that write with each other; None:
-        the first try of one that writes alone. `hurries`: nothing is spared any more, since
-        training waits. False when the writer is dead."""
-        order: dict[str, Any] = {"slot": slot, "step": step, "hurries": hurries}
-        order |= {"token": token, "coworkers": coworkers.to_json()}
+        """Order a save of `slot`, which is complete with `step`. `token` identifies the attempt and
+        is equal on all ranks of the group; None for the first attempt of a single replica. `urgent`
+        lifts all rate limits, because training waits. Returns False if the writer is dead."""
+        order: dict[str, Any] = {"slot": slot, "step": step, "urgent": urgent}
+        order |= {"token": token, "writer_group": writer_group.to_json()}
         return self._send({"save": order})
 
     def abandon(self, step: int) -> bool:
-        """Order a save to be given up. False when the writer is dead."""
+        """Order to abandon a save. Returns False if the writer is dead."""
         return self._send({"abandon": step})
 
     def responses(self) -> list[dict[str, Any]]:
-        """What the writer has said since, without waiting: {"ready": pid}, or, with the token
-        of the attempt in "token", {"written": step}, {"committed": step}, {"abandoned": step} or
-        {"failed": step, "error": text} each."""
+        """Return the writer's new responses without blocking: {"ready": pid}, or, with the
+        attempt's token in "token", {"written": step}, {"committed": step}, {"abandoned": step} or
+        {"failed": step, "error": text}."""
         if self._process is None or self._process.stdout is None:
             return []
         self._flush_unsent()
@@ -105,22 +104,22 @@ class WriterProcess:
             while more := os.read(self._process.stdout.fileno(), _READ_BYTES):
                 content += more
         *lines, self._partial = (self._partial + content).split(b"\n")
-        return [said for line in lines if line and (said := self._understood(line))]
+        return [said for line in lines if line and (said := self._parse(line))]
 
-    def _understood(self, line: bytes) -> dict[str, Any] | None:
-        """None for what is no response: something else in the process printed it."""
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        """Parse a response; None for output of other code in the process."""
         with suppress(ValueError):
             said = json.loads(line)
             if isinstance(said, dict):
                 return said
-        if not self._heard_noise:
-            self._heard_noise = True
-            logger.warning("The checkpoint writer printed %r, which is no response.", line[:200])
+        if not self._warned_of_noise:
+            self._warned_of_noise = True
+            logger.warning("The checkpoint writer printed %r, which is not a response.", line[:200])
         return None
 
     def wait_for(self, key: str, timeout_s: float) -> list[dict[str, Any]]:
-        """All responses up to the first that has `key`; also when the time is up or the writer
-        died before it came."""
+        """Return all responses up to the first with `key`, or until the timeout or the writer's
+        death."""
         deadline, heard = time.monotonic() + timeout_s, []
         while True:
             was_alive = self.alive
@@ -131,8 +130,8 @@ class WriterProcess:
             time.sleep(_POLL_S)
 
     def close(self, *, free: bool = False, timeout_s: float = 60.0) -> list[dict[str, Any]]:
-        """Let the writer finish what is under way, and return what it said last. `free` removes
-        the region, since the run has ended well. A writer that does not end in time is killed."""
+        """Let the writer finish, and return its last responses. `free` removes the region of a
+        completed run. A writer that exceeds the timeout is killed."""
         if self._process is None:
             return []
         self._send({"stop": True, "free": free})
@@ -149,10 +148,10 @@ class WriterProcess:
         return heard
 
     def detach(self) -> None:
-        """Leave the writer to itself, as a trainer that dies does: it flushes and ends."""
+        """Leave the writer to flush and exit on its own, as after a trainer's death."""
         self._reap()
         with warnings.catch_warnings():
-            # That it still runs is what is wanted.
+            # The process keeps running on purpose.
             warnings.simplefilter("ignore", ResourceWarning)
             self._process = None
         self._close_signals()
@@ -163,7 +162,7 @@ class WriterProcess:
         return self.alive
 
     def _flush_unsent(self) -> None:
-        """Write what the pipe takes: a busy writer reads later, and training does not wait."""
+        """Write what the pipe accepts; the rest is sent later, and training does not wait."""
         if self._process is None or self._process.stdin is None:
             return
         try:
@@ -190,13 +189,13 @@ class WriterProcess:
                     with suppress(OSError):
                         pipe.close()
             if self._process.poll() is None:
-                # Without its pipe it flushes and ends; the lock keeps the next one waiting.
+                # Without its pipe the writer flushes and exits; the lock delays its successor.
                 return
             self._process = None
 
 
 def _environment() -> dict[str, str]:
-    """The writer finds the package where this process did, and starts no threads of its own."""
+    """Return the environment: the writer imports the same package as this process."""
     top = str(Path(__file__).absolute().parents[3])
     paths = [top, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

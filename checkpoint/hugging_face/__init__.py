@@ -1,4 +1,32 @@
-"""Folders of Hugging Face's transformers, in and out.
+"""Hugging Face folders, as transformers reads and writes them: open, import, export.
 
-Layer: above the rest of checkpoint/, but for restoring and the manager.
+Layer: above the rest of checkpoint/, except loading, restore and the manager.
 """
+
+from torchtitan_lite.checkpoint.conversion import TargetExists, check_disk_space
+from torchtitan_lite.checkpoint.hugging_face.folder import (
+    GENERATION,
+    HuggingFaceFolder,
+    is_hugging_face,
+    read_config,
+    save_assets,
+    saved_assets,
+)
+from torchtitan_lite.checkpoint.hugging_face.from_hf import BLOCK_BYTES, HuggingFaceImport
+from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
+from torchtitan_lite.checkpoint.hugging_face.to_hf import HuggingFaceExport
+
+__all__ = [
+    "BLOCK_BYTES",
+    "GENERATION",
+    "HuggingFaceExport",
+    "HuggingFaceFolder",
+    "HuggingFaceImport",
+    "HuggingFaceSnapshot",
+    "TargetExists",
+    "check_disk_space",
+    "is_hugging_face",
+    "read_config",
+    "save_assets",
+    "saved_assets",
+]

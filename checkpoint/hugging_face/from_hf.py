@@ -1,10 +1,10 @@
-"""From a Hugging Face folder to a checkpoint of ours, a block at a time.
+"""Import of a Hugging Face folder into a checkpoint, one block at a time.
 
-A parameter's holders follow each other along dim 0, so that the way into one file is to write their
-blocks in order. Layer: above snapshot, workers and whole.
+A parameter's holders are consecutive along dim 0, so writing their blocks in order produces the
+file. Layer: above snapshot and conversion.
 
-Invariant: a file is announced once it is durable, and the checkpoint is seen once it is whole. What
-was announced before an interrupt is not written again.
+Invariant: a file is announced once it is durable, and the checkpoint is visible once it is
+complete. A resumed import does not rewrite announced files.
 """
 
 import hashlib
@@ -20,70 +20,71 @@ from typing import Any
 import torch
 
 from torchtitan_lite import __version__
-from torchtitan_lite.checkpoint.dtypes import NAME_OF
-from torchtitan_lite.checkpoint.file_names import file_name
-from torchtitan_lite.checkpoint.hugging_face.assets import copy_assets
-from torchtitan_lite.checkpoint.hugging_face.folder import CONFIG
-from torchtitan_lite.checkpoint.hugging_face.lock import TargetTaken, locked
+from torchtitan_lite.checkpoint.conversion import (
+    TargetExists,
+    Tick,
+    lock_folder,
+    run_workers,
+    unsharded_part,
+)
+from torchtitan_lite.checkpoint.format import step_name, tensor_file_name
+from torchtitan_lite.checkpoint.hugging_face.folder import CONFIG, copy_assets
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
-from torchtitan_lite.checkpoint.hugging_face.workers import Tick, share_out
+from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.manifest_json import build_manifest, manifest_bytes
-from torchtitan_lite.checkpoint.storage.names import step_name
-from torchtitan_lite.checkpoint.storage.part_file import PartBox
-from torchtitan_lite.checkpoint.storage.storage import Storage
-from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
-from torchtitan_lite.checkpoint.whole import cast, part_of_whole
+from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
+from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, cast, tensor_bytes
 from torchtitan_lite.mesh import Degrees
 
 BLOCK_BYTES = 8 << 20
-"""That a worker holds at a time, twice where the dtype changes."""
+"""Bytes that a worker holds at a time; twice if the dtype changes."""
 _STEP = 0
 _NUM_FILES = 16
 _LEAST_FILE_BYTES, _MOST_FILE_BYTES = 64 << 20, 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromHuggingFace:
-    """A conversion, and how far an earlier attempt at it came."""
+class HuggingFaceImport:
+    """A resumable import."""
 
     source: HuggingFaceSnapshot
-    """With blocks of `BLOCK_BYTES`."""
+    """Source, opened with blocks of `BLOCK_BYTES`."""
     storage: Storage
     dtype: torch.dtype | None
-    """Of the weights; None: as they are."""
+    """Dtype of the weights; None keeps it."""
     run_config: Mapping[str, Any]
     assets: Path | None = None
-    """Folder that gets a copy of tokenizer and settings."""
+    """Folder that receives a copy of tokenizer and config."""
     file_bytes: int | None = None
-    """Of a file, about; None: so many that there are some files, and none is too large."""
+    """Approximate bytes per file; None for about 16 files of limited size."""
 
     @property
     def where(self) -> str:
-        """What is made."""
+        """Location of the resulting checkpoint."""
         return f"{self.storage.root}/{step_name(_STEP)}"
 
     @property
     def num_bytes(self) -> int:
-        """Of all weights, as they are written."""
+        """Bytes of all weights, as written."""
         return self._size(self.source.tensors)
 
     @property
     def num_bytes_left(self) -> int:
-        """Of those that no earlier attempt has written."""
+        """Bytes not written by an earlier attempt."""
         done = self.storage.parts_present(_STEP, self._token())
         batches = enumerate(self._batches())
         return sum(self._size(names) for number, names in batches if number not in done)
 
     def run(self, *, num_workers: int, written: Callable[[int], None]) -> None:
-        """Write what is missing. `written` is told of bytes, by any thread.
+        """Write what is missing. `written` is called with byte counts, by any thread.
 
-        Raises TargetTaken where the step is there already or another process is at it,
-        DamagedCheckpoint and OSError as reading and writing do; then nothing is left. After
-        KeyboardInterrupt whole files are left, with which another run goes on.
+        Raises TargetExists if the step exists or another process imports it, and DamagedCheckpoint
+        and OSError from reading and writing; nothing is left then. After KeyboardInterrupt complete
+        files remain, from which the next run resumes.
         """
         if _STEP in self.storage.steps():
-            raise TargetTaken(f"{self.where} is there already. Give another folder, or delete it.")
+            raise TargetExists(f"{self.where} already exists. Delete it, or use another folder.")
         token = self._token()
         self.storage.begin(_STEP, token)
         with self._alone():
@@ -98,7 +99,7 @@ class FromHuggingFace:
 
     def _convert(self, token: str, num_workers: int, written: Callable[[int], None]) -> None:
         if not self.storage.steps():
-            # What attempts at something else have left is of no use any more.
+            # Leftovers of attempts with another source or dtype are useless.
             self.storage.recover(token)
         if self.assets is not None:
             copy_assets(Path(self.source.where), self.assets, Files(), also=(CONFIG,))
@@ -112,14 +113,14 @@ class FromHuggingFace:
             self.storage.put_part(_STEP, token, number, part)
 
         todo = [number for number in range(len(batches)) if number not in done]
-        share_out(todo, write, num_workers=num_workers)
+        run_workers(todo, write, num_workers=num_workers)
         parts = [self.storage.read_part(_STEP, token, n) for n in range(len(batches))]
         manifest = build_manifest(_STEP, parts, self._base())
         self.storage.commit(_STEP, token, manifest_bytes(manifest))
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Among the processes of this machine; an object store has no locks."""
-        return nullcontext() if "://" in self.storage.root else locked(Path(self.storage.root))
+        """Lock the target against processes of this machine; an object store has no locks."""
+        return nullcontext() if "://" in self.storage.root else lock_folder(Path(self.storage.root))
 
     def _base(self) -> dict[str, Any]:
         return {
@@ -133,21 +134,21 @@ class FromHuggingFace:
     def _write(
         self, token: str, number: int, names: list[str], written: Callable[[int], None], tick: Tick
     ) -> dict[str, Any]:
-        file, boxes = file_name(number), [self._box(name) for name in names]
+        file, boxes = tensor_file_name(number), [self._box(name) for name in names]
 
         def content() -> Iterator[Iterator[memoryview]]:
             for name in names:
                 yield self._pieces(name, written)
 
         places = self.storage.write_stream(_STEP, token, file, boxes, content, tick=tick)
-        return part_of_whole(_STEP, number, file, boxes, places)
+        return unsharded_part(_STEP, number, file, boxes, places)
 
     def _pieces(self, name: str, written: Callable[[int], None]) -> Iterator[memoryview]:
         placed, dtype = self.source.tensors[name], self._dtype(name)
         for holder in placed.layout.mesh.holders:
             block = torch.empty(placed.layout.local_shape(placed.shape, holder), dtype=placed.dtype)
             self.source.read_part(name, holder, block)
-            piece = bytes_of(cast(name, block, dtype))
+            piece = tensor_bytes(cast(name, block, dtype))
             yield piece
             written(len(piece))
 
@@ -157,13 +158,14 @@ class FromHuggingFace:
 
     def _box(self, name: str) -> PartBox:
         shape, dtype = self.source.tensors[name].shape, self._dtype(name)
-        return PartBox(name, NAME_OF[dtype], shape, 0, prod(shape) * dtype.itemsize)
+        return PartBox(name, DTYPE_NAMES[dtype], shape, 0, prod(shape) * dtype.itemsize)
 
     def _size(self, names: Iterable[str]) -> int:
         return sum(self._box(name).bytes for name in names)
 
     def _batches(self) -> Iterator[list[str]]:
-        """The parameters of each file: of about the same size, however many workers there are."""
+        """Yield the parameters of each file, of similar size and independent of the number of
+        workers."""
         wanted = self.file_bytes
         if wanted is None:
             wanted = min(max(self.num_bytes // _NUM_FILES, _LEAST_FILE_BYTES), _MOST_FILE_BYTES)
@@ -179,12 +181,13 @@ class FromHuggingFace:
             yield batch
 
     def _token(self) -> str:
-        """The same for the same work: source files that nobody has changed, and the same dtype."""
+        """Return a token that is equal for the same work: unmodified source files and the same
+        dtype."""
         folder = self.source.folder
         try:
             stats = [Path(folder.where, file).stat() for file in folder.files]
         except OSError:
-            # In an object store, of which this is not known.
+            # Object stores do not report these.
             return secrets.token_hex(6)
         told = [
             *(folder.where, str(self.dtype), __version__),

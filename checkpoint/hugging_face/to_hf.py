@@ -1,43 +1,81 @@
-"""From a checkpoint of ours to a Hugging Face folder that transformers loads, a tensor at a time.
+"""Export of a checkpoint to a Hugging Face folder that transformers loads, one tensor at a time.
 
-Layer: above shards, unfinished, workers, assets and whole.
+Invariant: a file marked as done is durable, and the folder appears under its name once it is
+complete. Layer: above folder, snapshot and conversion.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.dtypes import NAME_OF
-from torchtitan_lite.checkpoint.hugging_face.assets import GENERATION, copy_assets, json_bytes
-from torchtitan_lite.checkpoint.hugging_face.folder import CONFIG, INDEX
-from torchtitan_lite.checkpoint.hugging_face.lock import TargetTaken
-from torchtitan_lite.checkpoint.hugging_face.shards import (
-    Shard,
-    Unit,
-    share_out_units,
-    units_of,
+from torchtitan_lite.checkpoint.conversion import (
+    TargetExists,
+    Tick,
+    expected_shapes,
+    lock_folder,
+    run_workers,
 )
-from torchtitan_lite.checkpoint.hugging_face.unfinished import UnfinishedFolder
-from torchtitan_lite.checkpoint.hugging_face.workers import Tick, share_out
-from torchtitan_lite.checkpoint.model_shapes import expected_shapes
-from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
+from torchtitan_lite.checkpoint.hugging_face.folder import (
+    CONFIG,
+    GENERATION,
+    INDEX,
+    WEIGHTS,
+    copy_assets,
+    json_bytes,
+)
+from torchtitan_lite.checkpoint.hugging_face.snapshot import expand_key, match_key
+from torchtitan_lite.checkpoint.snapshots import StoredSnapshot, read_tensor
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.checkpoint.storage.part_file import PartBox, write_stream
-from torchtitan_lite.checkpoint.whole import cast_pieces, whole
+from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox, write_stream
+from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, cast_pieces
 from torchtitan_lite.errors import CheckpointError, UserError
-from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
+from torchtitan_lite.redistribute import TensorSpec
+from torchtitan_lite.spec import HuggingFaceKey, HuggingFaceModel, ModelSpec
 
 _MODEL = "model."
+_MARK = ".converting-"
+_NOTE = ".done"
 
 
-class ToHuggingFace:
-    """An export, and how far an earlier attempt at it came."""
+@dataclass(frozen=True)
+class ExportTensor:
+    """A tensor of the exported folder."""
+
+    key: str
+    name: str
+    """Name of the parameter in the checkpoint."""
+    row: int | None
+    """Index of its row along dim 0; None for the whole parameter."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ExportFile:
+    """A file of the exported folder."""
+
+    file: str
+    units: tuple[ExportTensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(unit.num_bytes for unit in self.units)
+
+
+class HuggingFaceExport:
+    """A resumable export."""
 
     def __init__(
         self,
@@ -52,19 +90,19 @@ class ToHuggingFace:
         drop_expert_bias: bool = False,
         files: Files | None = None,
     ) -> None:
-        """`dtype` is that of the weights (None: as they are), `assets` a folder with the files of
-        the tokenizer, and `special_ids` its `bos_token_id` and `eos_token_id`.
+        """`dtype` converts the weights (None keeps it), `assets` is a folder with tokenizer files,
+        and `special_ids` are its `bos_token_id` and `eos_token_id`.
 
-        Raises TargetTaken where `target` is there, and CheckpointError where the model is none of
-        transformers, or the checkpoint holds another one.
+        Raises TargetExists if `target` exists, and CheckpointError if transformers does not support
+        the model, or the checkpoint holds another one.
         """
         if os.path.lexists(target):
-            raise TargetTaken(f"{target} is there already. Give another folder, or delete it.")
+            raise TargetExists(f"{target} already exists. Delete it, or use another folder.")
         if assets is not None and not assets.is_dir():
-            raise CheckpointError(f"{assets}, which should have the tokenizer, is no folder.")
+            raise CheckpointError(f"The tokenizer folder {assets} is not a folder.")
         if spec.hugging_face is None:
             raise CheckpointError(
-                f"{spec.name} {spec.flavor} is no model of transformers, so {source.where} cannot "
+                f"{spec.name} {spec.flavor} is unknown to transformers, so {source.where} cannot "
                 "be exported."
             )
         self._model: HuggingFaceModel = spec.hugging_face
@@ -74,38 +112,38 @@ class ToHuggingFace:
         if not drop_expert_bias:
             self._check_zero(names)
         tensors = {name: source.tensors[f"{_MODEL}{name}"] for name in names}
-        groups = units_of(self._model.keys, tensors, dtype)
-        self._shards = share_out_units(groups, max_shard_bytes)
+        groups = export_tensors(self._model.keys, tensors, dtype)
+        self._shards = split_into_files(groups, max_shard_bytes)
         self._config = self._config_json(groups[0][0].dtype, special_ids or {})
         told = json.dumps([source.where, source.manifest.xxh3, str(dtype), max_shard_bytes])
         token = hashlib.sha256(told.encode()).hexdigest()[:12]
-        self._folder = UnfinishedFolder(target, token, self._files)
+        self._folder = PartialFolder(target, token, self._files)
 
     @property
     def num_bytes(self) -> int:
-        """Of all weights, as they are written."""
+        """Bytes of all weights, as written."""
         return sum(shard.num_bytes for shard in self._shards)
 
     @property
     def num_bytes_left(self) -> int:
-        """Of those that no earlier attempt has written."""
-        left = (shard for shard in self._shards if not self._folder.is_noted(shard.file))
+        """Bytes not written by an earlier attempt."""
+        left = (shard for shard in self._shards if not self._folder.is_done(shard.file))
         return sum(shard.num_bytes for shard in left)
 
     def run(self, *, num_workers: int, written: Callable[[int], None]) -> list[str]:
-        """Write what is missing, and return the names of the copied files. `written` is told of
-        bytes, by any thread.
+        """Write what is missing, and return the names of the copied assets. `written` is called
+        with byte counts, by any thread.
 
-        Raises DamagedCheckpoint and OSError as reading and writing do; then nothing is left. After
-        KeyboardInterrupt whole files are left, with which another run goes on.
+        Raises DamagedCheckpoint and OSError from reading and writing; nothing is left then. After
+        KeyboardInterrupt complete files remain, from which the next run resumes.
         """
 
-        def write(shard: Shard, tick: Tick) -> None:
-            if self._folder.is_noted(shard.file):
+        def write(shard: ExportFile, tick: Tick) -> None:
+            if self._folder.is_done(shard.file):
                 written(shard.num_bytes)
                 return
             boxes = [
-                PartBox(unit.key, NAME_OF[unit.dtype], unit.shape, 0, unit.num_bytes)
+                PartBox(unit.key, DTYPE_NAMES[unit.dtype], unit.shape, 0, unit.num_bytes)
                 for unit in shard.units
             ]
             write_stream(
@@ -114,26 +152,26 @@ class ToHuggingFace:
                 boxes,
                 lambda: self._content(shard, written),
                 tick=tick,
-                # Without it transformers refuses a file.
+                # transformers rejects files without it.
                 metadata={"format": "pt"},
             )
-            self._folder.note(shard.file)
+            self._folder.mark_done(shard.file)
 
         with self._folder.open():
-            share_out(self._shards, write, num_workers=num_workers)
+            run_workers(self._shards, write, num_workers=num_workers)
             copied = self._write_rest()
             self._folder.finish()
         return copied
 
     def _content(
-        self, shard: Shard, written: Callable[[int], None]
+        self, shard: ExportFile, written: Callable[[int], None]
     ) -> Iterator[Iterator[memoryview]]:
         name, tensor = "", torch.empty(0)
         for unit in shard.units:
             if unit.name != name:
-                # The one before goes first, so that there is one at a time.
+                # Freed first, so that one tensor is in memory at a time.
                 del tensor
-                name, tensor = unit.name, whole(self._source, f"{_MODEL}{unit.name}")
+                name, tensor = unit.name, read_tensor(self._source, f"{_MODEL}{unit.name}")
             yield _pieces(unit, tensor, written)
 
     def _write_rest(self) -> list[str]:
@@ -154,9 +192,9 @@ class ToHuggingFace:
     def _config_json(
         self, dtype: torch.dtype, special_ids: Mapping[str, int | None]
     ) -> dict[str, Any]:
-        """That of the folder which the model came from, where it still describes it; else our
-        own."""
-        # What is not said, transformers takes from the defaults of the architecture.
+        """Return the config.json that the model was imported with, if it still matches; otherwise a
+        generated one."""
+        # transformers uses the architecture's defaults for missing keys.
         unknown = {"bos_token_id": None, "eos_token_id": None}
         values: Mapping[str, Any] = {**self._model.config, **unknown, **special_ids}
         if self._assets is not None:
@@ -170,16 +208,100 @@ class ToHuggingFace:
     def _check_zero(self, names: list[str]) -> None:
         ends = [rule.name.rpartition("*")[2] for rule in self._model.keys if not rule.forms]
         for name in names:
-            if name.endswith(tuple(ends)) and whole(self._source, f"{_MODEL}{name}").any():
+            if name.endswith(tuple(ends)) and read_tensor(self._source, f"{_MODEL}{name}").any():
                 raise CheckpointError(
-                    f"{self._source.where} has balanced its experts by {name}, which transformers "
-                    "does not know: the exported model would route otherwise. Add "
+                    f"{self._source.where} has trained expert biases in {name}, which transformers "
+                    "does not support: the exported model would route differently. Add "
                     "--drop-expert-bias to export it without."
                 )
 
 
+def export_tensors(
+    rules: Sequence[HuggingFaceKey], tensors: Mapping[str, TensorSpec], dtype: torch.dtype | None
+) -> list[list[ExportTensor]]:
+    """Return the exported tensors of each parameter; zero buffers are omitted."""
+    found = []
+    for name, placed in tensors.items():
+        rule, numbers = match_key(rules, name)
+        if not rule.forms:
+            continue
+        shape, kind = placed.shape, dtype or placed.dtype
+        keys = expand_key(rule.forms[0], numbers, shape)
+        if rule.forms[0].key.count("*") > len(numbers):
+            found.append(
+                [ExportTensor(key, name, row, shape[1:], kind) for row, key in enumerate(keys)]
+            )
+        else:
+            found.append([ExportTensor(keys[0], name, None, shape, kind)])
+    return found
+
+
+def split_into_files(groups: Sequence[Sequence[ExportTensor]], max_bytes: int) -> list[ExportFile]:
+    """Distribute tensors over files of at most `max_bytes`, unless a single tensor is larger.
+    Tensors of one parameter stay together if they fit, because they are read together."""
+    batches = list(_batches(groups, max_bytes))
+    if len(batches) == 1:
+        return [ExportFile(WEIGHTS, tuple(batches[0]))]
+    return [
+        ExportFile(f"model-{number:05d}-of-{len(batches):05d}.safetensors", tuple(batch))
+        for number, batch in enumerate(batches, 1)
+    ]
+
+
+class PartialFolder:
+    """The folder `.NAME.converting-TOKEN`, which becomes `target` once complete."""
+
+    def __init__(self, target: Path, token: str, files: Files) -> None:
+        """`token` identifies the work: files marked by an interrupted attempt with the same token
+        count."""
+        self._target, self._files = target, files
+        self._start = f".{target.name}{_MARK}"
+        self.path = target.parent / f"{self._start}{token}"
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Create and lock the folder, and remove those of other work for the same target. Errors
+        remove it; after an interrupt it stays.
+
+        Raises TargetExists while another process holds it.
+        """
+        self._files.make_folders(self.path)
+        with lock_folder(self.path):
+            try:
+                self._remove_others()
+                yield
+            except Exception:
+                self._files.rmtree(self.path)
+                raise
+
+    def _remove_others(self) -> None:
+        for name in self._files.listdir(self._target.parent):
+            other = self._target.parent / name
+            if name.startswith(self._start) and other != self.path:
+                with suppress(TargetExists), lock_folder(other):
+                    self._files.rmtree(other)
+
+    def mark_done(self, file: str) -> None:
+        """Mark a file as complete and durable."""
+        self._files.write_file(self.path / f"{file}{_NOTE}", b"")
+        self._files.sync_folder(self.path)
+
+    def is_done(self, file: str) -> bool:
+        """Return whether this attempt or an earlier one marked the file."""
+        return self._files.exists(self.path / f"{file}{_NOTE}")
+
+    def finish(self) -> None:
+        """Rename the folder to its target, durably. Raises OSError if the target exists."""
+        for name in self._files.listdir(self.path):
+            if name.endswith(_NOTE):
+                self._files.unlink(self.path / name)
+        self._files.sync_folder(self.path)
+        self._files.rename(self.path, self._target)
+        self._files.sync_folder(self._target.parent)
+
+
 def _weights(source: StoredSnapshot, spec: ModelSpec) -> list[str]:
-    """The model's parameters and buffers. Raises CheckpointError that lists what does not fit."""
+    """Return the model's parameters and buffers. Raises CheckpointError that lists mismatches."""
     parameters, buffers = expected_shapes(spec)
     wanted = parameters | buffers
     held = {
@@ -197,9 +319,27 @@ def _weights(source: StoredSnapshot, spec: ModelSpec) -> list[str]:
 
 
 def _pieces(
-    unit: Unit, tensor: torch.Tensor, written: Callable[[int], None]
+    unit: ExportTensor, tensor: torch.Tensor, written: Callable[[int], None]
 ) -> Iterator[memoryview]:
     found = tensor if unit.row is None else tensor[unit.row]
     for piece in cast_pieces(unit.key, found, unit.dtype):
         yield piece
         written(len(piece))
+
+
+def _batches(
+    groups: Sequence[Sequence[ExportTensor]], max_bytes: int
+) -> Iterator[list[ExportTensor]]:
+    batch: list[ExportTensor] = []
+    size = 0
+    for group in groups:
+        together = sum(unit.num_bytes for unit in group)
+        for unit in group:
+            starts = unit is group[0] and together <= max_bytes < size + together
+            if batch and (starts or size + unit.num_bytes > max_bytes):
+                yield batch
+                batch, size = [], 0
+            batch.append(unit)
+            size += unit.num_bytes
+    if batch:
+        yield batch

@@ -1,6 +1,6 @@
-"""From torchtitan's DCP checkpoint to one of ours. Layer: above dcp_folder, keys and storage.
+"""Conversion of torchtitan's DCP checkpoints. Layer: above dcp_folder, keys and conversion.
 
-One tensor at a time is put together; files are written as soon as they are large enough.
+One tensor is assembled at a time; files are written as soon as they are large enough.
 """
 
 import secrets
@@ -11,48 +11,42 @@ from typing import Any
 import torch
 
 from torchtitan_lite import __version__
-from torchtitan_lite.checkpoint.dtypes import NAME_OF
-from torchtitan_lite.checkpoint.file_names import file_name
+from torchtitan_lite.checkpoint.conversion import expected_shapes, tied_weight_names, unsharded_part
+from torchtitan_lite.checkpoint.format import step_name, tensor_file_name
 from torchtitan_lite.checkpoint.interchange.dcp_folder import DcpFolder
 from torchtitan_lite.checkpoint.interchange.keys import (
     KeyMap,
-    Match,
+    KeyMatch,
     halves_from_pairs,
-    misfits,
+    shape_mismatches,
 )
-from torchtitan_lite.checkpoint.model_shapes import expected_shapes, tied_weights
 from torchtitan_lite.checkpoint.snapshots import model_dims
-from torchtitan_lite.checkpoint.storage.manifest_json import (
-    build_manifest,
-    manifest_bytes,
-)
-from torchtitan_lite.checkpoint.storage.names import step_name
-from torchtitan_lite.checkpoint.storage.part_file import PartBox
-from torchtitan_lite.checkpoint.storage.storage import Storage
-from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
-from torchtitan_lite.checkpoint.whole import part_of_whole
+from torchtitan_lite.checkpoint.storage.base import Storage
+from torchtitan_lite.checkpoint.storage.manifest_json import build_manifest, manifest_bytes
+from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
+from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, tensor_bytes
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.mesh import Degrees
 from torchtitan_lite.spec import ModelSpec, differing_dims
 
 _FILE_BYTES = 1 << 30
 _SHOWN = 40
-_LEFT_OUT = ("lr_scheduler.", "dataloader.", "optimizer.param_groups.")
-"""torchtitan's keys of what is set by the configuration here, and of its own order of the data."""
+_SKIPPED = ("lr_scheduler.", "dataloader.", "optimizer.param_groups.")
+"""torchtitan's keys of what the configuration sets here, and of its own data order."""
 _STEP, _TOKENS = "train_state.step", "train_state.ntokens_seen"
 _COUNT = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Converted:
-    """What was written."""
+class ConversionResult:
+    """Summary of a conversion."""
 
     where: str
     step: int
     num_tensors: int
     model_only: bool
-    left_out: tuple[str, ...]
-    """Keys with no place here, by the part that they belong to."""
+    skipped: tuple[str, ...]
+    """Prefixes of keys that are not converted."""
 
 
 def convert_from_dcp(
@@ -62,20 +56,20 @@ def convert_from_dcp(
     *,
     run_config: Mapping[str, Any],
     file_bytes: int = _FILE_BYTES,
-) -> Converted:
-    """Write `source` as a checkpoint of `spec`'s model into `storage`, under its own step (0 where
-    it has none). Weights alone become a checkpoint of weights alone.
+) -> ConversionResult:
+    """Write `source` as a checkpoint of `spec`'s model into `storage`, under its own step (0 if it
+    has none). Without optimizer state the result is model-only.
 
-    Raises CheckpointError that lists every dimension of the model that differs, or every key that
-    has no place in the model, is missing or misshapen, before anything is written, and if the step
-    is there already; DamagedCheckpoint for files that are not what their metadata says.
+    Raises CheckpointError before anything is written, listing all model dimensions that differ, or
+    all unexpected, missing and misshapen keys, and if the step already exists; DamagedCheckpoint
+    for files that contradict their metadata.
     """
     _check_dims(source, spec, run_config)
-    matches, left_out = _matches(source, spec)
+    matches, skipped = _matches(source, spec)
     step, tokens = _progress(source)
     if step in storage.steps():
         raise CheckpointError(
-            f"{storage.root}/{step_name(step)} is there already. Give another folder, or delete it."
+            f"{storage.root}/{step_name(step)} already exists. Delete it, or use another folder."
         )
     token = secrets.token_hex(6)
     storage.begin(step, token)
@@ -85,7 +79,7 @@ def convert_from_dcp(
             _write(storage, step, token, num_files, batch)
             num_files += 1
         parts = [storage.read_part(step, token, number) for number in range(num_files)]
-        # Which steps can be resumed from is told by the optimizer's state.
+        # Training can resume only with optimizer state.
         model_only = not any(match.name.startswith("optimizer.") for match in matches.values())
         base = {
             "mesh": asdict(Degrees()),
@@ -98,48 +92,48 @@ def convert_from_dcp(
     except BaseException:
         storage.abandon(step, token)
         raise
-    return Converted(
+    return ConversionResult(
         where=f"{storage.root}/{step_name(step)}",
         step=step,
         num_tensors=len(matches),
         model_only=model_only,
-        left_out=left_out,
+        skipped=skipped,
     )
 
 
 def _check_dims(source: DcpFolder, spec: ModelSpec, run_config: Mapping[str, Any]) -> None:
-    """The shapes do not say how many heads there are, or how positions rotate."""
+    """Compare model dimensions: shapes do not determine the number of heads or the RoPE scaling."""
     exported = model_dims({"model": source.exported_model()})
     if differing := differing_dims(exported, model_dims(run_config)):
         raise CheckpointError(
             f"{source.path} has other model dimensions than {spec.name} {spec.flavor}: "
-            f"{'; '.join(differing)}. Give the configuration of its model by --config, "
+            f"{'; '.join(differing)}. Pass the configuration of its model with --config, "
             "--model.name and --model.flavor."
         )
 
 
-def _matches(source: DcpFolder, spec: ModelSpec) -> tuple[dict[str, Match], tuple[str, ...]]:
-    """Their key -> ours, and the kinds of keys that have no place on purpose."""
-    keys, tied = KeyMap(spec), tied_weights(spec)
+def _matches(source: DcpFolder, spec: ModelSpec) -> tuple[dict[str, KeyMatch], tuple[str, ...]]:
+    """Return DCP key -> match, and the prefixes of the keys that are not converted."""
+    keys, tied = KeyMap(spec), tied_weight_names(spec)
     parameters, buffers = expected_shapes(spec)
     wanted = parameters | buffers
-    matches: dict[str, Match] = {}
+    matches: dict[str, KeyMatch] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
-    left_out: list[str] = []
+    skipped: list[str] = []
     for key in (*source.contents.tensors, *source.contents.objects):
         if key in (_STEP, _TOKENS):
             continue
-        start = next((start for start in _LEFT_OUT if key.startswith(start)), None)
+        start = next((start for start in _SKIPPED if key.startswith(start)), None)
         if start is not None:
-            left_out.append(start.rstrip("."))
+            skipped.append(start.rstrip("."))
             continue
-        match = keys.from_theirs(key) if key in source.contents.tensors else None
+        match = keys.from_torchtitan(key) if key in source.contents.tensors else None
         if match is None:
             problems.append(f"{key} has no place in the model")
             continue
         about = source.contents.tensors[key]
-        if about.dtype not in NAME_OF:
+        if about.dtype not in DTYPE_NAMES:
             problems.append(f"{key} is of {about.dtype}, which safetensors cannot hold")
         if tied is not None and match.parameter == tied[1]:
             if match.name.startswith("model."):
@@ -150,25 +144,27 @@ def _matches(source: DcpFolder, spec: ModelSpec) -> tuple[dict[str, Match], tupl
             problems.append(f"{key} has no place in the model")
             continue
         if match.name in shapes:
-            problems.append(f"{key} is there twice, under another name too")
+            problems.append(f"{key} is stored twice, under different names")
         matches[key], shapes[match.name] = match, about.shape
-    problems += misfits({f"model.{n}": s for n, s in wanted.items()}, _only(shapes, "model."))
-    problems += misfits(_slots(shapes, parameters), _only(shapes, "optimizer."))
+    problems += shape_mismatches(
+        {f"model.{n}": s for n, s in wanted.items()}, _only(shapes, "model.")
+    )
+    problems += shape_mismatches(_slots(shapes, parameters), _only(shapes, "optimizer."))
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(
             f"{source.path} does not fit {spec.name} {spec.flavor} ({len(problems)} problems): "
             + "; ".join(problems[:_SHOWN])
-            + f"{more}. Give the configuration of its model by --config, --model.name and "
+            + f"{more}. Pass the configuration of its model with --config, --model.name and "
             "--model.flavor."
         )
-    return matches, tuple(dict.fromkeys(left_out))
+    return matches, tuple(dict.fromkeys(skipped))
 
 
 def _slots(
     shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """What the optimizer's state must be: all parameters have the slots that one of them has."""
+    """Return the expected optimizer state: all parameters have the slots that any of them has."""
     slots = {name.rpartition(".")[2] for name in _only(shapes, "optimizer.")}
     return {
         f"optimizer.{name}.{slot}": () if slot == _COUNT else shape
@@ -182,20 +178,20 @@ def _only(shapes: Mapping[str, tuple[int, ...]], start: str) -> dict[str, tuple[
 
 
 def _check_tied(source: DcpFolder, key: str, keys: KeyMap, first: str) -> None:
-    """A weight that two modules share is stored twice there: both must be the same."""
+    """Check that a tied weight, which DCP stores twice, is equal in both places."""
     for other in source.contents.tensors:
-        match = keys.from_theirs(other)
+        match = keys.from_torchtitan(other)
         if match is None or match.name != f"model.{first}":
             continue
         if not torch.equal(source.tensor(key), source.tensor(other)):
             raise CheckpointError(
                 f"{source.path}: {key} and {other} differ, and the model of the configuration has "
-                "one weight for both. Give the configuration of a model without tied embeddings."
+                "one weight for both. Pass the configuration of a model without tied embeddings."
             )
 
 
 def _progress(source: DcpFolder) -> tuple[int, int]:
-    """The step and the tokens so far; 0 where they are not told."""
+    """Return the step and the number of tokens; 0 if not recorded."""
     found = []
     for key in (_STEP, _TOKENS):
         value: Any = 0
@@ -210,9 +206,9 @@ def _progress(source: DcpFolder) -> tuple[int, int]:
 
 
 def _batches(
-    source: DcpFolder, matches: Mapping[str, Match], file_bytes: int
+    source: DcpFolder, matches: Mapping[str, KeyMatch], file_bytes: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of each file, ours by name."""
+    """Yield the tensors of each file by name."""
     batch: dict[str, torch.Tensor] = {}
     size = 0
     for key, match in matches.items():
@@ -231,12 +227,12 @@ def _batches(
 def _write(
     storage: Storage, step: int, token: str, number: int, batch: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write one file, and announce what the manifest says of it."""
-    file = file_name(number)
+    """Write one file, and announce its part of the manifest."""
+    file = tensor_file_name(number)
     boxes, views = [], []
     for name, tensor in batch.items():
         size = tuple(tensor.shape)
-        boxes.append(PartBox(name, NAME_OF[tensor.dtype], size, 0, tensor.nbytes))
-        views.append(bytes_of(tensor))
+        boxes.append(PartBox(name, DTYPE_NAMES[tensor.dtype], size, 0, tensor.nbytes))
+        views.append(tensor_bytes(tensor))
     written = storage.write_part(step, token, file, boxes, views)
-    storage.put_part(step, token, number, part_of_whole(step, number, file, boxes, written))
+    storage.put_part(step, token, number, unsharded_part(step, number, file, boxes, written))

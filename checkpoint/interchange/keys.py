@@ -1,6 +1,7 @@
-"""The names and the layout of torchtitan's tensors, and those of ours. Layer: above spec.
+"""Mapping between the tensor names and layouts of torchtitan and those of this project. Layer:
+above spec.
 
-torchtitan's model keys stand alone, or after `model.`; those of its optimizer are
+torchtitan's model keys have no prefix, or `model.`; those of its optimizer are
 `optimizer.state.NAME.SLOT`.
 """
 
@@ -22,30 +23,30 @@ _MODEL = "model."
 
 
 @dataclass(frozen=True)
-class Match:
-    """A tensor of torchtitan by our name."""
+class KeyMatch:
+    """A tensor of torchtitan under this project's name."""
 
     name: str
     """`model.NAME` or `optimizer.NAME.SLOT`."""
     parameter: str
-    """Our name of the parameter."""
+    """Name of the parameter here."""
     rope_heads: int
-    """0: the rows lie as ours do."""
+    """Number of heads whose rows need reordering for RoPE; 0 if none."""
 
-    def of(self, parameter: str) -> "Match":
-        """The same of another parameter."""
+    def of(self, parameter: str) -> "KeyMatch":
+        """Return the same match for another parameter."""
         name = self.name.replace(self.parameter, parameter, 1)
-        return Match(name, parameter, self.rope_heads)
+        return KeyMatch(name, parameter, self.rope_heads)
 
 
 class KeyMap:
-    """Between the names of one model."""
+    """Bidirectional mapping of one model's names."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        """Raises CheckpointError for a family that gives no names."""
+        """Raises CheckpointError for a family without torchtitan names."""
         if not spec.torchtitan_keys:
             raise CheckpointError(
-                f"models/{spec.name}.py gives no names of torchtitan, so its checkpoints cannot be "
+                f"models/{spec.name}.py has no torchtitan names, so its checkpoints cannot be "
                 "converted. Set torchtitan_keys in its ModelSpec."
             )
         self._rules = spec.torchtitan_keys
@@ -55,19 +56,19 @@ class KeyMap:
             for theirs in dict.fromkeys(rule.theirs)
         ]
 
-    def from_theirs(self, key: str) -> Match | None:
-        """None for a key that is no tensor of the model or its optimizer."""
+    def from_torchtitan(self, key: str) -> KeyMatch | None:
+        """Return the match of a key; None if it is not a tensor of the model or its optimizer."""
         if key.startswith(_STATE):
-            # A parameter's name has dots too, and so may not be told from a slot's by them alone.
+            # Parameter names contain dots, too, so the slot is the last component.
             name, _, slot = key.removeprefix(_STATE).rpartition(".")
             found = self._parameter(name.removeprefix(_MODEL))
-            return found and Match(f"optimizer.{found[0]}.{slot}", found[0], found[1].rope_heads)
+            return found and KeyMatch(f"optimizer.{found[0]}.{slot}", found[0], found[1].rope_heads)
         found = self._parameter(key.removeprefix(_MODEL))
-        return found and Match(f"model.{found[0]}", found[0], found[1].rope_heads)
+        return found and KeyMatch(f"model.{found[0]}", found[0], found[1].rope_heads)
 
-    def to_theirs(self, name: str, release: Release) -> tuple[str, int]:
-        """The key and the heads of `model.NAME` or `optimizer.NAME.SLOT`. Raises CheckpointError
-        for another name."""
+    def to_torchtitan(self, name: str, release: Release) -> tuple[str, int]:
+        """Return the key and the number of RoPE heads of `model.NAME` or `optimizer.NAME.SLOT`.
+        Raises CheckpointError for other names."""
         part, _, rest = name.partition(".")
         parameter, slot = rest, ""
         if part == "optimizer":
@@ -93,20 +94,20 @@ class KeyMap:
 
 
 def halves_from_pairs(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows (or elements) of heads whose rotated pairs are neighbours, (2i, 2i + 1), as rows whose
-    pairs lie half a head apart; see docs/adr/0003."""
+    """Reorder rows (or elements) of heads from interleaved rotary pairs, (2i, 2i + 1), to pairs
+    half a head apart; see docs/adr/0003."""
     return tensor.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def pairs_from_halves(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """The way back."""
+    """Invert `halves_from_pairs`."""
     return tensor.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def misfits(
+def shape_mismatches(
     wanted: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]
 ) -> Iterator[str]:
-    """What keeps tensors of `given` names and shapes from being those of a model."""
+    """Yield the reasons why tensors of `given` names and shapes are not those of the model."""
     for name in sorted(wanted.keys() - given.keys()):
         yield f"{name} is missing"
     for name, shape in sorted(given.items()):

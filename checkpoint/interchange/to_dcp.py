@@ -1,7 +1,6 @@
-"""From a checkpoint of ours to torchtitan's DCP checkpoint. Layer: above keys and snapshots.
+"""Conversion to torchtitan's DCP checkpoints. Layer: above keys and snapshots.
 
-DCP plans the files from tensors without memory; each is put together when its turn to be written
-has come.
+DCP plans the files from meta tensors; each tensor is assembled when it is written.
 """
 
 import json
@@ -17,23 +16,17 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from torchtitan_lite.checkpoint.interchange.dcp_folder import MODEL
-from torchtitan_lite.checkpoint.interchange.dcp_metadata import METADATA
-from torchtitan_lite.checkpoint.interchange.keys import (
-    KeyMap,
-    Release,
-    pairs_from_halves,
-)
-from torchtitan_lite.checkpoint.model_shapes import tied_weights
-from torchtitan_lite.checkpoint.snapshots import StoredSnapshot, model_dims
-from torchtitan_lite.checkpoint.whole import whole
+from torchtitan_lite.checkpoint.conversion import tied_weight_names
+from torchtitan_lite.checkpoint.interchange.dcp_folder import METADATA, MODEL
+from torchtitan_lite.checkpoint.interchange.keys import KeyMap, Release, pairs_from_halves
+from torchtitan_lite.checkpoint.snapshots import StoredSnapshot, model_dims, read_tensor
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Where a tensor of theirs comes from."""
+class _TensorSource:
+    """Source of an exported tensor."""
 
     name: str
     rope_heads: int
@@ -47,26 +40,26 @@ def convert_to_dcp(
     release: Release,
     param_group: Mapping[str, Any],
 ) -> int:
-    """Write `source` into `folder` as torchtitan's `release` does, and return the number of
-    tensors. `param_group` are the settings that its optimizer keeps of each parameter; they are
-    written where the checkpoint has the optimizer's state.
+    """Write `source` into `folder` in the format of torchtitan's `release`, and return the number
+    of tensors. `param_group` has the optimizer settings to record per parameter; used if the
+    checkpoint has optimizer state.
 
-    Raises CheckpointError if the folder holds a DCP checkpoint, or the checkpoint something that
-    the model has not; DamagedCheckpoint where a checksum does not hold.
+    Raises CheckpointError if the folder holds a DCP checkpoint, or the checkpoint has tensors that
+    the model does not; DamagedCheckpoint if a checksum does not match.
     """
     if (folder / METADATA).exists():
         raise CheckpointError(
-            f"{folder} holds a DCP checkpoint. Give another folder, or delete it."
+            f"{folder} holds a DCP checkpoint. Specify another folder, or delete it."
         )
-    keys, tied = KeyMap(spec), tied_weights(spec)
-    sources: dict[str, _Source] = {}
+    keys, tied = KeyMap(spec), tied_weight_names(spec)
+    sources: dict[str, _TensorSource] = {}
     model: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
     for name, placed in source.tensors.items():
         stands_for = torch.empty(placed.shape, dtype=placed.dtype, device="meta")
         for used in (name, *_copies(name, tied)):
-            key, rope_heads = keys.to_theirs(used, release)
-            sources[key] = _Source(name, rope_heads)
+            key, rope_heads = keys.to_torchtitan(used, release)
+            sources[key] = _TensorSource(name, rope_heads)
             part, found = (model, key)
             if key.startswith("optimizer."):
                 part, found = (optimizer, key.removeprefix("optimizer."))
@@ -84,7 +77,7 @@ def convert_to_dcp(
         state["train_state"] = {"step": saved.step, "ntokens_seen": progress.get("tokens", 0)}
     writer = FileSystemWriter(folder)
     with warnings.catch_warnings():
-        # That it is saved in a single process is meant.
+        # Saving from a single process is intended.
         warnings.simplefilter("ignore", UserWarning)
         save(state, storage_writer=writer, planner=_Planner(source, sources), no_dist=True)
     dims = model_dims(source.manifest.config)
@@ -94,14 +87,14 @@ def convert_to_dcp(
 
 
 def _copies(name: str, tied: tuple[str, str] | None) -> tuple[str, ...]:
-    """Further names of a weight that two modules share; its optimizer's state has one."""
+    """Return the second name of a tied weight; its optimizer state has one name."""
     return (f"model.{tied[1]}",) if tied is not None and name == f"model.{tied[0]}" else ()
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives a tensor when it is written."""
+    """Save planner that assembles a tensor when it is written."""
 
-    def __init__(self, source: StoredSnapshot, sources: Mapping[str, _Source]) -> None:
+    def __init__(self, source: StoredSnapshot, sources: Mapping[str, _TensorSource]) -> None:
         super().__init__()
         self._source, self._sources = source, sources
 
@@ -109,7 +102,7 @@ class _Planner(DefaultSavePlanner):
         wanted = self._sources.get(write_item.index.fqn)
         if wanted is None:
             return super().resolve_data(write_item)
-        tensor = whole(self._source, wanted.name)
+        tensor = read_tensor(self._source, wanted.name)
         if wanted.rope_heads and tensor.ndim:
             tensor = pairs_from_halves(tensor, wanted.rope_heads).contiguous()
         return tensor

@@ -1,6 +1,6 @@
-"""What a region holds, as its trainer describes it: enough to write its part without torch.
+"""The description of a region by its trainer: enough to write the rank's part without torch.
 
-Invariant: what is read from a description lies within the slot. Layer: above errors.
+Invariant: all offsets in a description lie within the slot. Layer: above errors.
 """
 
 import math
@@ -9,26 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.checkpoint.file_names import FILE_NAME
+from torchtitan_lite.checkpoint.format import BYTES_PER_ELEMENT, FILE_NAME
 from torchtitan_lite.errors import DamagedSnapshot
-
-BYTES_PER_ELEMENT: dict[str, int] = {
-    "BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4,
-    "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
-}  # fmt: skip
-"""By the names that safetensors gives to data types."""
 
 _TOKEN = re.compile(r"[0-9a-zA-Z]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileBox:
-    """One box of a tensor that a rank writes, and where it lies in the rank's slot."""
+    """One box of a tensor that a rank writes, and its location in the rank's slot."""
 
     tensor: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Global shape of the tensor."""
     layout: int
     """Index into `file_layouts`."""
     offset: tuple[int, ...]
@@ -40,7 +34,7 @@ class FileBox:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTensor:
-    """A tensor of which a rank holds a part (or all)."""
+    """A tensor of which a rank holds a part, or all."""
 
     name: str
     dtype: str
@@ -54,12 +48,12 @@ class HeldTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Description:
-    """One rank's region."""
+class RegionDescription:
+    """Contents of one rank's region."""
 
     run_id: str
     session: str
-    """Common to all ranks of one start of the run, and new with every start."""
+    """Common to all ranks of one session (start) of the run, and unique to it."""
     rank: int
     world_size: int
     root: str
@@ -72,14 +66,14 @@ class Description:
     file_layouts: tuple[Any, ...]
     file_name: str
     boxes: tuple[FileBox, ...]
-    """In the order of the file."""
+    """In file order."""
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any], *, slot_bytes: int) -> "Description":
-        """Read `to_dict`'s form. `session` may be missing: then it is the run's id.
+    def from_dict(cls, given: Mapping[str, Any], *, slot_bytes: int) -> "RegionDescription":
+        """Parse the form of `to_dict`. A missing `session` defaults to the run id.
 
-        Raises DamagedSnapshot, naming the field, when something is missing, of a wrong type, or
-        lies outside of a slot of `slot_bytes`.
+        Raises DamagedSnapshot, with the field, if something is missing, has a wrong type, or lies
+        outside of a slot of `slot_bytes`.
         """
         try:
             read = cls(
@@ -100,11 +94,11 @@ class Description:
             )
             read._check(slot_bytes)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedSnapshot(f"The description of a snapshot is wrong: {error!r}") from None
+            raise DamagedSnapshot(f"The description of a snapshot is invalid: {error!r}") from None
         return read
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the description as JSON values."""
         return {
             "run_id": self.run_id,
             "session": self.session,
@@ -168,7 +162,7 @@ def _box(given: Mapping[str, Any]) -> FileBox:
 
 def _size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value
 
 
@@ -178,13 +172,13 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
+        raise ValueError(f"{value!r} is not a string")
     return value
 
 
 def _token(value: Any) -> str:
     if not _TOKEN.fullmatch(_text(value)):
-        raise ValueError(f"{value!r} is no id of digits and letters")
+        raise ValueError(f"{value!r} is not an alphanumeric id")
     return value
 
 

@@ -1,43 +1,45 @@
-"""The folder of a run in shared memory, and what runs have left there.
+"""The folder of a run in shared memory, its rank locks, and cleanup of leftovers.
 
-`/dev/shm/torchtitan_lite-UID/RUN_ID` holds per rank `rank-R.snapshots` and `rank-R.lock`.
-Invariant: only folders that this user owns and nobody else may read are used. Layer: above lock.
+`/dev/shm/torchtitan_lite-UID/RUN_ID` holds `rank-R.snapshots` and `rank-R.lock` per rank.
+Invariants: only folders that this user owns and nobody else can read are used; lock files are never
+removed while a run may use them, because a lock on an unlinked file excludes nobody.
 """
 
 import fcntl
 import os
 import re
 import stat
+import time
 from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.memory.lock import RankLock
 from torchtitan_lite.errors import CheckpointError
 
 SHARED_MEMORY = Path("/dev/shm")
 _RUN_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _SNAPSHOTS = re.compile(r"rank-([0-9]{5})\.snapshots", re.ASCII)
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What one run holds in shared memory."""
+class SharedMemoryRun:
+    """Shared memory that one run holds."""
 
     run_id: str
     path: Path
     bytes: int
     ranks: tuple[int, ...]
     owners: dict[int, int]
-    """Rank -> process that holds its lock now; 0 where the process is not known."""
+    """Rank -> process that holds its lock now; 0 if unknown."""
 
 
 def run_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path:
-    """The folder of a run, made if it is missing.
+    """Return the folder of a run, created if missing.
 
-    Raises CheckpointError when `run_id` is not 32 hexadecimal digits, or when a folder on the way
-    belongs to another user, can be read by others or is a link.
+    Raises CheckpointError if `run_id` is not 32 hexadecimal digits, or if a folder on the path
+    belongs to another user, is readable by others or is a link.
     """
     if not _RUN_ID.fullmatch(run_id):
         raise CheckpointError(f"Run id {run_id!r} is not 32 digits of 0-9 and a-f.")
@@ -48,18 +50,18 @@ def run_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path:
         except FileExistsError:
             _require_private(path)
         else:
-            # The umask may have taken rights away.
+            # The umask may have removed permissions.
             os.chmod(path, 0o700)
     return folder / run_id
 
 
-def regions_in(folder: Path) -> dict[int, Path]:
-    """The snapshot files of a run's folder by rank."""
+def region_files(folder: Path) -> dict[int, Path]:
+    """Return the snapshot files in a run's folder, by rank."""
     found: dict[int, Path] = {}
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
-        # Another process has removed it, with all that was in it.
+        # Another process has removed the folder with its contents.
         return found
     for name in names:
         match = _SNAPSHOTS.fullmatch(name)
@@ -68,31 +70,30 @@ def regions_in(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def known_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path | None:
-    """The folder of a run that has one. Raises CheckpointError as `run_folder` does."""
+def existing_run_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path | None:
+    """Return the folder of a run if it exists. Raises CheckpointError as `run_folder` does."""
     if not os.path.lexists(_user_folder(base) / run_id):
         return None
     return run_folder(run_id, base=base)
 
 
 def remove_regions(run_id: str, *, keep: Container[int] = (), base: Path = SHARED_MEMORY) -> None:
-    """Remove the snapshot files of all ranks but `keep`, which nobody needs any more, and a folder
-    that is empty then. Several processes may do it at once. Raises CheckpointError as `run_folder`
-    does."""
-    folder = known_folder(run_id, base=base)
+    """Remove the unneeded snapshot files of all ranks except `keep`, and the folder if it is empty
+    then. Safe to call concurrently. Raises CheckpointError as `run_folder` does."""
+    folder = existing_run_folder(run_id, base=base)
     if folder is None:
         return
-    for rank, path in regions_in(folder).items():
+    for rank, path in region_files(folder).items():
         if rank not in keep:
             path.unlink(missing_ok=True)
     if not keep:
-        # Writers that still end have their locks in it.
+        # Writers that are still finishing hold locks in it.
         with suppress(OSError):
             folder.rmdir()
 
 
-def runs(*, base: Path = SHARED_MEMORY) -> list[Run]:
-    """All runs of this user that hold shared memory, in the order of their ids."""
+def list_runs(*, base: Path = SHARED_MEMORY) -> list[SharedMemoryRun]:
+    """Return all runs of this user that hold shared memory, sorted by id."""
     folder = _user_folder(base)
     if not os.path.lexists(folder):
         return []
@@ -101,10 +102,10 @@ def runs(*, base: Path = SHARED_MEMORY) -> list[Run]:
     for path in sorted(folder.iterdir()):
         if not _RUN_ID.fullmatch(path.name) or not path.is_dir():
             continue
-        regions = regions_in(path)
+        regions = region_files(path)
         owners = {rank: RankLock(path, rank).owner() for rank in _locked_ranks(path)}
         found.append(
-            Run(
+            SharedMemoryRun(
                 run_id=path.name,
                 path=path,
                 bytes=sum(entry.stat().st_blocks * 512 for entry in path.iterdir()),
@@ -115,12 +116,12 @@ def runs(*, base: Path = SHARED_MEMORY) -> list[Run]:
     return found
 
 
-def free(run_id: str, *, base: Path = SHARED_MEMORY) -> int:
-    """Remove what a run has left in shared memory, and return its bytes.
+def free_run(run_id: str, *, base: Path = SHARED_MEMORY) -> int:
+    """Free the shared memory that a run has left, and return its bytes.
 
-    Raises CheckpointError when there is no such run, or a process still writes for it.
+    Raises CheckpointError if there is no such run, or if a process still writes for it.
     """
-    run = next((run for run in runs(base=base) if run.run_id == run_id), None)
+    run = next((run for run in list_runs(base=base) if run.run_id == run_id), None)
     if run is None:
         raise CheckpointError(f"No run {run_id!r} holds shared memory in {_user_folder(base)}.")
     locks = [RankLock(run.path, rank) for rank in {*run.ranks, *_locked_ranks(run.path)}]
@@ -141,8 +142,8 @@ def free(run_id: str, *, base: Path = SHARED_MEMORY) -> int:
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in such a block for `folder`."""
+def lock_run_folder(folder: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `folder`."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -151,11 +152,11 @@ def alone_in(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def leave(folder: Path, rank: int) -> None:
-    """Remove a rank's lock and, after the last one, the folder of a run that has ended well; what
-    another process of the run still uses stays."""
+def release_rank(folder: Path, rank: int) -> None:
+    """Remove a rank's lock and, after the last one, the folder of a completed run; files that
+    another process of the run uses are kept."""
     lock = RankLock(folder, rank)
-    # Another rank may remove the folder meanwhile.
+    # Another rank may remove the folder concurrently.
     with suppress(OSError):
         if lock.try_acquire():
             lock.path.unlink(missing_ok=True)
@@ -164,6 +165,74 @@ def leave(folder: Path, rank: int) -> None:
                     left.unlink(missing_ok=True)
             folder.rmdir()
     lock.release()
+
+
+class RankLock:
+    """Lock of one rank in the run's folder; its holder may write the rank's part.
+
+    It is a flock, which the kernel releases when the holder ends for any reason.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = folder / f"rank-{rank:05d}.lock"
+        self._descriptor: int | None = None
+
+    def try_acquire(self) -> bool:
+        """Acquire the lock if it is free, and write this process's id into its file."""
+        if self._descriptor is not None:
+            return True
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(self.path, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        return True
+
+    def acquire(self, timeout_s: float) -> bool:
+        """Acquire the lock; False after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while not self.try_acquire():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the lock is free, without keeping it; False after `timeout_s`."""
+        if not self.acquire(timeout_s):
+            return False
+        self.release()
+        return True
+
+    def owner(self) -> int | None:
+        """Return the process that holds the lock; None if it is free."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = os.pread(descriptor, 32, 0)
+            return int(text) if text.isdigit() else 0
+        else:
+            return None
+        finally:
+            os.close(descriptor)
+
+    def release(self) -> None:
+        """Release the lock."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def _user_folder(base: Path) -> Path:

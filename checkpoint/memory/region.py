@@ -1,15 +1,14 @@
-"""A rank's snapshots in shared memory: one tmpfs file that outlives the process that fills it.
+"""Snapshots of a rank in shared memory: one tmpfs file that outlives the process that fills it.
 
-The file, all of it in multiples of 4096 bytes: superblocks, two descriptions (JSON), then per slot
-a header and its values (JSON), then per slot its data. What a reader needs to judge a slot stands
-in its header, which is written last and has a checksum. A region that a later start of the run
-takes over is described twice, and belongs to both starts, until all ranks have taken theirs over.
+File layout, in multiples of 4096 bytes: superblocks, two descriptions (JSON), a header and values
+(JSON) per slot, then the data of each slot. The header, which is written last and has a checksum,
+decides whether a slot is valid. A region that a later session takes over has two descriptions, and
+belongs to both sessions until all ranks have taken theirs over.
 
-Invariant: wherever its process is killed, each slot is either complete as its header says or
-counts as empty, and no slot hides another. Memory is reserved before it is touched, so that a full
-tmpfs is an error and no bus error. Stores are taken to be seen in the order in which they are made,
-as on x86-64; elsewhere the order that a pipe gives must stand between writing and reading.
-Layer: above mapping and superblock.
+Invariant: if the process is killed at any point, each slot is either complete as its header says or
+counts as empty, and no slot hides another. Memory is allocated before it is touched, so a full
+tmpfs is an error instead of SIGBUS. Stores must become visible in program order, as on x86-64;
+elsewhere a pipe must order writing before reading. Layer: above region_file.
 """
 
 import json
@@ -25,17 +24,20 @@ from typing import Any
 
 import xxhash
 
-from torchtitan_lite.checkpoint.memory.mapping import map_existing, reserve
-from torchtitan_lite.checkpoint.memory.room import require_room
-from torchtitan_lite.checkpoint.memory.sealed import CHECKSUM_BYTES, sealed, unsealed
-from torchtitan_lite.checkpoint.memory.superblock import (
+from torchtitan_lite.checkpoint.memory.region_file import (
     ALIGNMENT,
+    CHECKSUM_BYTES,
     MAX_SLOTS,
-    PLACES,
     SUPERBLOCK_BYTES,
+    SUPERBLOCK_OFFSETS,
     Superblock,
-    padded,
+    add_checksum,
+    allocate_file,
+    check_capacity,
+    map_file,
+    page_aligned,
     read_superblocks,
+    verify_checksum,
 )
 from torchtitan_lite.errors import DamagedSnapshot
 
@@ -47,8 +49,8 @@ _STAMP = struct.Struct("<qQQ")
 _STAMP_OFFSET = 1024
 
 
-class State(IntEnum):
-    """What a slot holds."""
+class SlotState(IntEnum):
+    """State of a slot."""
 
     EMPTY = 0
     COPYING = 1
@@ -57,44 +59,44 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class SlotHeader:
-    """The step that a slot holds, and whether it is complete; -1 for an empty slot."""
+    """Step and state of a slot; step -1 if empty."""
 
     step: int
-    state: State
+    state: SlotState
 
 
-_EMPTY_SLOT = SlotHeader(-1, State.EMPTY)
+_EMPTY_SLOT = SlotHeader(-1, SlotState.EMPTY)
 
 
 @dataclass(frozen=True)
-class _Described:
-    """What stands in one place."""
+class _DescriptionCopy:
+    """One of the two descriptions in the file."""
 
     place: int
     block: Superblock
     values: dict[str, Any]
 
     @property
-    def start(self) -> str:
+    def session(self) -> str:
         return str(self.values.get("session", ""))
 
 
 class Region:
-    """The snapshots of one rank. Made by the trainer, opened by the writer and by successors."""
+    """Snapshots of one rank. Created by the trainer, opened by the writer and by later sessions."""
 
     def __init__(self, path: Path, mapped: mmap.mmap, block: Superblock) -> None:
-        """For `create` and `open`. `block`: any of its superblocks."""
+        """Use `create`, `open` or `adopt` instead. `block`: any of the file's superblocks."""
         self.path, self._block = path, block
         self._map = mapped
         self.is_writable = not memoryview(mapped).readonly
         self._view = memoryview(mapped)
         self._words = self._view.cast("q")
-        self._header_bytes = ALIGNMENT + padded(self.values_bytes)
+        self._header_bytes = ALIGNMENT + page_aligned(self.values_bytes)
         self._data_start = block.headers_start + self.num_slots * self._header_bytes
-        self._described: list[_Described] = []
-        """The newest first."""
+        self._descriptions: list[_DescriptionCopy] = []
+        """Newest first."""
         self.taken_over_from: str | None = None
-        """The start of the run that left it, where this process took it over."""
+        """Session from which this process took the region over."""
 
     @classmethod
     def create(
@@ -106,11 +108,10 @@ class Region:
         values_bytes: int = 1 << 20,
         num_slots: int = 3,
     ) -> "Region":
-        """Reserve the memory of `rank` in `folder`, in place of what an earlier process left.
+        """Allocate the region of `rank` in `folder`, replacing that of an earlier process.
 
-        `values_bytes` is the most that the values and the digests of a slot may take as JSON.
-        Raises ShortOfMemory when the tmpfs, the machine or the cgroup has too little; nothing is
-        left then.
+        `values_bytes`: maximum JSON size of a slot's values and digests. Raises InsufficientMemory,
+        and leaves nothing, if the tmpfs, the machine or the cgroup has too little memory.
         """
         if not 0 < num_slots <= MAX_SLOTS or slot_bytes < 0 or values_bytes <= 0:
             raise ValueError(
@@ -118,15 +119,15 @@ class Region:
                 f"{MAX_SLOTS} slots, no negative data and some room for values."
             )
         encoded = json.dumps(description).encode()
-        slot_bytes, values_bytes = padded(slot_bytes), padded(values_bytes)
+        slot_bytes, values_bytes = page_aligned(slot_bytes), page_aligned(values_bytes)
         block = Superblock(
             rank=rank,
             num_slots=num_slots,
-            turn=0,
+            generation=0,
             slot_bytes=slot_bytes,
             values_bytes=values_bytes,
-            # The configuration may be a longer text the next time.
-            description_room=padded(len(encoded)) + ALIGNMENT,
+            # The configuration may be longer in a later session.
+            description_capacity=page_aligned(len(encoded)) + ALIGNMENT,
             description_bytes=len(encoded),
             description_sum=xxhash.xxh3_64_intdigest(encoded),
             token=secrets.token_bytes(16),
@@ -134,18 +135,18 @@ class Region:
         path = folder / f"rank-{rank:05d}.snapshots"
         path.unlink(missing_ok=True)
         what = f"The snapshots of rank {rank} ({num_slots} slots of {slot_bytes / 2**20:.1f} MiB)"
-        require_room(folder, block.file_bytes, what)
-        mapped = reserve(path, block.file_bytes, what)
+        check_capacity(folder, block.file_bytes, what)
+        mapped = allocate_file(path, block.file_bytes, what)
         region = cls(path, mapped, block)
         region._words[_CONFIRMED_WORD] = -1
-        # Last: a file without it is no region.
+        # Written last: a file without it is not a region.
         region._put_description(0, block, encoded)
         return region
 
     @classmethod
     def open(cls, path: Path, writable: bool = False) -> "Region":
-        """Map the region in `path`. Raises DamagedSnapshot when it is none, or not whole."""
-        mapped = map_existing(path, writable)
+        """Map the region in `path`. Raises DamagedSnapshot if it is invalid."""
+        mapped = map_file(path, writable)
         try:
             blocks = read_superblocks(path, mapped)
             region = cls(path, mapped, next(iter(blocks.values())))
@@ -165,14 +166,14 @@ class Region:
         slot_bytes: int,
         num_slots: int = 3,
         values_bytes: int = 0,
-        start: str | None = None,
+        session: str | None = None,
     ) -> "Region | None":
-        """Take over the region that an earlier start of the same run left, with the steps in it,
-        where it differs from `description` in `session` and `config` at most and has room for
-        `values_bytes` of values; None where there is none, or it does not fit.
+        """Take over the region of an earlier session of the same run, with its steps, if it differs
+        from `description` at most in `session` and `config` and has `values_bytes` for values; None
+        if there is none, or it does not match.
 
-        It belongs to the earlier start, too, until `settle`: to `start`, or else to the last that
-        had it. So whoever comes after finds the steps, also if not all ranks came so far.
+        Until `finish_takeover` it also belongs to the earlier session: `session`, or else its last
+        owner. A successor therefore finds the steps even if not all ranks came this far.
         """
         path = folder / f"rank-{rank:05d}.snapshots"
         try:
@@ -182,31 +183,31 @@ class Region:
         encoded = json.dumps(description).encode()
         fits = (
             _without_start(region.description) == _without_start(json.loads(encoded))
-            and (region.slot_bytes, region.num_slots) == (padded(slot_bytes), num_slots)
+            and (region.slot_bytes, region.num_slots) == (page_aligned(slot_bytes), num_slots)
             and region.values_bytes >= values_bytes
-            and len(encoded) <= region._block.description_room
+            and len(encoded) <= region._block.description_capacity
         )
         if not fits:
             region.close()
             return None
-        region._take_over(encoded, start)
+        region._take_over(encoded, session)
         return region
 
-    def settle(self) -> None:
-        """It is this start's alone: all ranks have taken theirs over."""
-        for described in self._described[1:]:
-            self._clear(described.place)
-        del self._described[1:]
+    def finish_takeover(self) -> None:
+        """Drop the earlier session's description: all ranks have taken their regions over."""
+        for copy in self._descriptions[1:]:
+            self._clear(copy.place)
+        del self._descriptions[1:]
 
     @property
     def description(self) -> dict[str, Any]:
-        """Of the newest start that has it."""
-        return self._described[0].values
+        """Description by the newest session."""
+        return self._descriptions[0].values
 
     @property
-    def starts(self) -> list[str]:
-        """The starts of the run that have it, the newest first."""
-        return [described.start for described in self._described]
+    def sessions(self) -> list[str]:
+        """Sessions that own the region, newest first."""
+        return [copy.session for copy in self._descriptions]
 
     @property
     def rank(self) -> int:
@@ -222,87 +223,90 @@ class Region:
 
     @property
     def values_bytes(self) -> int:
-        """The most that the values and the digests of a slot may take."""
+        """Maximum size of a slot's values and digests."""
         return self._block.values_bytes
 
     @property
     def token(self) -> str:
-        """Differs for every region that was ever created or taken over."""
-        return self._described[0].block.token.hex()
+        """Unique to every creation and takeover of a region."""
+        return self._descriptions[0].block.token.hex()
 
     @property
     def confirmed(self) -> int:
-        """The newest step that all ranks have completed, as far as this rank knows; -1: none."""
+        """Newest step that all ranks have completed, as far as this rank knows; -1 if none."""
         return self._words[_CONFIRMED_WORD]
 
     def confirm(self, step: int) -> None:
-        """Note that all ranks have completed `step`: one store of 8 bytes."""
+        """Record that all ranks have completed `step`, in a single 8-byte store."""
         self._words[_CONFIRMED_WORD] = step
 
     def data(self, slot: int) -> memoryview:
-        """The bytes of a slot, beginning at a multiple of 4096."""
+        """Return the bytes of a slot, aligned to 4096."""
         start = self._data_start + self._checked(slot) * self.slot_bytes
         return self._view[start : start + self.slot_bytes]
 
     def begin(self, slot: int, step: int) -> None:
-        """Say that the data of `slot` is about to change. What it held is gone."""
-        self._put_header(slot, State.COPYING, step, b"")
+        """Mark `slot` as being filled with `step`. Its previous content is invalid."""
+        self._put_header(slot, SlotState.COPYING, step, b"")
 
     def complete(self, slot: int, values: dict[str, Any]) -> None:
-        """Say that `slot` holds its step whole, with these values. Raises ValueError when `begin`
-        was not called or the values need more than `values_bytes`."""
+        """Mark `slot` as complete, with these values. Raises ValueError without a prior `begin`, or
+        if the values exceed `values_bytes`."""
         header = self.slots()[self._checked(slot)]
-        if header.state != State.COPYING:
+        if header.state != SlotState.COPYING:
             raise ValueError(f"Slot {slot} is {header.state.name}, not COPYING: call begin first.")
         encoded = json.dumps(values).encode()
-        self._require_room_for(len(encoded), "values")
+        self._check_values_fit(len(encoded), "values")
         self._store(self._header_start(slot) + ALIGNMENT, encoded)
-        self._put_header(slot, State.COMPLETE, header.step, encoded)
+        self._put_header(slot, SlotState.COMPLETE, header.step, encoded)
 
-    def stamp(self, slot: int, digests: dict[str, str]) -> None:
-        """Keep checksums of a complete slot's data with it. Raises ValueError when it is not
-        complete, or there is no room left beside its values."""
+    def store_digests(self, slot: int, digests: dict[str, str]) -> None:
+        """Store checksums of a complete slot's data. Raises ValueError if the slot is not complete,
+        or its values leave no space."""
         start, header = self._header_start(slot), self._header(slot)
-        if header is None or header[0] != State.COMPLETE:
+        if header is None or header[0] != SlotState.COMPLETE:
             raise ValueError(f"Slot {slot} is not complete, so it has no data to stamp.")
         encoded = json.dumps(digests).encode()
-        self._require_room_for(header[3] + len(encoded), "values and digests")
+        self._check_values_fit(header[3] + len(encoded), "values and digests")
         self._store(start + ALIGNMENT + header[3], encoded)
         checksum = xxhash.xxh3_64_intdigest(encoded)
         stamp = _STAMP.pack(header[2], len(encoded), checksum)
-        self._store(start + _STAMP_OFFSET, sealed(stamp))
+        self._store(start + _STAMP_OFFSET, add_checksum(stamp))
 
     def slots(self) -> list[SlotHeader]:
-        """What each slot holds. One whose header is not whole counts as empty."""
+        """Return the header of each slot; an invalid one counts as empty."""
         found = []
         for slot in range(self.num_slots):
             header = self._header(slot)
-            found.append(_EMPTY_SLOT if header is None else SlotHeader(header[2], State(header[0])))
+            found.append(
+                _EMPTY_SLOT if header is None else SlotHeader(header[2], SlotState(header[0]))
+            )
         return found
 
     def complete_slots(self) -> dict[int, int]:
-        """Step -> slot, for the steps that are held whole, newest first."""
+        """Return step -> slot of complete steps, newest first."""
         slots = enumerate(self.slots())
-        found = {header.step: slot for slot, header in slots if header.state == State.COMPLETE}
+        found = {header.step: slot for slot, header in slots if header.state == SlotState.COMPLETE}
         return dict(sorted(found.items(), reverse=True))
 
     def values(self, slot: int) -> dict[str, Any]:
-        """The values of a complete slot. Raises DamagedSnapshot when they are not those that were
-        given, or the slot is not complete."""
+        """Return the values of a complete slot. Raises DamagedSnapshot if their checksum does not
+        match, or the slot is not complete."""
         header = self._header(slot)
-        if header is None or header[0] != State.COMPLETE:
+        if header is None or header[0] != SlotState.COMPLETE:
             raise DamagedSnapshot(f"{self.path} is damaged: slot {slot} is not complete.")
         encoded = self._values_area(slot, 0, header[3])
         if xxhash.xxh3_64_intdigest(encoded) != header[4]:
-            raise DamagedSnapshot(f"{self.path} is damaged: the checksum of slot {slot}'s values.")
+            raise DamagedSnapshot(f"{self.path} is damaged: the values of slot {slot}.")
         return _json_object(self.path, encoded, f"values of slot {slot}")
 
     def digests(self, slot: int) -> dict[str, str] | None:
-        """What `stamp` kept; None when the slot's present data was not stamped."""
+        """Return the digests stored by `store_digests`; None if there are none for the slot's
+        current data."""
         header = self._header(slot)
         start = self._header_start(slot) + _STAMP_OFFSET
-        stamp = unsealed(self._view[start : start + _STAMP.size + CHECKSUM_BYTES])
-        if header is None or header[0] != State.COMPLETE or stamp is None:
+        stamp = verify_checksum(self._view[start : start + _STAMP.size + CHECKSUM_BYTES])
+        if header is None or header[0] != SlotState.COMPLETE or stamp is None:
             return None
         step, length, checksum = _STAMP.unpack(stamp)
         if step != header[2] or header[3] + length > self.values_bytes:
@@ -313,53 +317,53 @@ class Region:
         return _json_object(self.path, encoded, f"digests of slot {slot}")
 
     def close(self) -> None:
-        """Unmap, unless somebody still holds a view: then the last view's end does it."""
+        """Unmap the region; if views still exist, the last of them unmaps it."""
         with suppress(BufferError):
             self._words.release()
             self._view.release()
             self._map.close()
 
     def unlink(self) -> None:
-        """Remove the file. Its memory is free when nobody maps it any more."""
+        """Remove the file. Its memory is freed with its last mapping."""
         self.path.unlink(missing_ok=True)
 
     def _read_descriptions(self, blocks: Mapping[int, Superblock]) -> None:
-        """Those that are whole. Raises DamagedSnapshot where none is."""
-        newest_first = sorted(blocks, key=lambda place: blocks[place].turn, reverse=True)
+        """Read the valid descriptions. Raises DamagedSnapshot if there is none."""
+        newest_first = sorted(blocks, key=lambda place: blocks[place].generation, reverse=True)
         for place in newest_first:
             block = blocks[place]
             start = block.description_start(place)
             encoded = bytes(self._view[start : start + block.description_bytes])
             if xxhash.xxh3_64_intdigest(encoded) == block.description_sum:
                 values = _json_object(self.path, encoded, "description")
-                self._described.append(_Described(place, block, values))
-        if not self._described:
+                self._descriptions.append(_DescriptionCopy(place, block, values))
+        if not self._descriptions:
             raise DamagedSnapshot(f"{self.path} is damaged: its description's checksum is wrong.")
 
-    def _take_over(self, encoded: bytes, start: str | None) -> None:
-        """Describe it anew, beside the description of `start`, or else the newest."""
-        newest = self._described[0]
-        kept = next((one for one in self._described if one.start == start), newest)
+    def _take_over(self, encoded: bytes, session: str | None) -> None:
+        """Write a new description beside that of `session`, or else the newest."""
+        newest = self._descriptions[0]
+        kept = next((one for one in self._descriptions if one.session == session), newest)
         block = replace(
             kept.block,
-            turn=newest.block.turn + 1,
+            generation=newest.block.generation + 1,
             description_bytes=len(encoded),
             description_sum=xxhash.xxh3_64_intdigest(encoded),
             token=secrets.token_bytes(16),
         )
-        self._described = [kept]
+        self._descriptions = [kept]
         place = 1 - kept.place
         self._clear(place)
         self._put_description(place, block, encoded)
-        self.taken_over_from = kept.start
+        self.taken_over_from = kept.session
 
     def _put_description(self, place: int, block: Superblock, encoded: bytes) -> None:
         self._store(block.description_start(place), encoded)
-        self._store(PLACES[place], block.encoded())
-        self._described.insert(0, _Described(place, block, json.loads(encoded)))
+        self._store(SUPERBLOCK_OFFSETS[place], block.encoded())
+        self._descriptions.insert(0, _DescriptionCopy(place, block, json.loads(encoded)))
 
     def _clear(self, place: int) -> None:
-        self._store(PLACES[place], bytes(SUPERBLOCK_BYTES))
+        self._store(SUPERBLOCK_OFFSETS[place], bytes(SUPERBLOCK_BYTES))
 
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.num_slots:
@@ -370,25 +374,25 @@ class Region:
         return self._block.headers_start + self._checked(slot) * self._header_bytes
 
     def _header(self, slot: int) -> tuple[int, int, int, int, int] | None:
-        """The fields of a slot's header; None when its checksum does not hold."""
+        """Return the fields of a slot's header; None if its checksum does not match."""
         start = self._header_start(slot)
-        fields = unsealed(self._view[start : start + _HEADER.size + CHECKSUM_BYTES])
+        fields = verify_checksum(self._view[start : start + _HEADER.size + CHECKSUM_BYTES])
         if fields is None:
             return None
         header = _HEADER.unpack(fields)
-        known = header[0] in (State.COPYING, State.COMPLETE) and header[2] >= 0
+        known = header[0] in (SlotState.COPYING, SlotState.COMPLETE) and header[2] >= 0
         return header if known and header[3] <= self.values_bytes else None
 
-    def _put_header(self, slot: int, state: State, step: int, values: bytes) -> None:
+    def _put_header(self, slot: int, state: SlotState, step: int, values: bytes) -> None:
         if step < 0:
             raise ValueError(f"Step {step} is negative.")
         checksum = xxhash.xxh3_64_intdigest(values)
         header = _HEADER.pack(state, 0, step, len(values), checksum)
         start = self._header_start(slot)
         self._store(start + _STAMP_OFFSET, bytes(_STAMP.size + CHECKSUM_BYTES))
-        self._store(start, sealed(header))
+        self._store(start, add_checksum(header))
 
-    def _require_room_for(self, length: int, what: str) -> None:
+    def _check_values_fit(self, length: int, what: str) -> None:
         if length > self.values_bytes:
             raise ValueError(
                 f"The {what} of a snapshot take {length} bytes as JSON, but {self.path} has room "
@@ -400,12 +404,12 @@ class Region:
         return bytes(self._view[start : start + length])
 
     def _store(self, offset: int, content: bytes) -> None:
-        """The one way in which bytes other than a slot's data come into the file."""
+        """Write into the file; all writes except a slot's data go through here."""
         self._view[offset : offset + len(content)] = content
 
 
 def _without_start(description: dict[str, Any]) -> dict[str, Any]:
-    """What does not change between two starts of a run that goes on in the same way."""
+    """Return the fields that stay equal across sessions of an unchanged run."""
     return {k: v for k, v in description.items() if k not in ("session", "config")}
 
 
@@ -415,5 +419,5 @@ def _json_object(path: Path, encoded: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedSnapshot(f"{path} is damaged: its {what}: {error}") from None
     if not isinstance(value, dict):
-        raise DamagedSnapshot(f"{path} is damaged: its {what} is no JSON object.")
+        raise DamagedSnapshot(f"{path} is damaged: its {what} is not a JSON object.")
     return value

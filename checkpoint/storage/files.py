@@ -1,7 +1,7 @@
-"""The operations on files and folders that checkpoints are made of, in one place.
+"""File operations of checkpoints.
 
-Tests put a class in its place that records, kills, or forgets what was not synced, so nothing in
-storage/ or background/ changes a stored file in another way. Layer: imports nothing of the project.
+Tests replace `Files` by classes that record, kill, or lose unsynced data, so nothing in storage/ or
+background/ modifies stored files in another way. Layer: no project imports.
 """
 
 import errno
@@ -16,24 +16,24 @@ _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class Files:
-    """Real files. All methods raise OSError as the system does."""
+    """Operations on real files. All methods raise OSError."""
 
     def create(self, path: Path, *, direct: bool = False) -> int:
-        """A descriptor of a new, empty file for writing. `direct` asks for O_DIRECT, and raises
-        OSError (EINVAL) where the filesystem has none; then no file is left. A link in the way is
-        an error (ELOOP), lest a file elsewhere be emptied."""
+        """Create an empty file and return its descriptor. `direct` requests O_DIRECT and raises
+        OSError (EINVAL), leaving no file, if the filesystem does not support it. A symbolic link
+        raises ELOOP, so no file elsewhere is truncated."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         return os.open(path, flags | (os.O_DIRECT if direct else 0), 0o644)
 
     def pwrite(self, descriptor: int, content: bytes | memoryview, offset: int) -> None:
-        """Write all of `content`. Through O_DIRECT all three must be multiples of 4096."""
+        """Write all of `content`. With O_DIRECT all three arguments must be multiples of 4096."""
         view = memoryview(content).cast("B")
         while len(view):
             written = os.pwrite(descriptor, view, offset)
             view, offset = view[written:], offset + written
 
     def pwritev(self, descriptor: int, contents: Sequence[memoryview], offset: int) -> None:
-        """Write all of several buffers, one behind the other."""
+        """Write all of several buffers, consecutively."""
         views = [memoryview(content).cast("B") for content in contents if content.nbytes]
         while views:
             written = os.pwritev(descriptor, views[:_MAX_BUFFERS], offset)
@@ -47,11 +47,11 @@ class Files:
                 views[0] = views[0][written:]
 
     def truncate(self, descriptor: int, length: int) -> None:
-        """Cut an open file to `length` bytes."""
+        """Truncate an open file to `length` bytes."""
         os.ftruncate(descriptor, length)
 
     def fsync(self, descriptor: int) -> None:
-        """Make the bytes of an open file durable."""
+        """Make the content of an open file durable."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
@@ -67,7 +67,7 @@ class Files:
             os.close(descriptor)
 
     def rename(self, path: Path, target: Path) -> None:
-        """Rename a file or folder; a file in the way is replaced, a full folder is an error."""
+        """Rename a file or folder. Replaces a file; a non-empty folder is an error."""
         os.rename(path, target)
 
     def unlink(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class Files:
         os.unlink(path)
 
     def mkdir(self, path: Path) -> None:
-        """Make one folder."""
+        """Create one folder."""
         os.mkdir(path)
 
     def rmdir(self, path: Path) -> None:
@@ -83,19 +83,19 @@ class Files:
         os.rmdir(path)
 
     def listdir(self, path: Path) -> list[str]:
-        """The names in a folder, in order."""
+        """Return the names in a folder, sorted."""
         return sorted(os.listdir(path))
 
     def read(self, path: Path) -> bytes:
-        """All bytes of a file."""
+        """Return the content of a file."""
         return path.read_bytes()
 
     def exists(self, path: Path) -> bool:
-        """Whether there is something of this name."""
+        """Return whether the path exists, also as a dangling link."""
         return os.path.lexists(path)
 
     def write_file(self, path: Path, content: bytes) -> None:
-        """A durable file, seen whole or not at all; its name is durable when the folder is."""
+        """Write a file atomically and durably; its name is durable once the folder is synced."""
         temporary = path.with_name(path.name + ".new")
         descriptor = self.create(temporary)
         try:
@@ -106,7 +106,7 @@ class Files:
         self.rename(temporary, path)
 
     def make_folders(self, path: Path) -> None:
-        """Make a folder and those above it, each with a durable name. It may exist."""
+        """Create a folder and its parents, each with a durable name. It may exist."""
         if self.exists(path):
             return
         if path.parent != path:
@@ -116,9 +116,8 @@ class Files:
         self.sync_folder(path.parent)
 
     def rmtree(self, path: Path) -> None:
-        """Remove a folder with all that is in it, or whatever else has its name: a link is removed,
-        and not followed. What somebody else removes meanwhile is no error, nor is a folder that is
-        not there."""
+        """Remove a folder recursively, or a file or link; links are not followed. Missing entries
+        are ignored, because another process may remove them too."""
         with suppress(FileNotFoundError):
             if not stat.S_ISDIR(os.lstat(path).st_mode):
                 self.unlink(path)
@@ -129,5 +128,5 @@ class Files:
 
 
 def has_no_direct_io(error: OSError) -> bool:
-    """Whether opening or writing failed since the filesystem does no direct I/O."""
+    """Return whether an operation failed because the filesystem does not support direct I/O."""
     return error.errno in _NO_DIRECT

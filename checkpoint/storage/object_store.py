@@ -1,12 +1,12 @@
-"""Checkpoints in an object store, through fsspec: a step is seen once its manifest is there.
+"""Checkpoints in an object store, through fsspec: a step exists once its manifest does.
 
-An attempt at a step writes below `step-N/TOKEN/`: its files, and word of its parts. To commit,
-`step-N/manifest.json` is put, in which `data` names the attempt. There is no rename, but one
-manifest takes the place of another in one operation, so that a step is never gone.
+An attempt at a step writes its files and announcements below `step-N/TOKEN/`. A commit puts
+`step-N/manifest.json`, in which `data` names the attempt. Object stores cannot rename, but they
+replace one object atomically, so a step never disappears.
 
-Every operation is tried again when the store fails, after waits that grow; what cannot succeed
-(missing, forbidden, misused) fails at once. Invariant: a manifest is put only when all its files
-are there, goes before any of them does, and no other attempt touches them. Layer: above part_file.
+Failed operations are retried with backoff; permanent errors (missing, forbidden, misused) fail
+immediately. Invariant: a manifest is put only after all its files and removed before any of them,
+and no other attempt modifies them. Layer: above safetensors_file.
 """
 
 import errno
@@ -17,29 +17,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
-from torchtitan_lite.checkpoint.storage.names import (
-    ATTEMPT,
-    failure_name,
-    failures_in,
-    part_name,
-    parts_in,
+from torchtitan_lite.checkpoint.format import (
+    ATTEMPT_TOKEN,
+    failure_file_name,
+    failure_files,
+    parse_step_name,
+    part_file_name,
+    part_files,
     step_name,
-    step_of,
 )
-from torchtitan_lite.checkpoint.storage.part_file import (
-    Abandoned,
+from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
+from torchtitan_lite.checkpoint.storage.safetensors_file import (
+    BoxLocation,
     Content,
     PartBox,
-    Written,
-    bytes_of,
-    digested,
-    header_of,
-    names_in_file,
-    nothing,
-    places,
+    TokenBucket,
+    WriteAbandoned,
+    box_bytes,
+    box_locations,
+    checksummed,
+    no_tick,
+    safetensors_header,
+    tensor_names,
 )
-from torchtitan_lite.checkpoint.storage.rate import TokenBucket
 from torchtitan_lite.errors import CheckpointError, UserError
 
 _DATA = ".safetensors"
@@ -49,13 +49,13 @@ _LONGEST_WAIT_S = 20.0
 _CHUNK_BYTES = 16 << 20
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _MISUSED = (ImportError, LookupError, TypeError, ValueError, NotImplementedError)
-"""What a client raises that cannot do what it is asked for, and will not be able to later."""
+"""Client errors that a retry cannot resolve."""
 
 _T = TypeVar("_T")
 
 
 class _Filesystem(Protocol):
-    """What is used of an fsspec filesystem."""
+    """The part of fsspec's filesystem interface that is used."""
 
     def ls(self, path: str, detail: bool = ...) -> list[Any]: ...
     def find(self, path: str) -> Any: ...
@@ -70,12 +70,12 @@ class _Filesystem(Protocol):
 
 
 class ObjectStore:
-    """A `Storage` in an object store, or any filesystem that fsspec knows."""
+    """Storage in an object store, or in any fsspec filesystem."""
 
     def __init__(
         self, root: str, filesystem: _Filesystem | None = None, first_wait_s: float = _FIRST_WAIT_S
     ) -> None:
-        """Raises CheckpointError when fsspec, or what it needs for the URL, is not installed."""
+        """Raises CheckpointError if fsspec, or the package that the URL needs, is not installed."""
         self.root = root
         self._first_wait_s = first_wait_s
         try:
@@ -84,13 +84,13 @@ class ObjectStore:
             found, self._path = url_to_fs(root)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
-                f"{root} cannot be used as a place for checkpoints: {error} Install what is "
-                "missing (s3fs for s3://, gcsfs for gs://), or set a local checkpoint.folder."
+                f"{root} cannot be used for checkpoints: {error} Install the missing "
+                "package (s3fs for s3://, gcsfs for gs://), or set a local checkpoint.folder."
             ) from None
         self._fs: _Filesystem = filesystem or found
 
     def begin(self, step: int, token: str) -> None:
-        """Folders are made when something is put into them."""
+        """Do nothing: folders are created with their first object."""
 
     def write_part(
         self,
@@ -102,14 +102,14 @@ class ObjectStore:
         *,
         direct: bool = True,
         rate: TokenBucket | None = None,
-        tick: Callable[[], None] = nothing,
-    ) -> list[Written]:
+        tick: Callable[[], None] = no_tick,
+    ) -> list[BoxLocation]:
         del direct
         limit = rate or TokenBucket(None)
 
         def content() -> Iterator[Iterator[memoryview]]:
             for number, box in enumerate(boxes):
-                yield _chunks(bytes_of(source, number, box))
+                yield _chunks(box_bytes(source, number, box))
 
         return self._write(self._attempt(step, token), name, boxes, content, limit, tick)
 
@@ -121,8 +121,8 @@ class ObjectStore:
         boxes: Sequence[PartBox],
         content: Content,
         *,
-        tick: Callable[[], None] = nothing,
-    ) -> list[Written]:
+        tick: Callable[[], None] = no_tick,
+    ) -> list[BoxLocation]:
         folder = self._attempt(step, token)
         return self._write(folder, name, boxes, content, TokenBucket(None), tick)
 
@@ -134,60 +134,59 @@ class ObjectStore:
         content: Content,
         limit: TokenBucket,
         tick: Callable[[], None],
-    ) -> list[Written]:
-        header = header_of(names_in_file(boxes), boxes)
+    ) -> list[BoxLocation]:
+        header = safetensors_header(tensor_names(boxes), boxes)
         digests: list[str] = []
 
         def put() -> None:
             digests.clear()
             with self._fs.open(self._full(f"{folder}/{name}"), "wb") as file:
                 file.write(header)
-                for piece in digested(boxes, content(), digests):
+                for piece in checksummed(boxes, content(), digests):
                     file.write(piece)
                     limit.spend(len(piece), tick)
                     tick()
 
         self._make_folder(folder)
-        self._insist(f"writing {folder}/{name}", put)
-        return places(header, boxes, digests)
+        self._retry(f"writing {folder}/{name}", put)
+        return box_locations(header, boxes, digests)
 
     def put_part(self, step: int, token: str, rank: int, part: Mapping[str, Any]) -> None:
-        self._announce(step, token, part_name(rank), {**part, "data": token})
+        self._put_announcement(step, token, part_file_name(rank), {**part, "data": token})
 
     def put_failure(self, step: int, token: str, rank: int, error: str) -> None:
-        self._announce(step, token, failure_name(rank), error)
+        self._put_announcement(step, token, failure_file_name(rank), error)
 
-    def _announce(self, step: int, token: str, name: str, word: Any) -> None:
+    def _put_announcement(self, step: int, token: str, name: str, word: Any) -> None:
         folder = self._attempt(step, token)
         self._make_folder(folder)
         self._put(f"{folder}/{name}", json.dumps(word).encode())
 
     def parts_present(self, step: int, token: str) -> set[int]:
-        return set(parts_in(self._names(self._attempt(step, token))))
+        return set(part_files(self._names(self._attempt(step, token))))
 
     def failures(self, step: int, token: str) -> dict[int, str]:
         folder = self._attempt(step, token)
-        found = failures_in(self._names(folder))
+        found = failure_files(self._names(folder))
         return {rank: str(self._read_json(f"{folder}/{name}")) for rank, name in found.items()}
 
     def read_part(self, step: int, token: str, rank: int) -> dict[str, Any]:
-        return self._read_json(f"{self._attempt(step, token)}/{part_name(rank)}")
+        return self._read_json(f"{self._attempt(step, token)}/{part_file_name(rank)}")
 
     def commit(self, step: int, token: str, manifest: bytes) -> None:
         told, folder = json.loads(manifest), self._attempt(step, token)
         files = {box["file"] for entry in told["tensors"].values() for box in entry["boxes"]}
         if files and told.get("data") != token:
-            raise OSError(
-                f"The manifest is of {told.get('data')}, and {folder} is to be committed."
-            )
+            raise OSError(f"The manifest names attempt {told.get('data')}, not {folder}.")
         missing = files - set(self._names(folder))
         if missing:
-            raise OSError(f"{self.root}/{folder} has lost {', '.join(sorted(missing))}.")
+            raise OSError(f"{self.root}/{folder} is missing {', '.join(sorted(missing))}.")
         replaced = self._committed(step)
         self._put(f"{step_name(step)}/{MANIFEST}", manifest)
-        # The step is safe. What stays of the one before, and of the announcements, is found later.
+        # The step is committed. Leftovers of its predecessor and the announcements are removed
+        # later.
         with suppress(OSError):
-            self._remove_left(step, token, lambda attempt: attempt != replaced)
+            self._remove_leftovers(step, token, lambda attempt: attempt != replaced)
 
     def abandon(self, step: int, token: str) -> None:
         paths = self._find(step)
@@ -197,42 +196,44 @@ class ObjectStore:
                     self._remove(f"{step_name(step)}/{path}")
 
     def steps(self) -> list[int]:
-        found = (step_of(name) for name in self._names(""))
+        found = (parse_step_name(name) for name in self._names(""))
         return sorted(step for step in found if step is not None and self._is_committed(step))
 
-    def delete(self, step: int, tick: Callable[[], None] = nothing) -> None:
+    def delete(self, step: int, tick: Callable[[], None] = no_tick) -> None:
         self._remove(f"{step_name(step)}/{MANIFEST}")
         for path in self._find(step):
             self._remove(f"{step_name(step)}/{path}")
             tick()
 
-    def mend(self) -> None:
-        """A step is never renamed here."""
+    def repair(self) -> None:
+        """Do nothing: steps are never renamed here."""
 
     def recover(self, session: str) -> None:
-        self._tidy(lambda step: True, lambda attempt: attempt.startswith(session))
+        self._delete_stale(lambda step: True, lambda attempt: attempt.startswith(session))
 
-    def tidy(self, before: int) -> None:
-        self._tidy(lambda step: step < before, lambda attempt: False)
+    def delete_stale_attempts(self, before: int) -> None:
+        self._delete_stale(lambda step: step < before, lambda attempt: False)
 
-    def _tidy(self, looks_at: Callable[[int], bool], is_needed: Callable[[str], bool]) -> None:
-        """Remove from steps what belongs neither to a checkpoint nor to a needed attempt."""
-        for step in map(step_of, self._names("")):
+    def _delete_stale(
+        self, looks_at: Callable[[int], bool], is_needed: Callable[[str], bool]
+    ) -> None:
+        """Remove what belongs neither to a checkpoint nor to a needed attempt."""
+        for step in map(parse_step_name, self._names("")):
             if step is not None and looks_at(step):
-                self._remove_left(step, None, is_needed)
+                self._remove_leftovers(step, None, is_needed)
 
-    def _remove_left(
+    def _remove_leftovers(
         self, step: int, committed: str | None, is_needed: Callable[[str], bool]
     ) -> None:
-        """Remove what neither the checkpoint of the attempt `committed` nor a needed attempt has
-        in the folder of a step. None: see what the manifest says, if there is one."""
+        """Remove what belongs neither to the attempt `committed` nor to a needed one from a step's
+        folder. None: read the committed attempt from the manifest, if there is one."""
         paths = self._find(step)
         if committed is None and MANIFEST in paths:
-            if not _may_have_left(paths):
+            if not _has_leftovers(paths):
                 return
             committed = self._committed(step)
             if committed is None:
-                # Damaged: what belongs to it cannot be told.
+                # A damaged manifest does not name its files, so everything is kept.
                 return
         for path in paths:
             attempt, _, name = path.rpartition("/")
@@ -242,12 +243,12 @@ class ObjectStore:
 
     def size(self, path: str) -> int:
         full = self._full(path)
-        return int(self._insist(f"looking at {path}", lambda: self._fs.size(full)) or 0)
+        return int(self._retry(f"looking at {path}", lambda: self._fs.size(full)) or 0)
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         full = self._full(path)
-        # By name: s3fs has a version of the object in second place.
-        return self._insist(
+        # By keyword: the second positional argument of s3fs is an object version.
+        return self._retry(
             f"reading {path}", lambda: self._fs.cat_file(full, start=start, end=stop)
         )
 
@@ -261,14 +262,15 @@ class ObjectStore:
         seen(target)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file stays open."""
 
     def _full(self, path: str) -> str:
         return f"{self._path.rstrip('/')}/{path}".rstrip("/")
 
     def _attempt(self, step: int, token: str) -> str:
-        """The folder of an attempt. Raises ValueError for a token that readers would not take."""
-        if not ATTEMPT.fullmatch(token):
+        """Return the folder of an attempt. Raises ValueError for a token that readers would
+        reject."""
+        if not ATTEMPT_TOKEN.fullmatch(token):
             raise ValueError(f"{token!r:.200} cannot name an attempt at step {step}.")
         return f"{step_name(step)}/{token}"
 
@@ -280,8 +282,8 @@ class ObjectStore:
             raise OSError(f"{self.root}/{path} is damaged: {error}") from None
 
     def _committed(self, step: int) -> str | None:
-        """The attempt that a step's manifest names; "" for format 2, whose files lie beside it;
-        None where there is no manifest, or it is damaged."""
+        """Return the attempt named by a step's manifest; "" for format 2, whose files are beside
+        it; None if the manifest is missing or damaged."""
         try:
             told = json.loads(self.read(f"{step_name(step)}/{MANIFEST}"))
         except (FileNotFoundError, ValueError):
@@ -289,7 +291,7 @@ class ObjectStore:
         return str(told.get("data", "")) if isinstance(told, dict) else None
 
     def _find(self, step: int) -> list[str]:
-        """Everything in the folder of a step, as "manifest.json" or "TOKEN/rank-00000.json"."""
+        """Return everything in a step's folder, as "manifest.json" or "TOKEN/rank-00000.json"."""
         folder = step_name(step)
 
         def look() -> list[str]:
@@ -300,17 +302,17 @@ class ObjectStore:
                 return []
             return sorted(str(path).rpartition(f"/{folder}/")[2] for path in paths)
 
-        return self._insist(f"listing {folder}", look)
+        return self._retry(f"listing {folder}", look)
 
     def _is_committed(self, step: int) -> bool:
         full = self._full(f"{step_name(step)}/{MANIFEST}")
 
         def look() -> bool:
-            # exists() of some filesystems answers from what they listed before.
+            # exists() of some filesystems answers from a cached listing.
             self._fs.invalidate_cache()
             return self._fs.exists(full)
 
-        return self._insist(f"looking for {full}", look)
+        return self._retry(f"looking for {full}", look)
 
     def _names(self, folder: str) -> list[str]:
         def look() -> list[str]:
@@ -321,15 +323,15 @@ class ObjectStore:
                 return []
             return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
-        return self._insist(f"listing {folder or self.root}", look)
+        return self._retry(f"listing {folder or self.root}", look)
 
     def _make_folder(self, folder: str) -> None:
         full = self._full(folder)
-        self._insist(f"making {full}", lambda: self._fs.makedirs(full, exist_ok=True))
+        self._retry(f"making {full}", lambda: self._fs.makedirs(full, exist_ok=True))
 
     def _put(self, path: str, content: bytes) -> None:
         full = self._full(path)
-        self._insist(f"writing {path}", lambda: self._fs.pipe_file(full, content))
+        self._retry(f"writing {path}", lambda: self._fs.pipe_file(full, content))
 
     def _remove(self, path: str) -> None:
         full = self._full(path)
@@ -340,16 +342,16 @@ class ObjectStore:
             except FileNotFoundError:
                 return
 
-        self._insist(f"removing {path}", remove)
+        self._retry(f"removing {path}", remove)
 
-    def _insist(self, what: str, action: Callable[[], _T]) -> _T:
-        """Run `action` until it succeeds, at most eight times. Whatever a client raises becomes an
-        OSError that names what was tried; only ours pass as they are."""
+    def _retry(self, what: str, action: Callable[[], _T]) -> _T:
+        """Run `action`, at most eight times, until it succeeds. Client errors become an OSError
+        that names the operation; the project's own errors pass unchanged."""
         wait_s = self._first_wait_s
         for number in range(1, _TRIES + 1):
             try:
                 return action()
-            except (*_PERMANENT, UserError, Abandoned):
+            except (*_PERMANENT, UserError, WriteAbandoned):
                 raise
             except Exception as error:
                 if number == _TRIES or isinstance(error, _MISUSED):
@@ -357,14 +359,14 @@ class ObjectStore:
                     raise OSError(
                         f"{what} in {self.root} failed{tried} with {type(error).__name__}: {error}"
                     ) from error
-            # Jitter: the ranks of a large run must not come back at the same moment.
+            # Jitter spreads the retries of many ranks.
             time.sleep(wait_s * random.uniform(0.5, 1.5))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
         raise AssertionError("unreachable")
 
 
-def _may_have_left(paths: Sequence[str]) -> bool:
-    """Whether a committed step holds more than the files of one attempt."""
+def _has_leftovers(paths: Sequence[str]) -> bool:
+    """Return whether a committed step holds more than the files of one attempt."""
     files = [path for path in paths if path != MANIFEST]
     folders = {path.rpartition("/")[0] for path in files}
     return len(folders) > 1 or not all(path.endswith(_DATA) for path in files)

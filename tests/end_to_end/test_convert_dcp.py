@@ -10,17 +10,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.forks import run_command
 from tests.launch import SMALL, run
-from torchtitan_lite.checkpoint.interchange.to_dcp import whole
-from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
-from torchtitan_lite.checkpoint.storage.storage import split_storage
+from torchtitan_lite.checkpoint.snapshots import StoredSnapshot, read_tensor
+from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.cli import main
 
 CONFIG = "--config=configs/llama3_debug.toml"
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    snapshot = StoredSnapshot(*split_storage(str(checkpoint)))
-    return {name: whole(snapshot, name) for name in snapshot.tensors}
+    snapshot = StoredSnapshot(*open_parent_storage(str(checkpoint)))
+    return {name: read_tensor(snapshot, name) for name in snapshot.tensors}
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.matrix)])

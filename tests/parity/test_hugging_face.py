@@ -12,7 +12,7 @@ from tests.parity.meshes import assert_same
 from tests.pool import WorkerPool
 from tests.tolerances import PARITY_FLOAT64
 from torchtitan_lite.checkpoint.hugging_face import snapshot
-from torchtitan_lite.checkpoint.storage.posix import LocalFolder
+from torchtitan_lite.checkpoint.storage.posix import LocalStorage
 
 Pools = Callable[[int], WorkerPool]
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -30,24 +30,24 @@ def load(run: Path, folder: Path, parallelism: dict[str, Any]) -> tuple[Any, int
     """Start from the folder in this worker and take two steps; also the bytes that this rank has
     read of its files of weights. Every parameter is cut into blocks, however small it is."""
     num_bytes = 0
-    read, read_into = LocalFolder.read, LocalFolder.read_into
+    read, read_into = LocalStorage.read, LocalStorage.read_into
 
-    def counted_read(self: LocalFolder, path: str, start: int = 0, stop: int | None = None) -> Any:
+    def counted_read(self: LocalStorage, path: str, start: int = 0, stop: int | None = None) -> Any:
         nonlocal num_bytes
         found = read(self, path, start, stop)
         num_bytes += len(found) * path.startswith(f"{folder.name}/model-")
         return found
 
     def counted_read_into(
-        self: LocalFolder, path: str, start: int, target: memoryview, seen: Any
+        self: LocalStorage, path: str, start: int, target: memoryview, seen: Any
     ) -> None:
         nonlocal num_bytes
         num_bytes += len(target) * path.startswith(f"{folder.name}/model-")
         read_into(self, path, start, target, seen)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalFolder, "read", counted_read)
-        patch.setattr(LocalFolder, "read_into", counted_read_into)
+        patch.setattr(LocalStorage, "read", counted_read)
+        patch.setattr(LocalStorage, "read_into", counted_read_into)
         patch.setattr(snapshot, "_SMALL_BYTES", 0)
         outcome = run_job(
             run,

@@ -12,7 +12,7 @@ from tests.pool import WorkerPool
 from tests.redistribution.layouts import all_layouts
 from tests.redistribution.moves import all_at_once, one_by_one
 from tests.redistribution.processes import Move
-from torchtitan_lite.redistribute import HolderMesh, Layout, Means
+from torchtitan_lite.redistribute import ExchangeOptions, HolderMesh, Layout
 from torchtitan_lite.redistribute.cost import CPU, CUDA
 from torchtitan_lite.torch_compat import is_strided_shard
 
@@ -27,13 +27,13 @@ DTYPES = [
     torch.float8_e4m3fn,
 ]
 SHAPES = [(8, 6), (5, 7), (1, 3), (0, 4), (33, 65)]
-SHARED_MEMORY, COLLECTIVE = Means(), Means(transport="collective")
+SHARED_MEMORY, COLLECTIVE = ExchangeOptions(), ExchangeOptions(transport="collective")
 # Small enough that (33, 65) of any dtype of several bytes travels in several buckets.
 MEANS = [
     SHARED_MEMORY,
     COLLECTIVE,
-    Means(bucket_bytes=1 << 14),
-    Means(bucket_bytes=1 << 14, transport="collective"),
+    ExchangeOptions(bucket_bytes=1 << 14),
+    ExchangeOptions(bucket_bytes=1 << 14, transport="collective"),
 ]
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
@@ -60,9 +60,9 @@ def test_collectives_and_relays_on_four_ranks(pools: Pools) -> None:
     mesh = HolderMesh.ranks(2, 2)
     layouts = [Layout(mesh, pair) for pair in itertools.product([R, S0, S1, P], repeat=2)]
     moves = _moves(_cases(layouts, layouts, 40))
-    costs = [CUDA, CUDA.on_nodes_of(2), CPU.on_nodes_of(2)]
-    pools(4).run(one_by_one, moves, [Means(costs=some) for some in costs])
-    nodes = Means(costs=CPU.on_nodes_of(2), bucket_bytes=1 << 14)
+    costs = [CUDA, CUDA.with_ranks_per_node(2), CPU.with_ranks_per_node(2)]
+    pools(4).run(one_by_one, moves, [ExchangeOptions(costs=some) for some in costs])
+    nodes = ExchangeOptions(costs=CPU.with_ranks_per_node(2), bucket_bytes=1 << 14)
     pools(4).run(all_at_once, moves, [nodes])
 
 

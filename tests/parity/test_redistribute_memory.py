@@ -12,7 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.pool import WorkerPool
 from tests.redistribution.processes import device_mesh
 from torchtitan_lite.debug.memory import LiveTensors
-from torchtitan_lite.redistribute import HolderMesh, Layout, Means, redistribute_state_dict
+from torchtitan_lite.redistribute import (
+    ExchangeOptions,
+    HolderMesh,
+    Layout,
+    redistribute_state_dict,
+)
 
 Pools = Callable[[int], WorkerPool]
 
@@ -51,9 +56,9 @@ def _extra_bytes(src: Placement, dst: Placement, bucket_bytes: int, is_transpose
     sources = {name: _empty(Layout(MESH, [src]), shape, is_transposed) for name in names}
     outs = {name: _empty(Layout(MESH, [dst]), shape) for name in names}
     layouts = {name: Layout(MESH, [dst]) for name in names}
-    means = Means(bucket_bytes=bucket_bytes, transport="collective")
+    options = ExchangeOptions(bucket_bytes=bucket_bytes, transport="collective")
     with _Watch([*sources.values(), *outs.values()]) as watch:
-        redistribute_state_dict(sources, layouts, out=outs, means=means)
+        redistribute_state_dict(sources, layouts, out=outs, options=options)
     return watch.live.take_peak() - watch.before
 
 

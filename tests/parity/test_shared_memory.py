@@ -13,9 +13,9 @@ from torch.distributed.tensor import Shard
 
 from tests.pool import WorkerPool
 from torchtitan_lite.errors import RedistributionError
-from torchtitan_lite.redistribute import HolderMesh, Layout, Means, plan
-from torchtitan_lite.redistribute.execution import Execution
-from torchtitan_lite.redistribute.program import Task
+from torchtitan_lite.redistribute import ExchangeOptions, HolderMesh, Layout, plan
+from torchtitan_lite.redistribute.execute import FusedExchange
+from torchtitan_lite.redistribute.program import TensorTask
 from torchtitan_lite.redistribute.shared_memory import FOLDER, SharedMemory
 
 Pools = Callable[[int], WorkerPool]
@@ -66,20 +66,20 @@ def _exchanged_with(memory: SharedMemory) -> set[int]:
     found = plan(Layout(mesh, [Shard(0)]), Layout(mesh, [Shard(1)]), (6, 9), torch.float32)
     rank, whole = dist.get_rank(), torch.arange(54.0).view(6, 9)
     out = torch.zeros(6, 3)
-    with patch("torchtitan_lite.redistribute.execution.shared_memory_of", lambda _: memory):
-        means = Means(bucket_bytes=1 << 14)
-        tasks = [Task(found, rank, 4)]
-        execution = Execution(tasks, range(3), _world(), torch.device("cpu"), means)
+    with patch("torchtitan_lite.redistribute.execute.shared_memory_for", lambda _: memory):
+        options = ExchangeOptions(bucket_bytes=1 << 14)
+        tasks = [TensorTask(found, rank, 4)]
+        execution = FusedExchange(tasks, range(3), _world(), torch.device("cpu"), options)
         execution.run([whole[2 * rank : 2 * rank + 2].contiguous()], [out])
     assert torch.equal(out, whole[:, 3 * rank : 3 * rank + 3])
-    return set(memory.neighbours)
+    return set(memory.peers)
 
 
 def _one_does_not_come() -> None:
     memory = SharedMemory(_world(), 1 << 16)
     assert memory.covers_all
     if dist.get_rank() == 0:
-        memory.wrote(0)
+        memory.signal_written(0)
         memory.timeout_s = 0.1
         with pytest.raises(RedistributionError, match="Rank 1 of the group did not write"):
             memory.wait_written([1], 0)

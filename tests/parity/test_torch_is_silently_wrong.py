@@ -43,7 +43,7 @@ def _compare(
 ) -> None:
     """Torch is wrong on at least one rank, and we are right on all."""
     mesh = mesh or init_device_mesh("cpu", (2, 2))
-    given, wanted = Layout.from_mesh(mesh, src), Layout.from_mesh(mesh, dst)
+    given, wanted = Layout.from_device_mesh(mesh, src), Layout.from_device_mesh(mesh, dst)
     local = _part(given, shape)
     tensor = DTensor.from_local(
         local, mesh, src, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)

@@ -12,7 +12,7 @@ from tests.launch import SMALL
 from tests.peers.environments import run_script
 from tests.tolerances import LOGITS_FLOAT32
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
-from torchtitan_lite.checkpoint.storage.storage import split_storage
+from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.cli import main
 from torchtitan_lite.inference.weights import run_config
 from torchtitan_lite.models import model_spec
@@ -47,7 +47,7 @@ def test_the_logits_are_those_of_torchtitan(mode: str, tmp_path: Path) -> None:
         assert main(["convert", "from-dcp", str(dcp), str(run), *ARGUMENTS]) == 0
         step = run / "step-0"
     theirs_BSV = torch.load(tmp_path / f"{mode}.pt", weights_only=True)
-    snapshot = StoredSnapshot(*split_storage(str(step)))
+    snapshot = StoredSnapshot(*open_parent_storage(str(step)))
     model = filled(model_spec(run_config(snapshot).model), snapshot).eval()
     samples = {
         "tokens_BS": tokens_BS,

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from tests.redistribution.processes import Move, assert_arrived, bits, device_mesh, source
 from torchtitan_lite.errors import LayoutError, RedistributionError
 from torchtitan_lite.redistribute import (
+    ExchangeOptions,
     HolderMesh,
     Layout,
-    Means,
     align_gradient,
     redistribute,
     redistribute_state_dict,
@@ -187,14 +187,14 @@ def a_shape_that_is_not_the_tensors() -> None:
         local, mesh, [Shard(0)], run_check=False, shape=local.shape, stride=local.stride()
     )
     # With collectives of the backend, too.
-    means = Means(costs=default_costs("cuda"))
+    options = ExchangeOptions(costs=default_costs("cuda"))
     summed = DTensor.from_local(
         local, mesh, [Partial()], run_check=False, shape=torch.Size((4, 4)), stride=(4, 1)
     )
     for move in (
         lambda: redistribute(tensor, WHOLE),
-        lambda: redistribute(tensor, WHOLE, means=means),
-        lambda: redistribute(summed, WHOLE, means=means),
+        lambda: redistribute(tensor, WHOLE, options=options),
+        lambda: redistribute(summed, WHOLE, options=options),
         lambda: redistribute_state_dict({"weight": tensor}, {"weight": WHOLE}),
     ):
         with pytest.raises(LayoutError, match=r"has a part of shape \(2, 4\), and .* gives it"):
@@ -241,15 +241,15 @@ def strides_of_any_kind() -> None:
         for local in (wide.t(), wide[::2], wide[:, ::3], wide[:, 5:].t(), wide.conj()):
             dense = local.resolve_conj().clone(memory_format=torch.contiguous_format)
             for transport in ("shared_memory", "collective"):
-                means = Means(transport=transport)
-                expected = redistribute(_stacked(dense), WHOLE, means=means).to_local()
+                options = ExchangeOptions(transport=transport)
+                expected = redistribute(_stacked(dense), WHOLE, options=options).to_local()
                 assert torch.equal(expected.chunk(4)[dist.get_rank()], dense)
-                moved = redistribute(_stacked(local), WHOLE, means=means)
+                moved = redistribute(_stacked(local), WHOLE, options=options)
                 assert torch.equal(moved.to_local(), expected)
                 # With a tensor of bytes beside it, an element is several words.
                 tensors = {"part": _stacked(local), "bytes": _stacked(torch.zeros(8).byte())}
                 layouts = dict.fromkeys(tensors, WHOLE)
-                both = redistribute_state_dict(tensors, layouts, means=means)
+                both = redistribute_state_dict(tensors, layouts, options=options)
                 assert torch.equal(both["part"].to_local(), expected)
 
 
@@ -264,7 +264,7 @@ def averages_of_halves() -> None:
             dist.all_reduce(exact)
             tensor = DTensor.from_local(local, device_mesh(FOUR), [Partial("avg")])
             for dst in (WHOLE, SHARDED):
-                moved = redistribute(tensor, dst, means=Means(transport=transport))
+                moved = redistribute(tensor, dst, options=ExchangeOptions(transport=transport))
                 whole = redistribute(moved, WHOLE).to_local()
                 assert torch.equal(whole, (exact.float() / 4).to(dtype)), (dtype, dst)
     # What becomes contributions again is summed and scaled afterwards.

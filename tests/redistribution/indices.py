@@ -11,7 +11,7 @@ import numpy as np
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from torchtitan_lite.redistribute import HolderMesh, Layout
-from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.torch_compat import is_strided_shard, split_factor
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from tests.redistribution.indices import elements_of
 from tests.redistribution.replay import averaged, contribution_keys, key_of
 from torchtitan_lite.redistribute import HolderMesh, Layout
-from torchtitan_lite.redistribute.strided import StridedReading
+from torchtitan_lite.redistribute.placements import StridedReading
 from torchtitan_lite.torch_compat import is_strided_shard
 
 

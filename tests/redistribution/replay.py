@@ -13,8 +13,8 @@ from torch.distributed.tensor import Partial
 
 from tests.redistribution.indices import coordinates, elements_of
 from torchtitan_lite.redistribute import Layout, Plan
-from torchtitan_lite.redistribute.holder_mesh import Holder
-from torchtitan_lite.redistribute.pieces import Piece
+from torchtitan_lite.redistribute.placements import Holder
+from torchtitan_lite.redistribute.transfers import Transfer
 
 JOIN: dict[str, np.ufunc] = {
     "sum": np.add,
@@ -108,7 +108,7 @@ def _run_round(
     kind, values, moved = plan.rounds[number], contributions.ravel(), 0
     mail: dict[tuple[Holder, Holder], list[np.ndarray]] = defaultdict(list)
     for holder, holding in holdings.items():
-        for piece in plan.part(holder)[number].sends:
+        for piece in plan.transfers(holder)[number].sends:
             assert piece.peer != holder
             here = _places(piece, holding, of_source=kind != "spread")
             # Tokens travel, where contributions do; results travel as values.
@@ -117,7 +117,7 @@ def _run_round(
             )
             moved += len(here)
     for holder, holding in holdings.items():
-        part = plan.part(holder)[number]
+        part = plan.transfers(holder)[number]
         for piece in part.fills:
             here = _places(piece, holding, of_source=False)
             holding.out[here] = NOTHING[plan.op]
@@ -141,7 +141,7 @@ def _run_round(
     return moved
 
 
-def _places(piece: Piece, holding: Holding, *, of_source: bool) -> np.ndarray:
+def _places(piece: Transfer, holding: Holding, *, of_source: bool) -> np.ndarray:
     """Flat places of a piece's elements in a part, in the order in which they travel."""
     shape = holding.src_shape if of_source else holding.dst_shape
     if not piece.segments:

@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
         deadline = time.monotonic() + 40
         while time.monotonic() < deadline:
             try:
-                shared.free(known.read_text().strip())
+                shared.free_run(known.read_text().strip())
                 return
             except CheckpointError as error:
                 if "No run" in str(error):
@@ -118,7 +118,7 @@ def _check_crashes(kills: list[str], run: Path, tmp_path: Path, seed: int) -> No
     assert books["lost_s"] < books["compute_s"] + books["communication_s"]
     assert 0 < books["goodput"] < 1
     run_id = (run / "run_id").read_text().strip()
-    assert run_id not in [left.run_id for left in shared.runs()]
+    assert run_id not in [left.run_id for left in shared.list_runs()]
 
 
 def _check_resumed(text: str, reached: int) -> None:
@@ -244,9 +244,9 @@ def _kill_everything(run: Path, arguments: list[str], log: Path) -> None:
 
 
 def _regions(run: Path) -> list[Path]:
-    folder = shared.known_folder((run / "run_id").read_text().strip())
+    folder = shared.existing_run_folder((run / "run_id").read_text().strip())
     assert folder is not None
-    return [path for _, path in sorted(shared.regions_in(folder).items())]
+    return [path for _, path in sorted(shared.region_files(folder).items())]
 
 
 def test_the_newest_snapshot_is_durable_soon_after_a_kill(run: Path, tmp_path: Path) -> None:

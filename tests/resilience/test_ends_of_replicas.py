@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.replicas import ENDLESS, Replicas, replicas
-from torchtitan_lite.checkpoint.storage.storage import open_storage
-from torchtitan_lite.checkpoint.verify import verify
+from torchtitan_lite.checkpoint.storage.base import open_storage
+from torchtitan_lite.checkpoint.verification import verify
 
 _ARGUMENTS = (*ENDLESS, "--checkpoint.interval=1000000")
 _OVER = "All 12 steps of this run are done."

@@ -111,7 +111,7 @@ def test_who_was_overtaken_while_it_started_refuses_to_train(tmp_path: Path) -> 
         stored = run.steps(0)[-1]["step"]
         run.let_go(1)
         assert run.wait(1) == 1
-        assert f"Step {stored} of this run is stored" in run.log(1).read_text()
+        assert f"Step {stored} of this run is in storage" in run.log(1).read_text()
         assert run.steps(1) == []
         run.start(1)
         run.wait_for_step(1, stored + 2)

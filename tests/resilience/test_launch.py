@@ -201,8 +201,8 @@ def test_a_run_that_shrinks_and_grows_goes_on_as_if_nothing_had_happened(
         wait_for_ranks(folder, last, 1, log)
         slots.write_text(f'{{"{last}": 2}}')
         text = end_of(process, log, 200)
-    assert f"re-form with 1 rank each: replica {last} has place for 1" in text
-    assert "re-form with 2 ranks each: the places are back" in text
+    assert f"resize to 1 rank each: replica {last} has slots for 1" in text
+    assert "resize to 2 ranks each: the slots are back" in text
     assert len(list(folder.glob("launch_logs/*/attempt_*/rank_*.log"))) == 5 * replicas
     assert losses(folder) == pytest.approx(straight, rel=FAULTS_FLOAT64)
     used: dict[int, list[int]] = {}

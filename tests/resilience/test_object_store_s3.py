@@ -17,7 +17,7 @@ from tests.launch import REPOSITORY, kill
 from tests.s3_server import BUCKET, ENVIRONMENT, Faults, Held, s3_server
 from tests.s3_trainer import manager_of, take_step
 from tests.unit.checkpoint.conftest import SmallState, same
-from torchtitan_lite.checkpoint.storage.storage import open_storage
+from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Mesh, start_mesh
 from torchtitan_lite.schema.comm import CommConfig

@@ -7,9 +7,9 @@ import pytest
 
 from tests import launch
 from tests.replicas import Replicas, replicas
-from torchtitan_lite.checkpoint.identity import run_id_of
-from torchtitan_lite.checkpoint.memory.folder import regions_in, run_folder
+from torchtitan_lite.checkpoint.memory.folder import region_files, run_folder
 from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.checkpoint.save_context import replica_run_id
 from torchtitan_lite.errors import DamagedSnapshot
 
 _ARGUMENTS: tuple[str, ...] = (
@@ -26,8 +26,8 @@ _ARGUMENTS: tuple[str, ...] = (
 
 
 def _regions(run: Replicas, number: int) -> dict[int, Path]:
-    run_id = run_id_of((run.folder / "run_id").read_text().strip(), number)
-    return regions_in(run_folder(run_id))
+    run_id = replica_run_id((run.folder / "run_id").read_text().strip(), number)
+    return region_files(run_folder(run_id))
 
 
 def _holds_two(run: Replicas, number: int) -> bool:

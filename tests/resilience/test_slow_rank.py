@@ -12,7 +12,7 @@ from tests.job import mesh_for, odd_config
 from tests.pool import WorkerPool
 from torchtitan_lite.build import build
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import News
+from torchtitan_lite.replica import ReplicaEvent
 from torchtitan_lite.step.work_times import WorkTimes
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import StepReport, train
@@ -21,7 +21,7 @@ _STEPS = 82
 """Of which the first tells of none before it; then 64 are judged together, every 16 steps."""
 
 
-def news_of(folder: Path) -> list[News]:
+def news_of(folder: Path) -> list[ReplicaEvent]:
     """What a job tells whose rank 1 takes far longer for its work."""
     settings = {
         "parallelism.data_parallel_replicate_degree": 2,
@@ -37,10 +37,10 @@ def news_of(folder: Path) -> list[News]:
             time.sleep(0.1)
         end(self, microbatches)
 
-    told: list[News] = []
+    told: list[ReplicaEvent] = []
 
     def watch(state: TrainState, report: StepReport) -> None:
-        told.extend(report.news)
+        told.extend(report.events)
 
     WorkTimes.end = late_end
     try:

@@ -11,7 +11,7 @@ import pytest
 from tests.pool import WorkerPool
 from tests.unit.checkpoint.conftest import SmallState, run_steps
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.storage.posix import LocalFolder
+from torchtitan_lite.checkpoint.storage.posix import LocalStorage
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import start_mesh
 from torchtitan_lite.schema.checkpoint import CheckpointConfig
@@ -29,13 +29,13 @@ def save_slowly(folder: Path, slow: str) -> list[str]:
         start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as mesh,
     ):
         if mesh.rank == (1 if slow == "write_part" else 0):
-            real = getattr(LocalFolder, slow)
+            real = getattr(LocalStorage, slow)
 
             def waits(*given: Any, **named: Any) -> Any:
                 time.sleep(_SLOW.total_seconds())
                 return real(*given, **named)
 
-            patch.setattr(LocalFolder, slow, waits)
+            patch.setattr(LocalStorage, slow, waits)
         state = SmallState()
         manager = CheckpointManager(
             CheckpointConfig(enable=True, interval=1, async_mode="disabled"),

@@ -55,8 +55,8 @@ def test_64_mib_of_shared_memory_cost_the_snapshots_and_not_the_run(tmp_path: Pa
     ]
     assert _on_small(Path("/dev/shm"), 64, arguments, log) == 0, log.read_text()[-4000:]
     text = log.read_text()
-    assert text.count("Snapshots are off, and training waits") == 1, text[-4000:]
-    assert "MiB" in text.split("Snapshots are off")[1].splitlines()[0]
+    assert text.count("Snapshots are disabled, and saves are synchronous") == 1, text[-4000:]
+    assert "MiB" in text.split("Snapshots are disabled")[1].splitlines()[0]
     saved = sorted(path.name for path in (run / "checkpoint").glob("step-*"))
     assert saved == ["step-1", "step-3", "step-6"]
 

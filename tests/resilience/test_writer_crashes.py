@@ -13,10 +13,14 @@ import pytest
 from tests.launch import REPOSITORY
 from tests.snapshots import Trainers, verify
 from tests.writer_faults import ForgetfulDisk, RecordingFiles
-from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token, delete_old
+from torchtitan_lite.checkpoint.background.save import (
+    RankSave,
+    attempt_token,
+    delete_old_checkpoints,
+)
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.checkpoint.storage.posix import LocalFolder
-from torchtitan_lite.checkpoint.storage.rate import TokenBucket
+from torchtitan_lite.checkpoint.storage.posix import LocalStorage
+from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
 
 OPERATIONS = {"0": 56, "1": 30, "trainer": 32, "flush-0": 50, "flush-1": 30, "alone-1": 50}
 """Which process dies: a rank's writer (0 leads) or the trainer of both, in two saves; a writer in a
@@ -75,7 +79,7 @@ def _kill_at(tmp_path: Path, victim: str, dies_at: int) -> None:
 
 def _check(root: Path, at_least: int) -> list[int]:
     """The steps that are seen before and after mending, each of them whole."""
-    storage = LocalFolder(root, Files())
+    storage = LocalStorage(root, Files())
     before = storage.steps()
     storage.recover("another start")
     steps = storage.steps()
@@ -118,7 +122,7 @@ def test_power_lost_after_every_operation(tmp_path: Path, direct: bool) -> None:
     base.mkdir()
     root = base / "checkpoint"
     files = RecordingFiles(base)
-    storage = LocalFolder(root, files)
+    storage = LocalStorage(root, files)
     run = Trainers(tmp_path, root, 2, large_elements=1500)
     saves = [RankSave(region, storage) for region in run.regions]
     committed_at = {}
@@ -129,7 +133,7 @@ def test_power_lost_after_every_operation(tmp_path: Path, direct: bool) -> None:
             save.write(step, step, token, direct=direct, rate=TokenBucket(None))
         saves[0].commit(step, token)
         committed_at[len(files.log)] = step
-        delete_old(storage, step, keep_latest_k=1, keep_every=0)
+        delete_old_checkpoints(storage, step, keep_latest_k=1, keep_every=0)
     run.close()
     disk, committed = ForgetfulDisk(base), 0
     for place, operation in enumerate(files.log, start=1):

@@ -88,11 +88,11 @@ def test_an_extra_is_imported_where_it_is_used():
         if name not in REQUIRED
     }
     assert needs_extra == {
-        "lighthouse/calls.py",
+        "lighthouse/servicer.py",
         "lighthouse/client.py",
         "lighthouse/messages.py",
         "lighthouse/server.py",
-        "replica/averaging.py",
+        "replica/semi_synchronous.py",
         "replica/healing/transport.py",
         "replica/torchft_manager.py",
     }

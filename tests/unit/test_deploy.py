@@ -23,7 +23,7 @@ _PYTHON = """
 echo "$*" >>calls
 case "$*" in
 *torchtitan_lite.lighthouse*) exec sleep 100 ;;
-*tell_left*) cat >>notices ;;
+*leave_notices*) cat >>notices ;;
 *train.py*)
   [[ "$*" =~ replica_id\\ ([0-9]+) ]] && id=${BASH_REMATCH[1]}
   echo . >>"attempts_$id"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.launcher.tail import Tail, is_step
+from torchtitan_lite.launcher.logs import Tail, is_step
 from torchtitan_lite.outputs import METRICS, replica_folder
 
 _LOOK_S = 0.02

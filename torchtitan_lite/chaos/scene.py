@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import psutil
 
-from torchtitan_lite.checkpoint.identity import run_id_of
-from torchtitan_lite.checkpoint.memory.folder import SHARED_MEMORY, regions_in
-from torchtitan_lite.checkpoint.storage.names import step_of
-from torchtitan_lite.launcher.orphans import is_writer
+from torchtitan_lite.checkpoint import replica_run_id
+from torchtitan_lite.checkpoint.memory import SHARED_MEMORY, region_files
+from torchtitan_lite.checkpoint.storage import parse_step_name
+from torchtitan_lite.launcher.processes import is_writer
 
 _Found = TypeVar("_Found")
 _POLL_S = 0.02
@@ -44,7 +44,7 @@ class Scene:
         return self._one(lambda words: "torchtitan_lite.lighthouse" in words)
 
     def messenger(self) -> psutil.Process:
-        return self._one(lambda words: "torchtitan_lite.launcher.tell_left" in words)
+        return self._one(lambda words: "torchtitan_lite.launcher.leave_notices" in words)
 
     def torchrun(self, replica: int) -> psutil.Process:
         return self._one(lambda words: _TORCHRUN in words and _replica_of(words) == replica)
@@ -63,17 +63,17 @@ class Scene:
     def snapshots(self, replica: int) -> list[Path]:
         """The files in shared memory that hold a replica's snapshots."""
         with suppress(OSError):
-            run_id = run_id_of((self.folder / "run_id").read_text().strip(), replica)
+            run_id = replica_run_id((self.folder / "run_id").read_text().strip(), replica)
             user = next(SHARED_MEMORY.glob(f"*/{run_id}"), None)
             if user is not None:
-                return list(regions_in(user).values())
+                return list(region_files(user).values())
         return []
 
     def stored(self) -> list[Path]:
         """The folders of the checkpoints that are stored, the oldest first."""
         root = self.folder / "checkpoint"
-        found = [path for path in root.glob("step-*") if step_of(path.name) is not None]
-        return sorted(found, key=lambda path: step_of(path.name) or 0)
+        found = [path for path in root.glob("step-*") if parse_step_name(path.name) is not None]
+        return sorted(found, key=lambda path: parse_step_name(path.name) or 0)
 
     def log(self, replica: int, rank: int = 0) -> str:
         """What a rank has printed in the replica's newest attempt."""

@@ -23,7 +23,7 @@ _WRITERS_S = 30.0
 _START_S = 90.0
 _SMALL_BYTES = 16 << 20
 """Less than a snapshot, and more than all else that a rank writes by itself."""
-_WITHOUT = "Snapshots are off"
+_WITHOUT = "Snapshots are disabled"
 
 
 def killed_in_the_middle_of_a_save(target: Target) -> None:

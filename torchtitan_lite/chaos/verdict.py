@@ -12,12 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchtitan_lite.chaos.follower import ToldStep, committed_steps
-from torchtitan_lite.checkpoint.interchange.to_dcp import whole
-from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
-from torchtitan_lite.checkpoint.storage.names import step_of
-from torchtitan_lite.checkpoint.storage.storage import open_storage
-from torchtitan_lite.checkpoint.verify import verify
-from torchtitan_lite.launcher.tail import records
+from torchtitan_lite.checkpoint import StoredSnapshot, read_tensor, verify
+from torchtitan_lite.checkpoint.storage import open_storage, parse_step_name
+from torchtitan_lite.launcher.logs import records
 from torchtitan_lite.outputs import METRICS
 
 _SHOWN = 5
@@ -30,7 +27,7 @@ class StraightRunFailed(Exception):
 
 def newest_stored(folder: Path) -> int:
     """The newest step of a run's checkpoints; 0 when there is none."""
-    found = (step_of(path.name) for path in (folder / "checkpoint").glob("step-*"))
+    found = (parse_step_name(path.name) for path in (folder / "checkpoint").glob("step-*"))
     return max((step for step in found if step is not None), default=0)
 
 
@@ -126,7 +123,7 @@ def state_differences(
         return [f"other tensors: {sorted(ours.tensors.keys() ^ theirs.tensors.keys())}"], 1.0
     found, largest = [], 0.0
     for tensor in ours.tensors:
-        one, other = whole(ours, tensor), whole(theirs, tensor)
+        one, other = read_tensor(ours, tensor), read_tensor(theirs, tensor)
         scale = other.abs().max().item() or 1.0
         off = (one - other).abs().max().item() / scale if one.numel() else 0.0
         largest = max(largest, off)

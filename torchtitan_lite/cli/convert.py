@@ -20,17 +20,18 @@ from rich.progress import (
 )
 from torch import nn
 
-from torchtitan_lite.checkpoint.foreign import refuse_foreign
-from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face, read_config
-from torchtitan_lite.checkpoint.hugging_face.from_hf import BLOCK_BYTES, FromHuggingFace
-from torchtitan_lite.checkpoint.hugging_face.room import check_room
-from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
-from torchtitan_lite.checkpoint.hugging_face.to_hf import ToHuggingFace
-from torchtitan_lite.checkpoint.interchange.dcp_folder import DcpFolder
-from torchtitan_lite.checkpoint.interchange.from_dcp import convert_from_dcp
-from torchtitan_lite.checkpoint.interchange.to_dcp import convert_to_dcp
-from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
-from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
+from torchtitan_lite.checkpoint import StoredSnapshot, reject_external
+from torchtitan_lite.checkpoint.hugging_face import (
+    BLOCK_BYTES,
+    HuggingFaceExport,
+    HuggingFaceImport,
+    HuggingFaceSnapshot,
+    check_disk_space,
+    is_hugging_face,
+    read_config,
+)
+from torchtitan_lite.checkpoint.interchange import DcpFolder, convert_from_dcp, convert_to_dcp
+from torchtitan_lite.checkpoint.storage import open_parent_storage, open_storage
 from torchtitan_lite.cli.parsers import local_path
 from torchtitan_lite.config import Config, parse_command_line, to_record
 from torchtitan_lite.data.tokenizer import special_ids
@@ -50,7 +51,7 @@ def from_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int
     try:
         conversion = _prepare(options)
         if conversion.assets is not None:
-            check_room(conversion.assets, conversion.num_bytes_left)
+            check_disk_space(conversion.assets, conversion.num_bytes_left)
         _run_with_bar(
             conversion.num_bytes,
             lambda written: conversion.run(num_workers=options.workers, written=written),
@@ -62,9 +63,9 @@ def from_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int
     return 0
 
 
-def _prepare(options: argparse.Namespace) -> FromHuggingFace:
+def _prepare(options: argparse.Namespace) -> HuggingFaceImport:
     folder = options.hf_dir
-    storage, name = split_storage(str(folder))
+    storage, name = open_parent_storage(str(folder))
     if not is_hugging_face(storage, name):
         raise CheckpointError(
             f"{folder} is not a Hugging Face folder: it has neither model.safetensors nor "
@@ -73,7 +74,7 @@ def _prepare(options: argparse.Namespace) -> FromHuggingFace:
     # An object store has no place for what is read from a folder.
     assets = None if "://" in options.out_dir else local_path(options.out_dir) / "assets"
     model = hugging_face_model(read_config(storage, name), str(assets or folder))
-    return FromHuggingFace(
+    return HuggingFaceImport(
         source=HuggingFaceSnapshot(storage, name, model_spec(model), block_bytes=BLOCK_BYTES),
         storage=open_storage(options.out_dir),
         dtype=_dtype(options),
@@ -90,7 +91,7 @@ def to_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
         spec = model_spec(config.model)
         weights = Weights(snapshot=source, spec=spec, config=config)
         assets = options.assets or _tokenizer_folder(weights)
-        conversion = ToHuggingFace(
+        conversion = HuggingFaceExport(
             source,
             options.out_dir,
             spec,
@@ -100,7 +101,7 @@ def to_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
             special_ids=special_ids(assets),
             drop_expert_bias=options.drop_expert_bias,
         )
-        check_room(options.out_dir, conversion.num_bytes_left)
+        check_disk_space(options.out_dir, conversion.num_bytes_left)
         copied = _run_with_bar(
             conversion.num_bytes,
             lambda written: conversion.run(num_workers=options.workers, written=written),
@@ -146,9 +147,9 @@ def from_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
         return 1
     kind = "weights only" if done.model_only else f"step {done.step}"
     print(f"{done.where}: {done.num_tensors} tensors, {kind}.")
-    if done.left_out:
+    if done.skipped:
         print(
-            f"Not taken over: {', '.join(done.left_out)}. Learning rate and optimizer follow the "
+            f"Not taken over: {', '.join(done.skipped)}. Learning rate and optimizer follow the "
             "configuration, and the data begins anew."
         )
     return 0
@@ -175,8 +176,8 @@ def to_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
 
 def _open_step(path: str, *, needs_flavor: bool = False) -> tuple[StoredSnapshot, Config]:
     """The checkpoint of a step, and the configuration that it records. Raises as `run_config`."""
-    storage, name = split_storage(path)
-    refuse_foreign(storage, name)
+    storage, name = open_parent_storage(path)
+    reject_external(storage, name)
     source = StoredSnapshot(storage, name)
     return source, run_config(source, needs_flavor=needs_flavor)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.build import build_model
-from torchtitan_lite.checkpoint.loader import load
+from torchtitan_lite.checkpoint import load
 from torchtitan_lite.config import Config, config_from
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.data import open_validation

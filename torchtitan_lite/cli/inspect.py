@@ -11,14 +11,24 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.manifest import Manifest, layouts_of, read_manifest_alone
-from torchtitan_lite.checkpoint.memory.description import BYTES_PER_ELEMENT
-from torchtitan_lite.checkpoint.memory.folder import SHARED_MEMORY, Run, free, regions_in, runs
-from torchtitan_lite.checkpoint.memory.region import Region, State
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
-from torchtitan_lite.checkpoint.storage.names import step_name, step_of
-from torchtitan_lite.checkpoint.storage.storage import Storage, open_storage
-from torchtitan_lite.checkpoint.verify import verify
+from torchtitan_lite.checkpoint import Manifest, layouts_of, read_manifest_alone, verify
+from torchtitan_lite.checkpoint.memory import (
+    SHARED_MEMORY,
+    Region,
+    SharedMemoryRun,
+    SlotState,
+    free_run,
+    list_runs,
+    region_files,
+)
+from torchtitan_lite.checkpoint.storage import (
+    BYTES_PER_ELEMENT,
+    MANIFEST,
+    Storage,
+    open_storage,
+    parse_step_name,
+    step_name,
+)
 from torchtitan_lite.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -49,16 +59,16 @@ def run(
 def _inspect_memory(options: argparse.Namespace, base: Path) -> int:
     freed: list[str] = []
     if options.free is not None:
-        found = {run.run_id: run for run in runs(base=base)}
+        found = {run.run_id: run for run in list_runs(base=base)}
         ids = [options.free] if options.free else [i for i, run in found.items() if not run.owners]
         unused = [_memory_record(found[run_id]) for run_id in ids if run_id in found]
         if not options.free and unused and not options.yes and not _confirmed(unused):
             return 2
         for run_id in ids:
             # Raises CheckpointError for an unknown run, and for one that a process writes to.
-            free(run_id, base=base)
+            free_run(run_id, base=base)
         freed = ids
-    left = [_memory_record(run) for run in runs(base=base)]
+    left = [_memory_record(run) for run in list_runs(base=base)]
     _print(options, {"freed": freed, "runs": left}, _memory_in_words(left, freed))
     return 0
 
@@ -71,8 +81,8 @@ def _confirmed(unused: Sequence[Mapping[str, Any]]) -> bool:
             f"--free without RUN_ID would free the snapshots of {len(unused)} runs listed above. "
             "Confirm with --yes, or name one run."
         )
-    runs = "this run" if len(unused) == 1 else f"these {len(unused)} runs"
-    print(f"Free the snapshots of {runs}? [y/N] ", end="", file=sys.stderr, flush=True)
+    list_runs = "this run" if len(unused) == 1 else f"these {len(unused)} runs"
+    print(f"Free the snapshots of {list_runs}? [y/N] ", end="", file=sys.stderr, flush=True)
     is_confirmed = sys.stdin.readline().strip().lower() in ("y", "yes")
     if not is_confirmed:
         print("Nothing was freed.", file=sys.stderr)
@@ -85,7 +95,7 @@ def _print(options: argparse.Namespace, record: Mapping[str, Any], words: str) -
 
 def _is_step(path: str) -> bool:
     name = path.rstrip("/").rpartition("/")[2]
-    return step_of(name) is not None or Path(path, MANIFEST).is_file()
+    return parse_step_name(name) is not None or Path(path, MANIFEST).is_file()
 
 
 def _steps(path: str) -> tuple[Storage, list[str]]:
@@ -208,16 +218,16 @@ def _memory_in_words(found: Sequence[Mapping[str, Any]], freed: Sequence[str]) -
     return "\n".join(lines or ["No run left snapshots in shared memory."])
 
 
-def _memory_record(run: Run) -> dict[str, Any]:
+def _memory_record(run: SharedMemoryRun) -> dict[str, Any]:
     roots: set[str] = set()
     steps: list[set[int]] = []
-    for path in regions_in(run.path).values():
+    for path in region_files(run.path).values():
         # One that is damaged has no step.
         held: set[int] = set()
         with suppress(DamagedSnapshot):
             region = Region.open(path)
             roots.add(str(region.description.get("root")))
-            held = {slot.step for slot in region.slots() if slot.state == State.COMPLETE}
+            held = {slot.step for slot in region.slots() if slot.state == SlotState.COMPLETE}
             region.close()
         steps.append(held)
     return {

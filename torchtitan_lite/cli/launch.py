@@ -10,9 +10,9 @@ from torchtitan_lite.commands import torchtitan_lite, with_steps
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher import goodput
 from torchtitan_lite.launcher.launcher import Launcher
-from torchtitan_lite.launcher.plan import Plan, training_plan
-from torchtitan_lite.launcher.sizes import parse_ranks
-from torchtitan_lite.launcher.view import RecordedView, open_view
+from torchtitan_lite.launcher.plan import LaunchPlan, training_plan
+from torchtitan_lite.launcher.resize import parse_ranks
+from torchtitan_lite.launcher.status_view import RecordedView, open_view
 from torchtitan_lite.outputs import LAUNCH_LOGS
 
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
     except UserError as error:
         print(f"launch: {error}", file=sys.stderr)
         return 2
-    launcher = Launcher(plan, RecordedView(open_view(), plan.events))
+    launcher = Launcher(plan, RecordedView(open_view(), plan.events_file))
     try:
         status = launcher.run()
     except OSError as error:
@@ -51,10 +51,12 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
 
 
 def _print_end(
-    plan: Plan, launcher: Launcher, options: argparse.Namespace, others: Sequence[str]
+    plan: LaunchPlan, launcher: Launcher, options: argparse.Namespace, others: Sequence[str]
 ) -> None:
     """Print what a run without replicas prints at its end."""
-    values = {number: goodput.read(plan.books(number)) for number in range(plan.num_replicas)}
+    values = {
+        number: goodput.read(plan.goodput_file(number)) for number in range(plan.num_replicas)
+    }
     known = {number: found for number, found in values.items() if found is not None}
     lines = [f"replica {number}: {goodput.line(found)}" for number, found in known.items()]
     if known:

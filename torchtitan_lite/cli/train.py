@@ -16,7 +16,7 @@ from pathlib import Path
 from torchtitan_lite.config import Config, parse_command_line
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.errors import ConfigError, UserError
-from torchtitan_lite.launcher.parent_death import die_with_parent
+from torchtitan_lite.launcher.processes import die_with_parent
 from torchtitan_lite.log import configure_logging, log_once, logger
 
 _PARENT = "TORCHTITAN_LITE_PARENT_PID"

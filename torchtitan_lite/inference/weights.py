@@ -9,19 +9,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchtitan_lite.checkpoint.foreign import refuse_foreign
-from torchtitan_lite.checkpoint.hugging_face.assets import GENERATION, kept_assets
-from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face, read_config
-from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
-from torchtitan_lite.checkpoint.loader import load
-from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot
-from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
-from torchtitan_lite.checkpoint.storage.names import step_name
-from torchtitan_lite.checkpoint.storage.storage import (
+from torchtitan_lite.checkpoint import Snapshot, StoredSnapshot, load, reject_external
+from torchtitan_lite.checkpoint.hugging_face import (
+    GENERATION,
+    HuggingFaceSnapshot,
+    is_hugging_face,
+    read_config,
+    saved_assets,
+)
+from torchtitan_lite.checkpoint.storage import (
+    MANIFEST,
     Storage,
-    is_there,
+    exists,
+    open_parent_storage,
     open_storage,
-    split_storage,
+    step_name,
 )
 from torchtitan_lite.config import Config, recorded_config
 from torchtitan_lite.data.corpus import open_corpus
@@ -124,11 +126,11 @@ def _newest(path: str) -> str:
 
 def _opened(folder: str) -> Weights:
     """What is in one folder of weights."""
-    storage, name = split_storage(folder)
-    has_manifest = is_there(storage, f"{name}/{MANIFEST}")
+    storage, name = open_parent_storage(folder)
+    has_manifest = exists(storage, f"{name}/{MANIFEST}")
     if not has_manifest and is_hugging_face(storage, name):
         return _hugging_face(storage, name)
-    refuse_foreign(storage, name)
+    reject_external(storage, name)
     if not has_manifest:
         raise CheckpointError(
             f"{folder} holds no checkpoint: needed is the folder of a step, in which there is a "
@@ -143,7 +145,7 @@ def run_config(snapshot: StoredSnapshot, *, needs_flavor: bool = False) -> Confi
     """The configuration of the run that wrote a checkpoint, with the tokenizer files that it left
     beside its checkpoints. Raises CheckpointError as `recorded_config` does."""
     config = recorded_config(snapshot.manifest.config, snapshot.where, needs_flavor=needs_flavor)
-    kept = kept_assets(snapshot.where)
+    kept = saved_assets(snapshot.where)
     if kept is None:
         return config
     model = config.model.model_copy(update={"hf_assets_path": str(kept)})

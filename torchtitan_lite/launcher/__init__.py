@@ -1,7 +1,7 @@
-"""Start, watch, restart and end the replicas of a job on this machine, for
-`torchtitan-lite launch`.
+"""Launcher of the replicas of a run on one machine, for `torchtitan-lite launch`: starts, monitors,
+restarts and stops them.
 
-Nothing here imports torch, so that the launcher starts at once and takes no memory from training.
-Invariant: a process that was started here does not outlive the launcher, whatever ends that; only
-the writers of checkpoints do, for as long as their last save takes. Layer: above errors and log.
+No module here imports torch, so that the launcher starts at once and takes no memory from training.
+Invariant: no process started here outlives the launcher, however the launcher ends, except the
+checkpoint writers, until their last save is complete. Layer: above errors and log.
 """

@@ -1,4 +1,4 @@
-"""Goodput of a run for people, from its accounting of time. Layer: above durations."""
+"""Goodput of a run, formatted from its time accounting. Layer: above durations."""
 
 import json
 import math
@@ -9,11 +9,11 @@ from typing import Any
 from torchtitan_lite.durations import clock
 
 
-def read(books: Path) -> Mapping[str, float] | None:
-    """Read the goodput and the seconds in a replica's file `books.json`, all of them finite. None
-    if the file is missing or damaged."""
+def read(path: Path) -> Mapping[str, float] | None:
+    """Read the goodput and the seconds in a replica's file `books.json`, all of them finite. Return
+    None if the file is missing or damaged."""
     try:
-        values = json.loads(books.read_text())
+        values = json.loads(path.read_text())
         found = {
             key: float(value)
             for key, value in values.items()
@@ -30,7 +30,7 @@ def _is_number(value: Any) -> bool:
 
 
 def line(values: Mapping[str, Any]) -> str:
-    """The goodput in one line."""
+    """Format the goodput in one line."""
     return (
         f"goodput {values['goodput']:.1%} of {values['wall_s']:.0f} s, "
         f"{values['lost_s']:.1f} s of work lost"
@@ -38,7 +38,7 @@ def line(values: Mapping[str, Any]) -> str:
 
 
 def table(values: Mapping[str, Any]) -> list[str]:
-    """Lines with the goodput and the time by cause, the largest first."""
+    """Format the goodput and the time by cause, the largest first, as lines of a table."""
     wall_s = max(float(values["wall_s"]), 1e-9)
     seconds = {
         key.removesuffix("_s"): float(value)

@@ -1,6 +1,5 @@
-"""The lighthouse in a process of its own, started again on its port when it dies: the replicas
-wait for it meanwhile. Layer: above processes and policy.
-"""
+"""Lighthouse in a subprocess, restarted on its port when it dies; meanwhile the replicas wait for
+it. Layer: above processes and restart_policy."""
 
 import os
 import re
@@ -9,21 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtitan_lite.launcher.failure import failure_of
-from torchtitan_lite.launcher.log_lines import LineFilter
-from torchtitan_lite.launcher.policy import GiveUp, RestartPolicy
-from torchtitan_lite.launcher.processes import ExitStatus, kill_session, spawn
+from torchtitan_lite.launcher.logs import TorchftLogFilter
+from torchtitan_lite.launcher.processes import ExitStatus, kill_process_group, spawn
+from torchtitan_lite.launcher.restart_policy import GiveUp, RestartPolicy, failure_of
 
 _LISTENING = re.compile(rb"listening on .+:(\d+)")
-"""The line by which a lighthouse says where it is."""
-_REACHED_AT = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
-"""Where replicas of this machine find one that listens everywhere."""
+"""Line that a lighthouse prints once it listens."""
+_LOCAL_ADDRESS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+"""Addresses at which replicas on this machine reach a lighthouse that listens on all interfaces."""
 _READ_BYTES = 1 << 16
 _FIRST_DELAY_S = 0.1
 
 
 class LighthouseProcess:
-    """A lighthouse that is kept up."""
+    """Lighthouse that is restarted when it dies."""
 
     def __init__(
         self,
@@ -33,17 +31,17 @@ class LighthouseProcess:
         host: str,
         log: Path,
         max_restarts: int,
-        say: Callable[[str], None],
+        report_event: Callable[[str], None],
     ) -> None:
-        """`command` gives the command line for HOST:PORT, where port 0 is one of its own choice.
-        `say` tells people what happens."""
+        """`command` returns the command line for HOST:PORT; with port 0 the lighthouse chooses one.
+        `report_event` reports events to the user."""
         self._command, self._environment, self._host, self._log = command, environment, host, log
         self._policy = RestartPolicy(max_restarts, first_delay_s=_FIRST_DELAY_S)
-        self._say = say
+        self._report_event = report_event
         self._process: subprocess.Popen[bytes] | None = None
-        self._streams: dict[int, LineFilter] = {}
-        """By descriptor: what it prints, and its errors. Two pipes, so that no line comes into the
-        middle of another."""
+        self._streams: dict[int, TorchftLogFilter] = {}
+        """Standard output and standard error, by descriptor. Two pipes, so that lines of one never
+        interleave with lines of the other."""
         self._file: BinaryIO | None = None
         self._restart_at_s: float | None = None
         self._port = 0
@@ -53,40 +51,40 @@ class LighthouseProcess:
 
     @property
     def address(self) -> str | None:
-        """HOST:PORT; None while it has never been up."""
-        host = _REACHED_AT.get(self._host, self._host)
+        """HOST:PORT; None until it has listened once."""
+        host = _LOCAL_ADDRESS.get(self._host, self._host)
         return f"{host}:{self._port}" if self._port else None
 
     @property
     def pid(self) -> int | None:
-        """Of the process that was started last; None when that was waited for."""
+        """Process id; None if no process runs."""
         return None if self._process is None else self._process.pid
 
     @property
     def descriptors(self) -> list[int]:
-        """Readable when there is something to look at."""
+        """Descriptors that are readable when `poll` has work to do."""
         return list(self._streams)
 
     def start(self) -> None:
-        """Start it. Raises OSError."""
-        self._policy.started()
+        """Start the lighthouse. Raises OSError."""
+        self._policy.attempt_started()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._log.open("ab", buffering=0)
         ends = []
         for _ in range(2):
             descriptor, end = os.pipe()
             os.set_blocking(descriptor, False)
-            self._streams[descriptor] = LineFilter()
+            self._streams[descriptor] = TorchftLogFilter()
             ends.append(end)
         try:
             command = self._command(f"{self._host}:{self._port}")
-            self._process = spawn(command, self._environment, output=ends[0], errors=ends[1])
+            self._process = spawn(command, self._environment, stdout=ends[0], stderr=ends[1])
         finally:
             for end in ends:
                 os.close(end)
 
-    def look(self, now_s: float) -> None:
-        """Take note of what it says, and start it again when it is time."""
+    def poll(self, now_s: float) -> None:
+        """Read its output, and restart it when its delay is over."""
         if self._restart_at_s is not None and now_s >= self._restart_at_s:
             self._restart_at_s = None
             self.num_restarts += 1
@@ -99,39 +97,39 @@ class LighthouseProcess:
             if found is not None and not self.is_listening:
                 self._port = int(found[1])
                 self.is_listening = True
-                self._policy.worked(now_s)
-                self._say(f"lighthouse: listening on {self.address}")
+                self._policy.made_progress(now_s)
+                self._report_event(f"lighthouse: listening on {self.address}")
         if has_ended:
-            self._settle(now_s)
+            self._handle_exit(now_s)
 
     def kill(self) -> None:
-        """End it, and wait until it has."""
+        """Kill the lighthouse and wait for it."""
         self._restart_at_s = None
         if self._process is not None:
-            kill_session(self._process.pid)
+            kill_process_group(self._process.pid)
             self._process.wait()
             self._close()
 
-    def _settle(self, now_s: float) -> None:
+    def _handle_exit(self, now_s: float) -> None:
         assert self._process is not None
         status = ExitStatus(self._process.returncode)
         self._close()
-        decision = self._policy.failed(failure_of("lighthouse", status, self._log), now_s)
+        decision = self._policy.attempt_failed(failure_of("lighthouse", status, self._log), now_s)
         if isinstance(decision, GiveUp):
             self.given_up = decision
-            self._say(f"lighthouse: given up, {status}: {decision.reason}")
+            self._report_event(f"lighthouse: given up, {status}: {decision.reason}")
         else:
             self._restart_at_s = now_s + decision.delay_s
-            self._say(f"lighthouse: failed, {status}; restarts in {decision.delay_s:g} s")
+            self._report_event(f"lighthouse: failed, {status}; restarts in {decision.delay_s:g} s")
 
     def _read(self) -> list[bytes]:
-        """The lines that it has said since, which are logged."""
+        """Log and return the lines printed since the last call."""
         lines = []
         for descriptor, filter_ in list(self._streams.items()):
             try:
                 while content := os.read(descriptor, _READ_BYTES):
                     lines += filter_.feed(content)
-                # Else its end would be told again and again.
+                # A descriptor at its end would be readable forever.
                 os.close(descriptor)
                 del self._streams[descriptor]
             except BlockingIOError:

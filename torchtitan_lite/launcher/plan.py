@@ -1,4 +1,4 @@
-"""What is to be launched. Layer: above group."""
+"""Plan of a launch, from the options of `torchtitan-lite launch` and the arguments of `train`."""
 
 import os
 import secrets
@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import tomli
+
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.launcher.arguments import dump_folder
-from torchtitan_lite.launcher.group import torchrun_command
+from torchtitan_lite.launcher.worker_group import torchrun_command
 from torchtitan_lite.outputs import BOOKS, LAUNCH_EVENTS, LAUNCH_LOGS, METRICS, replica_folder
 
 _TORCHRUN_VARIABLES = (
@@ -23,67 +24,72 @@ _TORCHRUN_VARIABLES = (
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
 )
-"""They would make a rank of what is started below another torchrun."""
+"""Variables that would make the new torchruns ranks of an enclosing torchrun."""
 _JOIN_TIMEOUT_MS = 2000
-"""Replicas of one machine come within a second or two of each other."""
+"""Replicas on one machine join within a second or two of each other."""
 _LIGHTHOUSES = {
     "builtin": "torchtitan_lite.lighthouse",
     "torchft": "torchtitan_lite.launcher.torchft_lighthouse",
 }
 _PROGRAM = ("-m", "torchtitan_lite", "train")
 _TORCHRUN_MARGIN_S = 10
-"""torchrun kills ranks that take longer to leave: later than the launcher, which says so."""
+"""Margin after which torchrun kills ranks that do not leave: the launcher kills them first, and
+reports it."""
+_DEFAULT_DUMP_FOLDER = "./outputs"
+_OF_THE_LAUNCHER = ("enable", "no_enable", "replica_id", "group_size")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Everything that `Launcher` needs to know."""
+class LaunchPlan:
+    """Everything that a `Launcher` starts, and its limits."""
 
     num_replicas: int
     ranks: Sequence[int]
-    """The numbers of ranks that each replica may have, ascending: it has the last of them, unless
-    that many cannot be had."""
+    """Allowed numbers of ranks per replica, ascending. A replica gets the largest that is
+    available."""
     group_command: Callable[[int, int], Sequence[str]]
-    """Replica k, a number of ranks -> its command line."""
+    """Maps a replica and its number of ranks to a command line."""
     lighthouse_command: Callable[[str], Sequence[str]]
-    """The command line of a lighthouse at HOST:PORT."""
+    """Maps HOST:PORT to the command line of a lighthouse."""
     dump_folder: Path
     log_dir: Path
     host: str = "127.0.0.1"
     max_restarts: int = 10
-    """In a row, of a replica or of the lighthouse."""
+    """Maximum number of consecutive restarts of a replica or of the lighthouse."""
     max_restart_delay_s: float = 30.0
-    """Between two attempts at a replica."""
+    """Maximum delay between two attempts of a replica."""
     grace_s: float = 30.0
-    """For ranks that were asked to leave, and for writers that are still busy at the end."""
+    """Time for ranks to leave after a stop request, and for writers that are still busy at the
+    end."""
     slots_file: Path | None = None
-    """Says for how many ranks each replica has place; see `slots`."""
+    """File with the number of ranks available to each replica; see `resize.SlotsFile`."""
     regrow_after_s: float = 600.0
-    """After which a place where a rank kept dying is tried again."""
+    """Delay before a slot whose rank kept dying is tried again."""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    messenger_command: Callable[[str], Sequence[str]] | None = None
-    """The command line of what tells the lighthouse at HOST:PORT of replicas that have failed, at
-    once: it reads their names, such as "replica_00001", a line each. None: nobody tells."""
+    notifier_command: Callable[[str], Sequence[str]] | None = None
+    """Maps HOST:PORT to the command line of a process that notifies the lighthouse of failed
+    replicas: it reads their names, such as "replica_00001", one per line. None disables the
+    notices."""
 
-    def metrics(self, replica: int) -> Path:
-        """What a replica writes of its steps."""
+    def metrics_file(self, replica: int) -> Path:
+        """Return the metrics.jsonl of a replica."""
         return replica_folder(self.dump_folder, replica) / METRICS
 
-    def books(self, replica: int) -> Path:
-        """What its time has gone into."""
+    def goodput_file(self, replica: int) -> Path:
+        """Return the file with a replica's goodput."""
         return replica_folder(self.dump_folder, replica) / BOOKS
 
-    def logs(self, replica: int) -> Path:
-        """A folder for each attempt of a replica lies in this one."""
+    def log_folder(self, replica: int) -> Path:
+        """Return the folder that holds a log folder per attempt of a replica."""
         return replica_folder(self.log_dir, replica)
 
     @property
-    def events(self) -> Path:
+    def events_file(self) -> Path:
         """File of the launcher's events."""
         return self.log_dir / LAUNCH_EVENTS
 
-    def first_environment(self) -> dict[str, str]:
-        """What all that is started has in common, but for the lighthouse's address."""
+    def base_environment(self) -> dict[str, str]:
+        """Return the environment of all processes, except for the lighthouse's address."""
         kept = {k: v for k, v in self.environment.items() if k not in _TORCHRUN_VARIABLES}
         defaults = {
             # The processes share the cores.
@@ -109,9 +115,9 @@ def training_plan(
     grace_s: float,
     host: str,
     log_dir: Path | None,
-) -> Plan:
-    """Replicas that train with `arguments`. Raises ConfigError, also if the configuration is wrong
-    for one of the numbers of `ranks`."""
+) -> LaunchPlan:
+    """Plan the launch of replicas that train with `arguments`. Raises ConfigError, also if the
+    configuration is invalid for one of the numbers of `ranks`."""
     folder = dump_folder(arguments)
 
     def of_replica(replica: int) -> list[str]:
@@ -129,10 +135,10 @@ def training_plan(
         options += ["--join-timeout-ms", str(_JOIN_TIMEOUT_MS)]
         return [sys.executable, "-m", _LIGHTHOUSES[lighthouse], *options]
 
-    def messenger(address: str) -> list[str]:
-        return [sys.executable, "-m", "torchtitan_lite.launcher.tell_left", address]
+    def notifier_command(address: str) -> list[str]:
+        return [sys.executable, "-m", "torchtitan_lite.launcher.leave_notices", address]
 
-    return Plan(
+    return LaunchPlan(
         num_replicas=num_replicas,
         ranks=ranks,
         slots_file=slots_file,
@@ -145,16 +151,56 @@ def training_plan(
         max_restarts=max_restarts,
         max_restart_delay_s=max_restart_delay_s,
         grace_s=grace_s,
-        # torchft's own lighthouse cannot be told.
-        messenger_command=messenger if lighthouse == "builtin" else None,
+        # torchft's own lighthouse does not accept leave notices.
+        notifier_command=notifier_command if lighthouse == "builtin" else None,
     )
 
 
 def _check_ranks(ranks: Sequence[int], arguments: Sequence[str]) -> None:
-    """Check the configuration in a process that imports torch. Raises ConfigError."""
+    """Validate the configuration in a process that imports torch. Raises ConfigError."""
     module, numbers = "torchtitan_lite.config.other_ranks", ",".join(map(str, ranks))
     answer = subprocess.run(
         [sys.executable, "-m", module, numbers, "--", *arguments], capture_output=True, text=True
     )
     if answer.returncode:
         raise ConfigError(answer.stderr.strip() or f"{module} ended with {answer.returncode}.")
+
+
+def dump_folder(arguments: Sequence[str]) -> Path:
+    """Return the `job.dump_folder` that `train` would use with `arguments`. Raises ConfigError if
+    no configuration is given, or if `arguments` set an option that the launcher sets."""
+    given = _options(arguments)
+    taken = [f"--fault_tolerance.{key}" for key in _OF_THE_LAUNCHER]
+    for option, _ in given:
+        if option in taken:
+            raise ConfigError(
+                f"{option} is given, but the launcher sets it for each replica: omit it."
+            )
+    files = [value for option, value in given if option in ("--config", "--job.config_file")]
+    if not files:
+        raise ConfigError(
+            "No configuration for train.py is given: end the command with -- --config FILE, such "
+            "as -- --config configs/llama3_debug_ft.toml."
+        )
+    try:
+        tables = tomli.loads(Path(files[-1]).read_text())
+    except (OSError, tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {files[-1]} cannot be read: {error}") from None
+    overrides = [value for option, value in given if option == "--job.dump_folder"]
+    job = tables.get("job")
+    in_file = job.get("dump_folder") if isinstance(job, dict) else None
+    return Path(overrides[-1] if overrides else str(in_file or _DEFAULT_DUMP_FOLDER))
+
+
+def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the options with their values, "" for those without; hyphens in names become
+    underscores."""
+    found = []
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--"):
+            name, has_value, value = argument.partition("=")
+            after = arguments[index + 1] if index + 1 < len(arguments) else "--"
+            if not has_value and not after.startswith("--"):
+                value = after
+            found.append(("--" + name[2:].replace("-", "_"), value))
+    return found

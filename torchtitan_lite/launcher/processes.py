@@ -1,35 +1,41 @@
-"""Processes: started so that they die with this one, watched, and ended. Layer: above
-parent_death.
+"""Process supervision on Linux: start processes that die with this one, inspect, adopt and kill
+them.
 
-Invariant: only processes that were started here, or descend from one, are ever signalled, by their
-number or that of their process group.
+Invariant: only processes started here, and their descendants, are ever signaled, by their process
+id or process group.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from torchtitan_lite.launcher.parent_death import die_with_parent
-
 _STATE, _EXIT_CODE = 0, 49
-"""Places in /proc/PID/stat, counted after the name."""
+"""Indices into /proc/PID/stat, counted from the field after the name."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# Loaded before any fork: a forked child must not wait for the lock of the dynamic loader.
+_libc = ctypes.CDLL(None, use_errno=True)
+WRITER_MODULE = "torchtitan_lite.checkpoint.background"
+_ORPHAN_GRACE_S = 1.0
 
 
 def spawn(
     command: Sequence[str],
     environment: Mapping[str, str],
     *,
-    output: int,
-    errors: int | None = None,
-    source: int = subprocess.DEVNULL,
+    stdout: int,
+    stderr: int | None = None,
+    stdin: int = subprocess.DEVNULL,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own that dies with this one. Main thread only, and no
-    other thread may run. `source`, `output` and `errors` are its standard streams; without
-    `errors` both go to `output`. Raises OSError."""
+    """Start a process in a session of its own that dies with this one (PR_SET_PDEATHSIG). Main
+    thread only, while no other thread runs. If `stderr` is omitted, standard error goes to
+    `stdout`. Raises OSError."""
     parent = os.getpid()
 
     def between_fork_and_exec() -> None:
@@ -40,20 +46,69 @@ def spawn(
     return subprocess.Popen(
         command,
         env=environment,
-        stdin=source,
-        stdout=output,
-        stderr=output if errors is None else errors,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stdout if stderr is None else stderr,
         start_new_session=True,
         preexec_fn=between_fork_and_exec,
     )
 
 
+def die_with_parent() -> None:
+    """Set PR_SET_PDEATHSIG, so that the kernel kills this process when its parent dies. Call it in
+    each process, because the setting survives exec but not fork. The parent counts as dead when the
+    thread that forked exits: fork from the main thread only. If the parent has died before the
+    call, nothing happens: check it afterwards."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def become_subreaper() -> None:
+    """Set PR_SET_CHILD_SUBREAPER: this process adopts all descendants whose parent dies."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+class Subreaper:
+    """Reaper of the processes that this process has adopted, which requires `become_subreaper`.
+
+    The writer of a checkpoint outlives its trainer on purpose, until the last snapshot is durable,
+    and then exits. While a writer runs, no orphan is killed, because a trainer's log filter also
+    serves its writer. Without one, an orphan that does not exit within a short time is killed.
+    """
+
+    def __init__(self) -> None:
+        self._since_s: dict[int, float] = {}
+        self.has_writer = False
+        """Whether a checkpoint writer was among the orphans at the last call of `reap`."""
+
+    def reap(self, own: Set[int], now_s: float) -> None:
+        """Wait for orphans that have exited and kill those that outstay their time; `own` are the
+        processes started by this one."""
+        found = set(children_of(os.getpid())) - own
+        living = {pid for pid in found if not _reap(pid)}
+        self.has_writer = any(is_writer(command_line(pid)) for pid in living)
+        since = {} if self.has_writer else self._since_s
+        self._since_s = {pid: since.get(pid, now_s) for pid in living}
+        for pid, since_s in self._since_s.items():
+            if not self.has_writer and now_s - since_s >= _ORPHAN_GRACE_S:
+                signal_process(pid, signal.SIGKILL)
+
+    @property
+    def num_orphans(self) -> int:
+        """Number of orphans at the last call of `reap`."""
+        return len(self._since_s)
+
+
+def is_writer(words: list[str]) -> bool:
+    """Return whether a command line is that of a checkpoint writer."""
+    return ("-m", WRITER_MODULE) in pairwise(words)
+
+
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a process ended."""
+    """Exit status of a process."""
 
     code: int
-    """As subprocess gives it: the exit status, or minus the number of the signal."""
+    """As in subprocess: the exit status, or the negative signal number."""
 
     @property
     def is_clean(self) -> bool:
@@ -71,33 +126,9 @@ class ExitStatus:
         return f"exit status {self.code}"
 
 
-def children_of(pid: int) -> list[int]:
-    """Children of a process, those that have ended and were not waited for included; none when the
-    process is gone."""
-    found: list[int] = []
-    # A process goes, and a thread too, while this looks.
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):
-                text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
-                found += map(int, text.split())
-    return found
-
-
-def command_line(pid: int) -> list[str]:
-    """The arguments of a process; none when it is gone or has ended."""
-    return _words(pid, "cmdline")
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    """The environment that a process was started with; empty when it is gone or has ended."""
-    parts = (word.partition("=") for word in _words(pid, "environ"))
-    return {name: value for name, _, value in parts}
-
-
-def ended_with(pid: int) -> ExitStatus | None:
-    """How a process ended that its parent has not waited for yet; None when it still runs, or is
-    gone altogether."""
+def exit_status_of(pid: int) -> ExitStatus | None:
+    """Return the exit status of a process that its parent has not waited for yet; None if the
+    process still runs or is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -109,7 +140,7 @@ def ended_with(pid: int) -> ExitStatus | None:
 
 
 def state_of(pid: int) -> str:
-    """The state of a process as the kernel's letter; empty when it is gone."""
+    """Return the state letter of a process; empty if it is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -117,22 +148,68 @@ def state_of(pid: int) -> str:
     return stat.rpartition(")")[2].split()[_STATE]
 
 
+def parent_of(pid: int) -> int:
+    """Return the parent of a process; 0 if the process is gone or its parent is in another
+    namespace."""
+    try:
+        # The name, in parentheses, may contain any characters.
+        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
+    except OSError:
+        return 0
+    return int(after_name.split()[1])
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of a process, including zombies; none if the process is gone."""
+    found: list[int] = []
+    # The process and its threads may exit during the loop.
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
+                found += map(int, text.split())
+    return found
+
+
+def command_line(pid: int) -> list[str]:
+    """Return the arguments of a process; none if it has exited."""
+    return _null_separated(pid, "cmdline")
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the initial environment of a process; empty if it has exited."""
+    parts = (word.partition("=") for word in _null_separated(pid, "environ"))
+    return {name: value for name, _, value in parts}
+
+
 def signal_process(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process that may have ended."""
+    """Send a signal to a process that may have exited."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
-def kill_session(leader: int) -> None:
-    """Kill a process that leads a process group, and all of that group. Also when the leader has
-    ended: the kernel gives its number to nobody while the group has members."""
+def kill_process_group(leader: int) -> None:
+    """Kill a process group. Safe after its leader has exited: the kernel does not reuse its id
+    while the group has members."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
 
-def _words(pid: int, name: str) -> list[str]:
+def _null_separated(pid: int, name: str) -> list[str]:
     try:
         content = Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return []
     return [word.decode(errors="replace") for word in content.split(b"\0") if word]
+
+
+def _reap(pid: int) -> bool:
+    with suppress(ChildProcessError):
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    return True
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl {option}: {os.strerror(number)}")

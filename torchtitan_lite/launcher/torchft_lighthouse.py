@@ -1,8 +1,8 @@
 """`python -m torchtitan_lite.launcher.torchft_lighthouse --bind HOST:PORT --min-replicas N`:
-torchft's lighthouse, which says where it listens. Layer: imports nothing of the project.
+torchft's lighthouse, for the launcher. Layer: imports nothing of the project.
 
-Its own command `torchft_lighthouse` does not tell the port that it was given, and waits a minute
-for replicas that may never come.
+Unlike torchft's own command `torchft_lighthouse`, it prints the port on which it listens, and does
+not wait a minute for replicas that may never come.
 """
 
 import argparse
@@ -17,7 +17,7 @@ HEARTBEAT_TIMEOUT_MS = 1000
 
 
 def main(argv: list[str]) -> int:
-    """Run a lighthouse until a signal ends it."""
+    """Run a lighthouse until a signal ends it, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m torchtitan_lite.launcher.torchft_lighthouse")
     parser.add_argument("--bind", required=True, metavar="HOST:PORT")
     parser.add_argument("--min-replicas", type=int, default=1)
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
             heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
         )
     except Exception as error:
-        print(f"No lighthouse can listen on {options.bind}: {error}", file=sys.stderr)
+        print(f"The lighthouse cannot listen on {options.bind}: {error}", file=sys.stderr)
         return 1
     port = server.address().rpartition(":")[2]
     print(f"listening on {host}:{port}", flush=True)
@@ -43,8 +43,8 @@ def main(argv: list[str]) -> int:
 
 
 def _compiled_half() -> ModuleType:
-    """torchft's compiled module alone: the package around it imports torch, which takes seconds
-    while all replicas wait."""
+    """Import torchft's compiled module alone: the package imports torch, which takes seconds while
+    all replicas wait."""
     package = importlib.util.find_spec("torchft")
     places = None if package is None else package.submodule_search_locations
     spec = PathFinder.find_spec("torchft._torchft", places) if places else None

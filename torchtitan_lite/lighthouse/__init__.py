@@ -1,5 +1,5 @@
-"""A lighthouse: where replicas find each other, and what they hear when one of them has gone.
+"""Lighthouse: forms the quorums of the replicas and tracks their heartbeats.
 
-It answers torchft's managers (0.2.0) as torchft's own lighthouse does, and can in addition be told
-that a replica has left. Layer: imports errors and log only, and no torch.
+It serves torchft's managers (0.2.0) as torchft's own lighthouse does, and in addition accepts
+notices that a replica has left. Layer: imports errors and log only, and no torch.
 """

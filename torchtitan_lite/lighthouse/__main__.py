@@ -1,8 +1,8 @@
-"""`python -m torchtitan_lite.lighthouse`: a lighthouse as a process of its own.
+"""`python -m torchtitan_lite.lighthouse`: a lighthouse in a process of its own.
 
-It says on standard output where it listens, and ends with status 0 on SIGTERM and SIGINT. The
-environment variable TORCHTITAN_LITE_TOKEN is the secret of those who may say that a replica has
-left. Layer: above the rest of lighthouse/.
+It prints the address on which it listens, and exits with status 0 on SIGTERM and SIGINT. The
+environment variable TORCHTITAN_LITE_TOKEN authenticates leave notices. Layer: above the rest of
+lighthouse/.
 """
 
 import argparse
@@ -21,10 +21,10 @@ _ENDING = (signal.SIGTERM, signal.SIGINT)
 def main(arguments: list[str] | None = None) -> int:
     """Run a lighthouse until a signal and return the exit status."""
     given = _parser().parse_args(arguments)
-    # Taken from where they wait, so that none is missed, whatever the threads are doing.
+    # Blocked in all threads and received by sigwait, so that no signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     configure_logging()
-    # gRPC would write its own lines beside ours; it reads this when it is imported.
+    # Set before the import of gRPC, which would otherwise write its own log lines.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from torchtitan_lite.lighthouse.server import LighthouseService
 
@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
             given.min_replicas, given.join_timeout_ms, given.heartbeat_timeout_ms
         )
         token = os.environ.get("TORCHTITAN_LITE_TOKEN", "")
-        # Replicas outlive a lighthouse, and so do groups that they made by its ids: one that comes
-        # again would be taken for the same group. In microseconds there are fewer quorums.
+        # Replicas outlive a lighthouse, and so do the process groups named after its quorum ids: a
+        # repeated id would be taken for the same group. Quorums are rarer than one per microsecond.
         first_id = time.time_ns() // 1000
         with LighthouseService(given.bind, settings, token, first_id=first_id) as service:
             print(f"listening on {service.address}", flush=True)
@@ -49,8 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     default = QuorumSettings()
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.lighthouse",
-        description="Where replicas find each other. TORCHTITAN_LITE_TOKEN is the secret of those "
-        "who may tell it that a replica has left.",
+        description="Form the quorums of replicas. TORCHTITAN_LITE_TOKEN authenticates notices "
+        "that a replica has left.",
     )
     parser.add_argument(
         "--bind",
@@ -63,21 +63,21 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=default.min_replicas,
         metavar="N",
-        help="replicas without which there is no new quorum (default: %(default)s)",
+        help="minimum number of replicas for a quorum (default: %(default)s)",
     )
     parser.add_argument(
         "--join-timeout-ms",
         type=int,
         default=default.join_timeout_ms,
         metavar="MS",
-        help="how long to wait for live replicas that do not ask (default: %(default)s)",
+        help="how long to wait for live replicas that have not joined (default: %(default)s)",
     )
     parser.add_argument(
         "--heartbeat-timeout-ms",
         type=int,
         default=default.heartbeat_timeout_ms,
         metavar="MS",
-        help="how long after its last heartbeat a replica is dead (default: %(default)s)",
+        help="how long after its last heartbeat a replica counts as dead (default: %(default)s)",
     )
     return parser
 

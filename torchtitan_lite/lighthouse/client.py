@@ -1,4 +1,4 @@
-"""What a supervisor tells a lighthouse, and asks it. Layer: above messages."""
+"""Client of a lighthouse for supervisors: leave notices and status. Layer: above messages."""
 
 import json
 from typing import Any
@@ -10,22 +10,23 @@ from torchtitan_lite.lighthouse import messages
 
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),
-    # Else an earlier failure is remembered, and a lighthouse that came up since is not tried.
+    # Without this, gRPC remembers an earlier failure, and does not try a lighthouse that has
+    # started since.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
-def tell_left(address: str, replica_id: str, token: str, timeout_s: float) -> list[str]:
-    """Tell the lighthouse at `address` ("HOST:PORT", or a URL of it) that a replica has left: its
-    id "NAME:UUID", or its NAME, which must not have started again yet. Returns the ids that count
-    no more. Raises LighthouseError."""
+def notify_left(address: str, replica_id: str, token: str, timeout_s: float) -> list[str]:
+    """Notify the lighthouse at `address` ("HOST:PORT" or a URL) that a replica has left: its id
+    "NAME:UUID", or its NAME, which must not have started again yet. Return the ids that no longer
+    count. Raises LighthouseError."""
     request = messages.LeftRequest(token=token, replica_id=replica_id)
     response = _call(address, "Left", request, messages.LeftResponse, timeout_s)
     return list(response.replica_ids)
 
 
 def status(address: str, token: str, timeout_s: float) -> dict[str, Any]:
-    """What the lighthouse at `address` shows of itself, see `status.describe`. Raises
+    """Return the status of the lighthouse at `address`, see `status.describe`. Raises
     LighthouseError."""
     request = messages.StatusRequest(token=token)
     return json.loads(_call(address, "Status", request, messages.StatusResponse, timeout_s).json)
@@ -59,5 +60,5 @@ def _why(place: str, timeout_s: float, error: Any) -> str:
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"The lighthouse at {place} did not answer in {timeout_s:g} s."
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return f"At {place} listens another lighthouse than that of torchtitan_lite."
+        return f"The lighthouse at {place} is not that of torchtitan_lite."
     return f"No lighthouse answers at {place}: {details}"

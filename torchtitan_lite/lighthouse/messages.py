@@ -1,8 +1,9 @@
-"""The messages of the lighthouse's calls, and the names of these.
+"""Protobuf messages and service names of the lighthouse.
 
-Invariants: those of the package torchft have the names, numbers and types of torchft.proto (0.2.0);
-the others are this project's own. The classes are made when this is imported, in a pool of their
-own, so that they stand in nobody's way. Layer: imports nothing of the project.
+Invariants: messages of the package torchft have the names, numbers and types of torchft.proto
+(0.2.0); the others are this project's own. The classes are created at import, in a descriptor pool
+of their own, so that they do not conflict with other definitions. Layer: imports nothing of the
+project.
 """
 
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, timestamp_pb2
 
 TORCHFT_SERVICE = "torchft.LighthouseService"
-"""Calls Quorum and Heartbeat."""
+"""Service with the calls Quorum and Heartbeat."""
 OWN_SERVICE = "torchtitan_lite.Lighthouse"
-"""Calls Left and Status."""
+"""Service with the calls Left and Status."""
 
 _Field = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {

@@ -1,7 +1,7 @@
-"""A lighthouse that listens on a port, in a thread of its own.
+"""gRPC server of a lighthouse, in a thread of its own.
 
-Invariants: it listens where it is told to and nowhere else, and on a port that nobody else has; all
-that it knows is touched by its own thread only. Layer: above calls.
+Invariants: it listens only on the given address, and on a port that no other process shares; its
+state is accessed by its own thread only. Layer: above servicer.
 """
 
 import asyncio
@@ -17,27 +17,27 @@ import grpc
 import grpc.aio
 
 from torchtitan_lite.errors import LighthouseError
-from torchtitan_lite.lighthouse.calls import Calls
 from torchtitan_lite.lighthouse.rules import QuorumSettings
+from torchtitan_lite.lighthouse.servicer import LighthouseServicer
 
 _T = TypeVar("_T")
 _ANSWER_S = 10.0
 _GRACE_S = 1.0
-"""For answers that are under way when it stops."""
+"""Time for pending responses when it stops."""
 _LAST_PORT = 65535
 _OPTIONS = (
-    # Without this, a second lighthouse on the same port would get part of the calls.
+    # Without this, a second lighthouse on the same port would receive part of the calls.
     ("grpc.so_reuseport", 0),
-    # torchft's clients ping each minute, also when nothing is asked.
+    # torchft's clients ping every minute, also without pending calls.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 0),
 )
 
 
 class LighthouseService:
-    """A lighthouse at `bind`, "HOST:PORT", where port 0 takes a free one.
+    """Lighthouse at `bind`, "HOST:PORT"; port 0 selects a free one.
 
-    With an empty token it takes no calls but torchft's.
+    With an empty token it accepts only torchft's calls.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class LighthouseService:
         self._port = 0
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._calls: Calls | None = None
+        self._servicer: LighthouseServicer | None = None
         self._stopping: asyncio.Event | None = None
 
     @property
     def address(self) -> str:
-        """ "HOST:PORT", with the port that it has got."""
+        """ "HOST:PORT" with the actual port."""
         return f"{self._host}:{self._port}"
 
     def start(self) -> Self:
-        """Listen. Raises LighthouseError when that is not possible."""
+        """Start to listen. Raises LighthouseError if that fails."""
         _check(self._bind)
         listening: Future[int] = Future()
         self._thread = threading.Thread(
@@ -74,20 +74,20 @@ class LighthouseService:
         return self
 
     def stop(self) -> None:
-        """Stop listening; calls that wait end with an error. Does nothing when it has stopped."""
+        """Stop to listen; pending calls end with an error. Idempotent."""
         if self._thread is None or self._loop is None or self._stopping is None:
             return
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
         self._thread = None
 
-    def left(self, replica_id: str) -> list[str]:
-        """A replica has left: its id or its name. Returns the ids that count no more."""
-        return self._ask(lambda calls: calls.left(replica_id))
+    def mark_left(self, replica_id: str) -> list[str]:
+        """Count a replica as left, by its id or its name. Return the ids that no longer count."""
+        return self._run_on_loop(lambda calls: calls.mark_left(replica_id))
 
     def status(self) -> dict[str, Any]:
-        """Plain data for a live view, see `status.describe`."""
-        return self._ask(lambda calls: calls.status())
+        """Return the status as plain data, see `status.describe`."""
+        return self._run_on_loop(lambda calls: calls.status())
 
     def __enter__(self) -> Self:
         return self.start()
@@ -100,10 +100,10 @@ class LighthouseService:
     ) -> None:
         self.stop()
 
-    def _ask(self, question: Callable[[Calls], _T]) -> _T:
-        if self._thread is None or self._loop is None or self._calls is None:
+    def _run_on_loop(self, question: Callable[[LighthouseServicer], _T]) -> _T:
+        if self._thread is None or self._loop is None or self._servicer is None:
             raise LighthouseError(f"The lighthouse at {self._bind} is not running.")
-        calls = self._calls
+        calls = self._servicer
 
         async def answer() -> _T:
             return question(calls)
@@ -115,26 +115,26 @@ class LighthouseService:
         try:
             self._loop = asyncio.get_running_loop()
             self._stopping = asyncio.Event()
-            self._calls = Calls(self._settings, self._token, self._first_id)
-            server.add_generic_rpc_handlers(self._calls.handlers())
+            self._servicer = LighthouseServicer(self._settings, self._token, self._first_id)
+            server.add_generic_rpc_handlers(self._servicer.handlers())
             port = server.add_insecure_port(self._bind)
             await server.start()
         except Exception as error:
-            told = LighthouseError(f"A lighthouse cannot listen at {self._bind}: {error}")
-            listening.set_exception(told)
+            failure = LighthouseError(f"A lighthouse cannot listen at {self._bind}: {error}")
+            listening.set_exception(failure)
             return
         listening.set_result(port)
         await self._stopping.wait()
-        self._calls.close()
+        self._servicer.close()
         await server.stop(_GRACE_S)
 
 
 def _check(bind: str) -> None:
-    """Raises LighthouseError when nobody can listen at `bind`. gRPC would not say why, takes other
-    ports for those above 65535, and is content with one of the addresses of a name."""
+    """Raise LighthouseError if `bind` is not available. gRPC would not report why, maps ports above
+    65535 to others, and accepts a name of which it can bind only one address."""
     host, _, port = bind.rpartition(":")
     if not host or not port.isdecimal() or int(port) > _LAST_PORT:
-        raise LighthouseError(f"{bind!r} is no HOST:PORT, such as 127.0.0.1:29510.")
+        raise LighthouseError(f"{bind!r} is not HOST:PORT, such as 127.0.0.1:29510.")
     try:
         places = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
@@ -149,7 +149,7 @@ def _check(bind: str) -> None:
             failures.append(error)
     in_use = any(failure.errno == errno.EADDRINUSE for failure in failures)
     if in_use or len(failures) == len(places):
-        told = "another process listens there" if in_use else failures[0].strerror
+        problem = "another process listens there" if in_use else failures[0].strerror
         raise LighthouseError(
-            f"A lighthouse cannot listen at {bind}: {told}. Name another address or a free port."
+            f"A lighthouse cannot listen at {bind}: {problem}. Choose another address or port."
         )

@@ -1,13 +1,13 @@
-"""What a lighthouse shows of itself, as plain data. Layer: above rules."""
+"""Status of a lighthouse as plain data. Layer: above rules."""
 
 from typing import Any
 
-from torchtitan_lite.lighthouse.rules import Rules
+from torchtitan_lite.lighthouse.rules import QuorumRules
 
 
-def describe(rules: Rules, now_s: float, quorum_made_s: float | None) -> dict[str, Any]:
-    """The last quorum, who waits, who lives, and why there is no next quorum yet. It goes through
-    JSON unchanged. Ages and waits are in seconds before `now_s`."""
+def describe(rules: QuorumRules, now_s: float, quorum_made_s: float | None) -> dict[str, Any]:
+    """Return the last quorum, the waiting and the live replicas, and the reason why there is no
+    next quorum yet, all as JSON values. Ages and waits are in seconds before `now_s`."""
     quorum = rules.quorum
     return {
         "quorum_id": quorum.quorum_id if quorum else 0,
@@ -15,7 +15,7 @@ def describe(rules: Rules, now_s: float, quorum_made_s: float | None) -> dict[st
         "members": [_member(member) for member in quorum.members] if quorum else [],
         "waiting": [
             {**_member(asking.member), "waited_s": now_s - asking.since_s}
-            for _, asking in sorted(rules.asking.items())
+            for _, asking in sorted(rules.waiting.items())
         ],
         "replicas": [
             {
@@ -25,7 +25,7 @@ def describe(rules: Rules, now_s: float, quorum_made_s: float | None) -> dict[st
             }
             for replica_id, last_s in sorted(rules.heartbeats.items())
         ],
-        "verdict": rules.verdict(now_s).reason,
+        "verdict": rules.evaluate(now_s).reason,
         "min_replicas": rules.settings.min_replicas,
         "join_timeout_ms": rules.settings.join_timeout_ms,
         "heartbeat_timeout_ms": rules.settings.heartbeat_timeout_ms,

@@ -1,31 +1,47 @@
-"""Fits the figures of `Costs` to a machine: exchanges and collectives are timed in the world that
-runs, and the model's coefficients are those that predict them best. Layer: above legs.
+"""Calibration of `Costs` to a machine.
 
-The model is linear in seconds per round, message, piece and byte. Of an exchange the busiest holder
-counts, and which that is depends on the figures; so fit and choice take turns.
+Exchanges and collectives are timed on the running ranks, and the figures are those that predict the
+times best. The model is linear in seconds per round, message, piece and byte. An exchange takes as
+long as its busiest holder, which depends on the figures, so fitting and selection alternate.
 """
 
+import math
 import os
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.extras import require
-from torchtitan_lite.redistribute.calibration_steps import SHAPES, designed
-from torchtitan_lite.redistribute.collective import Collective
-from torchtitan_lite.redistribute.cost import Costs, Link, default_costs, loads_of, share_of_all
-from torchtitan_lite.redistribute.joint import move
-from torchtitan_lite.redistribute.legs import run
-from torchtitan_lite.redistribute.means import Means
-from torchtitan_lite.redistribute.plan import Plan
+from torchtitan_lite.redistribute.collectives import Collective, collectives_from
+from torchtitan_lite.redistribute.cost import (
+    Costs,
+    ExchangeOptions,
+    Link,
+    core_share,
+    default_costs,
+    round_loads,
+)
+from torchtitan_lite.redistribute.execute import execute_exchange, run_collective
+from torchtitan_lite.redistribute.layout import Layout
+from torchtitan_lite.redistribute.placements import HolderMesh
+from torchtitan_lite.redistribute.plan import Plan, plan
 
-Step = Plan | Collective
+CalibrationStep = Plan | Collective
 """What is timed: an exchange, or a collective of the backend."""
+
+SHAPES = ((48, 80), (250, 256), (1000, 1024), (2048, 2048))
+"""From 15 KB to 16 MB in float32."""
+
+_SEED = 0
+
+_R, _P, _S0, _S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 _COEFFICIENTS = (
     ("round_s", ""),
@@ -39,88 +55,53 @@ _COEFFICIENTS = (
     ),
 )
 """What is fitted: fields of Costs, and of its links."""
+
 _ALTERNATIONS = 12
+
 _FASTEST_BYTES_PER_S = 1e15
 """Stands for bytes that cost nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class TimedStep:
     """A step that was timed."""
 
     name: str
-    step: Step
+    step: CalibrationStep
     seconds: float
     """Of the slowest rank; the median of some turns."""
 
 
 def calibrate(
     turns: int, device: torch.device, shapes: Sequence[tuple[int, int]] = SHAPES
-) -> tuple[list[Sample], Costs]:
+) -> tuple[list[TimedStep], Costs]:
     """The designed steps as they were timed in this world, and the figures that fit them. Every
     rank of the world must call it, and all get the same."""
     world, on_node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    costs = default_costs(device.type).on_nodes_of(on_node if 0 < on_node < world else 0)
+    costs = default_costs(device.type).with_ranks_per_node(on_node if 0 < on_node < world else 0)
     if device.type == "cpu":
         costs = replace(costs, cores=float(os.cpu_count() or 1))
-    samples = time_steps(designed(world, shapes), turns, device, Means(costs=costs))
+    samples = time_steps(
+        calibration_steps(world, shapes), turns, device, ExchangeOptions(costs=costs)
+    )
     return samples, fit(samples, costs)
 
 
 def time_steps(
-    steps: Sequence[Step], turns: int, device: torch.device, means: Means
-) -> list[Sample]:
+    steps: Sequence[CalibrationStep], turns: int, device: torch.device, options: ExchangeOptions
+) -> list[TimedStep]:
     """Time each step `turns` times after a warm-up. Every rank of the world must call it with the
     same steps, and all get the same samples."""
-    seconds = torch.tensor([_turns(_call(s, device, means), turns, device) for s in steps])
+    seconds = torch.tensor([_turns(_call(s, device, options), turns, device) for s in steps])
     seconds = seconds.to(device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return [
-        Sample(name=_name(step), step=step, seconds=statistics.median(taken))
+        TimedStep(name=_name(step), step=step, seconds=statistics.median(taken))
         for step, taken in zip(steps, seconds.tolist(), strict=True)
     ]
 
 
-def _call(step: Step, device: torch.device, means: Means) -> Callable[[], object]:
-    """What carries a step out on this rank."""
-    rank = dist.get_rank()
-    members = {*step.src.mesh.holders, *step.dst.mesh.holders}
-    if rank not in members:
-        return lambda: None
-    local = torch.ones(step.src.local_shape(step.shape, rank), dtype=step.dtype, device=device)
-    if isinstance(step, Collective):
-        return lambda: run(step, local)
-    out = torch.ones(step.local_shape(rank), dtype=step.dtype, device=device)
-    return lambda: move([step], [local], [out], device, means)
-
-
-def _turns(call: Callable[[], object], turns: int, device: torch.device) -> list[float]:
-    """Seconds of each turn on this rank."""
-    seconds = []
-    # The first is the warm-up.
-    for _ in range(turns + 1):
-        dist.barrier()
-        began_s = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - began_s)
-    return seconds[1:]
-
-
-def _name(step: Step) -> str:
-    kind = "+".join(step.rounds) if isinstance(step, Plan) else step.kind
-    return f"{kind} {step.src} -> {step.dst}, {step.shape}"
-
-
-def predicted_s(step: Step, costs: Costs) -> float:
-    """What the figures say of a step."""
-    if isinstance(step, Collective):
-        return step.seconds(costs)
-    return replace(step, costs=costs).predicted_s
-
-
-def fit(samples: Sequence[Sample], default: Costs) -> Costs:
+def fit(samples: Sequence[TimedStep], default: Costs) -> Costs:
     """The figures with the least relative errors; those of `default` for what no sample has, and
     for the cores."""
     require("scipy", "calibration")
@@ -139,14 +120,98 @@ def fit(samples: Sequence[Sample], default: Costs) -> Costs:
     return costs
 
 
-def _terms(step: Step, costs: Costs) -> np.ndarray:
+def predicted_s(step: CalibrationStep, costs: Costs) -> float:
+    """What the figures say of a step."""
+    if isinstance(step, Collective):
+        return step.seconds(costs)
+    return replace(step, costs=costs).predicted_s
+
+
+def fraction_within(samples: Sequence[TimedStep], costs: Costs, factor: float = 2.0) -> float:
+    """Of the predictions, how many are at most `factor` too great or too small."""
+    ratios = [predicted_s(sample.step, costs) / sample.seconds for sample in samples]
+    return sum(1 / factor <= ratio <= factor for ratio in ratios) / len(ratios)
+
+
+def fraction_misordered(samples: Sequence[TimedStep], costs: Costs, factor: float = 1.5) -> float:
+    """Of the pairs whose measured times differ by more than `factor`, how many are predicted in the
+    other order."""
+    pairs = wrong = 0
+    both = sorted((sample.seconds, predicted_s(sample.step, costs)) for sample in samples)
+    for number, (fast_s, fast_told_s) in enumerate(both):
+        for slow_s, slow_told_s in both[number + 1 :]:
+            if slow_s > factor * fast_s:
+                pairs += 1
+                wrong += slow_told_s <= fast_told_s
+    return wrong / pairs if pairs else 0.0
+
+
+def calibration_steps(
+    num_ranks: int, shapes: Sequence[tuple[int, int]] = SHAPES
+) -> list[Plan | Collective]:
+    """Few and many messages, pieces, rounds and bytes, and local copies alone, on at least 2
+    ranks; then the collectives. They depend on nothing else."""
+    return [*_exchanges(num_ranks, shapes), *_collectives(num_ranks, shapes)]
+
+
+def held_out_steps(num_ranks: int, count: int) -> list[Plan]:
+    """Exchanges between random layouts of random shapes, of 16 KB to 16 MB."""
+    choice, found = random.Random(_SEED), []
+    meshes = _meshes(num_ranks)
+    while len(found) < count:
+        mesh = choice.choice(meshes)
+        src = Layout(mesh, [choice.choice((_R, _S0, _S1, _P)) for _ in mesh.shape])
+        dst = Layout(mesh, [choice.choice((_R, _S0, _S1)) for _ in mesh.shape])
+        size, ratio = 2 ** choice.uniform(12, 22), 2 ** choice.uniform(-3, 3)
+        shape = int(math.sqrt(size * ratio)), int(math.sqrt(size / ratio))
+        step = _exchange(src, dst, shape)
+        if not step.is_noop:
+            found.append(step)
+    return found
+
+
+def _call(
+    step: CalibrationStep, device: torch.device, options: ExchangeOptions
+) -> Callable[[], object]:
+    """What carries a step out on this rank."""
+    rank = dist.get_rank()
+    members = {*step.src.mesh.holders, *step.dst.mesh.holders}
+    if rank not in members:
+        return lambda: None
+    local = torch.ones(step.src.local_shape(step.shape, rank), dtype=step.dtype, device=device)
+    if isinstance(step, Collective):
+        return lambda: run_collective(step, local)
+    out = torch.ones(step.local_shape(rank), dtype=step.dtype, device=device)
+    return lambda: execute_exchange([step], [local], [out], device, options)
+
+
+def _turns(call: Callable[[], object], turns: int, device: torch.device) -> list[float]:
+    """Seconds of each turn on this rank."""
+    seconds = []
+    # The first is the warm-up.
+    for _ in range(turns + 1):
+        dist.barrier()
+        began_s = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began_s)
+    return seconds[1:]
+
+
+def _name(step: CalibrationStep) -> str:
+    kind = "+".join(step.rounds) if isinstance(step, Plan) else step.kind
+    return f"{kind} {step.src} -> {step.dst}, {step.shape}"
+
+
+def _terms(step: CalibrationStep, costs: Costs) -> np.ndarray:
     """By coefficient, how often it is paid in a step; by `costs` it is told who is busiest."""
     units = _units(costs)
     if isinstance(step, Collective):
         return np.array([step.seconds(unit) for unit in units])
-    share = share_of_all(step.exchange, costs)
+    share = core_share(step.exchange, costs)
     terms = np.zeros(len(units))
-    for loads in loads_of(step.exchange, step.dtype.itemsize):
+    for loads in round_loads(step.exchange, step.dtype.itemsize):
         seconds = [costs.seconds(load) for load in loads]
         by_load = np.array([[unit.seconds(load) for unit in units] for load in loads])
         in_turns = share * sum(seconds) > max(seconds)
@@ -186,20 +251,47 @@ def _costs(found: np.ndarray, is_known: Iterable[bool], default: Costs) -> Costs
     return costs
 
 
-def share_within(samples: Sequence[Sample], costs: Costs, factor: float = 2.0) -> float:
-    """Of the predictions, how many are at most `factor` too great or too small."""
-    ratios = [predicted_s(sample.step, costs) / sample.seconds for sample in samples]
-    return sum(1 / factor <= ratio <= factor for ratio in ratios) / len(ratios)
+def _meshes(num_ranks: int) -> list[HolderMesh]:
+    """All ranks in a row, and in two where they are an even number."""
+    meshes = [HolderMesh.ranks(num_ranks)]
+    if num_ranks > 2 and num_ranks % 2 == 0:
+        meshes.append(HolderMesh.ranks(num_ranks // 2, 2))
+    return meshes
 
 
-def share_misordered(samples: Sequence[Sample], costs: Costs, factor: float = 1.5) -> float:
-    """Of the pairs whose measured times differ by more than `factor`, how many are predicted in the
-    other order."""
-    pairs = wrong = 0
-    both = sorted((sample.seconds, predicted_s(sample.step, costs)) for sample in samples)
-    for number, (fast_s, fast_told_s) in enumerate(both):
-        for slow_s, slow_told_s in both[number + 1 :]:
-            if slow_s > factor * fast_s:
-                pairs += 1
-                wrong += slow_told_s <= fast_told_s
-    return wrong / pairs if pairs else 0.0
+def _exchanges(num_ranks: int, shapes: Sequence[tuple[int, int]]) -> Iterator[Plan]:
+    half = num_ranks // 2
+    row, one = HolderMesh.ranks(num_ranks), HolderMesh.ranks(1)
+    first, second = HolderMesh.ranks(half), HolderMesh.ranks(half, first=half)
+    pairs = [
+        *((Layout(row, [a]), Layout(row, [b])) for a in (_S0, _S1, _R, _P) for b in (_S0, _S1, _R)),
+        (Layout(one, [_R]), Layout(row, [_R])),
+        (Layout(one, [_R]), Layout(row, [_S0])),
+        (Layout(row, [_S0]), Layout(one, [_R])),
+        *((Layout(first, [_S0]), Layout(mesh, [_S0])) for mesh in (row, second)),
+        (Layout(first, [_S0]), Layout(second, [_S1])),
+    ]
+    for two in _meshes(num_ranks)[1:]:
+        pairs += [
+            (Layout(two, [_S0, _R]), Layout(two, [_R, _S0])),
+            (Layout(two, [_S0, _S1]), Layout(two, [_R, _R])),
+            (Layout(two, [_R, _S1]), Layout(two, [_S0, _S0])),
+            (Layout(two, [_P, _S0]), Layout(two, [_S0, _S0])),
+        ]
+    for shape in shapes:
+        for src, dst in pairs:
+            if src != dst:
+                yield _exchange(src, dst, shape)
+
+
+def _exchange(src: Layout, dst: Layout, shape: tuple[int, int]) -> Plan:
+    return plan(src, dst, shape, torch.float32, single_exchange=True)
+
+
+def _collectives(num_ranks: int, shapes: Sequence[tuple[int, int]]) -> Iterator[Collective]:
+    placements: list[list[Placement]] = [[_S0], [_S1], [_P]]
+    for mesh in _meshes(num_ranks):
+        for given in placements:
+            layout = Layout(mesh, [*given, *[_R] * (len(mesh.shape) - 1)])
+            for shape in shapes:
+                yield from collectives_from(layout, shape, torch.float32)

@@ -1,22 +1,29 @@
-"""What moving state takes: a model of a machine in a few numbers. Layer: above exchange.
+"""Cost model of an exchange, and the options of its execution.
 
 Time is counted on the busiest rank: it waits for a round to begin, pays for every message, and
-moves its bytes at the speed of their link class. Where a node has fewer cores than ranks, they take
-turns, and the work of all counts. The default figures are typical ones; `scripts.calibrate` fits
+moves its bytes at the speed of their link class. On a node with fewer cores than ranks, ranks take
+turns, and the work of all ranks counts. The default figures are typical; `scripts.calibrate` fits
 them to a machine.
 """
 
 import json
 import os
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
+import torch
+import torch.distributed as dist
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, TypeAdapter
 
-from torchtitan_lite.errors import LayoutError
+from torchtitan_lite.errors import LayoutError, RedistributionError
 from torchtitan_lite.redistribute.exchange import Exchange
-from torchtitan_lite.redistribute.holder_mesh import Holder
-from torchtitan_lite.redistribute.nodes import Nodes
+from torchtitan_lite.redistribute.placements import Holder, Nodes
+
+Transport = Literal["shared_memory", "collective"]
+
+BUCKET_BYTES = 25 << 20
 
 _SAMPLED_HOLDERS = 8
 """Holders whose part is worked out to find the busiest: in regular layouts all are alike, but for
@@ -93,7 +100,7 @@ class Costs:
         """Where ranks lie; None where all are on one node."""
         return Nodes(self.ranks_per_node, relay) if self.ranks_per_node else None
 
-    def on_nodes_of(self, ranks: int) -> "Costs":
+    def with_ranks_per_node(self, ranks: int) -> "Costs":
         """The same with so many ranks on a node."""
         return replace(self, ranks_per_node=ranks)
 
@@ -140,16 +147,60 @@ CUDA = Costs(
 """NVLink within a machine, a 400 Gb/s network between machines. From data sheets, not measured."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOptions:
+    """What an exchange may use."""
+
+    bucket_bytes: int = BUCKET_BYTES
+    """Temporary memory is at most twice that."""
+    transport: Transport | None = None
+    """None takes shared memory where there is some."""
+    costs: Costs | None = None
+    """Of this machine; None takes the default figures for the kind of device."""
+
+    def costs_on(self, device: torch.device) -> Costs:
+        """The figures to plan with, which must be the same on all ranks."""
+        if self.costs is not None:
+            return self.costs
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        return _default_costs(device.type, _ranks_per_node(world_size))
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1 << 14:
+            raise RedistributionError(
+                f"bucket_bytes = {self.bucket_bytes} is too little: at least {1 << 14} are needed."
+            )
+
+
+DEFAULT_OPTIONS = ExchangeOptions()
+
+
 def default_costs(device_type: str) -> Costs:
     """The figures for a kind of device."""
     return CUDA if device_type == "cuda" else CPU
 
 
-def load_of(exchange: Exchange, holder: Holder, itemsize: int) -> list[Load]:
+def exchange_seconds(exchange: Exchange, costs: Costs, itemsize: int) -> float:
+    """Predicted time of an exchange: in each round that of the busiest holder, or of all in turns,
+    whichever is more."""
+    share = core_share(exchange, costs)
+    seconds = ([costs.seconds(load) for load in loads] for loads in round_loads(exchange, itemsize))
+    return sum(max(max(of_round), share * sum(of_round)) for of_round in seconds)
+
+
+def round_loads(exchange: Exchange, itemsize: int) -> list[tuple[Load, ...]]:
+    """In each round, what some of the holders do."""
+    by_holder = [
+        holder_loads(exchange, holder, itemsize) for holder in _sampled(_holders(exchange))
+    ]
+    return list(zip(*by_holder, strict=True))
+
+
+def holder_loads(exchange: Exchange, holder: Holder, itemsize: int) -> list[Load]:
     """What one holder does in each round of an exchange."""
     node = (exchange.nodes or Nodes(1 << 62)).of
     loads = []
-    for part in exchange.part(holder):
+    for part in exchange.transfers(holder):
         sent, received = {True: 0, False: 0}, {True: 0, False: 0}
         peers: dict[bool, set[Holder]] = {True: set(), False: set()}
         for pieces, count in ((part.sends, sent), (part.receives, received)):
@@ -171,25 +222,12 @@ def load_of(exchange: Exchange, holder: Holder, itemsize: int) -> list[Load]:
     return loads
 
 
-def exchange_seconds(exchange: Exchange, costs: Costs, itemsize: int) -> float:
-    """Predicted time of an exchange: in each round that of the busiest holder, or of all in turns,
-    whichever is more."""
-    share = share_of_all(exchange, costs)
-    seconds = ([costs.seconds(load) for load in loads] for loads in loads_of(exchange, itemsize))
-    return sum(max(max(of_round), share * sum(of_round)) for of_round in seconds)
-
-
-def loads_of(exchange: Exchange, itemsize: int) -> list[tuple[Load, ...]]:
-    """In each round, what some of the holders do."""
-    by_holder = [load_of(exchange, holder, itemsize) for holder in _some(_holders(exchange))]
-    return list(zip(*by_holder, strict=True))
-
-
-def share_of_all(exchange: Exchange, costs: Costs) -> float:
-    """What of the sum of `loads_of` falls to a core, where all holders take turns on the cores."""
+def core_share(exchange: Exchange, costs: Costs) -> float:
+    """Return the share of the sum of `round_loads` per core, if all holders take turns on the
+    cores."""
     holders, nodes = _holders(exchange), costs.nodes()
     num_nodes = len({nodes.of(holder) for holder in holders}) if nodes else 1
-    return len(holders) / len(_some(holders)) / (costs.cores * num_nodes)
+    return len(holders) / len(_sampled(holders)) / (costs.cores * num_nodes)
 
 
 def _holders(exchange: Exchange) -> list[Holder]:
@@ -198,8 +236,24 @@ def _holders(exchange: Exchange) -> list[Holder]:
     )
 
 
-def _some(holders: list[Holder]) -> list[Holder]:
+def _sampled(holders: list[Holder]) -> list[Holder]:
     if len(holders) <= _SAMPLED_HOLDERS:
         return holders
     last = len(holders) - 1
     return [holders[last * n // (_SAMPLED_HOLDERS - 1)] for n in range(_SAMPLED_HOLDERS)]
+
+
+def _ranks_per_node(world_size: int) -> int:
+    """As torchrun tells it; 0, all on one node, where nodes have different numbers of ranks, which
+    all ranks see alike."""
+    on_node = os.environ.get("LOCAL_WORLD_SIZE", "")
+    nodes = os.environ.get("GROUP_WORLD_SIZE", "")
+    if not (on_node.isdigit() and nodes.isdigit()):
+        return 0
+    even = int(on_node) * int(nodes) == world_size and int(nodes) > 1
+    return int(on_node) if even else 0
+
+
+@lru_cache
+def _default_costs(device_type: str, ranks_per_node: int) -> Costs:
+    return default_costs(device_type).with_ranks_per_node(ranks_per_node)

@@ -1,22 +1,22 @@
-"""Redistribute one DTensor. Layer: above legs."""
+"""Redistribution of DTensors: one with autograd, or all tensors of a state dict at once."""
 
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute.holder_mesh import HolderMesh
-from torchtitan_lite.redistribute.joint import check_out
-from torchtitan_lite.redistribute.layout import Layout
-from torchtitan_lite.redistribute.legs import follow
-from torchtitan_lite.redistribute.means import DEFAULT_MEANS, Means
-from torchtitan_lite.redistribute.placements import LINEAR
-from torchtitan_lite.redistribute.plan import average_factor, plan
-from torchtitan_lite.redistribute.strided import StridedReading
-from torchtitan_lite.torch_compat import spec_of
+from torchtitan_lite.redistribute.cost import DEFAULT_OPTIONS, Costs, ExchangeOptions
+from torchtitan_lite.redistribute.execute import check_out, execute_exchange, execute_plan
+from torchtitan_lite.redistribute.layout import Layout, TensorSpec
+from torchtitan_lite.redistribute.placements import LINEAR_OPS, HolderMesh, StridedReading
+from torchtitan_lite.redistribute.plan import Plan, average_factor, plan
+from torchtitan_lite.torch_compat import DTensorSpec, spec_of
 
 
 def redistribute(
@@ -28,7 +28,7 @@ def redistribute(
     out: DTensor | None = None,
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    means: Means = DEFAULT_MEANS,
+    options: ExchangeOptions = DEFAULT_OPTIONS,
 ) -> DTensor:
     """`tensor` laid out as `dst`. Every rank of both meshes must call it; others may.
 
@@ -52,14 +52,86 @@ def redistribute(
     if out is not None:
         check_out(spec_of(out), dst, kind.shape, kind.dtype)
         with torch.no_grad():
-            _moved(tensor.to_local(), kind, src, dst, means, out.to_local())
+            _moved(tensor.to_local(), kind, src, dst, options, out.to_local())
         return out
     target = _mesh_of(tensor, dst, mesh)
     if src == dst and dtype == tensor.dtype and backward_dtype in (None, dtype):
         return tensor
-    result = _Redistribute.apply(tensor, kind, src, dst, target, backward_dtype, means)
+    result = _Redistribute.apply(tensor, kind, src, dst, target, backward_dtype, options)
     assert isinstance(result, DTensor)
     return result
+
+
+@torch.no_grad()
+def redistribute_state_dict(
+    tensors: Mapping[str, DTensor],
+    layouts: Mapping[str, Layout],
+    *,
+    meshes: Iterable[DeviceMesh] = (),
+    remote_specs: Mapping[str, TensorSpec] | None = None,
+    strided: StridedReading | None = "order",
+    out: Mapping[str, DTensor] | None = None,
+    options: ExchangeOptions = DEFAULT_OPTIONS,
+) -> dict[str, DTensor]:
+    """`tensors`, laid out as `layouts` say by name, in the order of `layouts`; one without a layout
+    stays as it is. Every rank of any mesh must call it with the same layouts.
+
+    `meshes` are DeviceMeshes on which results lie, beside those of `tensors` and `out`.
+    `remote_specs` tells of tensors that this rank has no DTensor of, as with a pipeline, where each
+    stage has its own; what lies on other ranks only is not in the result. `strided` is how to read
+    strided shards: by default as FSDP2 means them. What `out` has a name of is filled; without it a
+    tensor that lies right already is returned itself, and a part that stays as it is shares its
+    memory.
+
+    Raises LayoutError naming the tensor for which a plan or a mesh is missing.
+    """
+    out = out or {}
+    meshes = tuple(meshes)
+    device = _device([*tensors.values(), *out.values()], meshes)
+    known = tuple(
+        spec_of(tensors[name]) if name in tensors else _described(name, remote_specs)
+        for name in layouts
+    )
+    plans = _plans(known, tuple(layouts.values()), strided, options.costs_on(device))
+    for name, found in zip(layouts, plans, strict=True):
+        if name in out:
+            check_out(spec_of(out[name]), found.dst, found.shape, found.dtype)
+    sources = [tensors[name].to_local() if name in tensors else None for name in layouts]
+    outs = [out[name].to_local() if name in out else None for name in layouts]
+    moved = execute_exchange(plans, sources, outs, device, options)
+    results = {name: tensor for name, tensor in tensors.items() if name not in layouts}
+    by_holders: dict[HolderMesh, DeviceMesh] = {}
+    if not layouts.keys() <= out.keys():
+        of_tensors = (t.device_mesh for t in (*tensors.values(), *out.values()))
+        # Of equal ones the last, which is the one that the caller gave.
+        by_holders = {HolderMesh.from_device_mesh(mesh): mesh for mesh in (*of_tensors, *meshes)}
+    for name, found, local in zip(layouts, plans, moved, strict=True):
+        if name in out:
+            results[name] = out[name]
+        elif name in tensors and found.is_noop:
+            results[name] = tensors[name]
+        elif found.dst.mesh in by_holders:
+            results[name] = found.dst.to_dtensor(local, by_holders[found.dst.mesh], found.shape)
+        elif local.numel() > 0:
+            raise LayoutError(
+                f"{name} goes to {found.dst.mesh}, and no DeviceMesh of these ranks was given. Add "
+                "it to meshes."
+            )
+    return results
+
+
+def align_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The gradient of a parameter, with the parameter's placements; None where there is none.
+
+    Without FSDP, the gradient of a weight that every tp rank holds whole is still each rank's part
+    of a sum, and this sums it, once. Every rank that holds the parameter must call it.
+    """
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return gradient
+    if gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+    return parameter.grad
 
 
 class _Kind(NamedTuple):
@@ -68,38 +140,6 @@ class _Kind(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-
-
-def _moved(
-    local: torch.Tensor,
-    kind: _Kind,
-    src: Layout,
-    dst: Layout,
-    means: Means,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """This rank's part of `dst`, in the dtype of `kind`."""
-    local = local.to(kind.dtype)
-    found = plan(
-        src,
-        dst,
-        kind.shape,
-        kind.dtype,
-        costs=means.costs_on(kind.device),
-        most_intermediate_bytes=2 * means.bucket_bytes,
-    )
-    return follow(found, local, out, kind.device, means)
-
-
-def _mesh_of(tensor: DTensor, dst: Layout, mesh: DeviceMesh | None) -> DeviceMesh:
-    found = tensor.device_mesh if mesh is None else mesh
-    if HolderMesh.of(found) != dst.mesh:
-        raise LayoutError(
-            f"The result lies on {dst.mesh}, and "
-            + ("the tensor's mesh is " if mesh is None else "the given mesh is ")
-            + f"{HolderMesh.of(found)}. Give the DeviceMesh of the destination as mesh."
-        )
-    return found
 
 
 class _Redistribute(torch.autograd.Function):
@@ -114,13 +154,13 @@ class _Redistribute(torch.autograd.Function):
         dst: Layout,
         mesh: DeviceMesh,
         backward_dtype: torch.dtype | None,
-        means: Means,
+        options: ExchangeOptions,
     ) -> DTensor:
         """See `redistribute`."""
         local = tensor.to_local()
-        ctx.kind, ctx.src, ctx.dst, ctx.means = kind, src, dst, means
+        ctx.kind, ctx.src, ctx.dst, ctx.options = kind, src, dst, options
         ctx.mesh, ctx.dtype, ctx.backward_dtype = tensor.device_mesh, tensor.dtype, backward_dtype
-        return dst.to_dtensor(_moved(local, kind, src, dst, means), mesh, kind.shape)
+        return dst.to_dtensor(_moved(local, kind, src, dst, options), mesh, kind.shape)
 
     @staticmethod
     @once_differentiable
@@ -137,11 +177,83 @@ class _Redistribute(torch.autograd.Function):
                     "Redistribute sums or averages."
                 )
         (grad,) = grads
-        whole, wanted = (layout.with_copies(LINEAR) for layout in (dst, src))
+        whole, wanted = (layout.with_replicas(LINEAR_OPS) for layout in (dst, src))
         if grad.placements != whole.dtensor_placements:
             whole = Layout.from_dtensor(grad, strided="order")
         kind = ctx.kind._replace(dtype=ctx.backward_dtype or ctx.dtype)
-        moved = _moved(grad.to_local(), kind, whole, wanted, ctx.means)
+        moved = _moved(grad.to_local(), kind, whole, wanted, ctx.options)
         factor = average_factor(src, dst)
         result = (moved if factor == 1 else moved * factor).to(ctx.dtype)
         return wanted.to_dtensor(result, ctx.mesh, ctx.kind.shape), *[None] * 6
+
+
+def _moved(
+    local: torch.Tensor,
+    kind: _Kind,
+    src: Layout,
+    dst: Layout,
+    options: ExchangeOptions,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """This rank's part of `dst`, in the dtype of `kind`."""
+    local = local.to(kind.dtype)
+    found = plan(
+        src,
+        dst,
+        kind.shape,
+        kind.dtype,
+        costs=options.costs_on(kind.device),
+        max_intermediate_bytes=2 * options.bucket_bytes,
+    )
+    return execute_plan(found, local, out, kind.device, options)
+
+
+def _mesh_of(tensor: DTensor, dst: Layout, mesh: DeviceMesh | None) -> DeviceMesh:
+    found = tensor.device_mesh if mesh is None else mesh
+    if HolderMesh.from_device_mesh(found) != dst.mesh:
+        raise LayoutError(
+            f"The result lies on {dst.mesh}, and "
+            + ("the tensor's mesh is " if mesh is None else "the given mesh is ")
+            + f"{HolderMesh.from_device_mesh(found)}. Give the DeviceMesh of the destination as "
+            "mesh."
+        )
+    return found
+
+
+def _device(tensors: Sequence[DTensor], meshes: Sequence[DeviceMesh]) -> torch.device:
+    """Where all parts lie: a rank without tensors must come to the same as the others."""
+    kinds = {mesh.device_type for mesh in (*(t.device_mesh for t in tensors), *meshes)}
+    if len(kinds) > 1:
+        raise LayoutError(
+            f"Tensors and meshes of {' and '.join(sorted(kinds))} cannot move in one exchange. "
+            "Call it once for each kind of device."
+        )
+    kind = kinds.pop() if kinds else "cpu"
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _described(name: str, remote_specs: Mapping[str, TensorSpec] | None) -> TensorSpec:
+    if remote_specs is None or name not in remote_specs:
+        raise LayoutError(
+            f"{name} has a layout to go to, and is neither a tensor of this rank nor described in "
+            "remote_specs."
+        )
+    return remote_specs[name]
+
+
+@lru_cache(maxsize=128)
+def _plans(
+    known: tuple[DTensorSpec | TensorSpec, ...],
+    layouts: tuple[Layout, ...],
+    strided: StridedReading | None,
+    costs: Costs,
+) -> tuple[Plan, ...]:
+    """A plan for each tensor; of the same state dict they are looked up at once."""
+    found = []
+    for given, layout in zip(known, layouts, strict=True):
+        placed = (
+            given if isinstance(given, TensorSpec) else TensorSpec.from_dtensor_spec(given, strided)
+        )
+        src, shape, dtype = placed.layout, placed.shape, placed.dtype
+        found.append(plan(src, layout, shape, dtype, costs=costs, single_exchange=True))
+    return tuple(found)

@@ -1,33 +1,69 @@
-"""The exact exchange: who needs which elements from whom, and not one more.
+"""The exchange from one layout to another: exactly the elements that each holder lacks.
 
-Each holder's part is worked out from the two layouts alone, without a list of pairs of holders: its
-pieces are what its part of one layout has in common with the parts of the other. Layer: above
-common_parts, reduction, nodes and sharing.
+The transfers of each holder are computed from the two layouts alone, without a list of pairs of
+holders: they are the intersections of its shard of one layout with the shards of the other. Between
+nodes, elements that several holders of a node need can be sent to the node once and forwarded
+there, in one more round.
 
-Between nodes, what several holders of a node need may come to it once and be given on there, in one
-round more.
+Contributions (`Partial`) that are reduced together are sent to a reduction owner, a holder that
+contributes and is also a destination if there is one (round "reduce"), and the owner sends the
+result to the other destinations (round "spread"). Without reductions there is one round, "move".
+Where source and destination both have contributions, each contribution of the source is added to
+one of the destination; one that is alone in its target stays unreduced.
 
-Contributions that are reduced together go to an owner, a holder that contributes and is also a
-destination if there is one (round "reduce"), and the result goes from there to the other
-destinations (round "spread"). Without reductions there is one round, "move".
-
-Invariant: what one holder's part sends to a peer is what the peer's part receives from it, in the
-same order; each holder receives no element twice and none that it has.
+Invariant: what a holder sends to a peer equals what the peer receives from it, in the same order;
+each holder receives no element twice and none that it has.
 """
 
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_lite.redistribute.common_parts import Common, CommonParts
-from torchtitan_lite.redistribute.cuts import Segments, sizes
-from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.intersections import HolderIndex, Intersection, Intersections
 from torchtitan_lite.redistribute.layout import Layout
-from torchtitan_lite.redistribute.nodes import Nodes
-from torchtitan_lite.redistribute.pieces import Part, Piece, RoundKind, block_size, row_size
-from torchtitan_lite.redistribute.reduction import Group, Reductions, giver, kept_unit, owners
-from torchtitan_lite.redistribute.sharing import Unit, by_node, given, taken
+from torchtitan_lite.redistribute.partition import Segments, shard_sizes
+from torchtitan_lite.redistribute.placements import Holder, Nodes
+from torchtitan_lite.redistribute.transfers import (
+    Multicast,
+    RoundKind,
+    RoundTransfers,
+    Transfer,
+    block_size,
+    deliveries_by_node,
+    deliveries_from,
+    deliveries_to,
+    row_size,
+    stripes,
+)
+
+_Target = tuple[int, ...]
+"""For each contribution of the source, the contribution of the destination that it becomes part
+of."""
+
+
+class ReductionOwner(NamedTuple):
+    """Reduces elements [start, stop) of a block."""
+
+    holder: Holder
+    contribution: int | None
+    """Its own; None where it has none."""
+    start: int
+    stop: int
+
+
+class ReductionGroup(NamedTuple):
+    """Contributions of the source that become one of the destination, for one block."""
+
+    members: tuple[int, ...]
+    target: int
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether it has several members."""
+        return len(self.members) > 1
 
 
 class Exchange:
@@ -41,11 +77,11 @@ class Exchange:
         nodes: Nodes | None = None,
     ) -> None:
         """Without `nodes` all holders are equally near to each other."""
-        common_parts = CommonParts(src, dst, shape)
-        self.src, self.dst = common_parts.src, common_parts.dst
+        intersections = Intersections(src, dst, shape)
+        self.src, self.dst = intersections.src, intersections.dst
         self.shape, self.nodes = shape, nodes
-        self._common_parts = common_parts
-        self._reductions = Reductions(common_parts)
+        self._intersections = intersections
+        self._reductions = ReductionGroups(intersections)
         self.rounds: tuple[RoundKind, ...] = ("move",)
         if self._reductions.largest_group > 1:
             self.rounds = ("reduce",) if self.dst.num_replicas == 1 else ("reduce", "spread")
@@ -55,36 +91,36 @@ class Exchange:
     def local_shape(self, holder: Holder, kind: RoundKind) -> tuple[int, ...] | None:
         """The shape of what a holder sends from in a round: its part of the source, or of the
         destination where results are spread. None where it has none."""
-        roles = self.dst if kind == "spread" else self.src
-        place = roles.place(holder)
-        if place is None:
+        index = self.dst if kind == "spread" else self.src
+        position = index.position(holder)
+        if position is None:
             return None
-        parts = roles.per_dim(int(roles.part_of[place]))
-        per_dim = zip(self.shape, roles.cuts, parts, strict=True)
-        return tuple(int(sizes(length, cuts)[part]) for length, cuts, part in per_dim)
+        parts = index.per_dim(int(index.part_of[position]))
+        per_dim = zip(self.shape, index.splits, parts, strict=True)
+        return tuple(int(shard_sizes(length, splits)[part]) for length, splits, part in per_dim)
 
-    def largest(self, kind: RoundKind) -> int:
+    def max_local_numel(self, kind: RoundKind) -> int:
         """Elements of the largest part that a holder sends from in a round."""
-        roles = self.dst if kind == "spread" else self.src
-        per_dim = zip(self.shape, roles.cuts, strict=True)
-        return prod(int(sizes(length, cuts).max()) for length, cuts in per_dim)
+        index = self.dst if kind == "spread" else self.src
+        per_dim = zip(self.shape, index.splits, strict=True)
+        return prod(int(shard_sizes(length, splits).max()) for length, splits in per_dim)
 
-    def most_moved(self, kind: RoundKind) -> int:
+    def max_moved(self, kind: RoundKind) -> int:
         """A bound of the elements that one holder sends and receives in a round, the same for all
         holders."""
-        taken = self.largest("spread")
+        taken = self.max_local_numel("spread")
         copies, sources = self.dst.num_replicas, self.src.num_replicas
         if kind == "spread":
             return taken * copies + taken
         turns = copies if self.nodes is not None else -(-copies // sources)
         if kind == "reduce" and self.dst.num_contributions == 1:
             turns = 1
-        return self.largest("move") * turns + taken * self._reductions.largest_group
+        return self.max_local_numel("move") * turns + taken * self._reductions.largest_group
 
-    def part(self, holder: Holder) -> tuple[Part, ...]:
+    def transfers(self, holder: Holder) -> tuple[RoundTransfers, ...]:
         """What `holder` does in each round."""
-        parts = tuple(Part([], [], [], []) for _ in self.rounds)
-        src, dst = self.src.place(holder), self.dst.place(holder)
+        parts = tuple(RoundTransfers([], [], [], []) for _ in self.rounds)
+        src, dst = self.src.position(holder), self.dst.position(holder)
         if dst is not None:
             self._receive(holder, dst, parts)
         if src is not None:
@@ -97,10 +133,10 @@ class Exchange:
         if self.dst.num_contributions > 1:
             return self._reductions.moved_elements
         whole = prod(self.shape)
-        across = self._common_parts.across
-        places = np.flatnonzero(across >= 0)
-        one, other = across[places], self.dst.part_of[places]
-        common = self._common_parts.elements(one, other)
+        across = self._intersections.across
+        positions = np.flatnonzero(across >= 0)
+        one, other = across[positions], self.dst.part_of[positions]
+        common = self._intersections.elements(one, other)
         if self.src.num_contributions == 1:
             return whole * self.dst.num_replicas - int(common.sum())
         # An owner that contributes itself saves one.
@@ -108,9 +144,9 @@ class Exchange:
         rounds = self.src.num_contributions + self.dst.num_replicas - 1
         return whole * rounds - int(common[index].sum())
 
-    def _receive(self, holder: Holder, place: int, parts: tuple[Part, ...]) -> None:
-        copy = int(self.dst.contribution_of[place])
-        for common in self._common_parts.of_destination(place):
+    def _receive(self, holder: Holder, position: int, parts: tuple[RoundTransfers, ...]) -> None:
+        copy = int(self.dst.contribution_of[position])
+        for common in self._intersections.of_destination(position):
             for group in self._reductions.groups(common.one, common.other):
                 if group.target != copy:
                     continue
@@ -118,80 +154,317 @@ class Exchange:
                     self._reduce(holder, common, group, parts)
                 elif self._has(holder, common.one, group.members[0]):
                     size = block_size(common.block)
-                    parts[0].copies.append(Piece(holder, common.block, 0, size))
+                    parts[0].copies.append(Transfer(holder, common.block, 0, size))
                 else:
-                    unit = kept_unit(self._common_parts, common, group)
-                    self._deliver(unit, holder, common.block, parts)
+                    multicast = unreduced_multicast(self._intersections, common, group)
+                    self._deliver(multicast, holder, common.block, parts)
 
-    def _send(self, holder: Holder, place: int, parts: tuple[Part, ...]) -> None:
-        own = int(self.src.contribution_of[place])
-        for common in self._common_parts.of_source(place):
+    def _send(self, holder: Holder, position: int, parts: tuple[RoundTransfers, ...]) -> None:
+        own = int(self.src.contribution_of[position])
+        for common in self._intersections.of_source(position):
             for group in self._reductions.groups(common.one, common.other):
                 if own not in group.members:
                     continue
                 if group.is_reduced:
                     self._contribute(holder, own, common, group, parts[0])
                 else:
-                    unit = kept_unit(self._common_parts, common, group)
-                    self._deliver(unit, holder, common.block, parts)
+                    multicast = unreduced_multicast(self._intersections, common, group)
+                    self._deliver(multicast, holder, common.block, parts)
 
     def _deliver(
-        self, unit: Unit, holder: Holder, block: tuple[Segments, ...], parts: tuple[Part, ...]
+        self,
+        multicast: Multicast,
+        holder: Holder,
+        block: tuple[Segments, ...],
+        parts: tuple[RoundTransfers, ...],
     ) -> None:
         """A holder's part of bringing a unit from its sources to its takers, of which it is one:
         of the first round, and of the second where there are relays."""
         row = row_size(block)
         if self.nodes is None:
-            if holder in unit.sources:
-                sent, received = given(unit, holder, row), []
+            if holder in multicast.sources:
+                sent, received = deliveries_from(multicast, holder, row), []
             else:
-                sent, received = [], taken(unit, holder, row)
+                sent, received = [], deliveries_to(multicast, holder, row)
             deliveries = [(parts[0], sent + received)]
         else:
-            rounds = by_node(unit, row, self.nodes.of, self.nodes.relay)
+            rounds = deliveries_by_node(multicast, row, self.nodes.of, self.nodes.relay)
             deliveries = list(zip(parts, rounds, strict=False))
         for part, some in deliveries:
-            for source, taker, start, stop in some:
+            for source, receiver, start, stop in some:
                 if source == holder:
-                    part.sends.append(Piece(taker, block, start, stop))
-                elif taker == holder:
-                    part.receives.append(Piece(source, block, start, stop))
+                    part.sends.append(Transfer(receiver, block, start, stop))
+                elif receiver == holder:
+                    part.receives.append(Transfer(source, block, start, stop))
 
     def _has(self, holder: Holder, one: int, contribution: int) -> bool:
-        place = self.src.place(holder)
-        if place is None:
+        position = self.src.position(holder)
+        if position is None:
             return False
-        return self.src.part_of[place] == one and self.src.contribution_of[place] == contribution
+        return (
+            self.src.part_of[position] == one and self.src.contribution_of[position] == contribution
+        )
 
     def _contribute(
-        self, holder: Holder, own: int, common: Common, group: Group, part: Part
+        self,
+        holder: Holder,
+        own: int,
+        common: Intersection,
+        group: ReductionGroup,
+        part: RoundTransfers,
     ) -> None:
-        for number, owner in enumerate(owners(self._common_parts, common, group)):
+        for number, owner in enumerate(reduction_owners(self._intersections, common, group)):
             if owner.contribution == own:
                 continue
-            if giver(self.src, common.one, own, number) == holder:
-                part.sends.append(Piece(owner.holder, common.block, owner.start, owner.stop))
+            if sender_of(self.src, common.one, own, number) == holder:
+                part.sends.append(Transfer(owner.holder, common.block, owner.start, owner.stop))
 
     def _reduce(
-        self, holder: Holder, common: Common, group: Group, parts: tuple[Part, ...]
+        self,
+        holder: Holder,
+        common: Intersection,
+        group: ReductionGroup,
+        parts: tuple[RoundTransfers, ...],
     ) -> None:
         """What a replica of the group's target does: reduce what it owns and spread it, and receive
         the rest."""
         reduce, spread, block = parts[0], parts[1:], common.block
-        takers = self.dst.holders(common.other, group.target)
-        for number, owner in enumerate(owners(self._common_parts, common, group)):
-            piece = Piece(owner.holder, block, owner.start, owner.stop)
+        receivers = self.dst.holders(common.other, group.target)
+        for number, owner in enumerate(reduction_owners(self._intersections, common, group)):
+            piece = Transfer(owner.holder, block, owner.start, owner.stop)
             if owner.holder != holder and self.nodes is None:
                 spread[0].receives.append(piece)
                 continue
             if spread:
-                unit = Unit([owner.holder], takers, owner.start, owner.stop, number)
-                self._deliver(unit, holder, block, spread)
+                multicast = Multicast([owner.holder], receivers, owner.start, owner.stop, number)
+                self._deliver(multicast, holder, block, spread)
             if owner.holder != holder:
                 continue
             begins = reduce.fills if owner.contribution is None else reduce.copies
             begins.append(piece)
             for member in group.members:
                 if member != owner.contribution:
-                    source = giver(self.src, common.one, member, number)
+                    source = sender_of(self.src, common.one, member, number)
                     reduce.receives.append(piece._replace(peer=source))
+
+
+class ReductionGroups:
+    """The groups of all blocks, such that few elements move: the fewest for the layouts that are
+    tested, since groups are found step by step and not by a search over all of them."""
+
+    def __init__(self, parts: Intersections) -> None:
+        self._parts = parts
+        self.num_sources = parts.src.num_contributions
+        self.num_targets = parts.dst.num_contributions
+
+    def groups(self, one: int, other: int) -> list[ReductionGroup]:
+        """The groups for what part `one` of the source and part `other` of the destination have in
+        common."""
+        if self.num_sources == 1 and self.num_targets == 1:
+            return [ReductionGroup((0,), 0)]
+        target = self._targets.get((one, other))
+        if target is None:
+            target = self._target(one, other, np.zeros((self.num_sources, self.num_targets), int))
+        members: dict[int, list[int]] = {}
+        for contribution, to in enumerate(target):
+            members.setdefault(to, []).append(contribution)
+        return [ReductionGroup(tuple(found), to) for to, found in members.items()]
+
+    @cached_property
+    def largest_group(self) -> int:
+        """Members of the largest group of any block."""
+        if self.num_sources == 1 or self.num_targets == 1:
+            return self.num_sources
+        found = {max(map(target.count, target)) for target in self._targets.values()}
+        if self._elements_apart:
+            found.add(max(len(group.members) for group in self.groups(-1, -1)))
+        return max(found, default=1)
+
+    @cached_property
+    def moved_elements(self) -> int:
+        """Elements that go from one holder to another."""
+        replicas, total = self._parts.dst.num_replicas, 0
+        for (one, other), target in self._targets.items():
+            overlaps = self._overlaps(one, other)
+            total += self._elements[one, other] * _cost(overlaps, replicas, target)
+        apart = [len(group.members) for group in self.groups(-1, -1)]
+        each = sum(size + replicas - 1 for size in apart)
+        return total + self._elements_apart * each
+
+    @cached_property
+    def _elements(self) -> dict[tuple[int, int], int]:
+        """Elements of each block of which a holder has both sides."""
+        across, dst = self._parts.across, self._parts.dst
+        positions = np.flatnonzero(across >= 0)
+        one, other = np.unique(np.stack([across[positions], dst.part_of[positions]]), axis=1)
+        common = self._parts.elements(one, other).tolist()
+        keys = zip(one.tolist(), other.tolist(), strict=True)
+        return {key: count for key, count in zip(keys, common, strict=True) if count}
+
+    @cached_property
+    def _elements_apart(self) -> int:
+        """Elements of the other blocks."""
+        return int(np.prod(self._parts.shape, dtype=np.int64)) - sum(self._elements.values())
+
+    @cached_property
+    def _targets(self) -> dict[tuple[int, int], _Target]:
+        if self.num_targets == 1:
+            return {}
+        return {key: self._target(*key, self._overlaps(*key)) for key in self._elements}
+
+    def _target(self, one: int, other: int, overlaps: np.ndarray) -> _Target:
+        if self.num_targets == 1:
+            return (0,) * self.num_sources
+        rotation = (one + other) % self.num_targets
+        turned = np.roll(overlaps, -rotation, axis=1)
+        found = _cheapest(turned.tobytes(), turned.shape, self._parts.dst.num_replicas)
+        return tuple((to + rotation) % self.num_targets for to in found)
+
+    def _overlaps(self, one: int, other: int) -> np.ndarray:
+        """[contribution, target]: holders that have the one and shall have the other."""
+        src, dst = self._parts.src, self._parts.dst
+        positions = dst.positions[other]
+        targets, replicas = np.nonzero(self._parts.across[positions] == one)
+        held = src.contribution_of[self._parts.src_positions[positions[targets, replicas]]]
+        overlaps = np.zeros((self.num_sources, self.num_targets), int)
+        np.add.at(overlaps, (held, targets), 1)
+        return overlaps
+
+
+def reduction_owners(
+    parts: Intersections, common: Intersection, group: ReductionGroup
+) -> list[ReductionOwner]:
+    """The holders that reduce a group for one block: replicas of its target that hold a member if
+    there are any, each of which reduces an equal share."""
+    src, dst = parts.src, parts.dst
+    positions = dst.positions[common.other, group.target]
+    contributions: list[int | None] = [None] * len(positions)
+    held = np.flatnonzero(parts.across[positions] == common.one)
+    own = src.contribution_of[parts.src_positions[positions[held]]]
+    is_member = np.isin(own, group.members)
+    if is_member.any():
+        positions, contributions = positions[held[is_member]], own[is_member].tolist()
+    holders = dst.layout.mesh.holders
+    bounds = stripes(0, block_size(common.block), len(positions), row_size(common.block))
+    return [
+        ReductionOwner(holders[position], contribution, start, stop)
+        for position, contribution, (start, stop) in zip(
+            positions.tolist(), contributions, bounds, strict=True
+        )
+        if start < stop
+    ]
+
+
+def sender_of(src: HolderIndex, part: int, contribution: int, owner: int) -> Holder:
+    """Which replica of a contribution to a part goes to the owner with this number."""
+    replicas = src.holders(part, contribution)
+    return replicas[(owner + contribution) % len(replicas)]
+
+
+def unreduced_multicast(
+    parts: Intersections, common: Intersection, group: ReductionGroup
+) -> Multicast:
+    """The delivery of a group of one member: from the replicas that have it to those of its
+    target."""
+    one, other, block = common
+    (member,) = group.members
+    sources, receivers = parts.src.holders(one, member), parts.dst.holders(other, group.target)
+    return Multicast(sources, receivers, 0, block_size(block), one + other + member)
+
+
+@lru_cache(maxsize=4096)
+def _cheapest(overlaps_bytes: bytes, shape: tuple[int, int], replicas: int) -> _Target:
+    """Targets for which few elements move: match contributions with targets, those with the most
+    holders in common first, and merge groups while that is cheaper."""
+    overlaps = np.frombuffer(overlaps_bytes, int).reshape(shape)
+    candidates = [
+        _merged(overlaps, replicas, target)
+        for matched in _matchings(overlaps)
+        for target in _completions(overlaps, matched)
+    ]
+    return min(candidates, key=lambda target: _cost(overlaps, replicas, target))
+
+
+def _matchings(overlaps: np.ndarray) -> Iterator[dict[int, int]]:
+    """Matchings {contribution: target} of as many pairs as can be, whose members have at least so
+    many holders in common, for each such number."""
+    of_target: dict[int, int] = {}
+
+    def is_matched(one: int, least: int, seen: set[int]) -> bool:
+        for to in np.flatnonzero(overlaps[one] >= least).tolist():
+            if to in seen:
+                continue
+            seen.add(to)
+            if to not in of_target or is_matched(of_target[to], least, seen):
+                of_target[to] = one
+                return True
+        return False
+
+    yield {}
+    for least in sorted(set(overlaps[overlaps > 0].tolist()), reverse=True):
+        for one in range(len(overlaps)):
+            if one not in of_target.values():
+                is_matched(one, least, set())
+        yield {one: to for to, one in of_target.items()}
+
+
+def _completions(overlaps: np.ndarray, matched: dict[int, int]) -> Iterator[list[int]]:
+    """Targets for all contributions: those that are not matched get one of their own while there
+    are any, then join the smallest groups; or all of them join one group."""
+    free = [one for one in range(len(overlaps)) if one not in matched]
+    sizes = dict.fromkeys(range(overlaps.shape[1]), 0)
+    for to in matched.values():
+        sizes[to] += 1
+    spread = dict(matched)
+    for one in free:
+        to = min(sizes, key=lambda to, one=one: (sizes[to], -overlaps[one, to]))
+        sizes[to] += 1
+        spread[one] = to
+    yield [spread[one] for one in range(len(overlaps))]
+    for to in sorted(set(matched.values())) if free else []:
+        yield [matched.get(one, to) for one in range(len(overlaps))]
+
+
+def _merged(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> _Target:
+    """Merge the two groups that save most, as long as that saves any."""
+    if replicas == 1:
+        # Whatever is joined moves as much.
+        return tuple(target)
+    targets = np.array(sorted(set(target)))
+    sizes = np.array([sum(to == one for one in target) for to in targets])
+    members = np.array(target)[:, None] == targets[None, :]
+    # [group, target of a group]: holders in common.
+    common = members.T.astype(int) @ overlaps[:, targets]
+    into = np.arange(len(targets))
+    while True:
+        own = np.diagonal(common)
+        alone = np.where(sizes == 1, replicas - own, sizes - (own > 0) + replicas - 1)
+        together = sizes[:, None] + sizes[None, :] - ((common + own[None, :]) > 0) + replicas - 1
+        saved = alone[:, None] + alone[None, :] - together
+        np.fill_diagonal(saved, 0)
+        gone, kept = np.unravel_index(int(saved.argmax()), saved.shape) if saved.size else (0, 0)
+        if not saved.size or saved[gone, kept] <= 0:
+            break
+        sizes[kept] += sizes[gone]
+        common[kept] += common[gone]
+        into[into == gone] = kept
+        rest = np.arange(len(sizes)) != gone
+        # Numbers of groups that are left.
+        into[into > gone] -= 1
+        sizes, common, targets = sizes[rest], common[rest][:, rest], targets[rest]
+    first = sorted(set(target))
+    return tuple(int(targets[into[first.index(to)]]) for to in target)
+
+
+def _cost(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> int:
+    """Elements that move per element of a block. A group of one member goes to the replicas that
+    lack it; of a larger one all members go to an owner, but its own, and the result to the other
+    replicas."""
+    cost = 0
+    for to in set(target):
+        members = [one for one, its in enumerate(target) if its == to]
+        if len(members) == 1:
+            cost += replicas - int(overlaps[members[0], to])
+        else:
+            cost += len(members) - bool(overlaps[members, to].any()) + replicas - 1
+    return cost

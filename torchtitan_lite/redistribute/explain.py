@@ -1,23 +1,18 @@
-"""A plan in words: what happens, what it costs each holder, and what it would cost at least.
+"""A plan as text: its rounds, the bytes of each holder, the lower bound, memory and time.
 
-Layer: above traffic and means.
+Invariant: `lower_bound_bytes` is computed from the layouts alone, so it can verify a plan.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from statistics import median
 
-from torchtitan_lite.redistribute.holder_mesh import Holder
-from torchtitan_lite.redistribute.means import BUCKET_BYTES, Transport
-from torchtitan_lite.redistribute.pieces import RoundKind
+from torchtitan_lite.redistribute.cost import BUCKET_BYTES, Transport
+from torchtitan_lite.redistribute.layout import Layout
+from torchtitan_lite.redistribute.partition import intervals
+from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.redistribute.plan import Plan
-from torchtitan_lite.redistribute.traffic import (
-    Traffic,
-    holders_of,
-    lower_bound_bytes,
-    temporary_bytes,
-    traffic,
-)
+from torchtitan_lite.redistribute.transfers import RoundKind, RoundTransfers, Transfer
 
 _MOST_ROWS = 16
 """Holders up to which each has a row."""
@@ -29,15 +24,27 @@ _PATHS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of one holder, in all rounds."""
+
+    sent: int
+    received: int
+    stays: int
+    """Of the source, what it copies for itself."""
+    result: int
+    """Its part of the destination."""
+
+
 def explain(
     plan: Plan, *, transport: Transport | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> str:
     """What a plan does, in lines. `transport` is the path that will be taken, where that is known,
-    and `bucket_bytes` what `Means` says."""
+    and `bucket_bytes` what `ExchangeOptions` says."""
     # Each section is a list of lines; what else a plan knows of itself becomes one more.
     sections = [
         _ends(plan),
-        _legs(plan) or _rounds(plan),
+        _step_lines(plan) or _rounds(plan),
         _bytes_moved(plan),
         _memory(plan, bucket_bytes),
         [f"Path: {_path(plan, transport)}"],
@@ -46,7 +53,62 @@ def explain(
     return "\n".join(line for section in sections for line in section)
 
 
-def in_units(count: float) -> str:
+def traffic(plan: Plan) -> dict[Holder, Traffic]:
+    """What each holder of a plan sends and receives."""
+    return {holder: _traffic(plan, holder) for holder in holders_of(plan)}
+
+
+def temporary_bytes(plan: Plan, bucket_bytes: int) -> int:
+    """The most that any holder needs beside its parts of source and destination: two buckets, or
+    what the busiest round sends and receives where that is less."""
+    if plan.moved_bytes == 0:
+        return 0
+
+    def load(part: RoundTransfers) -> int:
+        return _bytes(plan, part.sends) + _bytes(plan, part.receives)
+
+    busiest = max(load(part) for holder in holders_of(plan) for part in plan.transfers(holder))
+    return min(busiest, 2 * bucket_bytes)
+
+
+def lower_bound_bytes(plan: Plan) -> int | None:
+    """The least bytes that have to go from one holder to another; None where the destination has
+    contributions, whose value is free to lie with any of them.
+
+    Without contributions, a holder lacks what it does not have. With p of them and n destinations,
+    n - 1 holders get an element from another after p - 1 contributions came to a contributor that
+    is a destination; where there is none, one more has to come.
+    """
+    src, dst, shape = plan.src, plan.dst, plan.shape
+    if plan.is_noop:
+        return 0
+    if _size(dst, dst.partial_axes) > 1:
+        return None
+    whole, itemsize = prod(shape), plan.dtype.itemsize
+    cutting = [split.axis for splits in dst.splits.values() for split in splits]
+    replicas = _size(dst, [a for a in range(len(dst.mesh.shape)) if a not in cutting])
+    contributions = _size(src, src.partial_axes)
+    # By part of either layout: what a holder of both already has.
+    common: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+    saved = 0
+    for holder in dst.mesh.holders:
+        given, wanted = src.mesh.coordinate(holder), dst.mesh.coordinate(holder)
+        if given is None or wanted is None:
+            continue
+        parts = _parts(src, len(shape), given), _parts(dst, len(shape), wanted)
+        if parts not in common:
+            common[parts] = _common(plan, *parts)
+            saved += common[parts] if contributions > 1 else 0
+        saved += common[parts] if contributions == 1 else 0
+    return (whole * (contributions - 1 + replicas) - saved) * itemsize
+
+
+def holders_of(plan: Plan) -> tuple[Holder, ...]:
+    """All that have a part in either layout, those of the source first."""
+    return tuple(dict.fromkeys((*plan.src.mesh.holders, *plan.dst.mesh.holders)))
+
+
+def format_bytes(count: float) -> str:
     """Bytes as people write them: 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
@@ -60,7 +122,7 @@ def _ends(plan: Plan) -> list[str]:
     shape = " x ".join(map(str, plan.shape)) or "scalar"
     dtype = str(plan.dtype).removeprefix("torch.")
     return [
-        f"Tensor: {shape}, {dtype}, {in_units(prod(plan.shape) * plan.dtype.itemsize)}",
+        f"Tensor: {shape}, {dtype}, {format_bytes(prod(plan.shape) * plan.dtype.itemsize)}",
         f"From: {plan.src}",
         f"To: {plan.dst}",
     ]
@@ -69,35 +131,35 @@ def _ends(plan: Plan) -> list[str]:
 def _path(plan: Plan, transport: Transport | None) -> str:
     if plan.moved_bytes == 0:
         return "none, nothing is moved"
-    if any(not isinstance(leg, Plan) for leg in plan.legs):
+    if any(not isinstance(step, Plan) for step in plan.steps):
         return "single collectives of the backend where they are named"
     return _PATHS[transport]
 
 
-def _legs(plan: Plan) -> list[str]:
+def _step_lines(plan: Plan) -> list[str]:
     """What is done in place of one exchange, if that is faster."""
     lines = []
-    for number, leg in enumerate(plan.legs, 1):
-        if isinstance(leg, Plan):
-            did, seconds = "exchange", leg.predicted_s
+    for number, step in enumerate(plan.steps, 1):
+        if isinstance(step, Plan):
+            did, seconds = "exchange", step.predicted_s
         else:
-            axes = ", ".join(leg.src.mesh.axes[axis] for axis in leg.axes)
-            did, seconds = f"{leg.kind} over {axes}", leg.seconds(plan.costs)
+            axes = ", ".join(step.src.mesh.axes[axis] for axis in step.axes)
+            did, seconds = f"{step.kind} over {axes}", step.seconds(plan.costs)
         lines.append(
-            f"Step {number}, {did}: to {leg.dst}, {in_units(leg.moved_bytes)} moved in all, "
+            f"Step {number}, {did}: to {step.dst}, {format_bytes(step.moved_bytes)} moved in all, "
             f"{seconds * 1e3:.3g} ms"
         )
     if lines:
-        exchange_s = replace(plan, legs=()).predicted_s
+        exchange_s = replace(plan, steps=()).predicted_s
         lines.append(f"One exchange in place of that would take {exchange_s * 1e3:.3g} ms.")
     return lines
 
 
 def _rounds(plan: Plan) -> list[str]:
-    if plan.is_nothing:
+    if plan.is_noop:
         return ["Nothing to do: both layouts are the same."]
     lines = [
-        f"Round {number}, {kind}: {_in_words(plan, kind)}"
+        f"Round {number}, {kind}: {_describe_round(plan, kind)}"
         for number, kind in enumerate(plan.rounds, 1)
     ]
     if plan.factor != 1:
@@ -105,7 +167,7 @@ def _rounds(plan: Plan) -> list[str]:
     return lines
 
 
-def _in_words(plan: Plan, kind: RoundKind) -> str:
+def _describe_round(plan: Plan, kind: RoundKind) -> str:
     exchange = plan.exchange
     count = exchange.src.num_contributions
     if kind == "reduce":
@@ -142,7 +204,7 @@ def _bytes_moved(plan: Plan) -> list[str]:
     else:
         compared = f"the lower bound is {least:,}"
     lines = [f"Moved in all: {_count(plan.moved_bytes)}; {compared}."]
-    if plan.legs:
+    if plan.steps:
         return lines
     found = traffic(plan)
     if plan.moved_bytes:
@@ -156,7 +218,7 @@ def _bytes_moved(plan: Plan) -> list[str]:
 
 
 def _count(count: int) -> str:
-    return f"{count:,} bytes" + (f" ({in_units(count)})" if count >= 1024 else "")
+    return f"{count:,} bytes" + (f" ({format_bytes(count)})" if count >= 1024 else "")
 
 
 def _table(found: dict[Holder, Traffic]) -> list[str]:
@@ -178,19 +240,62 @@ def _summary(found: dict[Holder, Traffic]) -> list[str]:
     received = [t.received for t in found.values()]
     idle = sum(t.sent == t.received == 0 for t in found.values())
     return [
-        f"Median of {len(found)} holders: sends {in_units(median(sent))}, receives "
-        f"{in_units(median(received))}; {idle} neither send nor receive",
+        f"Median of {len(found)} holders: sends {format_bytes(median(sent))}, receives "
+        f"{format_bytes(median(received))}; {idle} neither send nor receive",
     ]
 
 
 def _memory(plan: Plan, bucket_bytes: int) -> list[str]:
     needed = temporary_bytes(plan, bucket_bytes)
     size = prod(plan.shape) * plan.dtype.itemsize
-    shapes = [plan.local_shape(h) for h in holders_of(plan) if plan.dst.mesh.place(h) is not None]
+    shapes = [
+        plan.local_shape(h) for h in holders_of(plan) if plan.dst.mesh.position(h) is not None
+    ]
     result = max(prod(shape) for shape in shapes) * plan.dtype.itemsize
-    buckets = f" (two buckets of {in_units(bucket_bytes)})" if needed == 2 * bucket_bytes else ""
+    buckets = (
+        f" (two buckets of {format_bytes(bucket_bytes)})" if needed == 2 * bucket_bytes else ""
+    )
     part = "the whole tensor" if result == size else "the largest part"
     return [
-        f"Temporary memory of a holder: at most {in_units(needed)}{buckets}, beside the result, "
-        f"{in_units(result)} for {part}"
+        f"Temporary memory of a holder: at most {format_bytes(needed)}{buckets}, beside the "
+        f"result, {format_bytes(result)} for {part}"
     ]
+
+
+def _traffic(plan: Plan, holder: Holder) -> Traffic:
+    result = 0
+    if plan.dst.mesh.position(holder) is not None:
+        result = prod(plan.local_shape(holder)) * plan.dtype.itemsize
+    if plan.is_noop:
+        return Traffic(sent=0, received=0, stays=result, result=result)
+    parts = plan.transfers(holder)
+    return Traffic(
+        sent=sum(_bytes(plan, part.sends) for part in parts),
+        received=sum(_bytes(plan, part.receives) for part in parts),
+        stays=sum(_bytes(plan, part.copies) for part in parts),
+        result=result,
+    )
+
+
+def _bytes(plan: Plan, pieces: list[Transfer]) -> int:
+    return sum(piece.stop - piece.start for piece in pieces) * plan.dtype.itemsize
+
+
+def _size(layout: Layout, axes: list[int] | tuple[int, ...]) -> int:
+    return prod(layout.mesh.shape[axis] for axis in axes)
+
+
+def _parts(layout: Layout, ndim: int, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(layout.shard_index(dim, coordinate) for dim in range(ndim))
+
+
+def _common(plan: Plan, given: tuple[int, ...], wanted: tuple[int, ...]) -> int:
+    """Elements that a part of the source and one of the destination have in common."""
+    common = 1
+    for dim, length in enumerate(plan.shape):
+        one = intervals(length, plan.src.splits.get(dim, ()), given[dim])
+        other = intervals(length, plan.dst.splits.get(dim, ()), wanted[dim])
+        common *= sum(
+            max(0, min(a + m, b + n) - max(a, b)) for a, m in one for b, n in other if m and n
+        )
+    return common

@@ -1,9 +1,7 @@
-"""Which holder has which boxes of a tensor: plain data, made without a process group.
+"""Layouts: which holder has which boxes of a tensor. Plain data; needs no process group.
 
-Layer: above holder_mesh, placements, strided and cuts.
-
-Invariant: a layout that exists is valid, and equal layouts whose dims are counted
-from the front are written in one way.
+Invariant: every `Layout` is valid, and equal layouts whose dims are counted from the front have one
+representation.
 """
 
 import itertools
@@ -12,28 +10,27 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute.box import Box
-from torchtitan_lite.redistribute.cuts import Cut, intervals
-from torchtitan_lite.redistribute.holder_mesh import Holder, HolderMesh
+from torchtitan_lite.errors import LayoutError, MeshError
+from torchtitan_lite.redistribute.partition import Split, intervals
 from torchtitan_lite.redistribute.placements import (
-    check_order,
-    check_placements,
-    from_front,
-    is_shard,
-    joined_by,
-    normalized,
-    placement_text,
-)
-from torchtitan_lite.redistribute.strided import (
+    Holder,
+    HolderMesh,
     ShardOrder,
     StridedReading,
+    check_order,
+    check_placements,
     decode_strided,
     encode_strided,
+    is_shard,
+    normalize,
+    placement_text,
+    reduce_op_of,
+    with_nonnegative_dim,
 )
 from torchtitan_lite.torch_compat import (
     DTensorSpec,
@@ -43,6 +40,26 @@ from torchtitan_lite.torch_compat import (
     spec_of,
     split_factor,
 )
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a block starts and how large it is, per dim."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.size
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Indices of the box in the whole tensor."""
+        return tuple(
+            slice(start, start + length)
+            for start, length in zip(self.offset, self.size, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -72,7 +89,7 @@ class Layout:
     ) -> None:
         order = dict(shard_order)
         check_placements(mesh, tuple(placements))
-        written = tuple(map(normalized, placements, mesh.shape))
+        written = tuple(map(normalize, placements, mesh.shape))
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "placements", written)
         check_order(written, order)
@@ -102,13 +119,13 @@ class Layout:
         return f"[{', '.join(shown)}] on {self.mesh}"
 
     @staticmethod
-    def from_mesh(
+    def from_device_mesh(
         mesh: DeviceMesh,
         placements: Sequence[Placement],
         shard_order: Mapping[int, Sequence[int]] | ShardOrder = (),
     ) -> "Layout":
         """A layout on the ranks of a DeviceMesh."""
-        return Layout(HolderMesh.of(mesh), placements, shard_order)
+        return Layout(HolderMesh.from_device_mesh(mesh), placements, shard_order)
 
     @staticmethod
     def from_dtensor(tensor: DTensor, *, strided: StridedReading | None = None) -> "Layout":
@@ -126,7 +143,7 @@ class Layout:
     @staticmethod
     def from_spec(spec: DTensorSpec, *, strided: StridedReading | None = None) -> "Layout":
         """The layout of a DTensor that `spec` describes; see `from_dtensor`."""
-        mesh, order = HolderMesh.of(spec.mesh), shard_order_of(spec)
+        mesh, order = HolderMesh.from_device_mesh(spec.mesh), shard_order_of(spec)
         return _read(mesh, spec.placements, order, tuple(spec.shape), strided)
 
     @staticmethod
@@ -141,24 +158,24 @@ class Layout:
         return _read(mesh, tuple(placements), (), tuple(shape), strided)
 
     @staticmethod
-    def alone(holder: Holder) -> "Layout":
+    def on_holder(holder: Holder) -> "Layout":
         """One holder has all."""
         return Layout(HolderMesh((1,), (holder,)), [Replicate()])
 
     @staticmethod
-    def cut_by_dims(shape: Sequence[int], holders: Sequence[Holder]) -> "Layout":
+    def sharded_by_dims(shape: Sequence[int], holders: Sequence[Holder]) -> "Layout":
         """Axis k of an array of holders, of this shape, cuts dim k."""
         mesh = HolderMesh(tuple(shape), tuple(holders))
         return Layout(mesh, [Shard(dim) for dim in range(len(shape))])
 
-    def held_by(self, holders: Sequence[Holder]) -> "Layout":
+    def with_holders(self, holders: Sequence[Holder]) -> "Layout":
         """The same with other holders, each in the place of the one at its index."""
         return _held_by(self, tuple(holders))
 
     def with_num_dims(self, num_dims: int) -> "Layout":
         """The layout with all dims counted from the front of a tensor of `num_dims` dims. Raises
         LayoutError for a dim that it does not have."""
-        placements = tuple(from_front(p, num_dims) for p in self.placements)
+        placements = tuple(with_nonnegative_dim(p, num_dims) for p in self.placements)
         if placements == self.placements:
             return self
         order = {dim % num_dims: axes for dim, axes in self.shard_order}
@@ -179,18 +196,20 @@ class Layout:
                 )
 
     @cached_property
-    def cuts(self) -> dict[int, tuple[Cut, ...]]:
+    def splits(self) -> dict[int, tuple[Split, ...]]:
         """By dim, the axes that cut it, the outermost first. Axes of size 1 cut nothing."""
-        found: dict[int, list[Cut]] = {}
+        found: dict[int, list[Split]] = {}
         for axis, (size, placement) in enumerate(
             zip(self.mesh.shape, self.placements, strict=True)
         ):
             if is_shard(placement) and size > 1:
-                split = split_factor(placement) if is_strided_shard(placement) else 1
-                found.setdefault(placement.dim, []).append(Cut(axis, size, split))
+                factor = split_factor(placement) if is_strided_shard(placement) else 1
+                found.setdefault(placement.dim, []).append(Split(axis, size, factor))
         for dim, axes in self.shard_order:
-            found[dim] = sorted(found.get(dim, []), key=lambda cut, axes=axes: axes.index(cut.axis))
-        return {dim: tuple(cuts) for dim, cuts in found.items() if cuts}
+            found[dim] = sorted(
+                found.get(dim, []), key=lambda split, axes=axes: axes.index(split.axis)
+            )
+        return {dim: tuple(splits) for dim, splits in found.items() if splits}
 
     @property
     def partial_axes(self) -> tuple[int, ...]:
@@ -202,10 +221,10 @@ class Layout:
         """What contributions are joined by, "sum" also for averages; None without any."""
         for placement in self.placements:
             if isinstance(placement, Partial):
-                return joined_by(placement)
+                return reduce_op_of(placement)
         return None
 
-    def with_copies(self, ops: Collection[str]) -> "Layout":
+    def with_replicas(self, ops: Collection[str]) -> "Layout":
         """The layout that has copies of the value where this one has contributions joined by one of
         `ops`; this one itself where there are none."""
         placements = tuple(
@@ -227,7 +246,7 @@ class Layout:
         if coordinate is None:
             return []
         per_dim = [
-            intervals(length, self.cuts.get(dim, ()), self.part(dim, coordinate))
+            intervals(length, self.splits.get(dim, ()), self.shard_index(dim, coordinate))
             for dim, length in enumerate(shape)
         ]
         return [
@@ -243,8 +262,8 @@ class Layout:
         self.check(shape)
         offset, size = [], []
         for dim, length in enumerate(shape):
-            cuts = self.cuts.get(dim, ())
-            found = intervals(length, cuts, self.part(dim, coordinate))
+            splits = self.splits.get(dim, ())
+            found = intervals(length, splits, self.shard_index(dim, coordinate))
             if len(found) > 1:
                 raise LayoutError(
                     f"{self} of a tensor of shape {tuple(shape)} gives the holder at "
@@ -264,20 +283,22 @@ class Layout:
         return tuple(
             sum(
                 size
-                for _, size in intervals(length, self.cuts.get(dim, ()), self.part(dim, coordinate))
+                for _, size in intervals(
+                    length, self.splits.get(dim, ()), self.shard_index(dim, coordinate)
+                )
             )
             for dim, length in enumerate(shape)
         )
 
-    def largest_part(self, shape: Sequence[int]) -> int:
+    def max_local_numel(self, shape: Sequence[int]) -> int:
         """Elements of the largest part, which is that of the first holder."""
         return math.prod(self.local_shape(shape, self.mesh.holders[0]))
 
-    def part(self, dim: int, coordinate: Sequence[int]) -> int:
+    def shard_index(self, dim: int, coordinate: Sequence[int]) -> int:
         """The number of the part of `dim` that the holder at `coordinate` has."""
         number = 0
-        for cut in sorted(self.cuts.get(dim, ())):
-            number = number * cut.size + coordinate[cut.axis]
+        for split in sorted(self.splits.get(dim, ())):
+            number = number * split.size + coordinate[split.axis]
         return number
 
     def to_dtensor(
@@ -286,14 +307,70 @@ class Layout:
         """This rank's part as a DTensor of global `shape`, outside of autograd; another order of
         cuts is written as strided shards, as FSDP2 does. Raises LayoutError for a mesh of other
         ranks."""
-        if HolderMesh.of(device_mesh) != self.mesh:
-            raise LayoutError(f"{self} cannot be made a DTensor on {HolderMesh.of(device_mesh)}.")
+        if HolderMesh.from_device_mesh(device_mesh) != self.mesh:
+            raise LayoutError(
+                f"{self} cannot be made a DTensor on {HolderMesh.from_device_mesh(device_mesh)}."
+            )
         return as_dtensor(local, device_mesh, self.dtensor_placements, torch.Size(shape))
 
     @cached_property
     def dtensor_placements(self) -> tuple[Placement, ...]:
         """The placements by which a DTensor says the same."""
         return encode_strided(self.mesh, self.placements, self.shard_order)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What is known of a tensor without having a part of it."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def from_dtensor(tensor: DTensor, strided: StridedReading | None = None) -> "TensorSpec":
+        """A DTensor's."""
+        return TensorSpec.from_dtensor_spec(spec_of(tensor), strided)
+
+    @staticmethod
+    def from_dtensor_spec(spec: DTensorSpec, strided: StridedReading | None = None) -> "TensorSpec":
+        """Of a DTensor that `spec` describes."""
+        meta = spec.tensor_meta
+        assert meta is not None
+        return TensorSpec(Layout.from_spec(spec, strided=strided), tuple(meta.shape), meta.dtype)
+
+
+def local_box(tensor: torch.Tensor) -> Box:
+    """The box that this rank holds: all of a plain tensor, a part of a DTensor.
+
+    Raises LayoutError where that is no single box.
+    """
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * tensor.ndim, tuple(tensor.shape))
+    layout, coordinate = _layout(tensor)
+    if layout.reduce_op is not None:
+        raise LayoutError(
+            f"{layout} of a tensor of shape {tuple(tensor.shape)} has contributions, not a box."
+        )
+    return layout.box(tensor.shape, coordinate)
+
+
+def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether every element of a tensor of `shape` is in exactly one of `boxes`, and these have
+    nothing else. All pairs at once: a few thousand boxes are no trouble."""
+    boxes = [box for box in boxes if not box.is_empty]
+    if any(len(box.offset) != len(shape) or len(box.size) != len(shape) for box in boxes):
+        return False
+    if sum(math.prod(box.size) for box in boxes) != math.prod(shape):
+        return False
+    if not boxes or not shape:
+        return True
+    first = np.array([box.offset for box in boxes])
+    end = first + np.array([box.size for box in boxes])
+    if (end > np.array(shape)).any():
+        return False
+    pairs = (first[:, None] < end[None]) & (first[None] < end[:, None])
+    return not np.triu(pairs.all(-1), k=1).any()
 
 
 @lru_cache(maxsize=65536)
@@ -333,3 +410,12 @@ def _same_boxes(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
 def _held_by(layout: Layout, holders: tuple[Holder, ...]) -> Layout:
     mesh = HolderMesh(layout.mesh.shape, holders, layout.mesh.axes)
     return Layout(mesh, layout.placements, layout.shard_order)
+
+
+def _layout(tensor: DTensor) -> tuple[Layout, tuple[int, ...]]:
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise MeshError(
+            f"This rank is not in {tensor.device_mesh} and holds no part of the tensor."
+        )
+    return Layout.from_dtensor(tensor, strided="order"), coordinate

@@ -1,21 +1,140 @@
-"""What an axis of a mesh does with a tensor: which placements there are, and which fit each other.
+"""Meshes of holders, and the placements of a tensor on their axes.
 
-Layer: above holder_mesh.
+A holder is a rank, or anything else that holds a shard of a tensor: a file, a snapshot, a peer
+replica. DTensor has no public notation for the order in which mesh axes shard one dim. It encodes
+the order as strided shards: the split factor of an axis is the number of shards into which later
+axes of the mesh split the dim before it.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+import itertools
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal, TypeGuard
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute.holder_mesh import HolderMesh
 from torchtitan_lite.torch_compat import is_strided_shard, split_factor, strided_shard
 
-LINEAR = ("sum", "avg")
+Holder = Hashable
+"""A rank's number, or the name of whatever else holds a part."""
+
+
+@dataclass(frozen=True)
+class HolderMesh:
+    """Holders in an array with named axes."""
+
+    shape: tuple[int, ...]
+    holders: tuple[Holder, ...]
+    """In the array's order, the last axis varying fastest."""
+    axes: tuple[str, ...] = ()
+    """Their names; `axis0`, `axis1` and so on where none are given."""
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            names = tuple(f"axis{number}" for number in range(len(self.shape)))
+            object.__setattr__(self, "axes", names)
+        if math.prod(self.shape) != len(self.holders) or min(self.shape, default=1) < 1:
+            raise LayoutError(
+                f"A mesh of shape {self.shape} needs {math.prod(self.shape)} holders, and "
+                f"{len(self.holders)} were given."
+            )
+        if len(set(self.holders)) != len(self.holders):
+            twice, _ = Counter(self.holders).most_common(1)[0]
+            raise LayoutError(f"Holder {twice} is twice in the mesh {self}. List each once.")
+        if len(set(self.axes)) != len(self.axes) or len(self.axes) != len(self.shape):
+            raise LayoutError(
+                f"A mesh of shape {self.shape} needs {len(self.shape)} different axis names, and "
+                f"{self.axes} were given."
+            )
+        object.__setattr__(self, "_hash", hash((self.shape, self.holders, self.axes)))
+
+    def __hash__(self) -> int:
+        return self._hash  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Another process has other hashes of strings.
+        return HolderMesh, (self.shape, self.holders, self.axes)
+
+    def __str__(self) -> str:
+        sizes = " x ".join(f"{a} {n}" for a, n in zip(self.axes, self.shape, strict=True))
+        if self.holders == tuple(range(len(self.holders))):
+            return f"({sizes or 'one holder'})"
+        shown = ", ".join(map(str, self.holders[:8])) + (", …" if len(self.holders) > 8 else "")
+        return f"({sizes or 'one holder'} of {shown})"
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def from_device_mesh(mesh: DeviceMesh) -> "HolderMesh":
+        """The ranks of a DeviceMesh."""
+        return HolderMesh(
+            tuple(mesh.mesh.shape),
+            tuple(mesh.mesh.flatten().tolist()),
+            tuple(mesh.mesh_dim_names or ()),
+        )
+
+    @staticmethod
+    def ranks(*shape: int, first: int = 0) -> "HolderMesh":
+        """Consecutive ranks from `first` on."""
+        return HolderMesh(shape, tuple(range(first, first + math.prod(shape))))
+
+    @cached_property
+    def _positions(self) -> dict[Holder, int]:
+        return {holder: position for position, holder in enumerate(self.holders)}
+
+    def position(self, holder: Holder) -> int | None:
+        """A holder's index in `holders`; None where it is not among them."""
+        return self._positions.get(holder)
+
+    def at(self, coordinate: Sequence[int]) -> Holder:
+        """The holder at an index on each axis."""
+        position = 0
+        for size, index in zip(self.shape, coordinate, strict=True):
+            position = position * size + index
+        return self.holders[position]
+
+    def group_along(self, axes: Sequence[int], coordinate: Sequence[int]) -> list[Holder]:
+        """The holders that differ from the one at `coordinate` along `axes` only, itself included;
+        the first of `axes` varies slowest."""
+        found = []
+        for moved in itertools.product(*(range(self.shape[axis]) for axis in axes)):
+            index = dict(zip(axes, moved, strict=True))
+            found.append(self.at([index.get(axis, at) for axis, at in enumerate(coordinate)]))
+        return found
+
+    def coordinate(self, holder: Holder) -> tuple[int, ...] | None:
+        """A holder's index on each axis; None where it is not in the mesh."""
+        position = self.position(holder)
+        if position is None:
+            return None
+        coordinate = []
+        for size in reversed(self.shape):
+            position, index = divmod(position, size)
+            coordinate.append(index)
+        return tuple(reversed(coordinate))
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where holders lie: ranks in equal numbers on each node, one node after the other."""
+
+    ranks_per_node: int
+    relay: bool = False
+    """Let what several holders of a node need come to the node once."""
+
+    def of(self, holder: Holder) -> Hashable:
+        """The node of a holder; one that is no rank is a node of its own."""
+        return holder // self.ranks_per_node if isinstance(holder, int) else holder
+
+
+LINEAR_OPS = ("sum", "avg")
 """Joins whose contributions each have a gradient."""
 
-_OPS = (*LINEAR, "product", "min", "max")
+_OPS = (*LINEAR_OPS, "product", "min", "max")
 _SAME_OP = {"prod": "product"}
 
 
@@ -24,13 +143,13 @@ def is_shard(placement: Placement) -> TypeGuard[Shard]:
     return isinstance(placement, Shard) or is_strided_shard(placement)
 
 
-def joined_by(placement: Partial) -> str:
+def reduce_op_of(placement: Partial) -> str:
     """What contributions are joined by, "sum" also for averages."""
     op = str(placement.reduce_op)
-    return "sum" if op in LINEAR else _SAME_OP.get(op, op)
+    return "sum" if op in LINEAR_OPS else _SAME_OP.get(op, op)
 
 
-def normalized(placement: Placement, axis_size: int) -> Placement:
+def normalize(placement: Placement, axis_size: int) -> Placement:
     """The one way in which a placement on an axis of this size is written: a strided shard whose
     stride changes nothing is a plain one, and "prod" is "product"."""
     if is_strided_shard(placement) and (split_factor(placement) == 1 or axis_size == 1):
@@ -40,7 +159,7 @@ def normalized(placement: Placement, axis_size: int) -> Placement:
     return placement
 
 
-def from_front(placement: Placement, num_dims: int) -> Placement:
+def with_nonnegative_dim(placement: Placement, num_dims: int) -> Placement:
     """The placement with its dim counted from the front of a tensor of `num_dims` dims."""
     if not is_shard(placement) or placement.dim >= 0:
         return placement
@@ -74,12 +193,12 @@ def check_placements(mesh: HolderMesh, placements: tuple[Placement, ...]) -> Non
     ops = []
     for placement in placements:
         if type(placement) is Partial:
-            if joined_by(placement) not in _OPS:
+            if reduce_op_of(placement) not in _OPS:
                 raise LayoutError(
                     f"{placement} is joined by {placement.reduce_op!r}; one of {', '.join(_OPS)} "
                     "is needed."
                 )
-            ops.append(joined_by(placement))
+            ops.append(reduce_op_of(placement))
         elif is_shard(placement):
             if is_strided_shard(placement) and split_factor(placement) < 1:
                 raise LayoutError(f"{placement} needs a split factor of at least 1.")
@@ -115,3 +234,49 @@ def check_order(placements: Sequence[Placement], order: Mapping[int, Sequence[in
                 f"Dim {dim} has both an order of cuts, {tuple(axes)}, and "
                 f"{placements[strided[0]]}. Use Shard with the order, or no order."
             )
+
+
+StridedReading = Literal["stride", "order"]
+"""What is meant by strided shards."""
+
+ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
+"""(dim, the axes that cut it, the outermost first) of each dim."""
+
+
+def encode_strided(
+    mesh: HolderMesh, placements: Sequence[Placement], order: ShardOrder
+) -> tuple[Placement, ...]:
+    """Placements that say by strided shards in which order axes cut."""
+    written = list(placements)
+    for dim, axes in order:
+        for position, axis in enumerate(axes):
+            factor = math.prod(mesh.shape[before] for before in axes[:position] if before > axis)
+            if factor > 1:
+                written[axis] = strided_shard(dim, factor)
+    return tuple(written)
+
+
+def decode_strided(
+    mesh: HolderMesh, placements: Sequence[Placement]
+) -> tuple[tuple[Placement, ...], ShardOrder] | None:
+    """The placements and the order of cuts that strided shards mean; None where they mean none.
+
+    From the last axis to the first, each is put where the parts before it are as many as its split
+    factor: that is how DTensor writes an order.
+    """
+    if len(placements) != len(mesh.shape):
+        return None
+    orders: dict[int, list[int]] = {}
+    plain = list(placements)
+    for axis in reversed(range(len(plain))):
+        placement = plain[axis]
+        if not is_shard(placement):
+            continue
+        factor = split_factor(placement) if is_strided_shard(placement) else 1
+        order = orders.setdefault(placement.dim, [])
+        before = [math.prod(mesh.shape[a] for a in order[:at]) for at in range(len(order) + 1)]
+        if factor not in before:
+            return None
+        order.insert(before.index(factor), axis)
+        plain[axis] = Shard(placement.dim)
+    return tuple(plain), tuple((dim, tuple(order)) for dim, order in orders.items())

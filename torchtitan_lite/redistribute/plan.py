@@ -1,7 +1,7 @@
-"""The way from one layout to another, for a tensor of one shape. Layer: above search.
+"""Plans from one layout to another, for a tensor of one shape.
 
-Invariant: a plan is a function of its arguments alone, the same on every rank, whatever was planned
-before.
+Invariant: a plan is a function of its arguments alone, the same on every rank and independent of
+earlier plans.
 """
 
 from dataclasses import dataclass, replace
@@ -13,13 +13,12 @@ import torch
 from torch.distributed.tensor import Partial
 
 from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute.collective import Collective
+from torchtitan_lite.redistribute.collectives import Collective, cheapest_steps
 from torchtitan_lite.redistribute.cost import CPU, Costs, exchange_seconds
 from torchtitan_lite.redistribute.exchange import Exchange
-from torchtitan_lite.redistribute.holder_mesh import Holder
 from torchtitan_lite.redistribute.layout import Layout
-from torchtitan_lite.redistribute.pieces import Part, RoundKind
-from torchtitan_lite.redistribute.search import shortest
+from torchtitan_lite.redistribute.placements import Holder
+from torchtitan_lite.redistribute.transfers import RoundKind, RoundTransfers
 
 Objective = Literal["time", "bytes"]
 
@@ -36,15 +35,8 @@ class Plan:
     factor: float
     """What the result is multiplied by where averages come in or go out; 1 elsewhere."""
     costs: Costs
-    legs: "tuple[Plan | Collective, ...]" = ()
+    steps: "tuple[Plan | Collective, ...]" = ()
     """What is done one after the other where that is faster than the one exchange."""
-
-    def __str__(self) -> str:
-        """What `explain` says of it."""
-        # The one import of what lies above: a plan is shown by those who read plans.
-        from torchtitan_lite.redistribute.explain import explain
-
-        return explain(self)
 
     @property
     def rounds(self) -> tuple[RoundKind, ...]:
@@ -64,19 +56,19 @@ class Plan:
         return exchange.rounds[0] == "reduce" and exchange.dst.num_contributions == 1
 
     @cached_property
-    def is_nothing(self) -> bool:
+    def is_noop(self) -> bool:
         """Whether every holder already has what it shall have, and nothing else."""
         return self.src == self.dst
 
     @cached_property
-    def _stays(self) -> dict[Holder, bool]:
+    def _kept_shards(self) -> dict[Holder, bool]:
         return {}
 
-    def stays(self, holder: Holder) -> bool:
+    def keeps_shard(self, holder: Holder) -> bool:
         """Whether a holder's part of the source is its part of the destination, as it is."""
-        if holder not in self._stays:
-            self._stays[holder] = self.is_nothing or self._is_same_part(holder)
-        return self._stays[holder]
+        if holder not in self._kept_shards:
+            self._kept_shards[holder] = self.is_noop or self._is_same_part(holder)
+        return self._kept_shards[holder]
 
     def _is_same_part(self, holder: Holder) -> bool:
         if self.moved_bytes or self.factor != 1:
@@ -84,7 +76,7 @@ class Plan:
         shape = self.local_shape(holder)
         if self.src.local_shape(self.shape, holder) != shape:
             return False
-        copies = [piece for part in self.part(holder) for piece in part.copies]
+        copies = [piece for part in self.transfers(holder) for piece in part.copies]
         whole = tuple(((0, 0, length),) for length in shape)
         # A contribution may also be empty: then nothing is copied to it.
         is_filled = sum(piece.stop - piece.start for piece in copies) == prod(shape)
@@ -103,37 +95,37 @@ class Plan:
     @cached_property
     def moved_bytes(self) -> int:
         """Bytes that go from one holder to another."""
-        if self.legs:
-            return sum(leg.moved_bytes for leg in self.legs)
-        return 0 if self.is_nothing else self.exchange.total_elements * self.dtype.itemsize
+        if self.steps:
+            return sum(step.moved_bytes for step in self.steps)
+        return 0 if self.is_noop else self.exchange.total_elements * self.dtype.itemsize
 
     @cached_property
     def predicted_s(self) -> float:
         """How long it will take, by `costs`."""
-        if self.is_nothing:
+        if self.is_noop:
             return 0.0
-        if self.legs:
+        if self.steps:
             return sum(
-                leg.predicted_s if isinstance(leg, Plan) else leg.seconds(self.costs)
-                for leg in self.legs
+                step.predicted_s if isinstance(step, Plan) else step.seconds(self.costs)
+                for step in self.steps
             )
         return exchange_seconds(self.exchange, self.costs, self.dtype.itemsize)
 
     @cached_property
     def intermediate_bytes(self) -> int:
         """Of the largest part of a tensor that lies between two legs."""
-        sizes = (leg.dst.largest_part(self.shape) for leg in self.legs[:-1])
+        sizes = (step.dst.max_local_numel(self.shape) for step in self.steps[:-1])
         return max(sizes, default=0) * self.dtype.itemsize
 
     @cached_property
-    def _parts(self) -> dict[Holder, tuple[Part, ...]]:
+    def _transfers(self) -> dict[Holder, tuple[RoundTransfers, ...]]:
         return {}
 
-    def part(self, holder: Holder) -> tuple[Part, ...]:
+    def transfers(self, holder: Holder) -> tuple[RoundTransfers, ...]:
         """What one holder does in each round."""
-        if holder not in self._parts:
-            self._parts[holder] = self.exchange.part(holder)
-        return self._parts[holder]
+        if holder not in self._transfers:
+            self._transfers[holder] = self.exchange.transfers(holder)
+        return self._transfers[holder]
 
 
 @lru_cache(maxsize=4096)
@@ -145,14 +137,14 @@ def plan(
     *,
     costs: Costs = CPU,
     objective: Objective = "time",
-    most_intermediate_bytes: int | None = None,
-    one_exchange: bool = False,
+    max_intermediate_bytes: int | None = None,
+    single_exchange: bool = False,
 ) -> Plan:
     """The cheapest way to lay a tensor out as `dst` that lies as `src`.
 
     `objective` says what is cheap: the predicted time, or the bytes that move, those between nodes
-    first. On the way no rank holds more than `most_intermediate_bytes` beside source, destination
-    and buffers. `one_exchange` asks for a way that can be joined with those of other tensors.
+    first. On the way no rank holds more than `max_intermediate_bytes` beside source, destination
+    and buffers. `single_exchange` asks for a way that can be joined with those of other tensors.
 
     Raises LayoutError where a layout does not fit the shape, or where contributions would have to
     be joined in two ways.
@@ -162,32 +154,32 @@ def plan(
     dst.check(shape)
     _check_ops(src, dst, shape, dtype)
     # These are the value where all contributions are equal to it.
-    equal = dst.with_copies(("avg", "min", "max"))
+    equal = dst.with_replicas(("avg", "min", "max"))
     if equal != dst and src.reduce_op is None:
         copies = Exchange(src, equal, shape)
         if copies.total_elements == 0:
             return Plan(src, dst, shape, dtype, copies, 1.0, costs)
     best = _on_nodes(Exchange(src, dst, shape), costs, objective, dtype.itemsize)
     direct = Plan(src, dst, shape, dtype, best, average_factor(src, dst), costs)
-    if one_exchange or objective == "bytes" or not _others_may_win(direct):
+    if single_exchange or objective == "bytes" or not _others_may_win(direct):
         return direct
 
     def exchange_s(layout: Layout) -> float:
-        return plan(layout, dst, shape, dtype, costs=costs, one_exchange=True).predicted_s
+        return plan(layout, dst, shape, dtype, costs=costs, single_exchange=True).predicted_s
 
-    way = shortest(
-        src, dst, shape, dtype, costs, direct.predicted_s, exchange_s, most_intermediate_bytes
+    way = cheapest_steps(
+        src, dst, shape, dtype, costs, direct.predicted_s, exchange_s, max_intermediate_bytes
     )
     if way is None:
         return direct
-    legs: list[Plan | Collective] = []
+    steps: list[Plan | Collective] = []
     here = src
-    for leg in way:
-        legs.append(
-            leg.collective or plan(here, leg.dst, shape, dtype, costs=costs, one_exchange=True)
+    for step in way:
+        steps.append(
+            step.collective or plan(here, step.dst, shape, dtype, costs=costs, single_exchange=True)
         )
-        here = leg.dst
-    return replace(direct, legs=tuple(legs))
+        here = step.dst
+    return replace(direct, steps=tuple(steps))
 
 
 def _on_nodes(exchange: Exchange, costs: Costs, objective: Objective, itemsize: int) -> Exchange:
@@ -208,7 +200,7 @@ def _others_may_win(direct: Plan) -> bool:
     """Whether collectives of the backend could be faster: not across meshes, and not where they
     begin later and are slower."""
     costs = direct.costs
-    if direct.src.mesh != direct.dst.mesh or direct.is_nothing:
+    if direct.src.mesh != direct.dst.mesh or direct.is_noop:
         return False
     slower = (
         costs.collective_s >= costs.round_s * len(direct.rounds)

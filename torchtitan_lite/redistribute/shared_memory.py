@@ -1,14 +1,16 @@
-"""Memory that the ranks of one machine share: each writes its own region and reads the others'.
+"""Memory shared by the ranks of one machine: each writes its own region and reads the others'.
 
-A region is a file on tmpfs, mapped by all and unlinked at once, so that nothing is left behind by a
-process that dies. Its first page counts what its owner has written and read. Layer: above errors
-and futex.
+A region is a file on tmpfs, mapped by all ranks and unlinked at once, so that a process that dies
+leaves nothing behind. Its first page holds the owner's counters of written and read buckets. Ranks
+sleep on a counter with Linux's futex(2), which the standard library does not wrap: a rank that
+spins would take the core from the ranks that it waits for.
 
-Invariant: a region is reserved before it is touched, so that a full tmpfs is an error, not a bus
-error. The counters rely on stores being seen in the order in which they were made, as on x86-64
+Invariant: a region is reserved before it is touched, so that a full tmpfs is an error and not a
+SIGBUS. The counters rely on stores becoming visible in program order, as on x86-64
 (`is_supported`).
 """
 
+import ctypes
 import mmap
 import os
 import platform
@@ -25,18 +27,30 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.errors import RedistributionError
-from torchtitan_lite.redistribute import futex
 
 FOLDER = Path("/dev/shm")
+
 _PREFIX = "torchtitan_lite-redistribute-"
+
 _PAGE = mmap.PAGESIZE
+
 _WRITTEN, _READ = 0, 1
 """The counters of a region."""
+
 _COUNTER_BYTES = 8
+
 _NAME = re.compile(r"[0-9a-f]{32}")
+
 _SPINS = 200
 """Looks at a counter before sleeping, where every rank has a core of its own: to fall asleep and
 be woken takes longer than a neighbour's copy of little."""
+
+_SYS_FUTEX = 202
+"""On x86-64."""
+
+_WAIT, _WAKE = 0, 1
+
+_ALL = 0x7FFFFFFF
 
 
 def is_supported() -> bool:
@@ -54,7 +68,7 @@ class SharedMemory:
     def __init__(self, group: dist.ProcessGroup, region_bytes: int) -> None:
         """Every rank of the group must come to it, with the same `region_bytes`.
 
-        `neighbours` are the ranks of the group, by their number in it, whose regions can be seen:
+        `peers` are the ranks of the group, by their number in it, whose regions can be seen:
         only this rank itself where there is too little memory.
         """
         self.rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -86,7 +100,7 @@ class SharedMemory:
             dist.all_gather(sees, seen, group=group)
         finally:
             paths[self.rank].unlink(missing_ok=True)
-        self.neighbours = frozenset(
+        self.peers = frozenset(
             rank
             for rank in range(size)
             if rank == self.rank or (sees[self.rank][rank] and sees[rank][self.rank])
@@ -98,7 +112,7 @@ class SharedMemory:
         }
         # The lower half of a counter, on which others sleep.
         self._addresses = {rank: found.ctypes.data for rank, found in self._counters.items()}
-        has_core = len(self.neighbours) <= len(os.sched_getaffinity(0))
+        has_core = len(self.peers) <= len(os.sched_getaffinity(0))
         self._spins = _SPINS if has_core else 1
         self._data = {
             rank: np.frombuffer(mapped, np.uint8, offset=_PAGE)
@@ -128,13 +142,13 @@ class SharedMemory:
         """The bytes of a neighbour's region; only its owner writes to it."""
         return self._data[rank]
 
-    def wrote(self, bucket: int) -> None:
+    def signal_written(self, bucket: int) -> None:
         """Tell the neighbours that this rank's part of a bucket, and of all before, is there."""
-        self._tell(_WRITTEN, bucket)
+        self._signal(_WRITTEN, bucket)
 
-    def read(self, bucket: int) -> None:
+    def signal_read(self, bucket: int) -> None:
         """Tell the neighbours that this rank needs nothing more of a bucket and those before."""
-        self._tell(_READ, bucket)
+        self._signal(_READ, bucket)
 
     def wait_written(self, ranks: Iterable[int], bucket: int) -> None:
         """Wait until `ranks` have written their part of a bucket. Raises RedistributionError naming
@@ -145,9 +159,9 @@ class SharedMemory:
         """Wait until `ranks` need nothing more of a bucket. Raises as `wait_written` does."""
         self._wait(ranks, _READ, bucket)
 
-    def _tell(self, counter: int, bucket: int) -> None:
+    def _signal(self, counter: int, bucket: int) -> None:
         self._counters[self.rank][counter] = bucket + 1
-        futex.wake(self._addresses[self.rank] + counter * _COUNTER_BYTES)
+        _futex_wake(self._addresses[self.rank] + counter * _COUNTER_BYTES)
 
     def _wait(self, ranks: Iterable[int], counter: int, bucket: int) -> None:
         for rank in ranks:
@@ -165,7 +179,7 @@ class SharedMemory:
                         f"{'write' if counter == _WRITTEN else 'read'} its part of an exchange in "
                         f"{self.timeout_s:.0f} s: it has died or takes no part."
                     )
-                futex.wait(self._addresses[rank] + counter * _COUNTER_BYTES, known)
+                _futex_wait(self._addresses[rank] + counter * _COUNTER_BYTES, known)
 
 
 def _map(path: Path, size: int) -> mmap.mmap:
@@ -174,3 +188,35 @@ def _map(path: Path, size: int) -> mmap.mmap:
         return mmap.mmap(descriptor, size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
     finally:
         os.close(descriptor)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_NAP = _Timespec(0, 100_000_000)
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+
+_syscall.restype = ctypes.c_long
+
+_syscall.argtypes = [
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_uint32,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_uint32,
+]
+
+
+def _futex_wait(address: int, known: int) -> None:
+    """Sleep while the 32 bits at `address` are `known`, 0.1 s at most: who waits for long looks
+    at the time in between."""
+    _syscall(_SYS_FUTEX, address, _WAIT, known & 0xFFFFFFFF, ctypes.byref(_NAP), None, 0)
+
+
+def _futex_wake(address: int) -> None:
+    """Wake all that sleep on `address`, after what is there was changed."""
+    _syscall(_SYS_FUTEX, address, _WAKE, _ALL, None, None, 0)

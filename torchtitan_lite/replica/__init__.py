@@ -1,13 +1,15 @@
-"""Replicas: whole copies of the job that may come and go. Layer: below config and trainer.
+"""Fault-tolerant replicas: complete copies of the job that may fail and rejoin. Layer: below config
+and trainer.
 
-The loop asks a `Replicas` who takes part in a step, adds gradients over those, and lets them say
-whether the sums hold. A job without fault tolerance is one replica that always agrees with itself.
+The training loop uses a `Replicas`: it forms the quorum of a step, reduces gradients over its
+participants, and votes on whether to commit the step. A job without fault tolerance is a single
+replica.
 """
 
-from torchtitan_lite.replica.hangs import hang_listeners
+from torchtitan_lite.replica.hang_handling import hang_listeners
 from torchtitan_lite.replica.participation import (
     LeaveRequested,
-    News,
+    ReplicaEvent,
     Replicas,
     Share,
     SingleReplica,
@@ -15,7 +17,7 @@ from torchtitan_lite.replica.participation import (
 
 __all__ = [
     "LeaveRequested",
-    "News",
+    "ReplicaEvent",
     "Replicas",
     "Share",
     "SingleReplica",

@@ -1,14 +1,14 @@
-"""Replicas that die and return: who takes part in each step, and a state for who was away.
+"""Fault-tolerant replicas: the quorum of each step, healing, and the vote to commit.
 
-A step, as one replica sees it: a quorum of those who are there is found while the last step is
-logged and its snapshot taken; who is behind receives the state of one who is not; the samples are
-divided over all; gradients are added up; all ranks of a replica say whether the sums hold.
+One step of a replica: while the previous step is logged and its snapshot taken, the quorum of the
+next one is formed; a lagging replica heals from an up-to-date one; the samples are divided over the
+participants; gradients are reduced; all ranks vote on whether the reduction succeeded.
 
-Progress is the place in the order of samples, which moves on with every settled step. It is what
-torchft calls the step, so that a step that was refused for its numbers counts as one that all
-replicas have come through.
+Progress is the position in the global order of samples, which advances with every committed or
+skipped step. It takes the place of torchft's step, so that a step skipped for its numbers counts as
+progress of all replicas.
 
-Layer: above torchft_manager, gradient_sums, healing and guard.
+Layer: above torchft_manager, gradient_reducer, healing and quorum_checks.
 """
 
 import hashlib
@@ -19,29 +19,28 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 from torch import nn
 
-from torchtitan_lite.checkpoint.background.coworkers import Coworkers
+from torchtitan_lite.checkpoint.background import WriterGroup
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.outputs import RECEIVES_STATE, TAKES_PART
 from torchtitan_lite.phases import Phase, Phases
-from torchtitan_lite.replica.gradient_sums import GradientSums
-from torchtitan_lite.replica.guard import Floor
-from torchtitan_lite.replica.healing import HealingTransport, Source
-from torchtitan_lite.replica.healing.client import Link, Misfit, receive
-from torchtitan_lite.replica.healing.live_state import Run
-from torchtitan_lite.replica.participation import LeaveRequested, News, Share
+from torchtitan_lite.replica.gradient_reducer import GradientReducer
+from torchtitan_lite.replica.healing import HealingTransport, StateSource
+from torchtitan_lite.replica.healing.client import IncompatibleState, PeerEndpoint, receive_state
+from torchtitan_lite.replica.healing.live_state import HealableState
+from torchtitan_lite.replica.participation import LeaveRequested, ReplicaEvent, Share
+from torchtitan_lite.replica.quorum_checks import ProgressFloor
 from torchtitan_lite.replica.torchft_manager import QuorumManager, same_device_in_thread
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
-_MOST_FAILURES = 20
-"""Of steps in a row, those aside in which others came or went."""
-_MOST_HEALS = 5
-"""Attempts in a row at receiving the state."""
-_LOOK_S = 0.5
-_PATIENCE_S = 5.0
-"""After which who waits for others heeds a wish that it leave, and looks once more whether it is of
-use to them."""
+_MAX_ABORTED_STEPS = 20
+"""Consecutive aborted steps, except those in which replicas joined or left."""
+_MAX_HEALS = 5
+"""Consecutive attempts to heal."""
+_POLL_S = 0.5
+_CHECK_INTERVAL_S = 5.0
+"""Interval at which a waiting replica checks for a stop request and for newer checkpoints."""
 
 
 class FaultTolerantReplicas:
@@ -50,116 +49,118 @@ class FaultTolerantReplicas:
     def __init__(
         self,
         config: FaultToleranceConfig,
-        run: Run,
+        state: HealableState,
         mesh: Mesh,
         *,
         manager: QuorumManager,
         transport: HealingTransport,
-        floor: Floor,
-        link: Callable[[str], Link],
-        newest_stored: Callable[[], int],
-        before_change: Callable[[], None],
-        say_goodbye: Callable[[str], None],
-        leaves: Callable[[], bool],
-        stored_before: int,
+        floor: ProgressFloor,
+        endpoint: Callable[[str], PeerEndpoint],
+        newest_stored_step: Callable[[], int],
+        wait_until_modifiable: Callable[[], None],
+        leave: Callable[[str], None],
+        stop_requested: Callable[[], bool],
+        initial_stored_step: int,
         phases: Phases,
     ) -> None:
-        """`link` tells how a peer's URL is reached, `newest_stored` the newest step of the run that
-        is stored, as the leader sees it, and `before_change` comes back when the state may change.
-        `say_goodbye` tells the lighthouse that the replica of this id leaves; `leaves` is whether
-        this process was asked to. `stored_before` is the newest step that was stored when this
-        replica looked for what to start from. Use `join`."""
-        self._config, self._run, self._mesh = config, run, mesh
+        """Use `join`. `endpoint` maps a peer's URL to its endpoint; `newest_stored_step` returns
+        the newest step of the run in storage, as the leader sees it; `wait_until_modifiable` blocks
+        until the state may be modified; `leave` notifies the lighthouse that the replica with this
+        id leaves; `stop_requested` returns whether this process must stop; `initial_stored_step` is
+        the newest step in storage when this replica restored its state."""
+        self._config, self._state, self._mesh = config, state, mesh
         self._manager, self._transport, self._floor = manager, transport, floor
-        self._link, self._newest_stored = link, newest_stored
-        self._before_change, self._say_goodbye = before_change, say_goodbye
+        self._endpoint, self._newest_stored_step = endpoint, newest_stored_step
+        self._wait_until_modifiable, self._leave = wait_until_modifiable, leave
         self._has_left = False
-        self._leaves, self._stored_before = leaves, stored_before
+        self._stop_requested, self._initial_stored_step = stop_requested, initial_stored_step
         self._phases = phases
-        self._sums = GradientSums(manager, config.bucket_mib << 20)
-        self._starter = ThreadPoolExecutor(1, "quorum", initializer=same_device_in_thread())
-        self._started: Future[None] | None = None
-        self._is_whole = True
-        self._is_taken_back = False
-        """Since the last quorum."""
+        self._reducer = GradientReducer(manager, config.bucket_mib << 20)
+        self._quorum_executor = ThreadPoolExecutor(1, "quorum", initializer=same_device_in_thread())
+        self._pending_quorum: Future[None] | None = None
+        self._has_valid_state = True
+        self._was_rolled_back = False
+        """Whether the run was rolled back since the last quorum."""
         self._quorum_id: int | None = None
-        self._failures = 0
-        self._heals = 0
+        self._num_aborted = 0
+        self._num_heals = 0
         self._is_first_step = False
-        """Of this quorum."""
-        self._news: list[News] = []
+        """Whether the current step is the first of this quorum."""
+        self._events: list[ReplicaEvent] = []
 
-    def begin(self) -> None:
-        self._ask()
+    def start_quorum(self) -> None:
+        self._request_quorum()
 
-    def _ask(self) -> None:
-        """Begin to look for who is there."""
+    def _request_quorum(self) -> None:
+        """Start to form a quorum."""
         self._manager.set_progress(self._progress)
-        self._started = self._starter.submit(self._manager.start_quorum)
+        self._pending_quorum = self._quorum_executor.submit(self._manager.start_quorum)
 
     def agree(self) -> Share:
-        started_s, is_told = time.monotonic(), False
+        started_s, has_warned = time.monotonic(), False
         while True:
-            if self._started is None:
-                self._ask()
-            assert self._started is not None
-            asked, self._started = self._started, None
-            if not self._found(asked, started_s):
+            if self._pending_quorum is None:
+                self._request_quorum()
+            assert self._pending_quorum is not None
+            request, self._pending_quorum = self._pending_quorum, None
+            if not self._wait_for_quorum(request, started_s):
                 continue
             count, fewest = self._manager.num_participants(), self._config.min_replica_size
             if count < fewest:
-                if not is_told:
-                    logger.warning("Replicas that are there: %d of at least %d.", count, fewest)
-                is_told = True
-                self._check_patience(started_s, "too few replicas are there")
-                time.sleep(_LOOK_S)
+                if not has_warned:
+                    logger.warning("Quorum of %d replicas, %d are required.", count, fewest)
+                has_warned = True
+                self._check_timeout(started_s, "too few replicas joined")
+                time.sleep(_POLL_S)
                 continue
-            if self._joined():
+            if self._join_quorum():
                 return self._share()
 
-    def _found(self, asked: Future[None], since_s: float) -> bool:
-        """Whether there is a quorum. While too few are there, or the lighthouse is gone, the call
-        goes on; where it fails, it does so on all ranks, and all ask again."""
-        looks_at_s = time.monotonic() + _PATIENCE_S
-        while not wait([asked], _LOOK_S).done:
-            self._check_patience(since_s, "nobody answers")
-            if time.monotonic() >= looks_at_s:
-                looks_at_s += _PATIENCE_S
-                self._wait_on(f"asked {time.monotonic() - since_s:.0f} s ago")
+    def _wait_for_quorum(self, request: Future[None], since_s: float) -> bool:
+        """Wait until the quorum is formed, and return whether it succeeded. The request blocks
+        while there are too few replicas or the lighthouse is down; if it fails, it fails on all
+        ranks, and all repeat it."""
+        check_at_s = time.monotonic() + _CHECK_INTERVAL_S
+        while not wait([request], _POLL_S).done:
+            self._check_timeout(since_s, "the lighthouse does not answer")
+            if time.monotonic() >= check_at_s:
+                check_at_s += _CHECK_INTERVAL_S
+                self._report_waiting(f"requested {time.monotonic() - since_s:.0f} s ago")
         try:
-            asked.result()
+            request.result()
             return True
         except ReplicaError:
             raise
         except Exception as caught:
             error = str(caught)
         self._manager.forget_failed_quorum()
-        self._check_patience(since_s, error)
-        self._wait_on(f"asking again: {error}")
+        self._check_timeout(since_s, error)
+        self._report_waiting(f"requesting again: {error}")
         return False
 
-    def _wait_on(self, why: str) -> None:
-        """Say that there is no quorum yet. Raises ReplicaError on the leader where this replica is
-        of no use any more."""
+    def _report_waiting(self, why: str) -> None:
+        """Log why there is no quorum yet. Raises ReplicaError on the leader if storage holds a
+        newer step."""
         if self._mesh.is_leader:
-            self._refuse_what_is_behind(self._newest_stored())
+            self._check_not_behind_storage(self._newest_stored_step())
         logger.warning("No quorum yet, %s.", why)
 
-    def _check_patience(self, since_s: float, reason: str) -> None:
-        """Raises LeaveRequested or ReplicaError when it is not waited on."""
+    def _check_timeout(self, since_s: float, reason: str) -> None:
+        """Check for a stop request and for the time limit. Raises LeaveRequested or
+        ReplicaError."""
         waited_s = time.monotonic() - since_s
-        if waited_s >= _PATIENCE_S and self._leaves():
+        if waited_s >= _CHECK_INTERVAL_S and self._stop_requested():
             raise LeaveRequested
         if waited_s >= self._config.quorum_timeout_s:
             raise ReplicaError(
-                f"No quorum of {self._config.min_replica_size} replicas or more was found in "
+                f"No quorum of at least {self._config.min_replica_size} replicas formed within "
                 f"fault_tolerance.quorum_timeout_s = {self._config.quorum_timeout_s:g} seconds: "
                 f"{reason}"
             )
 
-    def _joined(self) -> bool:
-        """Whether this replica is ready to take the step with those who were found; all its ranks
-        say the same."""
+    def _join_quorum(self) -> bool:
+        """Prepare for the first step of a new quorum, and return whether all ranks of this replica
+        succeeded."""
         manager, source = self._manager, self._transport.source
         self._transport.source = None
         self._is_first_step = manager.quorum.quorum_id != self._quorum_id
@@ -169,50 +170,56 @@ class FaultTolerantReplicas:
         problem = manager.errored()
         error: Exception | None = None if problem is None else problem.original_exception
         if error is None and source is not None:
-            error = self._receive(source)
+            error = self._heal(source)
         failed = self._mesh.any(error is not None)
         if manager.quorum.heal:
-            # What one rank has not, the others must not go on from.
-            self._is_whole = not failed
+            # If one rank failed to heal, the state of the others is of no use.
+            self._has_valid_state = not failed
         if failed:
-            self._give_up(error)
+            self._decline_quorum(error)
             return False
-        stored = self._mesh.leader_says(self._newest_stored())
-        if self._is_taken_back:
-            # What is stored by now is of the way that was left: nobody is behind it.
-            self._stored_before, self._is_taken_back = max(self._stored_before, stored), False
-        self._refuse_what_is_behind(stored)
-        self._heals = 0
+        stored = self._mesh.leader_says(self._newest_stored_step())
+        if self._was_rolled_back:
+            # Steps stored before the rollback belong to the abandoned history, so they do not count
+            # as newer.
+            self._initial_stored_step, self._was_rolled_back = (
+                max(self._initial_stored_step, stored),
+                False,
+            )
+        self._check_not_behind_storage(stored)
+        self._num_heals = 0
         count = manager.num_participants()
-        logger.info("%s %d on: %d.", TAKES_PART, self._run.cursor, count)
-        self._news.append(News("quorum", {"sample": self._run.cursor, "replicas": count}))
+        logger.info("%s %d on: %d.", TAKES_PART, self._state.cursor, count)
+        self._events.append(
+            ReplicaEvent("quorum", {"sample": self._state.cursor, "replicas": count})
+        )
         return True
 
-    def _receive(self, source: Source) -> ReplicaError | None:
-        """Take over the state of another; what went wrong, if anything did."""
+    def _heal(self, source: StateSource) -> ReplicaError | None:
+        """Heal from a peer. Return the error if it failed."""
         logger.info("%s, at sample %d.", RECEIVES_STATE, source.progress)
-        self._phases.enter(Phase.HEALING, self._run.step)
-        self._before_change()
+        self._phases.enter(Phase.HEALING, self._state.step)
+        self._wait_until_modifiable()
         started_s = time.perf_counter()
         try:
-            receive(self._link(source.url), source.progress, self._run)
+            receive_state(self._endpoint(source.url), source.progress, self._state)
         except ReplicaError as error:
             return error
         finally:
-            self._phases.enter(Phase.QUORUM, self._run.step)
+            self._phases.enter(Phase.QUORUM, self._state.step)
         taken = {"sample": source.progress, "seconds": time.perf_counter() - started_s}
-        self._news.append(News("healed", taken))
+        self._events.append(ReplicaEvent("healed", taken))
         return None
 
-    def _give_up(self, error: Exception | None) -> None:
-        """Take part in no step of this quorum. Raises ReplicaError where another attempt would end
-        in the same way."""
+    def _decline_quorum(self, error: Exception | None) -> None:
+        """Abort the steps of this quorum. Raises ReplicaError if another attempt would fail in the
+        same way."""
         reason = "another rank of this replica could not join" if error is None else str(error)
-        self._manager.fail(reason)
+        self._manager.abort_step(reason)
         self._manager.should_commit()
-        self._say_failed(reason)
-        self._heals += 1
-        if self._mesh.any(isinstance(error, Misfit)) or self._heals == _MOST_HEALS:
+        self._report_aborted(reason)
+        self._num_heals += 1
+        if self._mesh.any(isinstance(error, IncompatibleState)) or self._num_heals == _MAX_HEALS:
             raise ReplicaError(f"This replica cannot take part: {reason}")
 
     def _share(self) -> Share:
@@ -221,95 +228,96 @@ class FaultTolerantReplicas:
         return Share(
             index=-1 if index is None else index,
             count=count,
-            each_takes_a_batch=self._config.world_size_mode == "dynamic",
+            one_batch_per_replica=self._config.world_size_mode == "dynamic",
         )
 
     @property
-    def coworkers(self) -> Coworkers:
+    def writer_group(self) -> WriterGroup:
         quorum = self._manager.quorum
         named = " ".join([*sorted(quorum.replica_ids), str(quorum.quorum_id)])
         token = hashlib.blake2b(named.encode(), digest_size=6).hexdigest()
-        return Coworkers(quorum.replica_rank, quorum.replica_world_size, token)
+        return WriterGroup(quorum.replica_rank, quorum.replica_world_size, token)
 
-    def _refuse_what_is_behind(self, stored: int) -> None:
-        """Raise ReplicaError when the run is further on in storage than here."""
-        if stored > max(self._run.step, self._stored_before):
+    def _check_not_behind_storage(self, stored: int) -> None:
+        """Raise ReplicaError if storage holds a newer step than this replica."""
+        if stored > max(self._state.step, self._initial_stored_step):
             raise ReplicaError(
-                f"Step {stored} of this run is stored, and the replicas that were found are at "
-                f"step {self._run.step}. This one leaves without taking a step: start it again to "
-                "resume from what is stored."
+                f"Step {stored} of this run is in storage, but the replicas of this quorum are at "
+                f"step {self._state.step}. This replica leaves without training: restart it to "
+                "resume from the newest checkpoint."
             )
 
-    def sum_during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._sums.during_backward(parameters)
+    def reduce_during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._reducer.reduce_during_backward(parameters)
 
-    def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
-        self._sums.sum_(parameters, counts)
+    def reduce(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
+        self._reducer.reduce(parameters, counts)
 
-    def settle(self, num_ranks: float, places: float, steps: float) -> bool:
-        manager, run = self._manager, self._run
+    def should_commit(self, num_ranks: float, cursors: float, steps: float) -> bool:
+        manager, state = self._manager, self._state
         wanted = manager.quorum.replica_world_size * self._mesh.world_size
         if manager.errored() is not None:
-            manager.fail("the sums over replicas failed")
-        elif (num_ranks, places) != (wanted, wanted * float(run.cursor)):
-            manager.fail("a rank was at another place in the run")
-        elif steps != wanted * float(run.step):
-            # One of them has judged a step unlike the others, and by their places nobody is behind.
-            manager.fail("a rank had come to another step at the same place in the run")
-            self._is_whole = manager.participating_rank() == 0
+            manager.abort_step("the reduction over replicas failed")
+        elif (num_ranks, cursors) != (wanted, wanted * float(state.cursor)):
+            manager.abort_step("a rank was at another position in the data")
+        elif steps != wanted * float(state.step):
+            # One replica decided differently about a step, although the positions in the data are
+            # equal.
+            manager.abort_step("a rank was at another step at the same position in the data")
+            self._has_valid_state = manager.participating_rank() == 0
         committed = manager.should_commit()
-        # One that comes and cannot take part gives up by itself, and must not end the others.
-        self._count("steps", committed=committed, is_excused=self._is_first_step)
+        # A replica that joins and cannot take part leaves by itself, and must not end the others.
+        self._record_outcome("steps", committed=committed, is_excused=self._is_first_step)
         return committed
 
-    def _count(self, what: str, *, committed: bool, is_excused: bool = False) -> None:
-        """Take note of how one of `what` came out. Raises ReplicaError after too many that failed
-        in a row, those aside that are excused."""
+    def _record_outcome(self, kind: str, *, committed: bool, is_excused: bool = False) -> None:
+        """Record whether a step or an average was committed. Raises ReplicaError after too many
+        consecutive failures, not counting excused ones."""
         if committed:
-            self._failures = 0
+            self._num_aborted = 0
             return
         problem = self._manager.errored()
-        reason = str(problem.original_exception) if problem else "another rank has given it up"
-        self._say_failed(reason)
-        self._failures += not is_excused
-        if self._failures == _MOST_FAILURES:
+        reason = str(problem.original_exception) if problem else "another rank aborted it"
+        self._report_aborted(reason)
+        self._num_aborted += not is_excused
+        if self._num_aborted == _MAX_ABORTED_STEPS:
             raise ReplicaError(
-                f"{_MOST_FAILURES} {what} in a row with the other replicas failed, at last since "
-                f"{reason}"
+                f"{_MAX_ABORTED_STEPS} consecutive {kind} with the other replicas failed, the last "
+                f"because {reason}"
             )
 
     def synchronize(self) -> None:
         return None
 
-    def exchange(self, counts: torch.Tensor) -> bool:
-        self._sums.sum_((), counts)
+    def all_reduce(self, counts: torch.Tensor) -> bool:
+        self._reducer.reduce((), counts)
         return not self._mesh.any(self._manager.errored() is not None)
 
-    def taken_back(self, *, has_state: bool) -> None:
-        self._is_whole, self._is_taken_back = has_state, True
+    def rolled_back(self, *, has_state: bool) -> None:
+        self._has_valid_state, self._was_rolled_back = has_state, True
 
-    def news(self) -> list[News]:
-        found, self._news = self._news, []
+    def events(self) -> list[ReplicaEvent]:
+        found, self._events = self._events, []
         return found
 
     def close(self) -> None:
         if self._has_left:
             return
         self._has_left = True
-        self._starter.shutdown(wait=False, cancel_futures=True)
+        self._quorum_executor.shutdown(wait=False, cancel_futures=True)
         self._manager.shutdown(wait=False)
         if self._mesh.is_leader:
-            self._say_goodbye(self._manager.full_id)
+            self._leave(self._manager.full_id)
 
     @property
     def _progress(self) -> int:
-        """Of what this replica can take a step from, or give."""
-        if not self._is_whole:
+        """Position of the state that this replica can train from or donate; 0 if it has none."""
+        if not self._has_valid_state:
             return 0
-        self._floor.raise_to(self._run.cursor)
-        return self._run.cursor
+        self._floor.raise_to(self._state.cursor)
+        return self._state.cursor
 
-    def _say_failed(self, reason: str) -> None:
+    def _report_aborted(self, reason: str) -> None:
         reason = reason.partition("This is typically")[0].strip()
-        logger.warning("A step could not be taken with the other replicas: %s", reason)
-        self._news.append(News("step_failed", {"reason": reason}))
+        logger.warning("Step aborted: %s", reason)
+        self._events.append(ReplicaEvent("step_failed", {"reason": reason}))

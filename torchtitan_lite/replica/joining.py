@@ -1,4 +1,4 @@
-"""How a replica finds the others. Layer: above semi_synchronous."""
+"""Joining the other replicas through the lighthouse. Layer: above semi_synchronous."""
 
 import ipaddress
 import os
@@ -12,60 +12,61 @@ import psutil
 import torch.distributed as dist
 
 from torchtitan_lite.errors import LighthouseError, ReplicaError
-from torchtitan_lite.lighthouse.client import tell_left
+from torchtitan_lite.lighthouse.client import notify_left
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import leader_says
 from torchtitan_lite.phases import Phases
-from torchtitan_lite.replica.averaging import Averaging
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
-from torchtitan_lite.replica.guard import Floor
 from torchtitan_lite.replica.healing import HealingTransport
-from torchtitan_lite.replica.healing.client import Link
-from torchtitan_lite.replica.healing.live_state import Run
+from torchtitan_lite.replica.healing.client import PeerEndpoint
+from torchtitan_lite.replica.healing.live_state import HealableState
 from torchtitan_lite.replica.participation import Replicas
-from torchtitan_lite.replica.semi_synchronous import SemiSynchronousReplicas
+from torchtitan_lite.replica.quorum_checks import ProgressFloor
+from torchtitan_lite.replica.semi_synchronous import Averaging, SemiSynchronousReplicas
 from torchtitan_lite.replica.torchft_manager import QuorumManager
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 TOKEN = "TORCHTITAN_LITE_TOKEN"
-_FEWEST_TOKEN_CHARS = 16
-_GOODBYE_S = 1.0
+_MIN_TOKEN_CHARS = 16
+_LEAVE_TIMEOUT_S = 1.0
 
 
 @contextmanager
 def join(
     config: FaultToleranceConfig,
-    run: Run,
+    state: HealableState,
     mesh: Mesh,
     *,
-    likeness: str,
-    newest_stored: Callable[[], int],
-    before_change: Callable[[], None],
-    leaves: Callable[[], bool],
-    stored_before: int,
+    config_fingerprint: str,
+    newest_stored_step: Callable[[], int],
+    wait_until_modifiable: Callable[[], None],
+    stop_requested: Callable[[], bool],
+    initial_stored_step: int,
     phases: Phases,
     averaging: Averaging | None = None,
 ) -> Iterator[Replicas]:
-    """The replicas of a run whose state is ready, until the end of the block. Every rank must call
-    it, as the last before the first step: who has joined is waited for. With `averaging` they are
-    averaged every few steps. `likeness` is as in `config.likeness`, the rest as in
-    `FaultTolerantReplicas`.
+    """Join the replicas of a run whose state is ready, and leave at the end of the block. Every
+    rank must call it, as the last thing before the first step, because the other replicas wait for
+    a replica that has joined. With `averaging`, replicas are averaged every few steps.
+    `config_fingerprint` identifies the settings that all replicas must share; the other arguments
+    are those of `FaultTolerantReplicas`.
 
-    Raises ReplicaError when the environment does not say where the others are, or nobody is there.
+    Raises ReplicaError if the environment does not name the lighthouse, or the lighthouse does not
+    answer.
     """
     lighthouse, token = environment()
     address = address_for(config.heal_interface, lighthouse)
-    # torchrun's own store would remember the manager of an earlier start.
+    # A store of its own, because torchrun's may hold the manager address of an earlier attempt.
     store = _store(address) if mesh.is_leader else None
-    told = f"{address} {store.port}" if store is not None else ""
-    host, port = leader_says(told.encode()).decode().split()
-    floor = Floor(run.cursor if averaging is None else averaging.progress(run.step))
+    payload = f"{address} {store.port}" if store is not None else ""
+    host, port = leader_says(payload.encode()).decode().split()
+    floor = ProgressFloor(state.cursor if averaging is None else averaging.progress(state.step))
     try:
-        transport = HealingTransport(run, address, token)
+        transport = HealingTransport(state, address, token)
     except OSError as error:
         raise ReplicaError(
-            f"{address} cannot be bound to: {error} Set fault_tolerance.heal_interface to an "
+            f"{address} cannot be bound: {error} Set fault_tolerance.heal_interface to an "
             "interface of this machine."
         ) from None
     try:
@@ -73,7 +74,7 @@ def join(
             config,
             transport,
             floor,
-            likeness=likeness,
+            config_fingerprint=config_fingerprint,
             lighthouse=lighthouse,
             store=(host, int(port)),
             rank=mesh.rank,
@@ -90,19 +91,19 @@ def join(
     )
     replicas = kind(
         config,
-        run,
+        state,
         mesh,
         manager=manager,
         transport=transport,
         floor=floor,
-        link=lambda url: Link(
+        endpoint=lambda url: PeerEndpoint(
             url, token, config.process_group_timeout_ms / 1000, config.heal_connections
         ),
-        newest_stored=newest_stored,
-        before_change=before_change,
-        say_goodbye=lambda replica_id: _say_goodbye(lighthouse, replica_id, token),
-        leaves=leaves,
-        stored_before=stored_before,
+        newest_stored_step=newest_stored_step,
+        wait_until_modifiable=wait_until_modifiable,
+        leave=lambda replica_id: _leave(lighthouse, replica_id, token),
+        stop_requested=stop_requested,
+        initial_stored_step=initial_stored_step,
         phases=phases,
     )
     try:
@@ -118,24 +119,25 @@ def _store(address: str) -> dist.TCPStore:  # pyright: ignore[reportPrivateImpor
     )
 
 
-def _say_goodbye(lighthouse: str, replica_id: str, token: str) -> None:
-    """So that nobody waits for this replica. torchft's lighthouse cannot be told, and finds out."""
+def _leave(lighthouse: str, replica_id: str, token: str) -> None:
+    """Notify the lighthouse, so that no replica waits for this one. torchft's lighthouse does not
+    accept the notice, and notices the missing heartbeats instead."""
     with suppress(LighthouseError):
-        tell_left(lighthouse, replica_id, token, _GOODBYE_S)
+        notify_left(lighthouse, replica_id, token, _LEAVE_TIMEOUT_S)
 
 
 def environment() -> tuple[str, str]:
-    """The lighthouse's URL and the secret of all replicas. Raises ReplicaError."""
+    """Return the lighthouse's URL and the secret of all replicas. Raises ReplicaError."""
     lighthouse, token = os.environ.get(LIGHTHOUSE, ""), os.environ.get(TOKEN, "")
     if not lighthouse:
         raise ReplicaError(
             f"fault_tolerance.enable is true, and {LIGHTHOUSE} is not set: it names the "
             "lighthouse, such as http://10.0.0.1:29510. `torchtitan-lite launch` starts one."
         )
-    if len(token) < _FEWEST_TOKEN_CHARS:
+    if len(token) < _MIN_TOKEN_CHARS:
         raise ReplicaError(
             f"fault_tolerance.enable is true, and {TOKEN} has {len(token)} characters of at least "
-            f"{_FEWEST_TOKEN_CHARS}: it is a secret that all replicas share. "
+            f"{_MIN_TOKEN_CHARS}: it is a secret that all replicas share. "
             "`torchtitan-lite launch` draws one; elsewhere set it to the output of "
             "`openssl rand -hex 16`."
         )
@@ -143,8 +145,8 @@ def environment() -> tuple[str, str]:
 
 
 def address_for(interface: str, lighthouse: str) -> str:
-    """An address of this machine: of the interface asked for, else of the one by which packets
-    reach the lighthouse. Raises ReplicaError."""
+    """Return an address of this machine: that of `interface`, or if it is empty, of the interface
+    that routes to the lighthouse. Raises ReplicaError."""
     found = psutil.net_if_addrs()
     if interface in found:
         families = (socket.AF_INET, socket.AF_INET6)
@@ -158,15 +160,15 @@ def address_for(interface: str, lighthouse: str) -> str:
             return str(ipaddress.ip_address(interface))
         except ValueError:
             raise ReplicaError(
-                f"fault_tolerance.heal_interface = {interface!r} is no address, and no interface "
-                f"of this machine: {', '.join(sorted(found))}."
+                f"fault_tolerance.heal_interface = {interface!r} is neither an address nor an "
+                f"interface of this machine: {', '.join(sorted(found))}."
             ) from None
     parts = urlsplit(lighthouse if "://" in lighthouse else f"http://{lighthouse}")
     try:
         host, port = parts.hostname or "", parts.port or 80
         family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            # Nothing is sent: this only asks for the route.
+            # Connecting a datagram socket sends nothing; it only selects the route.
             probe.connect(place)
             return probe.getsockname()[0]
     except (OSError, ValueError) as error:

@@ -1,4 +1,5 @@
-"""Who takes part in a step, and what those who do agree on. Layer: above checkpoint."""
+"""Interface of the training loop to the replicas: the share of a step, the quorum, the reduction
+and the vote. Layer: above checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,145 +8,146 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from torchtitan_lite.checkpoint.background.coworkers import ALONE, Coworkers
+from torchtitan_lite.checkpoint.background import SINGLE_REPLICA, WriterGroup
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """This replica's place among those that take part in a step."""
+    """This replica's share of a step."""
 
     index: int
-    """-1: it stands by, and adds nothing."""
+    """Index among the participants; -1 for a spare, which contributes nothing."""
     count: int
-    each_takes_a_batch: bool = False
-    """A step has a batch for each that takes part, instead of one that they share."""
+    one_batch_per_replica: bool = False
+    """Whether each participant takes a whole batch, instead of a share of one."""
 
     def step_size(self, batch_size: int) -> int:
-        """Samples of the step, of all replicas."""
-        return batch_size * self.count if self.each_takes_a_batch else batch_size
+        """Samples in the step, over all replicas."""
+        return batch_size * self.count if self.one_batch_per_replica else batch_size
 
     def samples(self, cursor: int, batch_size: int, round_size: int, fewest: int = 1) -> range:
-        """Those of the step that begins at `cursor` which this replica takes: rounds of
-        `round_size`, a divisor of `batch_size`, `fewest` of them at least or none; else as many as
-        the others, as near as that can be."""
+        """Return the samples of this replica in the step that starts at `cursor`. They are a
+        multiple of `round_size`, which divides `batch_size`; at least `fewest` rounds or none; and
+        otherwise as equal between replicas as possible."""
         if self.index < 0:
             return range(cursor, cursor)
-        if self.each_takes_a_batch:
+        if self.one_batch_per_replica:
             start = cursor + self.index * batch_size
             return range(start, start + batch_size)
         parts = max(1, batch_size // round_size // fewest)
 
         def place(index: int) -> int:
             part = parts * index // self.count
-            # What does not make up a part of its own belongs to the last one.
+            # The remainder goes to the last participant.
             return batch_size if part == parts else part * fewest * round_size
 
         return range(cursor + place(self.index), cursor + place(self.index + 1))
 
 
 class LeaveRequested(Exception):
-    """This process was asked to leave between two steps."""
+    """Stop request received while waiting for other replicas."""
 
 
 @dataclass(frozen=True)
-class News:
-    """Something that has happened to this replica or the others."""
+class ReplicaEvent:
+    """Event of this replica, for the metrics stream."""
 
     name: str
-    """"quorum", "healed" or "step_failed"."""
+    """Name of the event in the metrics file, such as "quorum", "healed" or "step_failed"."""
     values: Mapping[str, Any]
 
 
 class Replicas(Protocol):
-    """The replicas of the job, as one of them sees them. All ranks of a replica call its methods
-    in the order of this class, those that a step needs."""
+    """The replicas of the job, as one of them sees them. In each step, all ranks of a replica call
+    the methods that the step needs, in the order of this class."""
 
     def agree(self) -> Share:
-        """Settle who takes part in the next step. A replica that is behind comes back with the
-        state of another. Raises ReplicaError where it can take no part, and LeaveRequested where
-        it was asked to leave while it waited for others."""
+        """Form the quorum of the next step, and heal if this replica lags. Raises ReplicaError if
+        it cannot take part, and LeaveRequested if a stop was requested while it waited for
+        others."""
         ...
 
     @property
-    def coworkers(self) -> Coworkers:
-        """Who has agreed, as those who write checkpoints together."""
+    def writer_group(self) -> WriterGroup:
+        """The participants as writers of one checkpoint."""
         ...
 
-    def sum_during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
-        """The next backward is the last of this step: gradients may be added up as they come."""
+    def reduce_during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Reduce gradients during the next backward, which must be the last one of this step."""
         ...
 
-    def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
-        """Add the gradients of this rank's parameters, and `counts`, over the replicas in place. A
-        rank's peers in other replicas hold the same shards."""
+    def reduce(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
+        """Sum the gradients of this rank's parameters, and `counts`, over the replicas in place.
+        The same rank of each replica holds the same shards."""
         ...
 
-    def settle(self, num_ranks: float, places: float, steps: float) -> bool:
-        """Whether the sums hold. If not, the step is to be repeated with the same samples.
-        `num_ranks` is how many ranks of all replicas have added to them, `places` and `steps`
-        the sums of the samples and steps at which these ranks were."""
+    def should_commit(self, num_ranks: float, cursors: float, steps: float) -> bool:
+        """Vote, and return whether the reduction succeeded on all ranks of all replicas. If not,
+        the step is retried with the same samples. `num_ranks` is the number of ranks that
+        contributed, `cursors` and `steps` the sums of their positions in the data and of their
+        steps."""
         ...
 
     def synchronize(self) -> None:
-        """A step was committed: average the states of all replicas, where that is due. Raises as
-        `agree` does."""
+        """Average the states of all replicas after a committed step, if due. Raises as `agree`
+        does."""
         ...
 
-    def exchange(self, counts: torch.Tensor) -> bool:
-        """Add `counts` over the replicas in place, after a step was settled; whether the sums hold.
-        Called where the numbers of the step make all call it."""
+    def all_reduce(self, counts: torch.Tensor) -> bool:
+        """Sum `counts` over the replicas in place after the vote, and return whether it succeeded.
+        Called only if the reduced numbers of the step make all replicas call it."""
         ...
 
-    def taken_back(self, *, has_state: bool) -> None:
-        """The run goes on from an earlier step. Who has its state gives it to all others before the
-        next step."""
+    def rolled_back(self, *, has_state: bool) -> None:
+        """Notify of a rollback to an earlier step. A replica with the state of that step donates it
+        to the others before the next step."""
         ...
 
-    def begin(self) -> None:
-        """The state will not change any more before the next step: look for who takes part."""
+    def start_quorum(self) -> None:
+        """Start to form the next quorum. The state must not be modified before the next step."""
         ...
 
-    def news(self) -> list[News]:
-        """What has happened since this was asked last."""
+    def events(self) -> list[ReplicaEvent]:
+        """Return the events since the last call."""
         ...
 
     def close(self) -> None:
-        """Leave the others, who do not wait for this replica any more. Also when it has left."""
+        """Leave the other replicas, so that they do not wait for this one. Idempotent."""
         ...
 
 
 class SingleReplica:
-    """Fault tolerance switched off: one replica, which agrees with itself."""
+    """Job without fault tolerance: one replica."""
 
     def agree(self) -> Share:
         return Share(index=0, count=1)
 
     @property
-    def coworkers(self) -> Coworkers:
-        return ALONE
+    def writer_group(self) -> WriterGroup:
+        return SINGLE_REPLICA
 
-    def sum_during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
+    def reduce_during_backward(self, parameters: Sequence[nn.Parameter]) -> None:
         return None
 
-    def sum_(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
+    def reduce(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         return None
 
-    def settle(self, num_ranks: float, places: float, steps: float) -> bool:
+    def should_commit(self, num_ranks: float, cursors: float, steps: float) -> bool:
         return True
 
     def synchronize(self) -> None:
         return None
 
-    def exchange(self, counts: torch.Tensor) -> bool:
+    def all_reduce(self, counts: torch.Tensor) -> bool:
         return True
 
-    def taken_back(self, *, has_state: bool) -> None:
+    def rolled_back(self, *, has_state: bool) -> None:
         return None
 
-    def begin(self) -> None:
+    def start_quorum(self) -> None:
         return None
 
-    def news(self) -> list[News]:
+    def events(self) -> list[ReplicaEvent]:
         return []
 
     def close(self) -> None:

@@ -1,14 +1,20 @@
-"""torchft's manager, made as this project needs it. The one file that touches its private parts
-(torchft 0.2.0). Layer: above guard, alike and descriptors.
+"""torchft's manager with this project's quorum checks and error handling, and the filter of
+torchft's logs. The only module that uses private parts of torchft's manager (0.2.0). Layer: above
+quorum_checks.
 
-What a replica that is behind receives is only noted here, and fetched by the main thread once
-nothing reads the state: torchft would load it in whatever thread has asked for the quorum.
+Healing is only noted here; the main thread fetches the state once nothing reads the old one.
+torchft would load it in the thread that requests the quorum.
 """
 
 import logging
 import math
+import os
+import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,43 +25,50 @@ from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
 from torchtitan_lite.errors import ReplicaError
-from torchtitan_lite.replica.alike import check_alike, id_of
-from torchtitan_lite.replica.descriptors import check_descriptors
-from torchtitan_lite.replica.guard import Floor
+from torchtitan_lite.launcher.logs import TORCHFT_INFO
+from torchtitan_lite.replica.quorum_checks import (
+    ProgressFloor,
+    check_compatibility,
+    check_descriptors,
+    replica_id_for,
+)
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
-_CALL_AGAIN_S = 2.0
-"""After which a call to the lighthouse that has failed is made again. A lighthouse that was started
-again has by then heard of the other replicas too, and finds a quorum of all."""
+_RETRY_CALL_S = 2.0
+"""Delay before a failed call to the lighthouse is repeated. By then a restarted lighthouse has
+received the heartbeats of all replicas, and forms a quorum of all."""
 _RETRY_S = 0.5
-_GROUPS = {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}
+_PROCESS_GROUPS = {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}
+_FILTER_EXIT_S = 1.0
+"""Time for the filter to forward the rest. It survives as long as a process that inherited its
+input."""
 
 
 class QuorumManager(Manager):
-    """A manager whose quorums pass the floor before they are used, and which says what they were.
+    """Manager that checks its quorums before they are used, and exposes them.
 
-    Its `step` is the run's progress, which `set_progress` tells it before each quorum.
+    Its `step` is the run's progress, set by `set_progress` before each quorum.
     """
 
     def __init__(
         self,
         config: FaultToleranceConfig,
         transport: CheckpointTransport[Any],
-        floor: Floor,
+        floor: ProgressFloor,
         *,
-        likeness: str,
+        config_fingerprint: str,
         lighthouse: str,
         store: tuple[str, int],
         rank: int,
         world_size: int,
         hostname: str,
     ) -> None:
-        """`likeness` is what this replica has in common with the others, without a colon in it;
-        `store` is where a TCPStore of this replica listens. Raises ReplicaError when nobody
-        answers at `lighthouse` in `quorum_timeout_s`."""
-        _quiet()
+        """`config_fingerprint` identifies the settings that all replicas must share, and contains
+        no colon; `store` is the address of this replica's TCPStore. Raises ReplicaError if
+        `lighthouse` does not answer within `quorum_timeout_s`."""
+        _silence_torchft_loggers()
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
-        group: ProcessGroup = _GROUPS[config.process_group](timeout=timeout)
+        group: ProcessGroup = _PROCESS_GROUPS[config.process_group](timeout=timeout)
         deadline = time.monotonic() + config.quorum_timeout_s
         while True:
             try:
@@ -67,10 +80,11 @@ class QuorumManager(Manager):
                     use_async_quorum=False,
                     timeout=timeout,
                     quorum_timeout=timedelta(seconds=config.quorum_timeout_s),
-                    # All ranks ask, and torchft makes one call of theirs to the lighthouse. It
-                    # tells none of them when it gives that up, and makes no other until all ask
-                    # again: so it must not before they do. Its pauses add up to their time limit.
-                    quorum_retries=math.ceil(config.quorum_timeout_s / _CALL_AGAIN_S),
+                    # All ranks request the quorum, and torchft makes one call to the lighthouse for
+                    # them. If it gives that call up, it reports so to no rank, and makes another
+                    # only after all ranks have requested again. Therefore its retries must outlast
+                    # the requests; their delays add up to the time limit.
+                    quorum_retries=math.ceil(config.quorum_timeout_s / _RETRY_CALL_S),
                     connect_timeout=timeout,
                     rank=rank,
                     world_size=world_size,
@@ -82,67 +96,70 @@ class QuorumManager(Manager):
                     store_addr=store[0],
                     store_port=store[1],
                     lighthouse_addr=lighthouse,
-                    # Its place among the participants follows the order of these texts.
-                    replica_id=id_of(f"replica_{config.replica_id:05d}", likeness),
+                    # torchft orders the participants by these ids.
+                    replica_id=replica_id_for(
+                        f"replica_{config.replica_id:05d}", config_fingerprint
+                    ),
                     hostname=hostname,
                     checkpoint_transport=transport,
                     init_sync=False,
                 )
                 break
             except Exception as error:
-                # The lighthouse may come up after its replicas.
+                # The lighthouse may start after its replicas.
                 self._executor.shutdown()
                 if time.monotonic() >= deadline:
                     raise ReplicaError(
-                        f"Nobody answers at TORCHFT_LIGHTHOUSE = {lighthouse}: {error} Start the "
-                        "lighthouse (`torchtitan-lite launch` does), or mend the address."
+                        f"No lighthouse answers at TORCHFT_LIGHTHOUSE = {lighthouse}: {error} "
+                        "Start one (`torchtitan-lite launch` does) or correct the address."
                     ) from None
                 time.sleep(_RETRY_S)
         self.register_state_dict_fn("state", lambda given: None, lambda: None)
         self.group = group
-        self._client = _GuardedClient(self._client, floor, likeness)
+        self._client = _CheckedClient(self._client, floor, config_fingerprint)
 
     @property
     def full_id(self) -> str:
-        """By which the lighthouse knows this process of the replica: its name and a uuid."""
+        """Id of this process of the replica at the lighthouse: its name, its fingerprint and a
+        UUID."""
         return self._store.get(REPLICA_ID_KEY).decode()
 
     @property
     def quorum(self) -> Any:
-        """The last QuorumResult."""
+        """Last QuorumResult."""
         return self._client.last
 
     def set_progress(self, progress: int) -> None:
-        """Where this replica's state is; 0 when it has none to speak of."""
+        """Set the progress of this replica's state; 0 if it has no valid state."""
         self.load_state_dict({"step": progress, "batches_committed": 0})
 
     def forget_failed_quorum(self) -> None:
-        """Let the next quorum be asked for: the exception of one that failed would be raised
-        again."""
+        """Discard the exception of a failed quorum, which torchft would raise again at the next
+        request."""
         self._quorum_future = None
 
     def is_participating(self) -> bool:
-        """Also one that stands by: it has no samples, and adds zeros by itself, but what it counts
-        and says counts."""
+        """Return true also for a spare: it has no samples and contributes zeros by itself, but its
+        counts and its vote matter."""
         return True
 
-    def sum_(self, flat: torch.Tensor) -> "Exchange":
-        """Begin to add `flat` over all that take part, in place."""
-        return Exchange(self.allreduce(flat, reduce_op=dist.ReduceOp.SUM))  # pyright: ignore[reportArgumentType]
+    def all_reduce_sum(self, flat: torch.Tensor) -> "PendingReduction":
+        """Start to sum `flat` over the participants, in place."""
+        return PendingReduction(self.allreduce(flat, reduce_op=dist.ReduceOp.SUM))  # pyright: ignore[reportArgumentType]
 
-    def max_(self, flat: torch.Tensor) -> "Exchange":
-        """Begin to find the largest of all that take part, in place."""
-        return Exchange(self.allreduce(flat, reduce_op=dist.ReduceOp.MAX))  # pyright: ignore[reportArgumentType]
+    def all_reduce_max(self, flat: torch.Tensor) -> "PendingReduction":
+        """Start to compute the maximum of `flat` over the participants, in place."""
+        return PendingReduction(self.allreduce(flat, reduce_op=dist.ReduceOp.MAX))  # pyright: ignore[reportArgumentType]
 
-    def fail(self, reason: str) -> None:
-        """Give this step up, here and at once in all other replicas."""
+    def abort_step(self, reason: str) -> None:
+        """Abort this step, here and at once in all other replicas."""
         if self.errored() is None:
             self.report_error(RuntimeError(reason))
         self.group.abort()
 
 
-class Exchange:
-    """A sum or a maximum that is under way. Its failure is the manager's to tell."""
+class PendingReduction:
+    """Reduction in progress. Failures are reported by the manager."""
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
@@ -150,18 +167,18 @@ class Exchange:
         self._stream = torch.accelerator.current_stream() if on_device else None
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
-        # What torchft hands out does not know it, but holds who does; one that it has given up
-        # holds nobody.
+        """Return whether `wait` would return at once."""
+        # torchft's work does not know this, but wraps the work that does; after an error it wraps
+        # none.
         inner = getattr(self._work, "_work", None)
         return inner is None or inner.is_completed()
 
     def wait(self) -> None:
-        """Or, on a device, have its current stream wait. Raises nothing."""
+        """Wait; on a device, make its current stream wait. Never raises."""
         if self._stream is None:
             self._work.wait()
             return
-        # torchft wants to be waited for on the stream of the call, which in backward is FSDP's.
+        # torchft expects the wait on the stream of the call, which in backward is FSDP's.
         here = torch.accelerator.current_stream()
         torch.accelerator.set_stream(self._stream)
         try:
@@ -172,24 +189,24 @@ class Exchange:
 
 
 def same_device_in_thread() -> Callable[[], None]:
-    """What a new thread has to do so that its work runs on the device of this one."""
+    """Return an initializer that makes a new thread use the device of this one."""
     if not torch.accelerator.is_available():
         return lambda: None
     index = torch.accelerator.current_device_index()
     return lambda: torch.accelerator.set_device_index(index)
 
 
-class _GuardedClient:
-    """The manager's client, with an eye on its quorums."""
+class _CheckedClient:
+    """The manager's client, which checks its quorums."""
 
-    def __init__(self, client: Any, floor: Floor, likeness: str) -> None:
-        self._client, self._floor, self._likeness = client, floor, likeness
+    def __init__(self, client: Any, floor: ProgressFloor, config_fingerprint: str) -> None:
+        self._client, self._floor, self._config_fingerprint = client, floor, config_fingerprint
         self.last: Any = None
 
     def _quorum(self, **asked: Any) -> Any:
         found = self._client._quorum(**asked)
-        check_alike(self._likeness, found)
-        self._floor.admit(found.max_step)
+        check_compatibility(self._config_fingerprint, found)
+        self._floor.check(found.max_step)
         if self.last is None or found.quorum_id != self.last.quorum_id:
             check_descriptors()
         self.last = found
@@ -199,10 +216,45 @@ class _GuardedClient:
         return getattr(self._client, name)
 
 
-def _quiet() -> None:
-    """Its eight lines a step say nothing that the metrics do not."""
+@contextmanager
+def filter_torchft_logs() -> Iterator[None]:
+    """Drop the INFO lines of torchft's Rust code from standard error until the end of the block.
+    Without `grep` they remain.
+
+    torchft writes eight of them per step, directly to standard error and at a level that cannot be
+    configured (0.2.0). Therefore standard error of this process goes through a filter process,
+    which still forwards the last output of a process that dies.
+    """
+    grep = shutil.which("grep")
+    if grep is None:
+        yield
+        return
+    sys.stderr.flush()
+    before = os.dup(2)
+    # A session of its own, so that a Ctrl-C does not kill the filter before the trainer exits.
+    filter_ = subprocess.Popen(
+        [grep, "--line-buffered", "-v", "-a", "-F", TORCHFT_INFO],
+        stdin=subprocess.PIPE,
+        stdout=before,
+        start_new_session=True,
+    )
+    assert filter_.stdin is not None
+    os.dup2(filter_.stdin.fileno(), 2)
+    filter_.stdin.close()
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(before, 2)
+        os.close(before)
+        with suppress(subprocess.TimeoutExpired):
+            filter_.wait(_FILTER_EXIT_S)
+
+
+def _silence_torchft_loggers() -> None:
+    """Silence torchft's Python loggers, whose eight lines per step duplicate the metrics."""
     for name in ("torchft", "torchft.manager", "torchft_quorums", "torchft_commits"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("torchft.manager", "torchft_errors"):
-        # What fails is told by who handles it.
+        # Errors are logged where they are handled.
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan_lite.checkpoint.outcome import NUM_SIGNALS
+from torchtitan_lite.checkpoint import NUM_SAVE_SIGNALS
 from torchtitan_lite.mesh import Mesh
 
 _OF_REPLICA, _OF_STEP = 2, 5
@@ -52,7 +52,7 @@ class Numbers:
         device = self.of_step.device
         of_replica = torch.stack([square_norm.to(device), number(leave, device)])
         totals = mesh.sum(torch.cat([of_replica, self.of_step]))
-        lengths = [_OF_REPLICA + _OF_STEP, NUM_SIGNALS, self.num_times]
+        lengths = [_OF_REPLICA + _OF_STEP, NUM_SAVE_SIGNALS, self.num_times]
         numbers, *rest = totals.split([*lengths, len(totals) - sum(lengths)])
         return Totals(*numbers.tolist(), *rest)
 

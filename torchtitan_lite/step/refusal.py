@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from torchtitan_lite.anomalies import Action, Verdict
-from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.errors import MachineFault, TrainingDiverged
 from torchtitan_lite.log import logger
-from torchtitan_lite.replica import News, Replicas, Share
+from torchtitan_lite.replica import ReplicaEvent, Replicas, Share
 from torchtitan_lite.step.roll_back import roll_back
 from torchtitan_lite.train_state import TrainState
 
-Outcome = tuple[list[News], TrainingDiverged | MachineFault | None]
+Outcome = tuple[list[ReplicaEvent], TrainingDiverged | MachineFault | None]
 """What to tell, and why the run or this replica ends, if it does."""
 
 
@@ -36,7 +36,7 @@ def refuse(
     logger.warning("%s It is refused: %s.", told, verdict.action.value)
     values = {"action": verdict.action.value, "reason": verdict.reason, "loss": loss}
     values |= {"grad_norm": grad_norm, "samples": [samples.start, samples.stop]}
-    news = [News("refused", values)]
+    news = [ReplicaEvent("refused", values)]
     if verdict.action is Action.ROLL_BACK:
         news += [roll_back(state, checkpoints, replicas, share, least_steps=roll_back_steps)]
     if verdict.action is not Action.STOP:
@@ -52,7 +52,7 @@ def blame(differing: Sequence[int], step: int, share: Share, world_size: int) ->
     told = ", ".join(f"rank {rank} of participant {index}" for index, rank in places)
     logger.error("Step %d computed again came out otherwise on %s.", step, told)
     participants, ranks = [index for index, _ in places], [rank for _, rank in places]
-    news = [News("replay_differs", {"participants": participants, "ranks": ranks})]
+    news = [ReplicaEvent("replay_differs", {"participants": participants, "ranks": ranks})]
     if share.index not in participants:
         return news, None
     return news, MachineFault(

@@ -105,7 +105,7 @@ class StepReplay:
         flags = torch.zeros(share.count * self._mesh.world_size, dtype=torch.float64, device=device)
         if share.index >= 0 and not self._same(first, self._numbers):
             flags[share.index * self._mesh.world_size + self._mesh.rank] = 1
-        if not replicas.exchange(flags):
+        if not replicas.all_reduce(flags):
             return None
         return self._mesh.sum(flags).nonzero().flatten().tolist()
 

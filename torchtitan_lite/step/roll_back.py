@@ -6,10 +6,9 @@ each has other snapshots, and the place in the data, by which replicas know who 
 tell two steps apart.
 """
 
-from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.snapshots import SavedValues
+from torchtitan_lite.checkpoint import CheckpointManager, SavedValues
 from torchtitan_lite.log import logger
-from torchtitan_lite.replica import News, Replicas, Share
+from torchtitan_lite.replica import ReplicaEvent, Replicas, Share
 from torchtitan_lite.train_state import TrainState
 
 
@@ -20,25 +19,25 @@ def roll_back(
     share: Share,
     *,
     least_steps: int,
-) -> News:
+) -> ReplicaEvent:
     """Return to the newest state that is at least so many steps old; `state.cursor` stays where the
     next sample is. Where there is none, the state stays as it is. All ranks of all replicas must
     call it."""
     if share.index != 0:
-        checkpoints.take_back()
-        replicas.taken_back(has_state=False)
-        return News("rolled_back", {"received": True})
+        checkpoints.discard_snapshots()
+        replicas.rolled_back(has_state=False)
+        return ReplicaEvent("rolled_back", {"received": True})
     left, history = state.step, state.history
 
     def accepts(saved: SavedValues) -> bool:
         cursor = saved.values.get("dataloader", {}).get("cursor", 0)
         return not (saved.model_only or history.has_left_behind(saved.step, cursor))
 
-    where = checkpoints.go_back(left - least_steps, accepts)
-    replicas.taken_back(has_state=True)
+    where = checkpoints.restore_earlier(left - least_steps, accepts)
+    replicas.rolled_back(has_state=True)
     if where is None:
         logger.warning("No state is %d steps old: nothing is rolled back.", least_steps)
-        return News("rolled_back", {"to": left, "from": None})
+        return ReplicaEvent("rolled_back", {"to": left, "from": None})
     state.history, earlier = history, state.history
     history.rolled_back(earlier, at=left, to=state.step, cursor=state.cursor)
     logger.warning(
@@ -48,4 +47,4 @@ def roll_back(
         where,
         state.cursor,
     )
-    return News("rolled_back", {"to": state.step, "from": where, "sample": state.cursor})
+    return ReplicaEvent("rolled_back", {"to": state.step, "from": where, "sample": state.cursor})

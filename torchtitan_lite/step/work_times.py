@@ -11,7 +11,7 @@ import torch
 from torchtitan_lite.anomalies.slow_ranks import SlowRanks, Work
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.replica import News, Share
+from torchtitan_lite.replica import ReplicaEvent, Share
 
 _NUMBERS = 3
 """Of a rank: the number of its replica, microbatches, seconds."""
@@ -51,7 +51,7 @@ class WorkTimes:
             numbers[start : start + _NUMBERS] = torch.tensor(self._told, dtype=torch.float64)
         return numbers.to(device, non_blocking=True)
 
-    def settle(self, sums: torch.Tensor, *, settled: bool) -> list[News]:
+    def settle(self, sums: torch.Tensor, *, settled: bool) -> list[ReplicaEvent]:
         """Take note of the summed numbers, if they hold, once the device is through with the step.
         Returns what to tell of ranks that are slow."""
         self._told = (float(self._replica), float(self._microbatches), self._seconds())
@@ -78,7 +78,10 @@ class WorkTimes:
                 "is slow" if one.is_slow else "is slow no more",
                 one.times_slower,
             )
-        return [News("slow_rank" if one.is_slow else "slow_rank_ended", vars(one)) for one in found]
+        return [
+            ReplicaEvent("slow_rank" if one.is_slow else "slow_rank_ended", vars(one))
+            for one in found
+        ]
 
     def _now(self) -> "float | torch.cuda.Event":
         if not self._on_gpu:

@@ -13,9 +13,8 @@ import torch
 
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.manifest import Manifest, read_manifest
-from torchtitan_lite.checkpoint.memory.folder import free, runs
-from torchtitan_lite.checkpoint.memory.lock import RankLock
-from torchtitan_lite.checkpoint.storage.storage import open_storage
+from torchtitan_lite.checkpoint.memory.folder import RankLock, free_run, list_runs
+from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh, start_mesh
@@ -134,12 +133,12 @@ def crash(manager: CheckpointManager) -> None:
 
 def free_memory_of(dump_folder: Path) -> None:
     """Remove what a run has left in shared memory, once its writers have ended."""
-    for run in runs():
+    for run in list_runs():
         if run.run_id == run_id_in(dump_folder):
             for rank in run.ranks:
                 RankLock(run.path, rank).wait(100)
-            free(run.run_id)
-    assert run_id_in(dump_folder) not in [run.run_id for run in runs()]
+            free_run(run.run_id)
+    assert run_id_in(dump_folder) not in [run.run_id for run in list_runs()]
 
 
 def run_id_in(dump_folder: Path) -> str | None:

@@ -22,13 +22,12 @@ from tests.unit.checkpoint.conftest import (
     same,
     steps_in,
 )
-from torchtitan_lite.checkpoint import restoring
-from torchtitan_lite.checkpoint.asynchronous import AsynchronousSaver
+from torchtitan_lite.checkpoint import restore
+from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
+from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.memory.folder import regions_in, run_folder, runs
-from torchtitan_lite.checkpoint.memory.lock import RankLock
+from torchtitan_lite.checkpoint.memory.folder import RankLock, list_runs, region_files, run_folder
 from torchtitan_lite.checkpoint.memory.region import Region
-from torchtitan_lite.checkpoint.snapshots import Origin
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.mesh import Mesh
 
@@ -38,8 +37,8 @@ _STEPS_LATER_S = 100
 
 def step(manager: CheckpointManager, state: SmallState, mesh: Mesh) -> None:
     """What the trainer does in a step, in its order."""
-    totals = mesh.sum(manager.counted(mesh.device.torch_device))
-    manager.settle(totals)
+    totals = mesh.sum(manager.local_signals(mesh.device.torch_device))
+    manager.apply_signals(totals)
     state.take_step()
     manager.after_step()
 
@@ -51,7 +50,7 @@ def steps(manager: CheckpointManager, state: SmallState, mesh: Mesh, number: int
 
 def complete(manager: CheckpointManager, mesh: Mesh) -> None:
     """What the next step does before it changes the state."""
-    manager.settle(mesh.sum(manager.counted(mesh.device.torch_device)))
+    manager.apply_signals(mesh.sum(manager.local_signals(mesh.device.torch_device)))
 
 
 def until(manager: CheckpointManager, mesh: Mesh, reached: Callable[[], bool], what: str) -> None:
@@ -95,8 +94,8 @@ def crash_after(
 
 def memory_of(dump_folder: Path) -> list[Path]:
     """The regions that a run has in shared memory."""
-    found = [run.path for run in runs() if run.run_id == run_id_in(dump_folder)]
-    return [path for folder in found for path in regions_in(folder).values()]
+    found = [run.path for run in list_runs() if run.run_id == run_id_in(dump_folder)]
+    return [path for folder in found for path in region_files(folder).values()]
 
 
 def warnings_in(logged: pytest.LogCaptureFixture) -> list[str]:
@@ -116,7 +115,7 @@ def test_saved_steps_appear_while_training_goes_on(
     until(manager, mesh, lambda: saver.saved_step == 3, "step 3 is saved")
     assert steps_in(manager.root) == ["step-1", "step-3"]
     assert manifest_in(f"{manager.root}/step-3").values["dataloader"] == {"cursor": 24}
-    assert manager.failures_in_a_row == 0
+    assert manager.consecutive_failures == 0
     assert len(memory_of(tmp_path)) == 1
     assert memory_of(tmp_path)[0].stat().st_mode & 0o777 == 0o600
 
@@ -191,19 +190,19 @@ def test_a_crash_while_ranks_take_their_memory_over_costs_nothing(
     """Before the step from which the run goes on is known to be in all regions."""
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
-    start = manager._saved.identity.session
+    start = manager._context.identity.session
     expected = crash_after(manager, state, mesh, 5)
     for _ in range(crashes):
         other = SmallState(seed=1)
         manager = manage(other, interval=100, **ASYNC)
         assert manager.restore() == "step 5 in shared memory"
         with monkeypatch.context() as patch:
-            patch.setattr(AsynchronousSaver, "keep", lambda self, origin: None)
+            patch.setattr(AsynchronousSaver, "resume_from", lambda self, origin: None)
             manager.after_step()
         crash(manager)
         (path,) = memory_of(tmp_path)
         region = Region.open(path)
-        assert len(region.starts) == 2
+        assert len(region.sessions) == 2
         region.close()
     other = SmallState(seed=2)
     manager = manage(other, interval=100, **ASYNC)
@@ -212,7 +211,7 @@ def test_a_crash_while_ranks_take_their_memory_over_costs_nothing(
     steps(manager, other, mesh, 1)
     (path,) = memory_of(tmp_path)
     region = Region.open(path)
-    assert region.starts == [manager._saved.identity.session] != [start]
+    assert region.sessions == [manager._context.identity.session] != [start]
     region.close()
 
 
@@ -289,11 +288,13 @@ def test_a_failed_save_is_counted_and_tried_again(
     Path(manager.root).write_text("a file where the folder should be")
     steps(manager, state, mesh, 1)
     for number in (1, 2, 3):
-        until(manager, mesh, lambda n=number: manager.failures_in_a_row >= n, f"failure {number}")
-        assert manager.failures_in_a_row == number
+        until(
+            manager, mesh, lambda n=number: manager.consecutive_failures >= n, f"failure {number}"
+        )
+        assert manager.consecutive_failures == number
         steps(manager, state, mesh, 1)
     errors = [r.getMessage() for r in logged.records if r.levelname == "ERROR"]
-    assert any("Training goes on, and saving is tried again." in error for error in errors)
+    assert any("Training continues, and the save will be retried." in error for error in errors)
     assert any("File" in error or "directory" in error for error in errors)
     Path(manager.root).unlink()
     saver = saver_of(manager)
@@ -304,7 +305,7 @@ def test_a_failed_save_is_counted_and_tried_again(
         return saver.saved_step is not None
 
     until(manager, mesh, is_saved, "a step is saved")
-    assert manager.failures_in_a_row == 0
+    assert manager.consecutive_failures == 0
     assert manager.final_save(finished=True) == f"{manager.root}/step-{state.step}"
 
 
@@ -333,7 +334,7 @@ def test_a_writer_that_dies_fails_the_save_and_is_replaced(
     saver = saver_of(manager)
     assert saver._writer.pid is not None
     os.kill(saver._writer.pid, 9)
-    until(manager, mesh, lambda: manager.failures_in_a_row == 1, "the death is seen")
+    until(manager, mesh, lambda: manager.consecutive_failures == 1, "the death is seen")
     assert manager.final_save(finished=True) == f"{manager.root}/step-1"
 
 
@@ -349,7 +350,7 @@ def test_too_little_memory_is_said_once_and_saves_wait(
     settings = dict(ASYNC)
     if limit == "machine":
         monkeypatch.setattr(
-            "torchtitan_lite.checkpoint.memory.room._memory_available", lambda: 4096
+            "torchtitan_lite.checkpoint.memory.region_file._memory_available", lambda: 4096
         )
     else:
         settings["snapshot_gib"] = 1e-9
@@ -357,7 +358,7 @@ def test_too_little_memory_is_said_once_and_saves_wait(
     manager = manage(state, **settings)
     steps(manager, state, mesh, 3)
     (warning,) = warnings_in(logged)
-    assert "Snapshots are off, and training waits while a checkpoint is written" in warning
+    assert "Snapshots are disabled, and saves are synchronous" in warning
     assert limit in warning
     assert steps_in(manager.root) == ["step-1", "step-2", "step-3"]
     assert memory_of(tmp_path) == []
@@ -400,7 +401,7 @@ def test_a_snapshot_that_changes_while_it_is_read_is_not_used(
     manager = manage(state, interval=100, **ASYNC)
     first_step_saved(manager, state, mesh)
     crash_after(manager, state, mesh, 2)
-    load = restoring.load
+    load = restore.load
 
     def load_beside_the_other(*given: Any) -> None:
         load(*given)
@@ -410,7 +411,7 @@ def test_a_snapshot_that_changes_while_it_is_read_is_not_used(
                 region.begin(slot, 9)
             region.close()
 
-    monkeypatch.setattr(restoring, "load", load_beside_the_other)
+    monkeypatch.setattr(restore, "load", load_beside_the_other)
     other = manage(SmallState(), interval=100, **ASYNC)
     assert other.restore() == f"{other.root}/step-1"
 
@@ -421,16 +422,16 @@ def test_a_snapshot_of_another_start_is_not_gone_on_with(manage: Manage, mesh: M
     steps(manager, state, mesh, 2)
     complete(manager, mesh)
     saver = saver_of(manager)
-    start = manager._saved.identity.session
-    assert saver.has(Origin(start, 2))
-    assert not saver.has(Origin(start, 7))
-    assert not saver.has(Origin("another", 2))
+    start = manager._context.identity.session
+    assert saver.holds(SnapshotOrigin(start, 2))
+    assert not saver.holds(SnapshotOrigin(start, 7))
+    assert not saver.holds(SnapshotOrigin("another", 2))
     crash(manager)
     state = SmallState(seed=1)
     manager = manage(state, interval=100, **ASYNC)
     assert manager.restore() == "step 2 in shared memory"
     steps(manager, state, mesh, 1)
-    assert saver_of(manager).has(Origin(start, 2))
+    assert saver_of(manager).holds(SnapshotOrigin(start, 2))
 
 
 def test_what_lay_in_memory_is_saved_where_memory_has_become_short(
@@ -559,7 +560,7 @@ def test_a_writer_that_does_not_end_is_named_and_later_saves_look_again(
     lock = RankLock(path.parent, 0)
     assert lock.acquire(_STEPS_LATER_S)
     steps(manager, other, mesh, 2)
-    warnings = [text for text in warnings_in(logged) if "has not ended" in text]
+    warnings = [text for text in warnings_in(logged) if "is still running" in text]
     assert len(warnings) == 2 and f"process {os.getpid()} holds {lock.path}" in warnings[0]
     assert manager._asynchronous is None and "step-4" in steps_in(manager.root)
     lock.release()
@@ -604,7 +605,7 @@ def test_values_that_outgrow_their_room_cost_snapshots_and_not_the_run(
     # Larger memory is taken, and what could not be saved is saved.
     steps(manager, state, mesh, 2)
     saver = saver_of(manager)
-    assert not saver.has_outgrown
+    assert not saver.needs_larger_region
     until(manager, mesh, lambda: saver.saved_step is not None, "a step is saved")
     complete(manager, mesh)
     crash(manager)
@@ -628,7 +629,7 @@ def test_waiting_for_a_writer_that_hangs_is_said_again_and_again(
     logged: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torchtitan_lite.checkpoint.asynchronous._WARNING_S", 0.2)
+    monkeypatch.setattr("torchtitan_lite.checkpoint.async_saver._WARNING_S", 0.2)
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
     steps(manager, state, mesh, 1)
@@ -653,5 +654,5 @@ def test_waiting_for_a_writer_that_hangs_is_said_again_and_again(
     took_s = time.monotonic() - started
     said = [text for text in warnings_in(logged) if waiting in text]
     assert len(said) > 1
-    waited_s = [int(text.partition("have waited for it for ")[2].split()[0]) for text in said]
+    waited_s = [int(text.partition("have waited for ")[2].split()[0]) for text in said]
     assert waited_s == sorted(waited_s) and waited_s[-1] <= took_s + 1

@@ -20,9 +20,9 @@ from tests.unit.checkpoint.conftest import (
     same,
     steps_in,
 )
-from torchtitan_lite.checkpoint.background.coworkers import Coworkers
-from torchtitan_lite.checkpoint.memory.folder import runs
-from torchtitan_lite.checkpoint.storage.posix import LocalFolder
+from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.memory.folder import list_runs
+from torchtitan_lite.checkpoint.storage.posix import LocalStorage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 
 _DATA = "rank-00000.safetensors"
@@ -106,7 +106,7 @@ def test_what_cannot_be_read_now_is_not_taken_for_damage(
     def fails(*_: object) -> None:
         raise OSError(number, "not now")
 
-    monkeypatch.setattr(LocalFolder, "read_into", fails)
+    monkeypatch.setattr(LocalStorage, "read_into", fails)
     with pytest.raises(CheckpointError, match=r"step-2/rank-00000.safetensors cannot .* not now"):
         manage(SmallState()).restore()
     monkeypatch.undo()
@@ -261,7 +261,7 @@ def test_training_goes_on_when_a_save_fails_but_the_last_save_must_not(
     errors = [record.getMessage() for record in logged.records if record.levelname == "ERROR"]
     assert len(errors) == 1
     assert errors[0].startswith(f"Step 1 was not saved in {manager.root}: ")
-    assert errors[0].endswith("Training goes on.")
+    assert errors[0].endswith("Training continues.")
     with pytest.raises(CheckpointError, match="Step 1 was not saved"):
         manager.final_save(finished=True)
     Path(manager.root).unlink()
@@ -276,22 +276,22 @@ def test_a_save_that_failed_waits_until_all_replicas_hold_the_same(
     manager = manage(state, interval=4, enable_first_step_checkpoint=False)
     root = Path(manager.root)
 
-    def step(*, alike: bool) -> None:
+    def step(*, same_state: bool) -> None:
         state.take_step()
-        manager.settle(manager.counted(torch.device("cpu")))
-        manager.join(Coworkers(0, 2, alike=alike))
+        manager.apply_signals(manager.local_signals(torch.device("cpu")))
+        manager.set_writer_group(WriterGroup(0, 2, same_state=same_state))
         manager.after_step()
 
     for number in range(1, 5):
         if number == 4:
             root.write_text("a file where the folder should be")
-        step(alike=number == 4)
+        step(same_state=number == 4)
     assert [one for one in logged.records if "Step 4 was not saved" in one.getMessage()]
     root.unlink()
     for _ in range(2):
-        step(alike=False)
+        step(same_state=False)
     assert not root.exists() or steps_in(root) == []
-    step(alike=True)
+    step(same_state=True)
     assert steps_in(root) == ["step-7"]
 
 
@@ -333,7 +333,7 @@ def test_the_last_save_can_be_the_weights_alone_in_another_dtype(manage: Manage)
         exported,
         {n: t.bfloat16() if t.is_floating_point() else t for n, t in state.model.items()},
     )
-    with pytest.raises(CheckpointError, match="holds the weights only, so training cannot resume"):
+    with pytest.raises(CheckpointError, match="holds weights only, so training cannot resume"):
         manage(SmallState()).restore()
 
 
@@ -350,10 +350,10 @@ def test_a_finished_run_whose_weights_alone_were_saved_is_found_finished(manage:
     assert again.step == 2 and torch.equal(again.model["model.weight"], state.model["model.weight"])
     assert restarted.final_save(finished=True) == folder
     assert Path(str(folder), "manifest.json").stat().st_ino == written
-    with pytest.raises(CheckpointError, match="holds the weights only, so training cannot resume"):
+    with pytest.raises(CheckpointError, match="holds weights only, so training cannot resume"):
         manage(SmallState(), last_step=3, **settings).restore()
     elsewhere = {"folder": "elsewhere", "initial_load_path": folder}
-    with pytest.raises(CheckpointError, match="holds the weights only, so training cannot resume"):
+    with pytest.raises(CheckpointError, match="holds weights only, so training cannot resume"):
         manage(SmallState(), last_step=2, initial_load_model_only=False, **elsewhere).restore()
 
 
@@ -495,4 +495,4 @@ def test_a_run_that_waits_for_its_saves_leaves_nothing_in_memory(
     manager.restore()
     run_steps(manager, state, 1)
     manager.final_save(finished=True)
-    assert run_id_in(tmp_path) not in [run.run_id for run in runs()]
+    assert run_id_in(tmp_path) not in [run.run_id for run in list_runs()]

@@ -13,10 +13,9 @@ _FOLDER = Path(torchtitan_lite.__file__).parent / "checkpoint"
 _MODULES = sorted(set(_FOLDER.rglob("*.py")) - set(_FOLDER.glob("interchange/*")))
 _PLANNER = {
     "torchtitan_lite.redistribute",
-    "torchtitan_lite.redistribute.acting",
-    "torchtitan_lite.redistribute.copies",
+    "torchtitan_lite.redistribute.storage",
     "torchtitan_lite.redistribute.layout",
-    "torchtitan_lite.redistribute.holder_mesh",
+    "torchtitan_lite.redistribute.placements",
 }
 _PLANNERS_OWN = {"Box", "intervals", "overlap", "partition"}
 _TORCHS = "torch.distributed.tensor"

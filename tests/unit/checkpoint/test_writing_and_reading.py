@@ -23,9 +23,9 @@ from tests.unit.checkpoint.conftest import (
     steps_in,
 )
 from torchtitan_lite import rng
-from torchtitan_lite.checkpoint.loader import load
+from torchtitan_lite.checkpoint.loading import load
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
-from torchtitan_lite.checkpoint.storage.storage import open_storage
+from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.mesh import Degrees, Mesh
 
@@ -380,7 +380,7 @@ def _lone_surrogate(raw: dict[str, Any]) -> None:
         (_layout_that_repeats, r"layout 0: Holder rank-99998.safetensors is twice"),
         (_layout_of_many_axes, r"layout 0 .*has 50001 axes"),
         (_layout_of_nonsense, r"layout 0: .* is no placement"),
-        (_lone_surrogate, r"manifest.json is damaged at tensors.* a name that can be printed"),
+        (_lone_surrogate, r"manifest.json is damaged at tensors.* not a printable name"),
     ],
 )
 def test_a_manifest_that_cannot_be_true_is_refused_quickly(
@@ -415,7 +415,7 @@ def test_a_changed_value_is_found_by_the_manifests_own_checksum(saved: Path) -> 
     text = path.read_text()
     assert '"cursor": 8' in text
     path.write_text(text.replace('"cursor": 8', '"cursor": 9'))
-    with pytest.raises(DamagedCheckpoint, match="its own checksum does not hold"):
+    with pytest.raises(DamagedCheckpoint, match="its own checksum does not match"):
         manifest_in(saved)
 
 
@@ -430,7 +430,7 @@ def test_a_manifest_that_is_no_manifest_is_refused(saved: Path, content: bytes) 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(saved: Path) -> None:
     (saved / "manifest.json").unlink()
-    with pytest.raises(DamagedCheckpoint, match=r"holds no manifest\.json, so it is no complete"):
+    with pytest.raises(DamagedCheckpoint, match=r"no manifest\.json, so it is not a complete"):
         manifest_in(saved)
 
 

@@ -12,7 +12,7 @@ import torch
 from tests.hugging_face import add_tokenizer, make_folder
 from tests.job import FIXTURE
 from tests.stored import change, store
-from torchtitan_lite.checkpoint.hugging_face.assets import keep_assets
+from torchtitan_lite.checkpoint.hugging_face.folder import save_assets
 from torchtitan_lite.cli import main
 from torchtitan_lite.config import Config, to_record
 from torchtitan_lite.data.corpus import open_corpus
@@ -88,14 +88,14 @@ def test_the_tokenizer_beside_the_checkpoints_is_preferred(
     saved: Path, mesh: Mesh, tmp_path: Path
 ) -> None:
     folder = add_tokenizer(make_folder(tmp_path / "hf", "llama"))
-    keep_assets(folder, str(saved))
+    save_assets(folder, str(saved))
     (saved / "assets" / "kept").touch()
-    keep_assets(folder, str(saved))
+    save_assets(folder, str(saved))
     assert (saved / "assets" / "kept").exists()
     (saved / "assets" / "tokenizer.json").write_text("another")
-    keep_assets(folder, str(saved))
+    save_assets(folder, str(saved))
     assert not (saved / "assets" / "kept").exists()
-    keep_assets(folder, "s3://bucket/checkpoint")
+    save_assets(folder, "s3://bucket/checkpoint")
     record(saved / "step-12", config_of(tmp_path, hf_assets_path=str(tmp_path / "gone")))
     found = tokenizer_of(open_weights(str(saved), mesh), None)
     assert found.folder == saved / "assets"

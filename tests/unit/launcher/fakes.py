@@ -15,10 +15,10 @@ from pathlib import Path
 
 from torchtitan_lite.errors import MACHINE_FAULT
 from torchtitan_lite.launcher.launcher import Launcher
-from torchtitan_lite.launcher.orphans import WRITER_MODULE
-from torchtitan_lite.launcher.plan import Plan
-from torchtitan_lite.launcher.supervised import obey_launcher
-from torchtitan_lite.launcher.view import PlainLines
+from torchtitan_lite.launcher.plan import LaunchPlan
+from torchtitan_lite.launcher.processes import WRITER_MODULE
+from torchtitan_lite.launcher.status_view import PlainLines
+from torchtitan_lite.launcher.supervised import attach_to_launcher
 
 _SLEEP = "import time; time.sleep(600)"
 _WRITER = """
@@ -35,7 +35,7 @@ def fake(kind: str, *arguments: object) -> list[str]:
 
 
 def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, grace: float) -> int:
-    plan = Plan(
+    plan = LaunchPlan(
         num_replicas=replicas,
         ranks=range(1, ranks + 1) if mode.startswith(("slots", "dies")) else [ranks],
         slots_file=folder / "slots" if mode.startswith("slots") else None,
@@ -47,7 +47,7 @@ def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, gr
         log_dir=folder / "logs",
         max_restarts=restarts,
         grace_s=grace,
-        messenger_command=lambda address: fake("messenger", folder, address),
+        notifier_command=lambda address: fake("messenger", folder, address),
     )
     launcher = Launcher(plan, PlainLines())
     status = launcher.run()
@@ -104,7 +104,7 @@ def _nap(stops: list[bool]) -> None:
 
 
 def rank(folder: Path, mode: str, replica: int) -> int:
-    obey_launcher()
+    attach_to_launcher()
     number = os.environ["RANK"]
     print(f"rank {number} with {os.environ['TORCHFT_LIGHTHOUSE']}", flush=True)
     leaves: list[bool] = []

@@ -175,7 +175,7 @@ def test_a_wrong_setting_is_given_up_early_and_shown(tmp_path: Path) -> None:
     assert "Replica 0 is given up: it failed 2 times in the same way" in output
     assert "rank 0: exit status 1." in output
     assert "rank_0.log ends with: " in output
-    assert "attempt_00/rank_0.log ends so:\n    rank 0 with http" in output
+    assert "attempt_00/rank_0.log ends with:\n    rank 0 with http" in output
     assert output.rstrip().endswith("training.steps is wrong")
     assert output.count("started") == 2
     assert not pids(tmp_path)
@@ -217,25 +217,25 @@ def test_replicas_re_form_as_places_go_and_come(tmp_path: Path) -> None:
         until_training(tmp_path, times=3)
         process.send_signal(signal.SIGTERM)
         output = end_of(process, tmp_path, 0)
-    assert "slots is not as" in output
-    assert "all replicas re-form with 1 rank each: replica 1 has place for 1" in output
-    assert "all replicas re-form with 2 ranks each: the places are back" in output
-    assert output.count(": left, to re-form") == 4 and "failed" not in output
+    assert "slots is not of the form" in output
+    assert "all replicas resize to 1 rank each: replica 1 has slots for 1" in output
+    assert "all replicas resize to 2 ranks each: the slots are back" in output
+    assert output.count(": left to resize") == 4 and "failed" not in output
     assert not pids(tmp_path)
 
 
 def test_a_place_where_a_rank_keeps_dying_is_done_without_and_tried_again(tmp_path: Path) -> None:
     with launched(tmp_path, "dies", 2, 2, 20) as process:
         # On a busy machine three deaths and restarts take a minute.
-        waiting.until(lambda: said(tmp_path, "all replicas re-form with 1 rank each"), 150)
-        waiting.until(lambda: said(tmp_path, "all replicas re-form with 2 ranks each"), 150)
+        waiting.until(lambda: said(tmp_path, "all replicas resize to 1 rank each"), 150)
+        waiting.until(lambda: said(tmp_path, "all replicas resize to 2 ranks each"), 150)
         until(lambda: len(pids(tmp_path, "rank")) > 2)
         process.send_signal(signal.SIGTERM)
         output = end_of(process, tmp_path, 0)
-    first, grown = output.split("all replicas re-form with 1 rank each: ")[:2]
+    first, grown = output.split("all replicas resize to 1 rank each: ")[:2]
     assert first.count("replica 1: failed, rank 1: killed by SIGKILL") >= 3
-    assert grown.startswith("a rank of replica 1 died 3 times in a row")
-    assert "all replicas re-form with 2 ranks each" in grown
+    assert grown.startswith("a rank of replica 1 failed 3 times in a row")
+    assert "all replicas resize to 2 ranks each" in grown
     assert not pids(tmp_path)
 
 
@@ -269,7 +269,7 @@ def test_writers_outlive_their_trainer_and_nothing_else_does(tmp_path: Path) -> 
         (writer,), (stray,) = pids(tmp_path, "writer"), pids(tmp_path, "stray")
         process.send_signal(signal.SIGTERM)
         until(lambda: len(list(tmp_path.glob("saved-*"))) == 2)
-        until(lambda: said(tmp_path, "waiting for writers of checkpoints"))
+        until(lambda: said(tmp_path, "waiting for checkpoint writers"))
         assert is_alive(writer)
         (tmp_path / "go").touch()
         end_of(process, tmp_path, 0)

@@ -8,10 +8,13 @@ import pytest
 from torchtitan_lite.cli import main
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher import goodput
-from torchtitan_lite.launcher.arguments import dump_folder
-from torchtitan_lite.launcher.log_lines import LineFilter, last_lines, without_numbers
-from torchtitan_lite.launcher.plan import Plan, training_plan
-from torchtitan_lite.launcher.progress import Progress
+from torchtitan_lite.launcher.logs import (
+    ReplicaProgress,
+    TorchftLogFilter,
+    last_lines,
+    mask_numbers,
+)
+from torchtitan_lite.launcher.plan import LaunchPlan, dump_folder, training_plan
 
 CHATTER = b"2026-01-01T00:00:00.000 [INFO] [torchft::manager] - [Replica 0] start quorum"
 
@@ -71,12 +74,12 @@ def test_plan(config: str) -> None:
     )
     options = "--bind a:1 --min-replicas 2 --join-timeout-ms 2000"
     assert " ".join(plan.lighthouse_command("a:1")).endswith(options)
-    assert plan.logs(1) == Path("from_file/launch_logs/replica_001")
-    assert plan.metrics(0) == Path("from_file/replica_000/metrics.jsonl")
+    assert plan.log_folder(1) == Path("from_file/launch_logs/replica_001")
+    assert plan.metrics_file(0) == Path("from_file/replica_000/metrics.jsonl")
 
 
-def plan_with(environment: dict[str, str]) -> Plan:
-    return Plan(
+def plan_with(environment: dict[str, str]) -> LaunchPlan:
+    return LaunchPlan(
         num_replicas=1,
         ranks=[1],
         group_command=lambda number, ranks: [],
@@ -90,19 +93,19 @@ def plan_with(environment: dict[str, str]) -> Plan:
 def test_environment() -> None:
     given = {"RANK": "3", "PATH": "/bin", "OMP_NUM_THREADS": "8"}
     plan = plan_with(given)
-    environment = plan.first_environment()
+    environment = plan.base_environment()
     assert "RANK" not in environment and environment["PATH"] == "/bin"
     assert environment["OMP_NUM_THREADS"] == "8"
     assert len(environment["TORCHTITAN_LITE_TOKEN"]) >= 16
     assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > plan.grace_s
     given["TORCHTITAN_LITE_TOKEN"] = "a secret of the user"
-    kept = plan_with(given).first_environment()
+    kept = plan_with(given).base_environment()
     assert kept["TORCHTITAN_LITE_TOKEN"] == "a secret of the user"
 
 
 def test_filter_takes_whole_lines() -> None:
     stream = b"one\n" + CHATTER + b"\ntwo\nthr"
-    found, filter_ = [], LineFilter()
+    found, filter_ = [], TorchftLogFilter()
     for place in range(0, len(stream), 7):
         found += filter_.feed(stream[place : place + 7])
     assert found == [b"one", b"two"]
@@ -117,7 +120,7 @@ def test_last_lines(tmp_path: Path) -> None:
 
 def test_what_lines_have_in_common() -> None:
     first, second = "12:00:01 port 4000 at 0xab12", "12:00:02 port 4711 at 0xfe"
-    assert without_numbers(first) == without_numbers(second) == "#:#:# port # at #"
+    assert mask_numbers(first) == mask_numbers(second) == "#:#:# port # at #"
 
 
 def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,43 +143,43 @@ def step(number: int) -> str:
 def test_progress_leaves_out_what_an_earlier_attempt_wrote(tmp_path: Path) -> None:
     metrics, log = tmp_path / "metrics.jsonl", tmp_path / "rank_0.log"
     metrics.write_text(step(1) + step(2) + step(3))
-    progress = Progress(metrics, log)
-    progress.look()
-    assert progress.record is None
+    progress = ReplicaProgress(metrics, log)
+    progress.update()
+    assert progress.last_step is None
     # The trainer resumes at step 1.
     (tmp_path / "new").write_text(step(1))
     (tmp_path / "new").rename(metrics)
-    progress.look()
-    assert progress.record is None
+    progress.update()
+    assert progress.last_step is None
     with metrics.open("a") as file:
         file.write(json.dumps({"event": "resume", "step": 1, "loss": 0}) + "\n" + step(2)[:5])
-    progress.look()
-    assert progress.record is None
+    progress.update()
+    assert progress.last_step is None
     with metrics.open("a") as file:
         file.write(step(2)[5:])
-    progress.look()
-    assert progress.record is not None and progress.record["step"] == 2
+    progress.update()
+    assert progress.last_step is not None and progress.last_step["step"] == 2
 
 
 def test_progress_sees_healing(tmp_path: Path) -> None:
     metrics, log = tmp_path / "metrics.jsonl", tmp_path / "rank_0.log"
-    progress = Progress(metrics, log)
+    progress = ReplicaProgress(metrics, log)
     log.write_text("12:00:00 Receiving the state of another replica, at sample 4.\n")
-    progress.look()
+    progress.update()
     assert progress.is_healing
     metrics.write_text("no JSON\n" + step(5))
-    progress.look()
-    assert not progress.is_healing and progress.record == {"step": 5, "loss": 1.0}
+    progress.update()
+    assert not progress.is_healing and progress.last_step == {"step": 5, "loss": 1.0}
 
 
 def test_progress_ignores_step_times_that_are_not_finite(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    progress = Progress(metrics, tmp_path / "rank_0.log")
+    progress = ReplicaProgress(metrics, tmp_path / "rank_0.log")
     lines = ['{"event": "start", "step": 0, "steps": 14}']
     for taken_s in ("1e999", "NaN", "-Infinity", "2.0", "Infinity"):
         lines.append(f'{{"step": 4, "loss": 1.0, "step_time_s": {taken_s}}}')
     metrics.write_text("\n".join(lines) + "\n")
-    progress.look()
+    progress.update()
     assert progress.time_left_s == 20.0
 
 

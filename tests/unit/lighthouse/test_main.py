@@ -45,7 +45,7 @@ def test_it_says_where_it_listens_and_ends_on_a_signal(number: signal.Signals) -
         told = client.status(address, TOKEN, 30)
         numbers = "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms"
         assert [told[name] for name in numbers] == [3, 2000, 4000]
-        assert client.tell_left(address, "a", TOKEN, 30) == []
+        assert client.notify_left(address, "a", TOKEN, 30) == []
         process.send_signal(number)
         assert process.communicate(timeout=60) == ("", "")
         assert process.returncode == 0
@@ -62,7 +62,7 @@ def test_no_id_comes_again_when_it_is_started_again() -> None:
                 assert quorum is not None and quorum.quorum_id not in told
                 told.add(quorum.quorum_id)
                 crew.die(replica_id)
-                client.tell_left(address, replica_id, TOKEN, 30)
+                client.notify_left(address, replica_id, TOKEN, 30)
 
 
 def _fails(*arguments: str) -> str:
@@ -81,7 +81,7 @@ def _fails(*arguments: str) -> str:
 def test_what_a_user_can_mend_is_one_line() -> None:
     with _lighthouse() as (_, address):
         assert "another process listens there" in _fails("--bind", address)
-    assert "min_replicas = 0 is too little" in _fails("--min-replicas", "0")
+    assert "min_replicas = 0 is too small" in _fails("--min-replicas", "0")
 
 
 def test_no_torch_is_imported() -> None:

@@ -106,7 +106,7 @@ def test_one_that_has_left_is_not_waited_for(
     time.sleep(0.3)
     assert not any(answer.done() for answer in waiting)
     started_s = time.monotonic()
-    client.tell_left(service.address, "replica_2", TOKEN, 30)
+    client.notify_left(service.address, "replica_2", TOKEN, 30)
     found = [answer.result() for answer in waiting]
     assert time.monotonic() - started_s < 10
     assert [(one.quorum_id, one.replica_world_size) for one in found] == [(2, 2), (2, 2)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_lite.errors import LighthouseError
-from torchtitan_lite.lighthouse.rules import Asking, Quorum, QuorumSettings, Rules
+from torchtitan_lite.lighthouse.rules import Quorum, QuorumRules, QuorumSettings, WaitingReplica
 
 NOW_S = 1000.0
 SETTINGS = QuorumSettings(min_replicas=2, join_timeout_ms=3000, heartbeat_timeout_ms=5000)
@@ -38,10 +38,12 @@ class Case:
 
 
 CASES = [
-    Case("nobody asks", None, {}, {"a": 0}, reason="nobody asks"),
-    Case("all live replicas ask", ("a", "b"), {"b": 1, "a": 0}, reason="all live"),
-    Case("too few", None, {"a": 1}, reason="2 are needed", changes_in_s=4),
-    Case("too few of the last quorum", None, {"a": 0}, previous=("a", "b"), reason="2 are needed"),
+    Case("no replica waits", None, {}, {"a": 0}, reason="no replica waits"),
+    Case("all live replicas wait", ("a", "b"), {"b": 1, "a": 0}, reason="all live"),
+    Case("too few", None, {"a": 1}, reason="2 are required", changes_in_s=4),
+    Case(
+        "too few of the last quorum", None, {"a": 0}, previous=("a", "b"), reason="2 are required"
+    ),
     Case(
         "one who may join", None, {"a": 1, "b": 2}, {"c": 0}, reason="c may still", changes_in_s=1
     ),
@@ -53,7 +55,7 @@ CASES = [
         reason="c may still",
         changes_in_s=0.5,
     ),
-    Case("waited long enough", ("a", "b"), {"a": 1, "b": 3}, {"c": 0}, reason="nobody else"),
+    Case("waited long enough", ("a", "b"), {"a": 1, "b": 3}, {"c": 0}, reason="the join timeout"),
     Case("the last heartbeat counts no more", ("a", "b"), {"a": 0, "b": 0}, {"c": 5}),
     Case("it still counts", None, {"a": 0, "b": 0}, {"c": 4.99}, reason="c may still"),
     Case("who asks and is silent is out", ("b", "c"), {"a": 6, "b": 0, "c": 0}, {"a": 6}),
@@ -62,7 +64,7 @@ CASES = [
     Case("the last quorum is back", ("a", "b"), dict.fromkeys("ab", 0), {"c": 0}, ("a", "b")),
     Case("back, and others too", ("a", "b", "c"), dict.fromkeys("abc", 0), {"d": 0}, ("a", "b")),
     Case("back, with fewer than needed", ("a",), {"a": 0}, dict.fromkeys("bcd", 0), ("a",)),
-    Case("back but silent", None, {"a": 6, "b": 0}, {"a": 6}, ("a", "b"), "2 are needed"),
+    Case("back but silent", None, {"a": 6, "b": 0}, {"a": 6}, ("a", "b"), "2 are required"),
     Case("one of them is not back", None, {"a": 0, "c": 0}, {"b": 0}, ("a", "b"), "b may still"),
     Case("one of them died", ("a", "c"), {"a": 0, "c": 0}, {"b": 5}, ("a", "b")),
     Case("a replica with a new uuid", ("a:1", "b:2"), {"a:1": 0, "b:2": 0}, {}, ("a:1", "b:1")),
@@ -70,16 +72,16 @@ CASES = [
     Case("newcomers want none", ("a", "b"), {"a": 0, "b": 0, "c!": 0}, {}, ("a", "b")),
     Case("no newcomers, one died", ("a",), {"a!": 0, "c": 0}, {}, ("a", "b")),
     Case("no newcomers to the first quorum", ("a", "b"), {"a!": 0, "b!": 0}),
-    Case("nobody is admitted", None, {"c!": 0, "d": 0}, {}, ("a", "b"), "nobody is admitted"),
+    Case("nobody is admitted", None, {"c!": 0, "d": 0}, {}, ("a", "b"), "only members"),
     Case("ids sort as texts", ("a10", "a9", "b"), {"b": 0, "a9": 0, "a10": 0}),
 ]
 
 
-def _rules(case: Case) -> Rules:
-    rules = Rules(SETTINGS)
+def _rules(case: Case) -> QuorumRules:
+    rules = QuorumRules(SETTINGS)
     for text, age_s in case.asking.items():
         replica = Replica(text.rstrip("!"), shrink_only=text.endswith("!"))
-        rules.asking[replica.replica_id] = Asking(replica, NOW_S - age_s)
+        rules.waiting[replica.replica_id] = WaitingReplica(replica, NOW_S - age_s)
         rules.heartbeats[replica.replica_id] = NOW_S - min(age_s, 1)
     rules.heartbeats |= {one: NOW_S - age_s for one, age_s in case.silent.items()}
     if case.previous is not None:
@@ -90,7 +92,7 @@ def _rules(case: Case) -> Rules:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_who_is_in_a_quorum(case: Case) -> None:
     rules = _rules(case)
-    verdict = rules.verdict(NOW_S)
+    verdict = rules.evaluate(NOW_S)
     ids = None if verdict.members is None else tuple(one.replica_id for one in verdict.members)
     assert ids == case.expected
     assert case.reason in verdict.reason
@@ -98,15 +100,15 @@ def test_who_is_in_a_quorum(case: Case) -> None:
         assert verdict.until_s == NOW_S + case.changes_in_s
 
 
-def _ask(rules: Rules, now_s: float, *replicas: str | Replica) -> Quorum | None:
+def _ask(rules: QuorumRules, now_s: float, *replicas: str | Replica) -> Quorum | None:
     """All ask at once; the quorum that is made then."""
     for replica in replicas:
-        rules.ask(Replica(replica) if isinstance(replica, str) else replica, now_s)
-    return rules.decide(now_s)
+        rules.request_quorum(Replica(replica) if isinstance(replica, str) else replica, now_s)
+    return rules.form_quorum(now_s)
 
 
 def test_the_id_grows_when_the_members_change() -> None:
-    rules = Rules(SETTINGS)
+    rules = QuorumRules(SETTINGS)
     told = []
     for second, asking in enumerate(["ab", "ab", "abc", "cba", "abcd"]):
         quorum = _ask(rules, second, *asking)
@@ -117,7 +119,7 @@ def test_the_id_grows_when_the_members_change() -> None:
 
 
 def test_the_id_grows_with_each_step_that_a_member_could_not_commit() -> None:
-    rules = Rules(SETTINGS)
+    rules = QuorumRules(SETTINGS)
     told = []
     for second, failures in enumerate([0, 0, 1, 2, 0]):
         quorum = _ask(rules, second, "a", Replica("b", commit_failures=failures))
@@ -127,7 +129,7 @@ def test_the_id_grows_with_each_step_that_a_member_could_not_commit() -> None:
 
 
 def test_failures_of_those_who_are_left_out_do_not_count() -> None:
-    rules = Rules(SETTINGS)
+    rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a", "b")
     quorum = _ask(rules, 1, Replica("c", commit_failures=1), Replica("a", shrink_only=True), "b")
     assert quorum is not None
@@ -135,109 +137,109 @@ def test_failures_of_those_who_are_left_out_do_not_count() -> None:
 
 
 def test_members_ask_no_more_and_others_wait_anew() -> None:
-    rules = Rules(SETTINGS)
+    rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a", "b")
     assert _ask(rules, 1, "c") is None
     assert _ask(rules, 2, Replica("a", shrink_only=True), "b")
-    assert {one: asking.since_s for one, asking in rules.asking.items()} == {"c": 2}
+    assert {one: asking.since_s for one, asking in rules.waiting.items()} == {"c": 2}
     quorum = _ask(rules, 3, "a", "b")
     assert quorum is not None
     assert (quorum.quorum_id, quorum.ids) == (2, ("a", "b", "c"))
 
 
 def test_asking_again_does_not_begin_the_wait_anew() -> None:
-    rules = Rules(SETTINGS)
-    rules.beat("c", 0)
+    rules = QuorumRules(SETTINGS)
+    rules.heartbeat("c", 0)
     assert _ask(rules, 0, "a", "b") is None
-    rules.withdraw("a")
-    rules.beat("c", 2)
+    rules.cancel_request("a")
+    rules.heartbeat("c", 2)
     assert _ask(rules, 2, "a", "b") is None
-    assert rules.decide(2.9) is None
-    assert rules.decide(3)
+    assert rules.form_quorum(2.9) is None
+    assert rules.form_quorum(3)
 
 
 def test_ids_of_an_earlier_lighthouse_do_not_come_again() -> None:
-    rules = Rules(SETTINGS, first_id=1000)
+    rules = QuorumRules(SETTINGS, first_id=1000)
     found = _ask(rules, 0, "a", "b")
     assert found is not None and found.quorum_id == 1001
 
 
 def test_who_withdraws_is_in_no_quorum() -> None:
-    rules = Rules(SETTINGS)
+    rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a") is None
-    rules.withdraw("a")
+    rules.cancel_request("a")
     assert _ask(rules, 1, "b") is None
     assert rules.is_healthy("a", 1)
 
 
 @pytest.mark.parametrize("told", ["c:1", "c"])
 def test_a_replica_that_has_left_is_not_waited_for(told: str) -> None:
-    rules = Rules(SETTINGS)
+    rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a:1", "b:1", "c:1")
     assert _ask(rules, 1, "a:1", "b:1") is None
-    assert rules.left(told) == ["c:1"]
-    quorum = rules.decide(1)
+    assert rules.mark_left(told) == ["c:1"]
+    quorum = rules.form_quorum(1)
     assert quorum is not None
     assert (quorum.quorum_id, quorum.ids) == (2, ("a:1", "b:1"))
 
 
 def test_a_replica_that_has_left_is_no_participant() -> None:
-    rules = Rules(SETTINGS)
+    rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a:1") is None
-    assert rules.left("a") == ["a:1"]
+    assert rules.mark_left("a") == ["a:1"]
     assert _ask(rules, 0, "b:1") is None
-    assert rules.asking.keys() == {"b:1"}
+    assert rules.waiting.keys() == {"b:1"}
 
 
 def test_what_still_arrives_from_it_does_not_count() -> None:
-    rules = Rules(SETTINGS)
+    rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a:1", "b:1", "c:1")
-    rules.left("c")
-    assert not rules.beat("c:1", 1)
-    assert not rules.ask(Replica("c:1"), 1)
+    rules.mark_left("c")
+    assert not rules.heartbeat("c:1", 1)
+    assert not rules.request_quorum(Replica("c:1"), 1)
     quorum = _ask(rules, 1, "a:1", "b:1")
     assert quorum is not None
     assert quorum.ids == ("a:1", "b:1")
 
 
 def test_it_returns_with_another_uuid() -> None:
-    rules = Rules(SETTINGS)
+    rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a:1", "b:1")
-    assert rules.left("b") == ["b:1"]
+    assert rules.mark_left("b") == ["b:1"]
     quorum = _ask(rules, 1, "a:1", "b:2")
     assert quorum is not None
     assert quorum.ids == ("a:1", "b:2")
-    assert rules.left("b") == ["b:2"]
+    assert rules.mark_left("b") == ["b:2"]
 
 
 def test_an_id_without_a_uuid_may_return() -> None:
-    rules = Rules(SETTINGS)
+    rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a", "b")
-    assert rules.left("b") == ["b"]
-    assert rules.left("b") == []
+    assert rules.mark_left("b") == ["b"]
+    assert rules.mark_left("b") == []
     assert _ask(rules, 1, "a", "b")
 
 
 def test_other_names_do_not_leave() -> None:
-    rules = Rules(SETTINGS)
+    rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "replica_1:x", "replica_10:x", "replica_1:y:z", "y:replica_1:x")
-    assert rules.left("replica_1") == ["replica_1:x", "replica_1:y:z"]
-    assert rules.left("x") == []
+    assert rules.mark_left("replica_1") == ["replica_1:x", "replica_1:y:z"]
+    assert rules.mark_left("x") == []
 
 
 def test_the_last_quorum_of_one_that_has_left_can_be_had_again_by_nobody() -> None:
-    rules = Rules(QuorumSettings(1, 3000, 5000))
+    rules = QuorumRules(QuorumSettings(1, 3000, 5000))
     assert _ask(rules, 0, "a:1")
-    assert rules.left("a") == ["a:1"]
-    assert rules.decide(0) is None
+    assert rules.mark_left("a") == ["a:1"]
+    assert rules.form_quorum(0) is None
     quorum = _ask(rules, 0, "b:1")
     assert quorum is not None
     assert (quorum.quorum_id, quorum.ids) == (2, ("b:1",))
 
 
 def test_replicas_long_silent_are_forgotten() -> None:
-    rules = Rules(SETTINGS)
-    rules.beat("old", 0)
+    rules = QuorumRules(SETTINGS)
+    rules.heartbeat("old", 0)
     assert _ask(rules, 100, "a", "b")
     assert "old" in rules.heartbeats
     assert _ask(rules, 1000, "a", "b")
@@ -246,7 +248,7 @@ def test_replicas_long_silent_are_forgotten() -> None:
 
 @pytest.mark.parametrize("wrong", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
 def test_impossible_settings(wrong: tuple[int, int, int]) -> None:
-    with pytest.raises(LighthouseError, match="too little"):
+    with pytest.raises(LighthouseError, match="too small"):
         QuorumSettings(*wrong)
 
 
@@ -263,9 +265,9 @@ def test_nothing_changes_before_the_time_that_is_told(
     asking: dict[str, float], silent: dict[str, float], previous: tuple[str, ...], part: float
 ) -> None:
     rules = _rules(Case("", None, asking, silent, previous))
-    verdict = rules.verdict(NOW_S)
+    verdict = rules.evaluate(NOW_S)
     until_s = NOW_S + 1000 if verdict.until_s is None else verdict.until_s
     assert until_s > NOW_S
     between_s = NOW_S + part * (until_s - NOW_S)
     if between_s < until_s:
-        assert rules.verdict(between_s) == verdict
+        assert rules.evaluate(between_s) == verdict

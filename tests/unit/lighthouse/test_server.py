@@ -61,7 +61,7 @@ def test_a_quorum_comes_at_once_when_a_replica_is_told_to_have_left(
     time.sleep(0.2)
     assert not waiting.done()
     started_s = time.monotonic()
-    assert client.tell_left(service.address, "b", TOKEN, _ANSWER_S) == ["b:1"]
+    assert client.notify_left(service.address, "b", TOKEN, _ANSWER_S) == ["b:1"]
     told = waiting.result()
     assert time.monotonic() - started_s < _AT_ONCE_S
     assert told is not None
@@ -85,8 +85,8 @@ def test_who_has_left_is_told_so(service: LighthouseService, crew: Crew) -> None
     crew.live("a:1", "b:1")
     waiting = crew.ask("a:1")
     _until_asking(service, ("a:1", 0))
-    assert service.left("a:1") == ["a:1"]
-    with pytest.raises(RuntimeError, match="a:1 has left"):
+    assert service.mark_left("a:1") == ["a:1"]
+    with pytest.raises(RuntimeError, match="a:1 was reported to have left"):
         waiting.result()
     with pytest.raises(RuntimeError, match="under a new id"):
         crew.ask("a:1").result()
@@ -157,7 +157,7 @@ def test_status(service: LighthouseService, crew: Crew) -> None:
         ("a", True),
         ("b", True),
     ]
-    assert told["verdict"] == "1 of 2 live replicas ask, more than half are needed"
+    assert told["verdict"] == "1 of 2 live replicas wait, more than half are required"
     assert told["heartbeat_timeout_ms"] == 60_000
     assert told.keys() == service.status().keys()
     assert crew.ask_all("b", step=5) == [waiting.result()]
@@ -167,7 +167,7 @@ def test_status(service: LighthouseService, crew: Crew) -> None:
 def test_another_token_is_refused(service: LighthouseService, crew: Crew, wrong: str) -> None:
     crew.live("a:1")
     with pytest.raises(LighthouseError, match="another token"):
-        client.tell_left(service.address, "a", wrong, _ANSWER_S)
+        client.notify_left(service.address, "a", wrong, _ANSWER_S)
     with pytest.raises(LighthouseError, match="another token"):
         client.status(service.address, wrong, _ANSWER_S)
     assert service.status()["replicas"]
@@ -176,8 +176,8 @@ def test_another_token_is_refused(service: LighthouseService, crew: Crew, wrong:
 def test_without_a_token_all_such_calls_are_refused() -> None:
     with LighthouseService("127.0.0.1:0", PATIENT) as service:
         with pytest.raises(LighthouseError, match="without a token"):
-            client.tell_left(service.address, "a", "", _ANSWER_S)
-        assert service.left("a") == []
+            client.notify_left(service.address, "a", "", _ANSWER_S)
+        assert service.mark_left("a") == []
 
 
 def test_nobody_answers() -> None:
@@ -203,7 +203,7 @@ def test_the_end_fails_calls_that_wait(
     started_s = time.monotonic()
     service.stop()
     service.stop()
-    with pytest.raises(RuntimeError, match="The lighthouse ends"):
+    with pytest.raises(RuntimeError, match="The lighthouse stops"):
         waiting.result()
     assert time.monotonic() - started_s < _AT_ONCE_S
     with pytest.raises(LighthouseError, match="not running"):
@@ -212,7 +212,7 @@ def test_the_end_fails_calls_that_wait(
 
 @pytest.mark.parametrize("bind", ["29510", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:99999", ":1"])
 def test_no_place_to_listen_at(bind: str) -> None:
-    with pytest.raises(LighthouseError, match="is no HOST:PORT"):
+    with pytest.raises(LighthouseError, match="is not HOST:PORT"):
         LighthouseService(bind, PATIENT).start()
 
 

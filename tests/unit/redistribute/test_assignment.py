@@ -8,7 +8,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute import HolderMesh, Layout, choose_holders, plan
-from torchtitan_lite.redistribute.assignment import Move
+from torchtitan_lite.redistribute.intersections import TensorMove
 
 SHAPES = [(12, 8), (24, 6), (5, 7)]
 
@@ -17,7 +17,7 @@ SHAPES = [(12, 8), (24, 6), (5, 7)]
 def test_no_other_choice_moves_less(count: int) -> None:
     src = Layout(HolderMesh.ranks(4), [Shard(0)])
     dst = Layout(HolderMesh.ranks(count), [Shard(0)])
-    moves = [Move(src, dst, shape, torch.float32) for shape in SHAPES]
+    moves = [TensorMove(src, dst, shape, torch.float32) for shape in SHAPES]
     chosen = choose_holders(moves, range(4))
     of_all = [
         _moved(moves, HolderMesh((count,), ranks))
@@ -30,13 +30,13 @@ def test_the_axes_and_the_order_of_equal_choices_stay() -> None:
     mesh = HolderMesh((2, 2), (0, 1, 2, 3), ("copy", "tp"))
     whole = Layout(HolderMesh.ranks(4), [Replicate()])
     chosen = choose_holders(
-        [Move(whole, Layout(mesh, [Replicate(), Shard(0)]), (4, 4), torch.float32)], range(4)
+        [TensorMove(whole, Layout(mesh, [Replicate(), Shard(0)]), (4, 4), torch.float32)], range(4)
     )
     assert chosen == mesh
 
 
 def test_what_cannot_be_chosen_is_refused() -> None:
-    one = Move(_whole(2), _whole(2), (4,), torch.float32)
+    one = TensorMove(_whole(2), _whole(2), (4,), torch.float32)
     with pytest.raises(LayoutError, match="needs 2 holders, and 1 can be chosen"):
         choose_holders([one], [0])
     with pytest.raises(LayoutError, match="lie on 2 meshes"):
@@ -47,7 +47,7 @@ def _whole(count: int) -> Layout:
     return Layout(HolderMesh.ranks(count), [Replicate()])
 
 
-def _moved(moves: list[Move], mesh: HolderMesh) -> int:
+def _moved(moves: list[TensorMove], mesh: HolderMesh) -> int:
     return sum(
         plan(move.src, Layout(mesh, move.dst.placements), move.shape, move.dtype).moved_bytes
         for move in moves

@@ -10,16 +10,17 @@ from torch.distributed.tensor import Replicate, Shard
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.calibration import (
-    Sample,
+    TimedStep,
+    calibration_steps,
     fit,
+    fraction_misordered,
+    fraction_within,
+    held_out_steps,
     predicted_s,
-    share_misordered,
-    share_within,
 )
-from torchtitan_lite.redistribute.calibration_steps import designed, held_out
 from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs, Link
-from torchtitan_lite.redistribute.holder_mesh import HolderMesh
 from torchtitan_lite.redistribute.layout import Layout
+from torchtitan_lite.redistribute.placements import HolderMesh
 from torchtitan_lite.redistribute.plan import plan
 
 MACHINE = Costs(
@@ -40,12 +41,12 @@ def seconds(num_rows: int, costs: Costs = CPU, size: int = 4) -> float:
     mesh = HolderMesh.ranks(size)
     src, dst = Layout(mesh, [Shard(0)]), Layout(mesh, [Replicate()])
     shape = (num_rows, 1024)
-    return plan(src, dst, shape, torch.float32, costs=costs, one_exchange=True).predicted_s
+    return plan(src, dst, shape, torch.float32, costs=costs, single_exchange=True).predicted_s
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    for costs in (CPU, CUDA, MACHINE.on_nodes_of(8)):
+    for costs in (CPU, CUDA, MACHINE.with_ranks_per_node(8)):
         costs.save(path)
         assert Costs.load(path) == costs
     assert [file.name for file in tmp_path.iterdir()] == ["costs.json"]
@@ -101,16 +102,16 @@ def test_ranks_take_turns_on_few_cores() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_fit_recovers_the_figures_that_made_the_times(num_ranks: int) -> None:
     samples = [
-        Sample(name="", step=step, seconds=predicted_s(step, MACHINE))
-        for step in designed(num_ranks)
+        TimedStep(name="", step=step, seconds=predicted_s(step, MACHINE))
+        for step in calibration_steps(num_ranks)
     ]
     found = fit(samples, replace(CPU, cores=MACHINE.cores))
     others = [
-        Sample(name="", step=step, seconds=predicted_s(step, MACHINE))
-        for step in held_out(num_ranks, 30)
+        TimedStep(name="", step=step, seconds=predicted_s(step, MACHINE))
+        for step in held_out_steps(num_ranks, 30)
     ]
-    assert share_within(others, found, 1.1) == 1.0
-    assert share_misordered(others, found) == 0.0
+    assert fraction_within(others, found, 1.1) == 1.0
+    assert fraction_misordered(others, found) == 0.0
     # Of two ranks nothing tells a round from a message.
     if num_ranks > 3:
         assert found.piece_s == pytest.approx(MACHINE.piece_s, rel=0.2)
@@ -121,10 +122,10 @@ def test_fit_recovers_the_figures_that_made_the_times(num_ranks: int) -> None:
 
 
 def test_shares_of_errors() -> None:
-    steps = held_out(4, 12)
-    right = [Sample(name="", step=s, seconds=predicted_s(s, MACHINE)) for s in steps]
-    assert share_within(right, MACHINE) == 1.0 and share_misordered(right, MACHINE) == 0.0
+    steps = held_out_steps(4, 12)
+    right = [TimedStep(name="", step=s, seconds=predicted_s(s, MACHINE)) for s in steps]
+    assert fraction_within(right, MACHINE) == 1.0 and fraction_misordered(right, MACHINE) == 0.0
     slower = [replace(sample, seconds=3 * sample.seconds) for sample in right]
-    assert share_within(slower, MACHINE) == 0.0 and share_misordered(slower, MACHINE) == 0.0
+    assert fraction_within(slower, MACHINE) == 0.0 and fraction_misordered(slower, MACHINE) == 0.0
     turned = [replace(sample, seconds=1 / sample.seconds) for sample in right]
-    assert share_misordered(turned, MACHINE) == 1.0
+    assert fraction_misordered(turned, MACHINE) == 1.0

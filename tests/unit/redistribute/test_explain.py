@@ -5,8 +5,13 @@ import torch
 
 from scripts.layout_syntax import parse_layout
 from torchtitan_lite.redistribute import Plan, plan
-from torchtitan_lite.redistribute.explain import explain, in_units
-from torchtitan_lite.redistribute.traffic import lower_bound_bytes, temporary_bytes, traffic
+from torchtitan_lite.redistribute.explain import (
+    explain,
+    format_bytes,
+    lower_bound_bytes,
+    temporary_bytes,
+    traffic,
+)
 
 _WAYS = [
     ("mesh=a:2,b:2 placements=S0,R", "mesh=c:4 placements=S0"),
@@ -41,7 +46,7 @@ def test_the_numbers_in_the_text_are_those_of_the_plan(src: str, dst: str) -> No
     said = explain(found)
     assert f"From: {found.src}\nTo: {found.dst}\n" in said
     assert f"Moved in all: {found.moved_bytes:,} bytes" in said
-    assert said.count("\nRound ") == (0 if found.is_nothing else len(found.rounds))
+    assert said.count("\nRound ") == (0 if found.is_noop else len(found.rounds))
     assert ("for the averages" in said) == ("avg" in src)
     costs = traffic(found)
     if found.moved_bytes:
@@ -82,7 +87,7 @@ def test_temporary_memory_is_two_buckets_or_less() -> None:
 
 def test_bytes_have_three_digits() -> None:
     numbers = (0, 1023, 1500, 1 << 20, 1023 << 10, 5 << 40)
-    assert [in_units(n) for n in numbers] == [
+    assert [format_bytes(n) for n in numbers] == [
         "0 B",
         "1023 B",
         "1.46 KiB",

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from torchtitan_lite.redistribute import HolderMesh, Layout, plan
-from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.redistribute.plan import Plan
-from torchtitan_lite.redistribute.program import blocks, slices
+from torchtitan_lite.redistribute.program import rectangles, slices
 
 SHAPE = (13, 6)
 
@@ -51,7 +51,7 @@ def test_replicas_share_the_writing() -> None:
     saving = Layout(HolderMesh.ranks(2, 2), [Replicate(), Shard(0)])
     file = Layout(HolderMesh((1,), ("all.bin",)), [Replicate()])
     to_file = plan(saving, file, (4096, 8), torch.float32)
-    sent = [sum(p.stop - p.start for p in to_file.part(rank)[0].sends) for rank in range(4)]
+    sent = [sum(p.stop - p.start for p in to_file.transfers(rank)[0].sends) for rank in range(4)]
     assert sent == [4096 * 8 // 4] * 4
 
 
@@ -74,9 +74,9 @@ def _carry_out(
     """Copy every piece from its sender; the bytes that were copied."""
     copied = 0
     for holder, result in results.items():
-        (part,) = found.part(holder)
+        (part,) = found.transfers(holder)
         for piece in (*part.receives, *part.copies):
-            for block in blocks(piece.segments, piece.start, piece.stop):
+            for block in rectangles(piece.segments, piece.start, piece.stop):
                 given = sources[piece.peer][slices(block.src, block.shape)]
                 result[slices(block.dst, block.shape)] = given
                 copied += given.nbytes

@@ -17,7 +17,7 @@ from tests.redistribution.indices import coordinates, dims_of, elements_of
 from tests.redistribution.layouts import layouts, mesh_shapes, meshes, shapes
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute import Box, HolderMesh, Layout
-from torchtitan_lite.redistribute.strided import decode_strided
+from torchtitan_lite.redistribute.placements import decode_strided
 from torchtitan_lite.torch_compat import is_strided_shard, strided_shard
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -170,7 +170,7 @@ def test_holders_are_anything_with_a_name() -> None:
     assert layout.boxes((5, 3), "second.bin") == [Box((3, 0), (2, 3))]
     assert layout.boxes((5, 3), "third.bin") == []
     assert layout.local_shape((5, 3), "third.bin") == (0,)
-    assert files.coordinate("third.bin") is None and files.place("second.bin") == 1
+    assert files.coordinate("third.bin") is None and files.position("second.bin") == 1
 
 
 def test_copies_and_pickles_are_equal() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.errors import LayoutError, RedistributionError
-from torchtitan_lite.redistribute import HolderMesh, Layout, Means, plan
+from torchtitan_lite.redistribute import ExchangeOptions, HolderMesh, Layout, plan
 
 MESH = HolderMesh.ranks(4)
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -40,4 +40,4 @@ def test_no_plan(
 
 def test_too_small_buckets_are_refused() -> None:
     with pytest.raises(RedistributionError, match="bucket_bytes = 100 .* at least 16384"):
-        Means(bucket_bytes=100)
+        ExchangeOptions(bucket_bytes=100)

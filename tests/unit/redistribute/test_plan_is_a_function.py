@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.forks import exit_status
-from torchtitan_lite.redistribute import HolderMesh, Layout, cuts, plan, roles
-from torchtitan_lite.redistribute.holder_mesh import Holder
+from torchtitan_lite.redistribute import HolderMesh, Layout, intersections, partition, plan
+from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.torch_compat import strided_shard
 
 SHAPE = (7, 5)
@@ -24,11 +24,11 @@ LAYOUTS = [Layout(mesh, placements) for mesh in MESHES for placements in PLACEME
 PAIRS = [(src, dst) for src in LAYOUTS for dst in LAYOUTS]
 CACHES: list[Callable[[], None]] = [
     plan.cache_clear,
-    roles.roles_of.cache_clear,
-    roles.places_across.cache_clear,
-    cuts.partition.cache_clear,
-    cuts.sizes.cache_clear,
-    cuts.overlap.cache_clear,
+    intersections.holder_index.cache_clear,
+    intersections.matching_positions.cache_clear,
+    partition.partition.cache_clear,
+    partition.shard_sizes.cache_clear,
+    partition.dim_intersections.cache_clear,
 ]
 TIMEOUT_S = 60
 
@@ -46,9 +46,9 @@ def test_asking_holders_in_another_order_changes_nothing() -> None:
     for src, dst in PAIRS[::7]:
         holders = _holders(src, dst)
         _forget()
-        forwards = {h: plan(src, dst, SHAPE, torch.float32).part(h) for h in holders}
+        forwards = {h: plan(src, dst, SHAPE, torch.float32).transfers(h) for h in holders}
         _forget()
-        backwards = {h: plan(src, dst, SHAPE, torch.float32).part(h) for h in holders[::-1]}
+        backwards = {h: plan(src, dst, SHAPE, torch.float32).transfers(h) for h in holders[::-1]}
         assert forwards == backwards
 
 
@@ -102,7 +102,7 @@ def _planned(pairs: list[tuple[Layout, Layout]]) -> list[object]:
     found: list[object] = []
     for src, dst in pairs:
         made = plan(src, dst, SHAPE, torch.float32)
-        parts = [made.part(holder) for holder in _holders(src, dst)]
+        parts = [made.transfers(holder) for holder in _holders(src, dst)]
         found.append((made.rounds, made.op, made.factor, made.moved_bytes, parts))
     return found
 

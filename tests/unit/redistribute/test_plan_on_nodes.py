@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tests.redistribution.replay import replay
 from torchtitan_lite.redistribute import HolderMesh, Layout, Plan, plan
-from torchtitan_lite.redistribute.collective import Collective
+from torchtitan_lite.redistribute.collectives import Collective
 from torchtitan_lite.redistribute.cost import CPU, CUDA
 
 _PLACEMENTS: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial()]
@@ -51,17 +51,17 @@ def test_what_a_node_has_comes_from_it() -> None:
     assert _crossing(_on_nodes(src, dst, (64, 64), 4)) == 0
 
 
-@pytest.mark.parametrize("costs", [CPU.on_nodes_of(4), CUDA, CUDA.on_nodes_of(4)])
+@pytest.mark.parametrize("costs", [CPU.with_ranks_per_node(4), CUDA, CUDA.with_ranks_per_node(4)])
 def test_legs_are_taken_only_where_they_are_predicted_to_be_faster(costs) -> None:
     mesh, with_legs = HolderMesh.ranks(2, 4), 0
     for given, wanted in itertools.product(itertools.product(_PLACEMENTS, repeat=2), repeat=2):
         src, dst = Layout(mesh, given), Layout(mesh, wanted)
         found = plan(src, dst, (512, 512), torch.float32, costs=costs)
-        straight = plan(src, dst, (512, 512), torch.float32, costs=costs, one_exchange=True)
+        straight = plan(src, dst, (512, 512), torch.float32, costs=costs, single_exchange=True)
         assert found.predicted_s <= straight.predicted_s * (1 + 1e-9)
-        assert not straight.legs
-        if found.legs:
-            ends = [leg.src for leg in found.legs], [leg.dst for leg in found.legs]
+        assert not straight.steps
+        if found.steps:
+            ends = [step.src for step in found.steps], [step.dst for step in found.steps]
             assert ends[0][0] == src and ends[1][-1] == dst
             assert ends[0][1:] == ends[1][:-1]
             with_legs += 1
@@ -73,13 +73,13 @@ def test_one_all_reduce_takes_the_place_of_two_rounds_where_it_begins_sooner() -
     found = plan(
         Layout(mesh, [Partial()]), Layout(mesh, [Replicate()]), (64,), torch.float32, costs=CUDA
     )
-    assert [leg.kind for leg in found.legs if isinstance(leg, Collective)] == ["all_reduce"]
+    assert [step.kind for step in found.steps if isinstance(step, Collective)] == ["all_reduce"]
 
 
 def test_no_layout_in_between_is_larger_than_allowed() -> None:
     mesh = HolderMesh.ranks(2, 4)
     src, dst = Layout(mesh, [Partial(), Partial()]), Layout(mesh, [Shard(0), Replicate()])
-    costs = CUDA.on_nodes_of(4)
+    costs = CUDA.with_ranks_per_node(4)
     free = plan(src, dst, (512, 512), torch.float32, costs=costs)
     assert free.intermediate_bytes > 0
     found = plan(
@@ -88,14 +88,14 @@ def test_no_layout_in_between_is_larger_than_allowed() -> None:
         (512, 512),
         torch.float32,
         costs=costs,
-        most_intermediate_bytes=free.intermediate_bytes - 1,
+        max_intermediate_bytes=free.intermediate_bytes - 1,
     )
     assert found.intermediate_bytes < free.intermediate_bytes
     assert found.predicted_s >= free.predicted_s
 
 
 def _on_nodes(src: Layout, dst: Layout, shape: tuple[int, ...], ranks_per_node: int) -> Plan:
-    costs = CPU.on_nodes_of(ranks_per_node)
+    costs = CPU.with_ranks_per_node(ranks_per_node)
     return plan(src, dst, shape, torch.float32, costs=costs, objective="bytes")
 
 
@@ -104,7 +104,7 @@ def _crossing(found: Plan) -> int:
     crossing: Counter[bool] = Counter()
     for holder in found.src.mesh.holders:
         assert isinstance(holder, int)
-        for part in found.part(holder):
+        for part in found.transfers(holder):
             for piece in part.sends:
                 assert isinstance(piece.peer, int)
                 crossing[piece.peer // 4 != holder // 4] += piece.stop - piece.start

@@ -91,12 +91,12 @@ def test_a_way_of_collectives_leads_to_the_goal(data: st.DataObject) -> None:
     src, dst = (data.draw(layouts(mesh, len(shape), "sum", averages=True)) for _ in range(2))
     made = plan(src, dst, shape, torch.float32, costs=default_costs("cuda"))
     here = made.src
-    for leg in made.legs:
-        assert leg.src == here
-        here = leg.dst
-        if isinstance(leg, Plan):
-            replay(leg, np.random.default_rng(0))
-    assert here == (made.dst if made.legs else made.src)
+    for step in made.steps:
+        assert step.src == here
+        here = step.dst
+        if isinstance(step, Plan):
+            replay(step, np.random.default_rng(0))
+    assert here == (made.dst if made.steps else made.src)
 
 
 @pytest.mark.parametrize("shape", [(4,), (5, 3), (1 << 20,)])

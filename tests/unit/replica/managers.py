@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from tests.unit.replica.test_healing import Run
 from tests.waiting import until
-from torchtitan_lite.lighthouse.client import status, tell_left
+from torchtitan_lite.lighthouse.client import notify_left, status
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.lighthouse.server import LighthouseService
-from torchtitan_lite.replica.guard import Floor
 from torchtitan_lite.replica.healing import HealingTransport
+from torchtitan_lite.replica.quorum_checks import ProgressFloor
 from torchtitan_lite.replica.torchft_manager import QuorumManager
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
@@ -30,7 +30,7 @@ class Replica:
         number: int,
         run: Run,
         *,
-        likeness: str = "1-a",
+        config_fingerprint: str = "1-a",
         num_ranks: int = 1,
         leader: "Replica | None" = None,
         **changes: Any,
@@ -48,8 +48,8 @@ class Replica:
             self.manager = QuorumManager(
                 FaultToleranceConfig(replica_id=number, **settings),
                 self.transport,
-                Floor(run.cursor),
-                likeness=likeness,
+                ProgressFloor(run.cursor),
+                config_fingerprint=config_fingerprint,
                 lighthouse=f"http://{lighthouse}",
                 store=(_HOST, self._store.port),
                 rank=0 if leader is None else 1,
@@ -64,7 +64,7 @@ class Replica:
     def close(self) -> None:
         """Leave the others, who do not wait for this one any more."""
         self.manager.shutdown(wait=False)
-        tell_left(self._lighthouse, self.manager.full_id, _TOKEN, timeout_s=30)
+        notify_left(self._lighthouse, self.manager.full_id, _TOKEN, timeout_s=30)
 
 
 def _store() -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.replica.averaging import Averaging, fragments_of
+from torchtitan_lite.replica.semi_synchronous import Averaging, fragments_of
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 
@@ -59,11 +59,11 @@ def test_local_sgd_gives_the_mean() -> None:
     averaging = _averaging(model, 3.0, [False, True], semi_sync_method="local_sgd", sync_steps=4)
     assert [step for step in range(9) if averaging.is_due(step)] == [4, 8]
     before = _flat(model)
-    assert averaging.begin(4, 1.0) is False
+    assert averaging.start(4, 1.0) is False
     # It failed, and everything is as it was: it is due again.
     assert torch.equal(_flat(model), before)
     assert averaging.is_due(4)
-    assert averaging.begin(4, 1.0) is True
+    assert averaging.start(4, 1.0) is True
     assert not averaging.is_due(4)
     torch.testing.assert_close(_flat(model), (before + 3.0) / 2)
     assert averaging.tensors() == {}
@@ -77,7 +77,7 @@ def test_diloco_steps_as_its_paper_says() -> None:
     for step, by, committed in zip((2, 4, 6, 8), (0.1, -0.2, 7.0, 0.3), commits[:], strict=True):
         _move(model, by)
         assert averaging.is_due(step)
-        assert averaging.begin(step, 1.0) is committed
+        assert averaging.start(step, 1.0) is committed
         if committed:
             gradient = (-by + 0.5) / 2
             momentum = 0.9 * momentum + gradient
@@ -103,7 +103,7 @@ def test_what_is_remembered_can_be_put_into_another() -> None:
     first, second = both
     for step in (1, 2):
         _move(models[0], 0.1 * step)
-        first.begin(step, 1.0)
+        first.start(step, 1.0)
     # As healing and checkpoints do: into the live tensors.
     with torch.no_grad():
         for given, taken in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -114,7 +114,7 @@ def test_what_is_remembered_can_be_put_into_another() -> None:
     assert first.progress(2) == second.progress(2) == 2 * 10**9 + 2
     for model, averaging in zip(models, both, strict=True):
         _move(model, -0.4)
-        averaging.begin(3, 1.0)
+        averaging.start(3, 1.0)
     assert torch.equal(_flat(models[0]), _flat(models[1]))
 
 
@@ -138,11 +138,11 @@ def test_streaming_diloco_takes_one_fragment_after_the_other() -> None:
                  model.named_parameters()}  # fmt: skip
         _move(model, 0.1)
         sent = {p: start[p] - p.detach() for p in fragment}
-        assert averaging.begin(step, 1.0) is None
-        assert averaging.is_under_way and not averaging.is_due(step)
+        assert averaging.start(step, 1.0) is None
+        assert averaging.in_progress and not averaging.is_due(step)
         _move(model, 0.2)
         local = {p: p.detach().clone() for p in model.parameters()}
-        assert averaging.go_on() is True
+        assert averaging.advance() is True
         for p in fragment:
             gradient = (sent[p] + 0.5) / 2
             outer = start[p] - 0.7 * 1.9 * gradient

@@ -14,10 +14,14 @@ from tests.unit.checkpoint.conftest import SmallState
 from torchtitan_lite import rng
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.healing import client
-from torchtitan_lite.replica.healing.client import Link, Misfit, TornState, receive
+from torchtitan_lite.replica.healing.client import (
+    IncompatibleState,
+    PeerEndpoint,
+    TornState,
+    receive_state,
+)
 from torchtitan_lite.replica.healing.live_state import LiveState
-from torchtitan_lite.replica.healing.server import StateServer
-from torchtitan_lite.replica.healing.transport import HealingTransport
+from torchtitan_lite.replica.healing.transport import HealingTransport, StateServer
 
 _TOKEN = "a secret of all replicas"
 
@@ -47,9 +51,9 @@ def server() -> Iterator[StateServer]:
     made.close()
 
 
-def link(server: StateServer, **changes: Any) -> Link:
+def endpoint(server: StateServer, **changes: Any) -> PeerEndpoint:
     settings = {"url": server.url, "token": _TOKEN, "timeout_s": 30.0, "connections": 3}
-    return Link(**(settings | changes))
+    return PeerEndpoint(**(settings | changes))
 
 
 def same(one: Run, other: Run) -> bool:
@@ -67,43 +71,43 @@ def test_a_state_arrives_whole_and_in_place(
     expected = rng.capture()
     server.offer(8, LiveState.of(donor))
     fresh = Run()
-    places = {name: tensor.data_ptr() for name, tensor in fresh.tensors().items()}
+    tensor_ranges = {name: tensor.data_ptr() for name, tensor in fresh.tensors().items()}
     torch.manual_seed(6)
-    receive(link(server, connections=connections), 8, fresh)
+    receive_state(endpoint(server, connections=connections), 8, fresh)
     assert same(fresh, donor) and fresh.values() == donor.values()
     assert rng.capture() == expected
-    assert places.items() <= {n: t.data_ptr() for n, t in fresh.tensors().items()}.items()
+    assert tensor_ranges.items() <= {n: t.data_ptr() for n, t in fresh.tensors().items()}.items()
 
 
 def test_who_asks_before_the_donor_has_heard_of_it_waits(donor: Run, server: StateServer) -> None:
     later = threading.Timer(0.3, lambda: server.offer(8, LiveState.of(donor)))
     later.start()
     fresh = Run()
-    receive(link(server), 8, fresh)
+    receive_state(endpoint(server), 8, fresh)
     assert same(fresh, donor)
 
 
 def test_only_who_knows_the_token_is_given_anything(donor: Run, server: StateServer) -> None:
     server.offer(8, LiveState.of(donor))
     fresh, untouched = Run(), Run()
-    with pytest.raises(Misfit, match="TORCHTITAN_LITE_TOKEN"):
-        receive(link(server, token="another one, as long"), 8, fresh)
+    with pytest.raises(IncompatibleState, match="TORCHTITAN_LITE_TOKEN"):
+        receive_state(endpoint(server, token="another one, as long"), 8, fresh)
     assert same(fresh, untouched)
 
 
 def test_a_state_of_another_time_is_not_given(donor: Run, server: StateServer) -> None:
     server.offer(16, LiveState.of(donor))
-    with pytest.raises(ReplicaError, match="does not give this state"):
-        receive(link(server), 8, Run())
-    with pytest.raises(ReplicaError, match="does not give this state"):
-        receive(link(server, timeout_s=1.0), 24, Run())
+    with pytest.raises(ReplicaError, match="does not serve this state"):
+        receive_state(endpoint(server), 8, Run())
+    with pytest.raises(ReplicaError, match="does not serve this state"):
+        receive_state(endpoint(server, timeout_s=1.0), 24, Run())
 
 
 def test_a_state_that_does_not_fit_changes_nothing(server: StateServer) -> None:
     server.offer(8, LiveState.of(Run(seed=1, elements=5_000_008)))
     fresh, untouched = Run(), Run()
-    with pytest.raises(Misfit, match=r"model\.large.*same config"):
-        receive(link(server), 8, fresh)
+    with pytest.raises(IncompatibleState, match=r"model\.large.*same config"):
+        receive_state(endpoint(server), 8, fresh)
     assert same(fresh, untouched)
 
 
@@ -111,8 +115,8 @@ def test_a_state_that_lacks_a_tensor_is_refused(server: StateServer) -> None:
     donor = Run(seed=1)
     del donor.model["model.wide"]
     server.offer(8, LiveState.of(donor))
-    with pytest.raises(Misfit, match="model.wide is not there"):
-        receive(link(server), 8, Run())
+    with pytest.raises(IncompatibleState, match="model.wide is missing"):
+        receive_state(endpoint(server), 8, Run())
 
 
 def _die_in_the_middle(donor: Run, server: StateServer) -> None:
@@ -132,8 +136,8 @@ def test_a_donor_that_dies_in_the_middle_leaves_a_torn_state(
     donor: Run, server: StateServer
 ) -> None:
     _die_in_the_middle(donor, server)
-    with pytest.raises(TornState, match="cannot be read|broke off"):
-        receive(link(server), 8, Run())
+    with pytest.raises(TornState, match="cannot be read|closed the connection"):
+        receive_state(endpoint(server), 8, Run())
 
 
 def test_a_state_that_is_withdrawn_while_it_is_read_is_not_given(
@@ -149,8 +153,8 @@ def test_a_state_that_is_withdrawn_while_it_is_read_is_not_given(
 
     object.__setattr__(state, "read", withdrawing)
     server.offer(8, state)
-    with pytest.raises(TornState, match="does not give this state"):
-        receive(link(server), 8, Run())
+    with pytest.raises(TornState, match="does not serve this state"):
+        receive_state(endpoint(server), 8, Run())
 
 
 def test_bytes_that_change_on_the_way_are_found(
@@ -166,8 +170,8 @@ def test_bytes_that_change_on_the_way_are_found(
         return count
 
     monkeypatch.setattr(client.http.client.HTTPResponse, "readinto", flipping)
-    with pytest.raises(TornState, match="not what was sent"):
-        receive(link(server), 8, Run())
+    with pytest.raises(TornState, match="do not match their checksum"):
+        receive_state(endpoint(server), 8, Run())
 
 
 @contextmanager
@@ -200,14 +204,14 @@ def _answering(content: bytes) -> Iterator[str]:
 def test_nonsense_is_an_error_and_changes_nothing(content: bytes) -> None:
     fresh, untouched = Run(), Run()
     with _answering(content) as url, pytest.raises(ReplicaError) as caught:
-        receive(Link(url, _TOKEN, 1.0, 2), 8, fresh)
+        receive_state(PeerEndpoint(url, _TOKEN, 1.0, 2), 8, fresh)
     assert not isinstance(caught.value, TornState)
     assert same(fresh, untouched)
 
 
 def test_nobody_there_is_an_error() -> None:
     with pytest.raises(ReplicaError, match="cannot be read"):
-        receive(Link("http://127.0.0.1:1", _TOKEN, 1.0, 2), 8, Run())
+        receive_state(PeerEndpoint("http://127.0.0.1:1", _TOKEN, 1.0, 2), 8, Run())
 
 
 def test_the_transport_offers_and_notes(donor: Run) -> None:
@@ -219,11 +223,11 @@ def test_the_transport_offers_and_notes(donor: Run) -> None:
         assert told["torchft"]["step"] == 8
         assert taking.source is not None and taking.source.progress == 8
         fresh = Run()
-        receive(Link(taking.source.url, _TOKEN, 30.0, 2), 8, fresh)
+        receive_state(PeerEndpoint(taking.source.url, _TOKEN, 30.0, 2), 8, fresh)
         assert same(fresh, donor)
         giving.disallow_checkpoint()
         with pytest.raises(ReplicaError):
-            receive(Link(taking.source.url, _TOKEN, 0.2, 2), 8, fresh)
+            receive_state(PeerEndpoint(taking.source.url, _TOKEN, 0.2, 2), 8, fresh)
     finally:
         giving.shutdown()
         taking.shutdown()

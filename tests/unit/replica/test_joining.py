@@ -43,7 +43,7 @@ def test_an_interface_or_the_route_gives_the_address() -> None:
 @pytest.mark.parametrize(
     ("interface", "lighthouse", "message"),
     [
-        ("eth77", "http://127.0.0.1:1", r"'eth77' is no address, and no interface .*lo"),
+        ("eth77", "http://127.0.0.1:1", r"'eth77' is neither an address nor an interface .*lo"),
         ("", "http://nowhere.invalid:29510", "cannot be reached"),
     ],
 )

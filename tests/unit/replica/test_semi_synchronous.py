@@ -10,11 +10,10 @@ from torch import nn
 
 from tests.unit.replica.test_healing import Run
 from torchtitan_lite.phases import Phases
-from torchtitan_lite.replica.averaging import Averaging
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
-from torchtitan_lite.replica.guard import Floor
 from torchtitan_lite.replica.participation import Share
-from torchtitan_lite.replica.semi_synchronous import SemiSynchronousReplicas
+from torchtitan_lite.replica.quorum_checks import ProgressFloor
+from torchtitan_lite.replica.semi_synchronous import Averaging, SemiSynchronousReplicas
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 _FURTHEST = 40
@@ -28,13 +27,13 @@ class _Manager:
         self._loses_max = loses_max
         self._error: Exception | None = None
 
-    def sum_(self, flat: torch.Tensor) -> Any:
+    def all_reduce_sum(self, flat: torch.Tensor) -> Any:
         flat *= 2
         return SimpleNamespace(wait=lambda: None)
 
-    def max_(self, flat: torch.Tensor) -> Any:
+    def all_reduce_max(self, flat: torch.Tensor) -> Any:
         if self._loses_max:
-            self.fail("the other replica has died")
+            self.abort_step("the other replica has died")
         else:
             flat.fill_(_FURTHEST)
         return SimpleNamespace(wait=lambda: None)
@@ -42,7 +41,7 @@ class _Manager:
     def errored(self) -> Any:
         return None if self._error is None else SimpleNamespace(original_exception=self._error)
 
-    def fail(self, reason: str) -> None:
+    def abort_step(self, reason: str) -> None:
         self._error = RuntimeError(reason)
 
     def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> Any:
@@ -67,13 +66,13 @@ def _replicas(
         averaging=Averaging(config, nn.Linear(2, 2)),
         manager=given,
         transport=nobody,
-        floor=Floor(0),
-        link=nobody,
-        newest_stored=nobody,
-        before_change=lambda: None,
-        say_goodbye=nobody,
-        leaves=nobody,
-        stored_before=0,
+        floor=ProgressFloor(0),
+        endpoint=nobody,
+        newest_stored_step=nobody,
+        wait_until_modifiable=lambda: None,
+        leave=nobody,
+        stop_requested=nobody,
+        initial_stored_step=0,
         phases=Phases([]),
     )
 

@@ -32,7 +32,7 @@ def test_a_replica_that_stands_by_takes_none() -> None:
 
 
 def test_replicas_may_take_a_batch_each() -> None:
-    shares = [Share(index=index, count=3, each_takes_a_batch=True) for index in range(3)]
+    shares = [Share(index=index, count=3, one_batch_per_replica=True) for index in range(3)]
     taken = [share.samples(8, 4, 2) for share in shares]
     assert taken == [range(8, 12), range(12, 16), range(16, 20)]
     assert shares[0].step_size(4) == 12

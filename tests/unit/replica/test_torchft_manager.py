@@ -13,7 +13,7 @@ import torch
 from tests.unit.replica.managers import Replica, lighthouse, meet, until_asking, until_known
 from tests.unit.replica.test_healing import Run
 from torchtitan_lite.errors import ReplicaError
-from torchtitan_lite.replica.alike import OthersDiffer
+from torchtitan_lite.replica.quorum_checks import IncompatiblePeers
 
 # torchft calls a method of its logger that is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:The .warn. method:DeprecationWarning")
@@ -57,7 +57,7 @@ def test_a_replica_may_be_started_before_the_lighthouse() -> None:
 def test_a_lighthouse_that_never_comes_is_named() -> None:
     with (
         _kept_address() as address,
-        pytest.raises(ReplicaError, match=rf"Nobody answers at .*{address}"),
+        pytest.raises(ReplicaError, match=rf"No lighthouse answers at .*{address}"),
     ):
         Replica(address, 0, Run(elements=8), quorum_timeout_s=0.1, process_group_timeout_ms=200)
 
@@ -144,7 +144,7 @@ def test_a_replica_that_is_alone_with_an_old_state_uses_nothing_of_the_quorum() 
     with lighthouse(1) as address:
         replica = Replica(address, 0, run)
         replica.manager.set_progress(0)
-        with pytest.raises(ReplicaError, match="at sample 0 at most, .* at sample 8"):
+        with pytest.raises(ReplicaError, match="at most at sample 0, .* at sample 8"):
             replica.manager.start_quorum()
         assert replica.manager.quorum is None
         replica.close()
@@ -154,11 +154,12 @@ def test_who_differs_leaves_before_anything_is_connected() -> None:
     """Another number of ranks, or another learning rate: nobody waits for a time limit."""
     with lighthouse(1) as address, ThreadPoolExecutor(2) as threads:
         first, second = (
-            Replica(address, n, Run(elements=8), likeness=one) for n, one in enumerate("ab")
+            Replica(address, n, Run(elements=8), config_fingerprint=one)
+            for n, one in enumerate("ab")
         )
         until_known(address, 2)
         asked = [threads.submit(one.manager.start_quorum) for one in (first, second)]
-        with pytest.raises(OthersDiffer, match="replica_00001 has another config"):
+        with pytest.raises(IncompatiblePeers, match="replica_00001 has another config"):
             asked[0].result(timeout=100)
         with pytest.raises(ReplicaError, match="same config and the same number of ranks"):
             asked[1].result(timeout=100)

@@ -1,10 +1,9 @@
-"""State from a replica that has it to one that has not: safetensors over HTTP, from live tensors
-into live tensors. Layer: above checkpoint; imports nothing else of replica/.
+"""Healing: transfer of the live state from an up-to-date replica into a lagging one, as safetensors
+over HTTP. Layer: above checkpoint; imports nothing else of replica/.
 
-Nothing that is received is unpickled; every piece is checked, and given only to who knows the
-token.
+Nothing received is unpickled; every chunk is checksummed, and served only to peers with the token.
 """
 
-from torchtitan_lite.replica.healing.transport import HealingTransport, Source
+from torchtitan_lite.replica.healing.transport import HealingTransport, StateSource
 
-__all__ = ["HealingTransport", "Source"]
+__all__ = ["HealingTransport", "StateSource"]

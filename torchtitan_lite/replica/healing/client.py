@@ -1,7 +1,7 @@
-"""Receives the state of a peer into this rank's live tensors. Layer: above server.
+"""Client that receives a peer's state into this rank's live tensors. Layer: above transport.
 
-Invariant: nothing is written before the whole is known to fit; when it raises after that, the
-state is torn, and its owner must not use it.
+Invariant: nothing is modified before the whole state is known to fit. After a later error the state
+is torn and must not be used.
 """
 
 import http.client
@@ -17,21 +17,20 @@ import torch
 import xxhash
 
 from torchtitan_lite import rng
-from torchtitan_lite.checkpoint.inventory import local_parts, put_back
-from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
+from torchtitan_lite.checkpoint import copy_back, local_tensors, tensor_bytes
 from torchtitan_lite.errors import ReplicaError
-from torchtitan_lite.replica.healing.live_state import Run, parse_header, places
-from torchtitan_lite.replica.healing.server import CHECKSUM
+from torchtitan_lite.replica.healing.live_state import HealableState, parse_header, tensor_ranges
+from torchtitan_lite.replica.healing.transport import CHECKSUM
 
 _CHUNK_BYTES = 8 << 20
 _PIECE_BYTES = 1 << 20
 _POLL_S = 0.01
-_MOST_HEADER_BYTES = 256 << 20
+_MAX_HEADER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class Link:
-    """How a peer is reached."""
+class PeerEndpoint:
+    """URL, secret and limits of a connection to a peer."""
 
     url: str
     token: str
@@ -39,37 +38,39 @@ class Link:
     connections: int
 
 
-def receive(link: Link, progress: int, run: Run) -> None:
-    """Give `run` the state that a peer has at `progress`. Raises ReplicaError; where that happens
-    after it has begun to write, the error says that the state is `torn`."""
-    first = _Connection(link, progress)
+def receive_state(endpoint: PeerEndpoint, progress: int, run: HealableState) -> None:
+    """Receive the state that a peer has at `progress` into `run`. Raises ReplicaError; TornState
+    after the state was modified."""
+    first = _Connection(endpoint, progress)
     try:
         length = bytearray(8)
-        first.fetch_when_there(0, [memoryview(length)])
+        first.fetch_when_ready(0, [memoryview(length)])
         size = int.from_bytes(length, "little")
-        if not 0 < size <= _MOST_HEADER_BYTES:
-            raise ReplicaError(f"A header of {size} bytes from {link.url} is no state.")
+        if not 0 < size <= _MAX_HEADER_BYTES:
+            raise ReplicaError(f"{endpoint.url} sent an invalid header of {size} bytes.")
         content = bytearray(size)
         first.fetch(8, [memoryview(content)])
         entries, about = parse_header(bytes(content))
         _allocate(run, about["shapes"])
         tensors = run.tensors()
-        parts = local_parts(tensors)
-        targets = {name: _on_cpu(part) for name, part in parts.items()}
+        parts = local_tensors(tensors)
+        targets = {name: _receive_buffer(part) for name, part in parts.items()}
         try:
-            wanted = places(entries, targets)
+            wanted = tensor_ranges(entries, targets)
         except ValueError as error:
-            raise Misfit(
+            raise IncompatibleState(
                 f"The state of another replica does not fit this one: {error} All replicas need "
                 "the same config and the same number of ranks."
             ) from None
-        chunks = _chunks([(8 + size + start, bytes_of(targets[name])) for name, start, _ in wanted])
+        chunks = _chunks(
+            [(8 + size + start, tensor_bytes(targets[name])) for name, start, _ in wanted]
+        )
         try:
-            _fetch_all(link, progress, chunks)
+            _fetch_all(endpoint, progress, chunks)
             for name, target in targets.items():
                 if target is not parts[name]:
                     parts[name].copy_(target)
-            put_back(tensors, parts)
+            copy_back(tensors, parts)
             run.load_values(about["values"])
             rng.restore(about["rng"])
         except Exception as error:
@@ -78,44 +79,44 @@ def receive(link: Link, progress: int, run: Run) -> None:
         first.close()
 
 
-class Misfit(ReplicaError):
-    """What the peer has is not for this replica, now or later."""
+class IncompatibleState(ReplicaError):
+    """State that does not fit this replica, now or later."""
 
 
-class _NotYet(ReplicaError):
-    """The peer has nothing to give at the moment."""
+class _NotReady(ReplicaError):
+    """State that the peer does not serve yet."""
 
 
 class TornState(ReplicaError):
-    """The state was received in part."""
+    """Partially received state."""
 
 
 _ERRORS: dict[int, type[ReplicaError]] = {
-    HTTPStatus.SERVICE_UNAVAILABLE: _NotYet,
-    HTTPStatus.UNAUTHORIZED: Misfit,
+    HTTPStatus.SERVICE_UNAVAILABLE: _NotReady,
+    HTTPStatus.UNAUTHORIZED: IncompatibleState,
 }
 
 
-def _allocate(run: Run, shapes: dict[str, Any]) -> None:
-    """Make the tensors that come into being with a step. Raises Misfit."""
+def _allocate(run: HealableState, shapes: dict[str, Any]) -> None:
+    """Allocate the tensors that only exist after the first step. Raises IncompatibleState."""
     try:
         run.allocate({name: tuple(map(int, shape)) for name, shape in shapes.items()})
     except (TypeError, ValueError, RuntimeError) as error:
-        raise Misfit(
+        raise IncompatibleState(
             f"The state of another replica does not fit this one: {error!r:.300}"
         ) from None
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Bytes that follow each other in the file, and where they go."""
+    """Contiguous bytes of the file, and the memory that receives them."""
 
     start: int
     targets: Sequence[memoryview]
 
 
 def _chunks(targets: Sequence[tuple[int, memoryview]]) -> list[_Chunk]:
-    """Chunks of about the same size: small tensors together, large ones in pieces."""
+    """Split `targets` into chunks of similar size: small tensors together, large ones in pieces."""
     chunks: list[_Chunk] = []
     start, size, views = 0, 0, []
     for position, view in targets:
@@ -131,51 +132,53 @@ def _chunks(targets: Sequence[tuple[int, memoryview]]) -> list[_Chunk]:
     return [*chunks, _Chunk(start, views)] if views else chunks
 
 
-def _fetch_all(link: Link, progress: int, chunks: Sequence[_Chunk]) -> None:
-    """By several connections, each of which takes the next chunk when it has one."""
+def _fetch_all(endpoint: PeerEndpoint, progress: int, chunks: Sequence[_Chunk]) -> None:
+    """Fetch chunks over several connections, each of which takes the next chunk when it is free."""
     left = iter(chunks)
 
     def work() -> None:
-        connection = _Connection(link, progress)
+        connection = _Connection(endpoint, progress)
         try:
-            # Taking from an iterator is one step of the interpreter.
+            # `next` on an iterator is atomic under the GIL.
             for chunk in left:
                 connection.fetch(chunk.start, chunk.targets)
         finally:
             connection.close()
 
-    count = min(link.connections, len(chunks))
+    count = min(endpoint.connections, len(chunks))
     with ThreadPoolExecutor(max(1, count), "healing") as pool:
         for future in [pool.submit(work) for _ in range(count)]:
             future.result()
 
 
 class _Connection:
-    """To one peer, for one state."""
+    """Connection to one peer, for one state."""
 
-    def __init__(self, link: Link, progress: int) -> None:
-        parts = urlsplit(link.url)
+    def __init__(self, endpoint: PeerEndpoint, progress: int) -> None:
+        parts = urlsplit(endpoint.url)
         assert parts.hostname is not None
-        self._link, self._path = link, f"/state/{progress}"
-        self._http = http.client.HTTPConnection(parts.hostname, parts.port, timeout=link.timeout_s)
+        self._endpoint, self._path = endpoint, f"/state/{progress}"
+        self._http = http.client.HTTPConnection(
+            parts.hostname, parts.port, timeout=endpoint.timeout_s
+        )
 
-    def fetch_when_there(self, start: int, targets: Sequence[memoryview]) -> None:
-        """The same, as soon as the peer has it."""
-        deadline = time.monotonic() + self._link.timeout_s
+    def fetch_when_ready(self, start: int, targets: Sequence[memoryview]) -> None:
+        """Fetch as `fetch` does, as soon as the peer serves the state."""
+        deadline = time.monotonic() + self._endpoint.timeout_s
         while True:
             try:
                 self.fetch(start, targets)
                 return
-            except _NotYet:
+            except _NotReady:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_POLL_S)
 
     def fetch(self, start: int, targets: Sequence[memoryview]) -> None:
-        """Fill `targets` with what begins at `start`. Raises ReplicaError."""
+        """Fill `targets` with the bytes from `start` on. Raises ReplicaError."""
         length = sum(map(len, targets))
         headers = {
-            "Authorization": f"Bearer {self._link.token}",
+            "Authorization": f"Bearer {self._endpoint.token}",
             "Range": f"bytes={start}-{start + length - 1}",
         }
         try:
@@ -184,7 +187,7 @@ class _Connection:
             if answer.status != HTTPStatus.PARTIAL_CONTENT or answer.length != length:
                 answer.read()
                 kind = _ERRORS.get(answer.status, ReplicaError)
-                raise kind(_refused(answer.status, self._link.url))
+                raise kind(_rejection_message(answer.status, self._endpoint.url))
             digest = xxhash.xxh3_64()
             for target in targets:
                 for first in range(0, len(target), _PIECE_BYTES):
@@ -193,24 +196,24 @@ class _Connection:
                     while filled < len(piece):
                         count = answer.readinto(piece[filled:])
                         if count == 0:
-                            raise ReplicaError(f"{self._link.url} broke off.")
+                            raise ReplicaError(f"{self._endpoint.url} closed the connection early.")
                         filled += count
                     digest.update(piece)
         except (OSError, http.client.HTTPException) as error:
-            raise ReplicaError(f"{self._link.url} cannot be read: {error!r}") from error
+            raise ReplicaError(f"{self._endpoint.url} cannot be read: {error!r}") from error
         if digest.hexdigest() != answer.headers.get(CHECKSUM):
-            raise ReplicaError(f"What came from {self._link.url} is not what was sent.")
+            raise ReplicaError(f"The data from {self._endpoint.url} do not match their checksum.")
 
     def close(self) -> None:
         self._http.close()
 
 
-def _refused(status: int, url: str) -> str:
+def _rejection_message(status: int, url: str) -> str:
     if status == HTTPStatus.UNAUTHORIZED:
-        return f"{url} knows another TORCHTITAN_LITE_TOKEN: it must be the same for all replicas."
-    return f"{url} does not give this state (any more): HTTP {status}."
+        return f"{url} has another TORCHTITAN_LITE_TOKEN: it must be the same for all replicas."
+    return f"{url} does not serve this state: HTTP {status}."
 
 
-def _on_cpu(part: torch.Tensor) -> torch.Tensor:
-    """Where it can be received: its own memory on the CPU, and other memory beside a device."""
+def _receive_buffer(part: torch.Tensor) -> torch.Tensor:
+    """Return memory that can receive `part`: its own on the CPU, a CPU copy for another device."""
     return part if part.device.type == "cpu" else torch.empty_like(part, device="cpu")

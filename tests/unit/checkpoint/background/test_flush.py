@@ -13,13 +13,12 @@ import pytest
 from tests.snapshots import Trainers, snapshot, trainers, verify
 from tests.writer_faults import RecordingFiles, SlowFiles
 from torchtitan_lite.checkpoint.background import flush as flushing
-from torchtitan_lite.checkpoint.background.flush import Attempt, flush
-from torchtitan_lite.checkpoint.background.grace import Grace
+from torchtitan_lite.checkpoint.background.flush import Attempt, GracePeriod, flush
 from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token
+from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.checkpoint.storage.posix import LocalFolder
-from torchtitan_lite.checkpoint.storage.rate import TokenBucket
-from torchtitan_lite.checkpoint.storage.storage import open_storage
+from torchtitan_lite.checkpoint.storage.posix import LocalStorage
+from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def machines(tmp_path: Path) -> Iterator[list[Trainers]]:
 def _flush(
     save: RankSave, pending: list[Attempt] | None = None, grace_s: float = 60.0, **since: float
 ) -> list[int]:
-    grace = Grace(since.get("since", time.monotonic()), grace_s)
+    grace = GracePeriod(since.get("since", time.monotonic()), grace_s)
     return flush(save, pending=pending or [], direct=False, grace=grace, others_s=0.1)
 
 
@@ -56,7 +55,7 @@ def _begun(files: RecordingFiles) -> list[str]:
 
 
 def _save_of(run: Trainers, files: Files | None = None) -> RankSave:
-    return RankSave(run.regions[0], LocalFolder(Path(run.root), files or Files()))
+    return RankSave(run.regions[0], LocalStorage(Path(run.root), files or Files()))
 
 
 def _hold(run: Trainers, steps: tuple[int, ...], confirmed: int) -> None:
@@ -172,11 +171,11 @@ def test_a_decision_that_cannot_be_published_loses_no_flush(
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 2) as run:
         run.snapshot(0, 7)
-        storage = LocalFolder(root, Files())
+        storage = LocalStorage(root, Files())
         _write(RankSave(run.regions[1], storage), 0, 7, attempt_token("5e55", 7))
         assert _flush(RankSave(run.regions[0], storage)) == [7]
         assert not list(run.folder.glob(".flush-*"))
-    assert "cannot be agreed on" in capfd.readouterr().err
+    assert "cannot be published" in capfd.readouterr().err
     verify(root / "step-7")
 
 
@@ -186,7 +185,7 @@ def test_a_part_that_was_committed_is_left_alone(tmp_path: Path) -> None:
     with trainers(tmp_path, root, 2) as run:
         run.snapshot(0, 7)
         token = attempt_token("5e55", 7)
-        saves = [RankSave(region, LocalFolder(root, Files())) for region in run.regions]
+        saves = [RankSave(region, LocalStorage(root, Files())) for region in run.regions]
         for save in saves:
             _write(save, 0, 7, token)
         (path,) = root.glob("*/step-7/rank-00001.safetensors")

@@ -17,12 +17,12 @@ import pytest
 from tests.launch import REPOSITORY
 from tests.snapshots import orphan, snapshot, trainers, verify
 from tests.waiting import until
-from torchtitan_lite.checkpoint.background.flush import Ranks
+from torchtitan_lite.checkpoint.background.channel import WriterSettings
+from torchtitan_lite.checkpoint.background.flush import VisibleRanks
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.background.save import RankSave
-from torchtitan_lite.checkpoint.background.settings import WriterSettings
-from torchtitan_lite.checkpoint.memory.lock import RankLock
-from torchtitan_lite.checkpoint.storage.storage import open_storage
+from torchtitan_lite.checkpoint.memory.folder import RankLock
+from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.log import logger
 
 _LIMITED = 'ulimit -f {}; exec "{}" -m torchtitan_lite.checkpoint.background "$0"'
@@ -251,9 +251,9 @@ def test_what_nobody_orders_is_tried_until_storage_works(tmp_path: Path, how: st
     with trainers(tmp_path, root, 2) as run:
         run.start()
         run.snapshot(0, 7)
-        ranks = Ranks(RankSave(run.regions[0], open_storage(str(root))))
+        ranks = VisibleRanks(RankSave(run.regions[0], open_storage(str(root))))
         if how == "asked":
-            ranks.ask_for(7)
+            ranks.request_save(7)
         else:
             orphan(run.writers[1])
         time.sleep(1.2)
@@ -401,7 +401,7 @@ def test_what_others_print_in_the_writer_is_no_response(
         assert 1 in _told(run.writers[0].wait_for("committed", 60), "committed")
     logger.removeHandler(caplog.handler)
     said = [r.getMessage() for r in caplog.records]
-    assert said == ["The checkpoint writer printed b'a line', which is no response."]
+    assert said == ["The checkpoint writer printed b'a line', which is not a response."]
     assert "from a library\nand past Python\n" in capfd.readouterr().err
 
 

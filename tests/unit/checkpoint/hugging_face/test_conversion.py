@@ -18,15 +18,14 @@ from tests.forks import exit_status
 from tests.hugging_face import FAMILIES, make_folder, make_model, tensors_of, tokens
 from tests.writer_faults import DyingFiles
 from torchtitan_lite.checkpoint.hugging_face import to_hf
-from torchtitan_lite.checkpoint.hugging_face.from_hf import FromHuggingFace
+from torchtitan_lite.checkpoint.hugging_face.from_hf import HuggingFaceImport
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
-from torchtitan_lite.checkpoint.hugging_face.to_hf import ToHuggingFace
-from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot
+from torchtitan_lite.checkpoint.hugging_face.to_hf import HuggingFaceExport
+from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot, read_tensor
+from torchtitan_lite.checkpoint.storage.base import open_parent_storage, open_storage
 from torchtitan_lite.checkpoint.storage.files import Files
-from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
-from torchtitan_lite.checkpoint.tensor_bytes import bytes_of
-from torchtitan_lite.checkpoint.verify import verify
-from torchtitan_lite.checkpoint.whole import whole
+from torchtitan_lite.checkpoint.tensors import tensor_bytes
+from torchtitan_lite.checkpoint.verification import verify
 from torchtitan_lite.cli import main
 from torchtitan_lite.config import recorded_config
 from torchtitan_lite.errors import CheckpointError
@@ -81,7 +80,7 @@ def test_what_is_exported_generates_the_same_with_transformers(family: str, tmp_
 def test_the_dtype_is_converted_and_small_shards_hold_one_tensor(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
     checkpoint = there(folder, tmp_path / "ours", "--dtype", "bf16", "--workers", "1")
-    assert verify(*split_storage(str(checkpoint))) == []
+    assert verify(*open_parent_storage(str(checkpoint))) == []
     exported = back(checkpoint, tmp_path / "back", "--dtype", "fp32", "--max-shard-size", "1KB")
     before, after = tensors_of(folder), tensors_of(exported)
     assert all(torch.equal(after[n], before[n].bfloat16().float()) for n in before)
@@ -93,7 +92,7 @@ def test_the_dtype_is_converted_and_small_shards_hold_one_tensor(tmp_path: Path)
 
 def test_the_checkpoint_tells_of_its_model_without_the_folder(tmp_path: Path) -> None:
     checkpoint = there(make_folder(tmp_path / "hf", "mixtral"), tmp_path / "ours")
-    manifest = StoredSnapshot(*split_storage(str(checkpoint))).manifest
+    manifest = StoredSnapshot(*open_parent_storage(str(checkpoint))).manifest
     model = recorded_config(manifest.config, "it").model
     assert (model.name, model.flavor, model.dims["num_layers"]) == ("mixtral", "hf", 2)
     assert model.hf_assets_path == str(tmp_path / "ours" / "assets")
@@ -128,19 +127,21 @@ def conversions(folder: Path, tmp_path: Path) -> dict[str, Callable[[Files], Any
     model = ModelConfig(name=family, flavor="hf", dims=dims)
     spec = model_spec(model)
 
-    def in_(files: Files) -> FromHuggingFace:
-        return FromHuggingFace(
-            source=HuggingFaceSnapshot(*split_storage(str(folder)), spec, block_bytes=1 << 16),
+    def in_(files: Files) -> HuggingFaceImport:
+        return HuggingFaceImport(
+            source=HuggingFaceSnapshot(
+                *open_parent_storage(str(folder)), spec, block_bytes=1 << 16
+            ),
             storage=open_storage(str(tmp_path / "in"), files),
             dtype=None,
             run_config={"model": model.model_dump()},
             file_bytes=60_000,
         )
 
-    def out(files: Files) -> ToHuggingFace:
-        source = StoredSnapshot(*split_storage(str(tmp_path / "ours" / "step-0")))
+    def out(files: Files) -> HuggingFaceExport:
+        source = StoredSnapshot(*open_parent_storage(str(tmp_path / "ours" / "step-0")))
         target = tmp_path / "out"
-        return ToHuggingFace(source, target, spec, max_shard_bytes=60_000, files=files)
+        return HuggingFaceExport(source, target, spec, max_shard_bytes=60_000, files=files)
 
     return {"in": in_, "out": out}
 
@@ -176,7 +177,7 @@ def test_an_interrupted_conversion_goes_on(way: str, tmp_path: Path) -> None:
     assert broken in again.written and not set(done) & set(again.written)
     exported = tmp_path / "out"
     if way == "in":
-        assert verify(*split_storage(str(tmp_path / "in" / "step-0"))) == []
+        assert verify(*open_parent_storage(str(tmp_path / "in" / "step-0"))) == []
         exported = back(tmp_path / "in" / "step-0", tmp_path / "back")
     before, after = tensors_of(folder), tensors_of(exported)
     assert before.keys() == after.keys()
@@ -268,14 +269,14 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.M
 
     def watched(source: Snapshot, name: str) -> torch.Tensor:
         assert not [one for one in alive if one() is not None], name
-        found = whole(source, name)
+        found = read_tensor(source, name)
         # Memory that tells when nobody has a view of it any more.
-        memory = Memory(bytes_of(found))
+        memory = Memory(tensor_bytes(found))
         alive.append(weakref.ref(memory))
         return torch.frombuffer(memory, dtype=found.dtype).view(found.shape)
 
     export = conversions(folder, tmp_path)["out"](Files())
-    monkeypatch.setattr(to_hf, "whole", watched)
+    monkeypatch.setattr(to_hf, "read_tensor", watched)
     export.run(num_workers=1, written=lambda count: None)
     assert len(alive) > 20
 

@@ -14,9 +14,9 @@ from tests.hugging_face import make_folder, our_model
 from torchtitan_lite.checkpoint.hugging_face import snapshot
 from torchtitan_lite.checkpoint.hugging_face.folder import INDEX, is_hugging_face
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
-from torchtitan_lite.checkpoint.opening import open_snapshot
-from torchtitan_lite.checkpoint.storage.storage import split_storage
-from torchtitan_lite.checkpoint.whole import whole
+from torchtitan_lite.checkpoint.loading import open_snapshot
+from torchtitan_lite.checkpoint.snapshots import read_tensor
+from torchtitan_lite.checkpoint.storage.base import open_parent_storage
 from torchtitan_lite.cli import main
 from torchtitan_lite.errors import CheckpointError, ConfigError, DamagedCheckpoint, UserError
 from torchtitan_lite.models import hugging_face_model, model_spec, read_hugging_face_config
@@ -114,7 +114,7 @@ def test_an_index_never_leads_out_of_the_folder(folder: Path, file: Any) -> None
     edit(folder / INDEX, lambda values: values["weight_map"].update(a=file))
     error = refusal(folder)
     assert isinstance(error, DamagedCheckpoint)
-    assert "is refused" in str(error)
+    assert "is rejected" in str(error)
 
 
 def test_links_of_the_hub_cache_are_followed(whole_folder: Path, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_quantised_folders_are_refused_by_every_way_in(
     spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
     edit(folder / "config.json", lambda v: v.update(quantization_config={"quant_method": "fp8"}))
     with pytest.raises(ConfigError, match=r"quantised \(fp8\).*dequantize\(\)"):
-        open_snapshot(*split_storage(str(folder)), spec)
+        open_snapshot(*open_parent_storage(str(folder)), spec)
     assert main(["convert", "from-hf", str(folder), str(tmp_path / "out")]) == 1
     assert "dequantize()" in capsys.readouterr().err
 
@@ -173,7 +173,7 @@ def test_quantised_folders_are_refused_by_every_way_in(
 def test_pickles_are_refused_with_a_way_out(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin, a pickle.*save_pretrained"):
-        is_hugging_face(*split_storage(str(tmp_path)))
+        is_hugging_face(*open_parent_storage(str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_another_model_than_the_folder_holds_is_refused(
     spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
     edit(folder / "config.json", lambda values: values.update(change))
     with pytest.raises(UserError) as caught:
-        open_snapshot(*split_storage(str(folder)), spec)
+        open_snapshot(*open_parent_storage(str(folder)), spec)
     assert told in str(caught.value)
 
 
@@ -202,12 +202,12 @@ def test_blocks_make_up_every_parameter(
     monkeypatch.setattr(snapshot, "_SMALL_BYTES", 0)
     folder = make_folder(tmp_path / "hf", family)
     spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
-    one = HuggingFaceSnapshot(*split_storage(str(folder)), spec)
-    cut = HuggingFaceSnapshot(*split_storage(str(folder)), spec, num_blocks=num_blocks)
+    one = HuggingFaceSnapshot(*open_parent_storage(str(folder)), spec)
+    cut = HuggingFaceSnapshot(*open_parent_storage(str(folder)), spec, num_blocks=num_blocks)
     for name, placed in cut.tensors.items():
         holders = placed.layout.mesh.holders
         assert len(holders) >= num_blocks * cut.is_weight(name)
-        assert torch.equal(whole(cut, name), whole(one, name)), name
+        assert torch.equal(read_tensor(cut, name), read_tensor(one, name)), name
         for holder in holders:
             part = cut.part(name, holder)
             into = torch.full_like(part, torch.nan)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.pool import WorkerPool
 from torchtitan_lite.checkpoint.interchange.dcp_folder import DcpFolder
-from torchtitan_lite.checkpoint.interchange.from_dcp import Converted, convert_from_dcp
+from torchtitan_lite.checkpoint.interchange.from_dcp import ConversionResult, convert_from_dcp
 from torchtitan_lite.checkpoint.interchange.keys import (
     RELEASES,
     KeyMap,
@@ -28,9 +28,9 @@ from torchtitan_lite.checkpoint.interchange.keys import (
     halves_from_pairs,
     pairs_from_halves,
 )
-from torchtitan_lite.checkpoint.interchange.to_dcp import convert_to_dcp, whole
-from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
-from torchtitan_lite.checkpoint.storage.storage import open_storage, split_storage
+from torchtitan_lite.checkpoint.interchange.to_dcp import convert_to_dcp
+from torchtitan_lite.checkpoint.snapshots import StoredSnapshot, read_tensor
+from torchtitan_lite.checkpoint.storage.base import open_parent_storage, open_storage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.models import llama3, qwen3
 from torchtitan_lite.nn.moe import MoEDims
@@ -77,13 +77,15 @@ def theirs(spec: ModelSpec, release: Release, *, prefix: str = "") -> Theirs:
     weights: dict[str, torch.Tensor] = {}
     slots: dict[str, Any] = {}
     for name, value in model.state_dict().items():
-        key, _ = keys.to_theirs(f"model.{name}", release)
+        key, _ = keys.to_torchtitan(f"model.{name}", release)
         weights[prefix + key] = torch.randn(value.shape, generator=draws)
     if spec.tied_units is not None:
-        first, second = (keys.to_theirs(f"model.{u}.weight", release)[0] for u in spec.tied_units)
+        first, second = (
+            keys.to_torchtitan(f"model.{u}.weight", release)[0] for u in spec.tied_units
+        )
         weights[prefix + second] = weights[prefix + first]
     for name, value in model.named_parameters():
-        key, _ = keys.to_theirs(f"model.{name}", release)
+        key, _ = keys.to_torchtitan(f"model.{name}", release)
         for slot in ("exp_avg", "exp_avg_sq"):
             slots[f"state.{key}.{slot}"] = torch.randn(value.shape, generator=draws)
         slots[f"state.{key}.step"] = torch.tensor(7.0)
@@ -96,13 +98,13 @@ def theirs(spec: ModelSpec, release: Release, *, prefix: str = "") -> Theirs:
     return Theirs({**weights, "optimizer": slots, **rest})
 
 
-def come_in(dcp: Path, out: Path, spec: ModelSpec, **options: Any) -> tuple[Converted, Any]:
+def come_in(dcp: Path, out: Path, spec: ModelSpec, **options: Any) -> tuple[ConversionResult, Any]:
     done = convert_from_dcp(DcpFolder(dcp), open_storage(str(out)), spec, run_config={}, **options)
-    return done, StoredSnapshot(*split_storage(done.where))
+    return done, StoredSnapshot(*open_parent_storage(done.where))
 
 
 def tensors_of(snapshot: StoredSnapshot) -> dict[str, torch.Tensor]:
-    return {name: whole(snapshot, name) for name in snapshot.tensors}
+    return {name: read_tensor(snapshot, name) for name in snapshot.tensors}
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -117,7 +119,7 @@ def test_in_and_out_is_bit_identical(tmp_path: Path, spec: ModelSpec, release: R
     given = theirs(spec, release)
     done, ours = come_in(given.save(tmp_path / "given"), tmp_path / "ours", spec, file_bytes=9999)
     assert (done.step, done.model_only) == (7, False)
-    assert done.left_out == ("optimizer.param_groups", "lr_scheduler", "dataloader")
+    assert done.skipped == ("optimizer.param_groups", "lr_scheduler", "dataloader")
     assert ours.saved.values["train_state"] == {"step": 7, "tokens": 7000}
     assert len(list((tmp_path / "ours" / "step-7").glob("*.safetensors"))) > 3
 
@@ -254,7 +256,7 @@ def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
 def test_a_step_that_is_there_stays(tmp_path: Path) -> None:
     theirs(LLAMA, "0.3").save(tmp_path / "given")
     come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
-    with pytest.raises(CheckpointError, match="step-7 is there already"):
+    with pytest.raises(CheckpointError, match="step-7 already exists"):
         come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
 
 
@@ -266,7 +268,9 @@ class _Bomb:
 @pytest.mark.parametrize("inside", [_Bomb(), Metadata({"a": _Bomb()})], ids=["bare", "within"])  # pyright: ignore[reportArgumentType]
 def test_metadata_that_would_run_something_is_refused(tmp_path: Path, inside: Any) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(inside))
-    with pytest.raises(CheckpointError, match=r"it names subprocess.call, which is none of DCP's"):
+    with pytest.raises(
+        CheckpointError, match=r"it names subprocess.call, which is not a class of DCP"
+    ):
         DcpFolder(tmp_path)
 
 
@@ -301,8 +305,8 @@ def _lose_chunk(dcp: Path) -> None:
     [
         (_bomb_as_value, r"__0_0.distcp is damaged at train_state.step"),
         (_truncate, r".metadata is damaged: __0_0.distcp has \d+ bytes"),
-        (_swap, r"'../given/__0_0.distcp' is no name of a data file"),
-        (_lose_chunk, r"the chunks of norm.weight do not make up its shape \[36\]"),
+        (_swap, r"'../given/__0_0.distcp' is not the name of a data file"),
+        (_lose_chunk, r"the chunks of norm.weight do not cover its shape \[36\]"),
         (lambda dcp: (dcp / ".metadata").write_bytes(b"\x80\x04nothing"), ".metadata is damaged"),
     ],
     ids=["pickle", "truncated", "path", "chunks", "garbage"],
@@ -315,5 +319,5 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], Any], message:
 
 
 def test_no_dcp_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is no torch DCP checkpoint, which holds a file"):
+    with pytest.raises(CheckpointError, match=r"is not a torch DCP checkpoint, which has a file"):
         DcpFolder(tmp_path)

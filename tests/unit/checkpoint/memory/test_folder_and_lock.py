@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint.memory.folder import free, run_folder, runs
-from torchtitan_lite.checkpoint.memory.lock import RankLock
+from torchtitan_lite.checkpoint.memory.folder import RankLock, free_run, list_runs, run_folder
 from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.errors import CheckpointError
 
 _HOLD = """
 import sys, time
 from pathlib import Path
-from torchtitan_lite.checkpoint.memory.lock import RankLock
+from torchtitan_lite.checkpoint.memory.folder import RankLock
 assert RankLock(Path(sys.argv[1]), 0).try_acquire()
 print("held", flush=True)
 time.sleep(200)
@@ -25,7 +24,7 @@ time.sleep(200)
 
 
 def test_runs_are_listed_and_freed(tmp_path: Path) -> None:
-    assert runs(base=tmp_path) == []
+    assert list_runs(base=tmp_path) == []
     run_id = secrets.token_hex(16)
     folder = run_folder(run_id, base=tmp_path)
     assert run_folder(run_id, base=tmp_path) == folder
@@ -33,16 +32,16 @@ def test_runs_are_listed_and_freed(tmp_path: Path) -> None:
     Region.create(folder, 1, {}, 1 << 20).close()
     lock = RankLock(folder, 1)
     assert lock.try_acquire()
-    (run,) = runs(base=tmp_path)
+    (run,) = list_runs(base=tmp_path)
     assert (run.run_id, run.ranks, run.owners) == (run_id, (1,), {1: os.getpid()})
     assert run.bytes >= 3 << 20
     with pytest.raises(CheckpointError, match="still writes"):
-        free(run_id, base=tmp_path)
+        free_run(run_id, base=tmp_path)
     lock.release()
-    assert free(run_id, base=tmp_path) >= 3 << 20
-    assert runs(base=tmp_path) == []
+    assert free_run(run_id, base=tmp_path) >= 3 << 20
+    assert list_runs(base=tmp_path) == []
     with pytest.raises(CheckpointError, match="holds shared memory"):
-        free(run_id, base=tmp_path)
+        free_run(run_id, base=tmp_path)
 
 
 def test_folders_of_others_and_wrong_ids_are_refused(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint.memory import room
-from torchtitan_lite.checkpoint.memory.region import Region, SlotHeader, State
-from torchtitan_lite.checkpoint.memory.room import ShortOfMemory
-from torchtitan_lite.checkpoint.memory.superblock import ALIGNMENT
+from torchtitan_lite.checkpoint.memory import region_file
+from torchtitan_lite.checkpoint.memory.region import Region, SlotHeader, SlotState
+from torchtitan_lite.checkpoint.memory.region_file import ALIGNMENT, InsufficientMemory
 from torchtitan_lite.errors import DamagedSnapshot
 
 
@@ -33,20 +32,20 @@ def test_another_process_sees_what_was_completed(region: Region) -> None:
     _fill(region, 0, 10)
     region.begin(1, 11)
     region.confirm(10)
-    region.stamp(0, {"w": "abc"})
+    region.store_digests(0, {"w": "abc"})
     seen = Region.open(region.path)
     assert seen.rank == 3 and seen.description == {"a": [1, "x"]} and seen.token == region.token
     assert seen.confirmed == 10
     assert seen.slots() == [
-        SlotHeader(10, State.COMPLETE),
-        SlotHeader(11, State.COPYING),
-        SlotHeader(-1, State.EMPTY),
+        SlotHeader(10, SlotState.COMPLETE),
+        SlotHeader(11, SlotState.COPYING),
+        SlotHeader(-1, SlotState.EMPTY),
     ]
     assert seen.values(0) == {"step": 10} and seen.digests(0) == {"w": "abc"}
     assert bytes(seen.data(0)[:4]) == (10).to_bytes(4, "little") and len(seen.data(0)) == 8192
     assert (os.stat(region.path).st_mode & 0o777) == 0o600
     region.begin(0, 12)
-    assert seen.slots()[0] == SlotHeader(12, State.COPYING) and seen.digests(0) is None
+    assert seen.slots()[0] == SlotHeader(12, SlotState.COPYING) and seen.digests(0) is None
     seen.close()
 
 
@@ -98,7 +97,7 @@ def test_a_store_torn_at_any_byte_hides_no_slot(tmp_path: Path, what: str) -> No
         elif what == "complete":
             region.complete(1, {"step": 12})
         else:
-            region.stamp(1, {"w": "0123456789abcdef"})
+            region.store_digests(1, {"w": "0123456789abcdef"})
 
     ends = 0
     for kept in range(400):
@@ -110,20 +109,20 @@ def test_a_store_torn_at_any_byte_hides_no_slot(tmp_path: Path, what: str) -> No
             operate()
         ends += not was_torn[0]
         slots = region.slots()
-        assert slots[0] == SlotHeader(10, State.COMPLETE)
-        assert slots[2] == SlotHeader(8, State.COMPLETE)
+        assert slots[0] == SlotHeader(10, SlotState.COMPLETE)
+        assert slots[2] == SlotHeader(8, SlotState.COMPLETE)
         assert region.values(0) == {"step": 10} and region.values(2) == {"step": 8}
-        if slots[1].state == State.COMPLETE:
+        if slots[1].state == SlotState.COMPLETE:
             assert region.values(1) == {"step": slots[1].step}
             assert region.digests(1) in (None, {"w": "0123456789abcdef"})
         if what == "stamp":
-            assert slots[1] == SlotHeader(9, State.COMPLETE)
+            assert slots[1] == SlotHeader(9, SlotState.COMPLETE)
     assert 0 < ends < 400
     region.close()
 
 
 def _adopted(folder: Path, session: str, start: str | None = None) -> Region:
-    found = Region.adopt(folder, 0, {"session": session}, 4096, values_bytes=4096, start=start)
+    found = Region.adopt(folder, 0, {"session": session}, 4096, values_bytes=4096, session=start)
     assert found is not None
     return found
 
@@ -145,9 +144,9 @@ def test_a_take_over_torn_at_any_byte_loses_no_start(tmp_path: Path, shared: boo
             adopted.close()
         seen = Region.open(made.path)
         assert seen.complete_slots() == {7: 1} and seen.values(1) == {"step": 7}
-        assert "a" in seen.starts and seen.description == {"session": seen.starts[0]}
+        assert "a" in seen.sessions and seen.description == {"session": seen.sessions[0]}
         if not was_torn[0]:
-            assert seen.starts == ["c", "a"]
+            assert seen.sessions == ["c", "a"]
             ends += 1
         num_bytes += 1
         seen.close()
@@ -161,10 +160,10 @@ def test_a_region_that_all_have_taken_over_is_of_the_last_start(tmp_path: Path) 
     for session in "bcd":
         adopted = _adopted(tmp_path, session)
         token = adopted.token
-        assert adopted.starts[0] == session and len(adopted.starts) == 2
-        adopted.settle()
+        assert adopted.sessions[0] == session and len(adopted.sessions) == 2
+        adopted.finish_takeover()
         seen = Region.open(adopted.path)
-        assert seen.starts == adopted.starts == [session] and seen.token == token
+        assert seen.sessions == adopted.sessions == [session] and seen.token == token
         assert seen.complete_slots() == {7: 1}
         seen.close()
         adopted.close()
@@ -202,17 +201,17 @@ def test_too_little_memory_is_an_error_with_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        ShortOfMemory, match="MiB of shared memory, but .* has .* MiB left"
+        InsufficientMemory, match="MiB of shared memory, but .* has .* MiB available"
     ) as caught:
         Region.create(tmp_path, 0, {}, 1 << 55)
     assert caught.value.needed > 3 << 55 and caught.value.available < 1 << 50
     assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(room, "_memory_available", lambda: 1 << 20)
-    with pytest.raises(ShortOfMemory, match="the machine has 1.0 MiB left"):
+    monkeypatch.setattr(region_file, "_memory_available", lambda: 1 << 20)
+    with pytest.raises(InsufficientMemory, match="the machine has 1.0 MiB available"):
         Region.create(tmp_path, 0, {}, 1 << 20)
-    monkeypatch.setattr(room, "_memory_available", lambda: None)
-    monkeypatch.setattr(room, "_cgroup_available", lambda: 2 << 20)
-    with pytest.raises(ShortOfMemory, match="cgroup has 2.0 MiB left"):
+    monkeypatch.setattr(region_file, "_memory_available", lambda: None)
+    monkeypatch.setattr(region_file, "_cgroup_available", lambda: 2 << 20)
+    with pytest.raises(InsufficientMemory, match="cgroup has 2.0 MiB available"):
         Region.create(tmp_path, 0, {}, 1 << 20)
     assert os.listdir(tmp_path) == []
 
@@ -231,8 +230,8 @@ def test_a_full_tmpfs_is_no_bus_error(
         pytest.skip("tmpfs cannot be mounted here")
     try:
         if not is_checked:
-            monkeypatch.setattr(room, "_free_on", lambda folder: 1 << 40)
-        with pytest.raises(ShortOfMemory, match="snapshots of rank 0"):
+            monkeypatch.setattr(region_file, "_free_on", lambda folder: 1 << 40)
+        with pytest.raises(InsufficientMemory, match="snapshots of rank 0"):
             Region.create(small, 0, {}, 1 << 20)
         assert os.listdir(small) == []
         Region.create(small, 0, {}, 4096, values_bytes=4096).close()
@@ -243,7 +242,7 @@ def test_a_full_tmpfs_is_no_bus_error(
 def test_what_an_earlier_process_left_is_replaced(region: Region) -> None:
     _fill(region, 0, 10)
     other = Region.create(region.path.parent, 3, {}, 4096)
-    assert Region.open(region.path).slots()[0].state == State.EMPTY
+    assert Region.open(region.path).slots()[0].state == SlotState.EMPTY
     # Who still has the old one mapped, as a writer that flushes, is not disturbed.
     assert region.values(0) == {"step": 10}
     assert other.token != region.token

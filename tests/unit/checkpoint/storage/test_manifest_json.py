@@ -9,7 +9,7 @@ import xxhash
 
 from torchtitan_lite.checkpoint.storage.manifest_json import (
     build_manifest,
-    is_signed,
+    checksum_matches,
     manifest_bytes,
 )
 from torchtitan_lite.errors import CheckpointError
@@ -78,10 +78,10 @@ def test_the_text_has_a_line_for_each_tensor() -> None:
     manifest = build_manifest(5, _parts(3, 20), BASE | {"versions": {"torch": "2"}})
     text = manifest_bytes(manifest)
     digest = json.loads(text)["xxh3"]
-    assert json.loads(text) == manifest | {"xxh3": digest} and is_signed(text)
+    assert json.loads(text) == manifest | {"xxh3": digest} and checksum_matches(text)
     signed = text[: text.index(b'\n "xxh3"')]
     assert xxhash.xxh3_64_hexdigest(signed) == digest
-    assert not any(is_signed(text[:at] + b"~" + text[at + 1 :]) for at in range(len(text)))
+    assert not any(checksum_matches(text[:at] + b"~" + text[at + 1 :]) for at in range(len(text)))
     lines = text.decode().splitlines()
     for number in range(20):
         start = f'  "model.{number}": '

@@ -11,14 +11,14 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.snapshots import content, read_safetensors
+from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.manifest_json import (
     build_manifest,
-    is_signed,
+    checksum_matches,
     manifest_bytes,
 )
 from torchtitan_lite.checkpoint.storage.object_store import ObjectStore
-from torchtitan_lite.checkpoint.storage.part_file import PartBox
-from torchtitan_lite.checkpoint.storage.storage import open_storage
+from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 from torchtitan_lite.errors import CheckpointError
 
 
@@ -122,7 +122,7 @@ def test_one_in_twenty_operations_fails_and_nothing_shows(root: str, seed: int) 
     assert flaky.failures > 5
     assert store.steps() == [8, 9, 10]
     for step in store.steps():
-        assert is_signed(bytes(store.read(f"step-{step}/manifest.json")))
+        assert checksum_matches(bytes(store.read(f"step-{step}/manifest.json")))
         for rank in (0, 1):
             raw = bytes(store.read(f"step-{step}/a-0/rank-{rank:05d}.safetensors"))
             assert read_safetensors(raw)["model.w"][2] == content(rank, step, 5000)
@@ -200,7 +200,7 @@ def test_a_step_without_a_manifest_is_none_and_goes(root: str) -> None:
     store.recover("b")
     assert store.parts_present(2, "a-0") == set()
     assert store.parts_present(3, "b-0") == {0}
-    store.tidy(4)
+    store.delete_stale_attempts(4)
     assert store.parts_present(3, "b-0") == set()
     assert store.steps() == [1]
 
@@ -210,7 +210,7 @@ def test_a_lost_file_fails_the_commit(root: str) -> None:
     entry = {"dtype": "U8", "shape": [1], "layout": 0}
     box = {"offset": [0], "size": [1], "file": "rank-00000.safetensors", "bytes": [0, 1]}
     manifest = {"tensors": {"w": {**entry, "boxes": [box]}}, "data": "a-0"}
-    with pytest.raises(OSError, match=r"has lost rank-00000\.safetensors"):
+    with pytest.raises(OSError, match=r"is missing rank-00000\.safetensors"):
         store.commit(1, "a-0", manifest_bytes(manifest))
     assert store.steps() == []
 
@@ -276,7 +276,7 @@ def test_what_a_later_save_no_longer_needs_goes(root: str) -> None:
     store.put_failure(1, "a-0", 1, "late word")
     _save(store, 2, "a-0")
     store.put_part(2, "b-0", 0, {"rank": 0})
-    store.tidy(2)
+    store.delete_stale_attempts(2)
     assert len(store._find(1)) == 3 and _stored(store, 1) == 1
     assert store.parts_present(2, "b-0") == {0}
     # A manifest that cannot be read does not say what belongs to it: nothing is removed.
@@ -316,5 +316,5 @@ def test_a_token_that_readers_refuse_is_not_written(root: str) -> None:
 
 
 def test_a_url_of_no_known_filesystem_says_what_to_do() -> None:
-    with pytest.raises(CheckpointError, match="Install what is missing"):
+    with pytest.raises(CheckpointError, match="Install the missing package"):
         open_storage("nowhere://bucket")

@@ -13,8 +13,8 @@ import pytest
 from tests.snapshots import content
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
-from torchtitan_lite.checkpoint.storage.part_file import PartBox
-from torchtitan_lite.checkpoint.storage.posix import LocalFolder
+from torchtitan_lite.checkpoint.storage.posix import LocalStorage
+from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 
 FILE = "rank-00000.safetensors"
 
@@ -42,7 +42,7 @@ class FailingOnce(Files):
         super().sync_folder(path)
 
 
-def _write(folder: LocalFolder, step: int, token: str, seed: int) -> None:
+def _write(folder: LocalStorage, step: int, token: str, seed: int) -> None:
     """All of an attempt but its commit."""
     folder.begin(step, token)
     data = memoryview(content(0, seed, 5000))
@@ -58,7 +58,7 @@ def test_a_commit_that_failed_once_is_made_again(
     for number in itertools.count(1):
         files = FailingOnce()
         root = tmp_path / str(number)
-        folder = LocalFolder(root, files)
+        folder = LocalStorage(root, files)
         if replaces:
             _write(folder, 3, "a-0", seed=1)
             folder.commit(3, "a-0", b"older")
@@ -82,7 +82,7 @@ def test_a_commit_that_failed_once_is_made_again(
 
 
 def test_an_attempt_that_is_gone_commits_nothing(tmp_path: Path) -> None:
-    folder = LocalFolder(tmp_path, Files())
+    folder = LocalStorage(tmp_path, Files())
     _write(folder, 3, "a-0", seed=1)
     folder.commit(3, "a-0", b"older")
     with pytest.raises(FileNotFoundError, match=r"step-3 is of another attempt"):
@@ -96,12 +96,12 @@ def test_links_that_others_left_are_not_followed(tmp_path: Path) -> None:
     root, precious = tmp_path / "checkpoint", tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("kept")
-    folder = LocalFolder(root, Files())
+    folder = LocalStorage(root, Files())
     for name in (".deleting-step-1", ".writing-step-1-b-0", "step-7"):
         root.mkdir(exist_ok=True)
         (root / name).symlink_to(precious)
     (precious / MANIFEST).write_text("{}")
-    folder.tidy(5)
+    folder.delete_stale_attempts(5)
     folder.delete(7)
     (root / ".deleting-step-1").symlink_to(precious)
     folder.recover("c")
@@ -133,7 +133,7 @@ def test_more_files_are_read_than_may_be_open(tmp_path: Path, few_descriptors: i
     names = [f"{number}" for number in range(few_descriptors + 100)]
     for name in names:
         (tmp_path / name).write_bytes(name.encode() * 2000)
-    folder = LocalFolder(tmp_path, Files())
+    folder = LocalStorage(tmp_path, Files())
     draws = random.Random(0)
     order = [draws.choice(names) for _ in range(3000)] + names
 

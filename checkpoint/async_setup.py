@@ -1,0 +1,166 @@
+"""Setup of asynchronous checkpointing: allocate shared memory and start the writer process.
+
+Layer: above async_saver.
+"""
+
+import json
+import os
+import time
+from contextlib import suppress
+from typing import Any
+
+from torchtitan_lite.checkpoint.async_saver import NUM_SLOTS, AsynchronousSaver
+from torchtitan_lite.checkpoint.background.channel import WriterSettings
+from torchtitan_lite.checkpoint.background.flush import max_wait_s
+from torchtitan_lite.checkpoint.background.process import WriterProcess
+from torchtitan_lite.checkpoint.collective import first_message
+from torchtitan_lite.checkpoint.copier import Copier
+from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
+from torchtitan_lite.checkpoint.memory.folder import (
+    RankLock,
+    lock_run_folder,
+    region_files,
+    remove_regions,
+    run_folder,
+)
+from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.checkpoint.save_context import SaveContext
+from torchtitan_lite.checkpoint.save_plan import plan_save
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.log import logger
+from torchtitan_lite.mesh import Mesh
+
+_VALUES_HEADROOM = 4
+_SHORT_WAIT_S = 1.0
+
+
+def wait_for_earlier_writers(context: SaveContext, *, is_first_try: bool) -> bool:
+    """Wait for the writers of an earlier session that still flush, one on behalf of another, and
+    return whether all have ended. The first try waits as long as they may take; a warning names the
+    remaining one. Every rank must call it: no new writer may take a lock that another rank waits
+    for."""
+    mesh = context.mesh
+    wait_s = max_wait_s(context.config.preemption_grace_s) if is_first_try else _SHORT_WAIT_S
+    deadline = time.monotonic() + wait_s
+    while held := first_message(_lock_holder(context.identity.run_id)):
+        # The wait may exceed a collective's timeout, so the ranks keep in touch.
+        if mesh.any(time.monotonic() >= deadline):
+            break
+    if held and mesh.is_leader:
+        logger.warning(
+            "A checkpoint writer of an earlier session is still running: %s. Its storage may hang. "
+            "Until it ends, saves are synchronous; the next save checks again.",
+            held,
+        )
+    return not held
+
+
+def _lock_holder(run_id: str) -> str:
+    """Return which process holds a lock of the run on this machine after a short wait; "" if none.
+    Errors of the folder are left to its next user."""
+    with suppress(OSError, CheckpointError):
+        folder = run_folder(run_id)
+        deadline = time.monotonic() + _SHORT_WAIT_S
+        for rank in region_files(folder):
+            lock = RankLock(folder, rank)
+            if not lock.wait(deadline - time.monotonic()):
+                return f"process {lock.owner() or 'of an unknown number'} holds {lock.path}"
+    return ""
+
+
+def open_async_saver(
+    context: SaveContext, origin: SnapshotOrigin | None
+) -> AsynchronousSaver | None:
+    """Allocate memory and start the writer; None, with a warning, if there is too little memory.
+
+    `origin` is the snapshot that was restored from shared memory; its regions are taken over. Every
+    rank must call it, after `wait_for_earlier_writers`.
+    """
+    mesh, saver, problem = context.mesh, None, ""
+    try:
+        # Regions of ranks that an earlier session ran here, and this one runs elsewhere, waste
+        # memory.
+        remove_regions(context.identity.run_id, keep=_ranks_here(mesh))
+        saver = _open(context, origin)
+    except (OSError, RuntimeError, CheckpointError) as error:
+        problem = str(error) or repr(error)
+    problem = first_message(problem)
+    if problem:
+        if saver is not None:
+            saver.close(free=True)
+        if mesh.is_leader:
+            logger.warning("Snapshots are disabled, and saves are synchronous: %s", problem)
+        return None
+    assert saver is not None
+    # If only some ranks resumed with an old snapshot, ranks would take the next ones at different
+    # steps.
+    has_it = origin is not None and saver.holds(origin)
+    saver.resume_from(None if mesh.any(not has_it) else origin)
+    return saver
+
+
+def _ranks_here(mesh: Mesh) -> range:
+    """Return the ranks of this machine; torchrun numbers them consecutively."""
+    first = mesh.rank - int(os.environ.get("LOCAL_RANK", mesh.rank))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size)))
+
+
+def _open(context: SaveContext, origin: SnapshotOrigin | None) -> AsynchronousSaver:
+    """Allocate the region and start the writer. Raises OSError, RuntimeError or CheckpointError and
+    releases everything."""
+    config, plan = context.config, plan_save(context.state.tensors(), context.mesh)
+    settings = WriterSettings(
+        nice=config.writer_nice,
+        bytes_per_s=config.writer_mib_per_s * 2**20 or None,
+        preemption_grace_s=config.preemption_grace_s,
+        keep_latest_k=config.keep_latest_k,
+        keep_every=config.keep_every,
+        recovers=not context.is_shared,
+    )
+    region = _region(context, origin, plan.slot_bytes, context.describe(plan).to_dict())
+    try:
+        slots = [region.data(slot) for slot in range(NUM_SLOTS)]
+        copier = Copier(plan, slots, context.mesh.device.torch_device)
+        writer = WriterProcess(region.path, settings)
+        writer.start()
+    except BaseException:
+        region.close()
+        region.unlink()
+        raise
+    return AsynchronousSaver(context, region, copier, writer)
+
+
+def _region(
+    context: SaveContext,
+    origin: SnapshotOrigin | None,
+    slot_bytes: int,
+    description: dict[str, Any],
+) -> Region:
+    """Return the region of an earlier session if this run continues it unchanged; else a new one.
+    Raises OSError or CheckpointError."""
+    limit = context.config.snapshot_gib
+    if limit and NUM_SLOTS * slot_bytes > limit * 2**30:
+        raise CheckpointError(
+            f"Three snapshots of {slot_bytes / 2**30:.2f} GiB exceed "
+            f"checkpoint.snapshot_gib = {limit} per rank."
+        )
+    folder = run_folder(context.identity.run_id)
+    present = len(json.dumps(context.values()))
+    adopted = Region.adopt(
+        folder,
+        context.mesh.rank,
+        description,
+        slot_bytes,
+        num_slots=NUM_SLOTS,
+        values_bytes=present,
+        session=None if origin is None else origin.session,
+    )
+    if adopted is not None:
+        return adopted
+    # The values of data sources may grow during the run.
+    values_bytes = _VALUES_HEADROOM * present + (1 << 20)
+    # Serialized, so that each rank sees what the ranks before it have allocated.
+    with lock_run_folder(folder):
+        return Region.create(
+            folder, context.mesh.rank, description, slot_bytes, values_bytes, num_slots=NUM_SLOTS
+        )

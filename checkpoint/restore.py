@@ -1,0 +1,292 @@
+"""Restoring a run from its newest intact state, in shared memory or in storage.
+
+Invariant: a damaged checkpoint is never loaded, and all ranks load the same one. Layer: above
+loading, leftover_snapshots and save_context.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torchtitan_lite import rng
+from torchtitan_lite.checkpoint.collective import run_on_all_ranks
+from torchtitan_lite.checkpoint.format import step_name
+from torchtitan_lite.checkpoint.leftover_snapshots import (
+    LeftoverSnapshot,
+    SnapshotOrigin,
+    newest_leftover,
+)
+from torchtitan_lite.checkpoint.loading import load, open_snapshot
+from torchtitan_lite.checkpoint.save_context import PARTS, SaveContext
+from torchtitan_lite.checkpoint.snapshots import SavedValues, Snapshot, model_dims
+from torchtitan_lite.checkpoint.storage.base import Storage, open_parent_storage
+from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
+from torchtitan_lite.log import logger
+from torchtitan_lite.messages import leader_says
+from torchtitan_lite.spec import differing_dims
+
+_Candidate = LeftoverSnapshot | tuple[Storage, str]
+_FINAL_PARTS = {"model", "train_state"}
+"""Parts of a final model-only save, from which a completed run resumes."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Result of a restore."""
+
+    where: str
+    origin: SnapshotOrigin | None
+    """The snapshot, if the whole state was restored from shared memory."""
+    is_saved: bool
+    """Whether this run has stored the state."""
+    is_initial: bool = False
+    """Whether the state is `initial_load_path` instead of an earlier state of this run."""
+    is_final: bool = False
+    """Whether it is a model-only save of the last step: no step follows."""
+
+
+class Restorer:
+    """Loads the state that a run resumes from. Every rank calls every method."""
+
+    def __init__(self, context: SaveContext, *, repairs: bool, has_snapshots: bool) -> None:
+        """`repairs`: this run writes to the storage and repairs what a killed process left there.
+        `has_snapshots`: it takes snapshots in shared memory."""
+        self._context, self._repairs, self._has_snapshots = context, repairs, has_snapshots
+        self._config, self._state, self._mesh = context.config, context.state, context.mesh
+        self.newest_seen = -1
+        """Newest stored step before anything was loaded."""
+
+    def restore(self) -> Restored | None:
+        """Load the state that this run resumes from; None to start from scratch. See `_restore`."""
+        while True:
+            try:
+                return self._restore()
+            except DamagedCheckpoint:
+                # Other replicas continue, and may delete the checkpoints listed above.
+                before = self.newest_seen
+                if not self._context.is_shared or max(self._stored_steps(), default=-1) == before:
+                    raise
+
+    def _restore(self) -> Restored | None:
+        """Load the state that this run resumes from; None to start from scratch.
+
+        In order of precedence: the checkpoint of `load_step`; the newest intact state of this run,
+        in shared memory or stored; `initial_load_path`. Raises CheckpointError if the requested
+        state is missing or does not fit, and if this run has checkpoints but none is intact.
+        """
+        config, storage = self._config, self._context.storage
+        parts = set(PARTS) - set(config.exclude_from_loading)
+        steps = self._stored_steps()
+        self.newest_seen = max(steps, default=-1)
+        leftover = None
+        if config.load_step >= 0:
+            if config.load_step not in steps:
+                known = ", ".join(map(str, sorted(steps))) or "none"
+                raise CheckpointError(
+                    f"checkpoint.load_step = {config.load_step}, but {storage.root} holds the "
+                    f"steps: {known}."
+                )
+            newer = [step for step in steps if step > config.load_step]
+            if newer and self._repairs:
+                logger.warning(
+                    "%s holds later steps than checkpoint.load_step = %d: %s. A run without "
+                    "load_step resumes from the newest; delete later steps to prevent that.",
+                    storage.root,
+                    config.load_step,
+                    ", ".join(map(str, sorted(newer))),
+                )
+            steps = [config.load_step]
+        elif self._has_snapshots:
+            leftover = newest_leftover(self._context.identity.run_id, self._mesh.rank)
+        candidates = self._newest_first(steps, leftover)
+        is_initial = False
+        if not candidates and config.initial_load_path is not None:
+            is_initial = True
+            storage, name = open_parent_storage(config.initial_load_path)
+            candidates = [(storage, name)]
+            if config.initial_load_model_only:
+                parts &= {"model"}
+        try:
+            found = self._load_first_intact(candidates, parts)
+        finally:
+            # A mapped file occupies the disk even after it is deleted.
+            storage.close()
+            if leftover is not None:
+                leftover.close()
+        if found is None:
+            return None
+        if isinstance(found, LeftoverSnapshot):
+            # Parts excluded from loading are not of that step.
+            is_whole = not config.exclude_from_loading
+            return Restored(found.where, found.origin if is_whole else None, is_saved=False)
+        at_the_end = self._is_final_save(found, parts)
+        return Restored(
+            found.where,
+            None,
+            is_saved=bool(steps),
+            is_initial=is_initial,
+            is_final=at_the_end,
+        )
+
+    def restore_earlier(
+        self, newest: int, accepts: Callable[[SavedValues], bool]
+    ) -> Restored | None:
+        """Load the newest intact state of this run, at most step `newest`, that `accepts` admits,
+        without the position in the data. None, with nothing changed, if there is none. Raises
+        CheckpointError, with the state partly overwritten, if none of the candidates is intact."""
+        leftover = None
+        if self._has_snapshots:
+            run_id = self._context.identity.run_id
+            leftover = newest_leftover(run_id, self._mesh.rank, newest)
+        storage = self._context.storage
+        steps = [step for step in self._stored_steps() if step <= newest]
+        candidates = self._newest_first(steps, leftover)
+        try:
+            parts = set(PARTS) - {"dataloader"}
+            found = self._load_first_intact(candidates, parts, accepts)
+        finally:
+            storage.close()
+            if leftover is not None:
+                leftover.close()
+        if found is None:
+            return None
+        origin = found.origin if isinstance(found, LeftoverSnapshot) else None
+        return Restored(found.where, origin, is_saved=False)
+
+    def _stored_steps(self) -> list[int]:
+        """Return the steps of this run's checkpoints as seen by the leader, newest first: another
+        node may see an older state of a shared folder. Repairs what a killed process left first."""
+        storage = self._context.storage
+
+        def look() -> list[int]:
+            if not self._mesh.is_leader or not (self._config.enable or self._config.load_only):
+                return []
+            try:
+                if self._repairs:
+                    storage.repair()
+                return storage.steps()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{storage.root} cannot be used as checkpoint.folder: {error} Repair it, "
+                    "or set another checkpoint.folder."
+                ) from None
+
+        told = leader_says(" ".join(map(str, reversed(run_on_all_ranks(look)))).encode())
+        return list(map(int, told.split()))
+
+    def _newest_first(
+        self, steps: Sequence[int], leftover: LeftoverSnapshot | None
+    ) -> list[_Candidate]:
+        """Return the candidates of this run: the stored `steps`, newest first, and the leftover
+        snapshot."""
+        found: list[_Candidate] = [(self._context.storage, step_name(step)) for step in steps]
+        if leftover is not None:
+            newer = sum(step > leftover.saved.step for step in steps)
+            found.insert(newer, leftover)
+        return found
+
+    def _load_first_intact(
+        self,
+        candidates: Sequence[_Candidate],
+        parts: set[str],
+        accepts: Callable[[SavedValues], bool] = lambda saved: True,
+    ) -> Snapshot | None:
+        """Load the first accepted candidate that is intact on all ranks. All ranks must pass the
+        same list."""
+        damage: list[str] = []
+        for candidate in candidates:
+            if isinstance(candidate, LeftoverSnapshot):
+                if not accepts(candidate.saved):
+                    continue
+                try:
+                    self._load(candidate, parts)
+                    run_on_all_ranks(candidate.check)
+                except UserError as error:
+                    damage.append(
+                        f"{error} (`torchtitan-lite inspect --shm --free "
+                        f"{self._context.identity.run_id}` removes it.)"
+                    )
+                    logger.warning("The snapshot in shared memory is not used: %s", error)
+                    continue
+                return candidate
+            try:
+                found = self._open(*candidate)
+                if not accepts(found.saved):
+                    continue
+                self._load(found, parts)
+            except DamagedCheckpoint as error:
+                damage.append(str(error))
+                logger.warning("Skipping a damaged checkpoint: %s", error)
+                continue
+            return found
+        if damage:
+            raise DamagedCheckpoint(
+                "None of the requested checkpoints is intact: " + " ".join(damage) + " Delete the "
+                "damaged ones, or set another checkpoint.load_step or checkpoint.folder."
+            )
+        return None
+
+    def _open(self, storage: Storage, name: str) -> Snapshot:
+        spec, num_ranks = self._context.spec, self._mesh.world_size
+        return run_on_all_ranks(lambda: open_snapshot(storage, name, spec, num_ranks=num_ranks))
+
+    def _load(self, snapshot: Snapshot, parts: set[str]) -> None:
+        saved = snapshot.saved
+        if self._is_final_save(snapshot, parts):
+            parts = _FINAL_PARTS
+        elif saved.model_only and parts != {"model"}:
+            raise CheckpointError(
+                f"{snapshot.where} holds weights only, so training cannot resume from it. "
+                "Start another run with checkpoint.initial_load_path, or delete it to resume from "
+                "an earlier step."
+            )
+        if "model" in parts:
+            self._check_dims(snapshot)
+        names = {name: p.shape for name, p in snapshot.tensors.items() if _in(name, parts)}
+        self._state.allocate(names)
+        tensors = {name: t for name, t in self._state.tensors().items() if _in(name, parts)}
+        load(snapshot, tensors, parts, self._mesh)
+        self._state.load_values({part: v for part, v in saved.values.items() if part in parts})
+        generators = saved.rng.get(str(self._mesh.rank))
+        if "rng" in parts and generators is not None:
+            rng.restore(dict(generators))
+
+    def _check_dims(self, snapshot: Snapshot) -> None:
+        """Compare model dimensions: equal shapes do not imply an equal model, for example with
+        different RoPE scaling. A mismatch is an error within a run and a warning across runs."""
+        here = model_dims(self._context.run_config)
+        is_own = snapshot.where.startswith(f"{self._context.storage.root}/") or isinstance(
+            snapshot, LeftoverSnapshot
+        )
+        if is_own and here and not snapshot.saved.dims:
+            logger.warning(
+                "%s does not record the dimensions of its model: only the shapes of its weights "
+                "were compared with [model].",
+                snapshot.where,
+            )
+        differing = differing_dims(snapshot.saved.dims, here)
+        if not differing:
+            return
+        text = f"{snapshot.where} has other model dimensions than [model]: {'; '.join(differing)}."
+        if not is_own:
+            logger.warning("%s Training starts from its weights with those of [model].", text)
+            return
+        raise CheckpointError(
+            f"{text} Use the [model] section that it was saved with (`config` in its "
+            "manifest.json), or start another run from it with checkpoint.initial_load_path."
+        )
+
+    def _is_final_save(self, snapshot: Snapshot, parts: set[str]) -> bool:
+        """Return whether this run saved its last step there, model only."""
+        saved, last = snapshot.saved, self._context.last_step
+        return (
+            saved.model_only
+            and last is not None
+            and saved.step >= last
+            and parts >= _FINAL_PARTS
+            and "train_state" in saved.values
+            and snapshot.where.startswith(f"{self._context.storage.root}/")
+        )
+
+
+def _in(name: str, parts: set[str]) -> bool:
+    return name.split(".", 1)[0] in parts

@@ -1,0 +1,129 @@
+"""Verification of a checkpoint: reads all of it and compares checksums. Layer: above manifest.
+
+Invariant: one pass reports all damage, not only the first.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import xxhash
+
+from torchtitan_lite.checkpoint.manifest import (
+    BoxEntry,
+    Manifest,
+    boxes_by_file,
+    check_file,
+    read_manifest_alone,
+)
+from torchtitan_lite.checkpoint.storage.base import Storage, exists
+from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
+from torchtitan_lite.errors import DamagedCheckpoint
+
+_LENGTH_BYTES = 8
+"""Length field at the start of a safetensors file."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One damaged file or tensor."""
+
+    file: str
+    tensor: str | None
+    """None if the whole file is affected."""
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {f'{self.tensor}: ' if self.tensor else ''}{self.problem}"
+
+
+def verify(storage: Storage, folder: str, *, threads: int | None = None) -> list[Damage]:
+    """Return all damage of the checkpoint in `folder`, by file and offset; empty if it is intact.
+    `threads`: number of concurrent readers, by default one per core.
+
+    Raises CheckpointError for another format version.
+    """
+    try:
+        manifest = read_manifest_alone(storage, folder)
+    except DamagedCheckpoint as error:
+        return [Damage(MANIFEST, None, str(error))]
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        work = [
+            (file, boxes, pool.submit(_check_header, storage, folder, file, boxes, manifest))
+            for file, boxes in sorted(boxes_by_file(manifest).items())
+        ]
+        sums = [
+            [
+                pool.submit(_check_box, storage, manifest.path(folder, file), name, box)
+                for name, box in boxes
+            ]
+            for file, boxes, _ in work
+        ]
+        found = []
+        for (file, _, header), checked in zip(work, sums, strict=True):
+            damage = header.result()
+            found += [] if damage is None else [damage]
+            # An unreadable file is reported once.
+            if damage is None or exists(storage, manifest.path(folder, file)):
+                found += [box for check in checked if (box := check.result()) is not None]
+    return found
+
+
+def _check_header(
+    storage: Storage,
+    folder: str,
+    file: str,
+    boxes: Sequence[tuple[str, BoxEntry]],
+    manifest: Manifest,
+) -> Damage | None:
+    """Check that other safetensors readers find the same tensors in the same bytes."""
+    path = manifest.path(folder, file)
+    try:
+        check_file(storage, path, list(boxes))
+        length = storage.size(path)
+        start = _LENGTH_BYTES + int.from_bytes(storage.read(path, 0, _LENGTH_BYTES), "little")
+        first, end = boxes[0][1].bytes[0], boxes[-1][1].bytes[1]
+        if start != first or end != length:
+            problem = f"the data should be in bytes {first} to {end}, and is in {start} to {length}"
+            return Damage(file, None, problem)
+        header = json.loads(bytes(storage.read(path, _LENGTH_BYTES, start)))
+        header.pop("__metadata__", None)
+        if header != dict(_entries(boxes, manifest)):
+            return Damage(file, None, "its header does not match the manifest")
+    except DamagedCheckpoint as error:
+        return Damage(file, None, str(error))
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        return Damage(file, None, f"its header cannot be read: {error}")
+    return None
+
+
+def _entries(
+    boxes: Sequence[tuple[str, BoxEntry]], manifest: Manifest
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the header entries that the manifest implies."""
+    start = boxes[0][1].bytes[0]
+    for name, box in boxes:
+        yield (
+            name,
+            {
+                "dtype": manifest.tensors[name].dtype,
+                "shape": box.size,
+                "data_offsets": [box.bytes[0] - start, box.bytes[1] - start],
+            },
+        )
+
+
+def _check_box(storage: Storage, path: str, name: str, box: BoxEntry) -> Damage | None:
+    first, end = box.bytes
+    try:
+        # Accessing mapped bytes past the end of the file would kill the process (SIGBUS).
+        if end > storage.size(path):
+            return Damage(box.file, name, f"the file ends before its bytes {first} to {end} do")
+        raw = storage.read(path, first, end)
+        if len(raw) == end - first and xxhash.xxh3_64_hexdigest(raw) == box.xxh3:
+            return None
+    except (OSError, ValueError) as error:
+        return Damage(box.file, name, f"cannot be read: {error}")
+    return Damage(box.file, name, f"the checksum of its bytes {first} to {end} does not match")

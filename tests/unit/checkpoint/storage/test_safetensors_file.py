@@ -1,0 +1,90 @@
+"""Part files: valid safetensors, whatever the sizes and places, by direct I/O or not."""
+
+import mmap
+import random
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from tests.snapshots import read_safetensors
+from torchtitan_lite.checkpoint.storage.files import Files
+from torchtitan_lite.checkpoint.storage.safetensors_file import (
+    PartBox,
+    TokenBucket,
+    WriteAbandoned,
+    write_part,
+)
+
+
+def _pool(num_bytes: int) -> memoryview:
+    view = memoryview(mmap.mmap(-1, num_bytes))
+    view[:] = random.Random(0).randbytes(num_bytes)
+    return view
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(0, 4096)],
+        [(0, 3 << 20), (3 << 20, 100), ((3 << 20) + 100, 7)],
+        [(4096, 2 << 20), (8 << 20, 5), (10 << 20, (9 << 20) + 1234)],
+        [(5, 2 << 20), ((2 << 20) + 5, 3), (12 << 20, 0), (8 << 20, 4 << 20)],
+        [],
+    ],
+)
+def test_every_box_comes_back(tmp_path: Path, places: list[tuple[int, int]], direct: bool) -> None:
+    pool = _pool(20 << 20)
+    boxes = [PartBox(f"t{i}", "U8", (n,), start, n) for i, (start, n) in enumerate(places)]
+    path = tmp_path / "part.safetensors"
+    written = write_part(Files(), path, boxes, pool, direct=direct)
+    raw = path.read_bytes()
+    found = read_safetensors(raw)
+    for box, place in zip(boxes, written, strict=True):
+        wanted = bytes(pool[box.start : box.start + box.bytes])
+        assert found[box.name] == ("U8", [box.bytes], wanted)
+        assert raw[place.first : place.end] == wanted
+    if boxes:
+        assert written[0].first % 4096 == 0
+    with safe_open(path, "np") as file:
+        assert sorted(file.keys()) == sorted(box.name for box in boxes)
+    listed = [pool[start : start + n] for start, n in places]
+    again = write_part(Files(), tmp_path / "again", boxes, listed)
+    assert again == written and (tmp_path / "again").read_bytes() == raw
+
+
+def test_a_second_box_of_a_tensor_has_a_name_of_its_own(tmp_path: Path) -> None:
+    boxes = [PartBox("w", "U8", (3,), 0, 3), PartBox("w", "U8", (4,), 3, 4)]
+    write_part(Files(), tmp_path / "part", boxes, _pool(4096))
+    assert list(read_safetensors((tmp_path / "part").read_bytes())) == ["w", "w#2"]
+
+
+def test_an_abandoned_write_leaves_no_file(tmp_path: Path) -> None:
+    ticks = []
+
+    def tick() -> None:
+        ticks.append(0)
+        if len(ticks) == 3:
+            raise WriteAbandoned
+
+    boxes = [PartBox("w", "U8", (64 << 20,), 0, 64 << 20)]
+    for direct in (True, False):
+        ticks.clear()
+        with pytest.raises(WriteAbandoned):
+            pool = memoryview(mmap.mmap(-1, 64 << 20))
+            write_part(Files(), tmp_path / "part", boxes, pool, direct=direct, tick=tick)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_sizes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="w has 4 bytes, but 5 were announced"):
+        write_part(Files(), tmp_path / "p", [PartBox("w", "U8", (5,), 0, 5)], [memoryview(b"abcd")])
+
+
+def test_the_rate_is_kept(tmp_path: Path) -> None:
+    boxes = [PartBox("w", "U8", (8 << 20,), 0, 8 << 20)]
+    started = time.monotonic()
+    write_part(Files(), tmp_path / "part", boxes, _pool(8 << 20), rate=TokenBucket(20 << 20))
+    assert 0.2 < time.monotonic() - started < 20

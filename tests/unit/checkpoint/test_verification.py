@@ -1,0 +1,122 @@
+"""Damage to a small checkpoint of two files: none goes unseen, by a load or by a check."""
+
+import random
+import secrets
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.stored import TWO_FILES, damage, store
+from tests.unit.checkpoint.conftest import same
+from torchtitan_lite.checkpoint.loading import load
+from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
+from torchtitan_lite.checkpoint.storage.base import open_storage
+from torchtitan_lite.checkpoint.storage.object_store import ObjectStore
+from torchtitan_lite.checkpoint.verification import verify
+from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
+from torchtitan_lite.mesh import Mesh
+
+
+def _loaded(root: Path | str, like: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    storage = open_storage(str(root))
+    try:
+        load(StoredSnapshot(storage, "step-3"), tensors, {"model", "optimizer"}, mesh)
+    finally:
+        storage.close()
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(200, id="200"), pytest.param(1000, id="1000", marks=pytest.mark.matrix)]
+)
+def test_all_damage_is_found_and_the_file_named(tmp_path: Path, mesh: Mesh, number: int) -> None:
+    whole, root = tmp_path / "whole", tmp_path / "damaged"
+    tensors = store(whole, step=3)
+    assert same(_loaded(whole, tensors, mesh), tensors)
+    assert verify(open_storage(str(whole)), "step-3") == []
+    draws = random.Random(0)
+    unseen = 0
+    for count in range(number):
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(whole, root)
+        file, what = damage(root / "step-3", draws)
+        case = f"damage {count}: {file} {what}"
+        try:
+            found = _loaded(root, tensors, mesh)
+        except CheckpointError as error:
+            missing = file == "manifest.json" and what == "deleted"
+            assert (file if not missing else "holds no manifest.json") in str(error), case
+            refused = True
+        else:
+            # A load reads no header of a safetensors file: the manifest says all.
+            assert same(found, tensors), case
+            refused = False
+        try:
+            seen = verify(open_storage(str(root)), "step-3")
+        except CheckpointError as error:
+            assert not isinstance(error, DamagedCheckpoint) and "format version" in str(error), case
+            continue
+        assert {one.file for one in seen} in ({file}, set()), case
+        assert seen or not refused, case
+        unseen += not seen
+    # Such as 1e-05 for 1E-05 in a manifest: nothing has changed but its spelling.
+    assert unseen <= number // 100
+
+
+def test_a_tensor_that_is_hit_is_named_and_so_are_all_others(tmp_path: Path, mesh: Mesh) -> None:
+    tensors = store(tmp_path, step=3)
+    storage = open_storage(str(tmp_path))
+    manifest = StoredSnapshot(storage, "step-3").manifest
+    hit = {}
+    for name in ("model.weight", "optimizer.weight.momentum"):
+        box = manifest.tensors[name].boxes[1]
+        path = tmp_path / "step-3" / box.file
+        content = bytearray(path.read_bytes())
+        content[box.bytes[1] - 1] ^= 64
+        path.write_bytes(content)
+        hit[name] = box.file
+    storage.close()
+    with pytest.raises(DamagedCheckpoint, match=rf"{TWO_FILES[1]} is damaged: .* of model.weight"):
+        _loaded(tmp_path, tensors, mesh)
+    assert {one.tensor: one.file for one in verify(storage, "step-3")} == hit
+    (tmp_path / "step-3" / TWO_FILES[0]).unlink()
+    found = verify(open_storage(str(tmp_path)), "step-3")
+    assert {(one.file, one.tensor) for one in found} == {
+        (TWO_FILES[0], None),
+        *((file, name) for name, file in hit.items()),
+    }
+
+
+def test_a_header_that_says_something_else_is_found(tmp_path: Path) -> None:
+    store(tmp_path, step=3)
+    path = tmp_path / "step-3" / TWO_FILES[0]
+    content = path.read_bytes()
+    for other in (
+        content.replace(b'"F32"', b'"I32"', 1),
+        content.replace(b"model.odd", b"model.add", 1),
+        content + b"\0",
+    ):
+        path.write_bytes(other)
+        (found,) = verify(open_storage(str(tmp_path)), "step-3")
+        assert (found.file, found.tensor) == (TWO_FILES[0], None)
+
+
+def test_files_below_the_name_of_their_attempt(mesh: Mesh) -> None:
+    """As an object store has them."""
+    root = f"memory://{secrets.token_hex(8)}"
+    tensors = store(root, step=3)
+    storage = open_storage(root)
+    snapshot = StoredSnapshot(storage, "step-3")
+    below = snapshot.manifest.data
+    assert below is not None and same(_loaded(root, tensors, mesh), tensors)
+    assert verify(storage, "step-3") == []
+    assert isinstance(storage, ObjectStore)
+    storage._remove(f"step-3/{below}/{TWO_FILES[1]}")
+    with pytest.raises(DamagedCheckpoint, match=f"step-3/{below}/{TWO_FILES[1]} is missing"):
+        _loaded(root, tensors, mesh)
+    assert {one.file for one in verify(storage, "step-3")} == {TWO_FILES[1]}
+    with pytest.raises(DamagedCheckpoint, match=f"step-3/{below}/{TWO_FILES[1]} cannot be read"):
+        snapshot.part("model.weight", TWO_FILES[1])

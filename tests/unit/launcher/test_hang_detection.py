@@ -1,0 +1,192 @@
+"""Who hangs is told from who waits for it, and damaged pulses and recorders are not believed."""
+
+import json
+import math
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.launcher.hang_detection import (
+    CollectiveCall,
+    FlightRecord,
+    RankStatus,
+    StallDetector,
+    culprits,
+    hang_reason,
+    read_flight_record,
+)
+from torchtitan_lite.launcher.heartbeat import Heartbeat, HeartbeatMemory, HeartbeatWriter, parse
+from torchtitan_lite.phases import Phase
+
+LIMITS = {Phase.COMPUTE: 10.0, Phase.DATA: 10.0, Phase.COMMUNICATION: 30.0}
+
+
+def seen(number: int, phase: Phase, *, since_s: float = 0.0, state: str = "S") -> RankStatus:
+    heartbeat = Heartbeat(phase, 57, since_s, LIMITS.get(phase, math.inf), 10.0)
+    return RankStatus(number, 1000 + number, heartbeat, state)
+
+
+def call(number: int, group: str = "dp") -> CollectiveCall:
+    return CollectiveCall(group, number, "gloo:all_reduce", "Float [4]")
+
+
+def late_at(ranks: list[RankStatus], *times_s: float) -> list[set[int]]:
+    stalls = StallDetector()
+    return [stalls.update(ranks, now_s) for now_s in times_s]
+
+
+def test_a_rank_is_late_once_it_was_seen_so_for_a_while() -> None:
+    assert late_at([seen(0, Phase.COMPUTE)], 9.9, 10.5, 11.2, 11.6) == [set(), set(), set(), {0}]
+
+
+def test_a_machine_that_slept_is_no_hang() -> None:
+    stalls = StallDetector()
+    assert stalls.update([seen(0, Phase.COMPUTE)], 5) == set()
+    # All ranks are late at the first look, and go on before the next.
+    assert stalls.update([seen(0, Phase.COMPUTE)], 500) == set()
+    assert stalls.update([seen(0, Phase.COMPUTE, since_s=500.5)], 501.5) == set()
+
+
+@pytest.mark.parametrize("phase", [Phase.START, Phase.QUORUM, Phase.HEALING, Phase.CHECKPOINT])
+def test_phases_without_limit_last_as_long_as_they_will(phase: Phase) -> None:
+    assert late_at([seen(0, phase)], 1000, 2000) == [set(), set()]
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_who_is_stopped_is_late_in_every_phase(phase: Phase) -> None:
+    stopped = seen(0, phase, state="T", since_s=100)
+    assert late_at([stopped], 100, 109, 110.5, 112)[1:] == [set(), set(), {0}]
+    # Only while it is: here it went on in between.
+    stalls = StallDetector()
+    stalls.update([stopped], 100)
+    stalls.update([seen(0, Phase.QUORUM, since_s=100)], 105)
+    assert stalls.update([stopped], 109.5) == set()
+
+
+def test_who_has_no_pulse_is_not_judged() -> None:
+    assert late_at([RankStatus(0, 1, None, "T")], 1000, 2000) == [set(), set()]
+
+
+def numbers(
+    ranks: list[RankStatus], late: set[int], flight_records: dict[int, FlightRecord] | None = None
+) -> list[int]:
+    return [one.number for one in culprits(ranks, late, flight_records or {})]
+
+
+def test_the_culprit() -> None:
+    waits, works = seen(0, Phase.COMMUNICATION), seen(1, Phase.COMPUTE)
+    assert numbers([waits, works], {0, 1}) == [1]
+    assert numbers([waits, works], {1}) == [1]
+    assert numbers([waits], {0}) == [0]
+    # A stopped one is it, though another is late and it is not yet.
+    stopped = seen(2, Phase.COMMUNICATION, state="T")
+    assert numbers([waits, works, stopped], {1}) == [2]
+
+
+def test_the_culprit_by_the_collectives() -> None:
+    both = [seen(0, Phase.COMPUTE), seen(1, Phase.COMPUTE)]
+    waiting, other = FlightRecord([call(7)], {"dp": 7}), FlightRecord([], {"dp": 6})
+    assert numbers(both, {0, 1}, {0: waiting, 1: other}) == [1]
+    assert numbers(both, {0, 1}, {0: other, 1: waiting}) == [0]
+    # It waits too, but elsewhere, where nobody is missing that is known.
+    elsewhere = FlightRecord([call(3, "replicas")], {"dp": 6, "replicas": 3})
+    assert numbers(both, {0, 1}, {0: waiting, 1: elsewhere}) == [1]
+    # Nothing is known of one that does not answer.
+    assert numbers(both, {0, 1}, {0: waiting}) == [0, 1]
+    assert numbers(both, {0, 1}, {0: FlightRecord([], {}), 1: waiting}) == [0]
+
+
+def test_the_reason_names_rank_and_collective() -> None:
+    ranks = [seen(0, Phase.COMPUTE), seen(1, Phase.COMPUTE, state="T")]
+    told = hang_reason(ranks, {0, 1}, {0: FlightRecord([call(7)], {"dp": 7})}, 12.34)
+    assert told == (
+        "rank 1: no progress for 12.3 s in compute after step 57 (stopped); "
+        "rank 0 waits in gloo:all_reduce number 7 of group dp (Float [4])"
+    )
+
+
+def test_pulses_are_read_as_they_were_written() -> None:
+    board = HeartbeatMemory(3)
+    writer = HeartbeatWriter(board.path, 1, LIMITS, 10.0)
+    assert board.read(1) is None
+    for step, phase in enumerate(Phase):
+        before_s = time.monotonic()
+        writer.entered(phase, step)
+        heartbeat = board.read(1)
+        assert heartbeat is not None
+        assert (heartbeat.phase, heartbeat.step, heartbeat.hang_timeout_s) == (phase, step, 10.0)
+        assert heartbeat.limit_s == LIMITS.get(phase, math.inf)
+        assert before_s <= heartbeat.since_s <= time.monotonic()
+    assert board.read(0) is None and board.read(2) is None
+    with pytest.raises(OSError, match="no slot for rank 3"):
+        HeartbeatWriter(board.path, 3, LIMITS, 10.0)
+    board.close()
+
+
+def test_a_pulse_that_is_damaged_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "pulses"
+    path.write_bytes(bytes(64))
+    HeartbeatWriter(path, 0, LIMITS, 10.0).entered(Phase.COMPUTE, 3)
+    whole = path.read_bytes()
+    assert parse(whole) is not None
+    assert all(parse(whole[:length]) is None for length in range(44))
+    for place in range(44):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 8
+        assert parse(bytes(changed)) is None, place
+    assert parse(random.Random(0).randbytes(64)) is None
+
+
+def test_a_file_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    for name in ("empty", "none"):
+        with pytest.raises(OSError):
+            HeartbeatWriter(tmp_path / name, 0, LIMITS, 10.0)
+
+
+def entry(number: int, *, retired: bool) -> dict[str, Any]:
+    return {
+        "collective_seq_id": number,
+        "input_dtypes": ["Float"],
+        "input_sizes": [[4]],
+        "is_p2p": False,
+        "process_group": ["1", "mesh_dp"],
+        "profiling_name": "gloo:all_reduce",
+        "retired": retired,
+    }
+
+
+def test_a_flight_recorder_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"entries": [entry(1, retired=True), entry(2, retired=False)]}))
+    flight = read_flight_record(path)
+    assert flight is not None
+    assert [one.description for one in flight.pending] == [
+        "gloo:all_reduce number 2 of group mesh_dp (1) (Float [4])"
+    ]
+    assert flight.newest == {"mesh_dp (1)": 2}
+
+
+def test_a_flight_recorder_that_makes_no_sense_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    assert read_flight_record(path) is None
+    whole = json.dumps({"entries": [entry(1, retired=True)]})
+    odd: list[object] = [[], {"entries": 3}, {"entries": [{}]}, {"entries": ["x"]}, None]
+    odd += [{"entries": [{**entry(1, retired=True), key: None}]} for key in entry(1, retired=True)
+            if key not in ("is_p2p", "profiling_name", "retired")]  # fmt: skip
+    for text in [whole[:-5], "\xff", *map(json.dumps, odd)]:
+        path.write_text(text)
+        assert read_flight_record(path) is None, text
+    # What is only strange is made harmless: it is shown to people.
+    strange = {**entry(1, retired=False), "profiling_name": "a\nb\x1b" + "c" * 1000}
+    path.write_text(json.dumps({"entries": [strange]}))
+    flight = read_flight_record(path)
+    assert flight is not None
+    assert flight.pending[0].name == "ab" + "c" * 75 + "..."
+    generator = random.Random(0)
+    for _ in range(200):
+        path.write_bytes(generator.randbytes(40))
+        assert read_flight_record(path) is None

@@ -1,0 +1,94 @@
+"""When an attempt is made again, and when it is given up."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
+from torchtitan_lite.launcher.processes import ExitStatus
+from torchtitan_lite.launcher.restart_policy import (
+    Failure,
+    GiveUp,
+    RestartAfter,
+    RestartPolicy,
+    failure_of,
+)
+
+KILLED = Failure("rank 1: killed by SIGKILL", "", Path("rank_1.log"))
+
+
+def wrong(what: str) -> Failure:
+    return Failure("rank 0: exit status 1", f"exit status 1: {what}", Path("rank_0.log"))
+
+
+def delay_s(decision: RestartAfter | GiveUp) -> float:
+    assert isinstance(decision, RestartAfter)
+    return decision.delay_s
+
+
+def test_delays_double_up_to_half_a_minute_and_end() -> None:
+    policy = RestartPolicy(7, first_delay_s=1)
+    delays = []
+    for second in range(7):
+        policy.attempt_started()
+        delays.append(delay_s(policy.attempt_failed(KILLED, second)))
+    assert delays == [1, 2, 4, 8, 16, 30, 30]
+    decision = policy.attempt_failed(KILLED, 100)
+    assert isinstance(decision, GiveUp) and decision.first_failure is KILLED
+    assert decision.reason == "it failed 8 times in a row"
+
+
+def test_twenty_seconds_of_work_forgives() -> None:
+    policy = RestartPolicy(2, first_delay_s=1)
+    for _ in range(2):
+        policy.attempt_started()
+        policy.attempt_failed(KILLED, 0)
+    policy.attempt_started()
+    policy.made_progress(100)
+    policy.made_progress(110)
+    assert delay_s(policy.attempt_failed(KILLED, 120)) == 1
+    policy.attempt_started()
+    policy.made_progress(200)
+    assert delay_s(policy.attempt_failed(KILLED, 219)) == 2
+
+
+def test_starting_for_a_minute_forgives_nothing() -> None:
+    policy = RestartPolicy(1)
+    policy.attempt_failed(KILLED, 0)
+    policy.attempt_started()
+    assert isinstance(policy.attempt_failed(KILLED, 1000), GiveUp)
+
+
+def test_equal_failures_before_any_work_end_it_early() -> None:
+    policy = RestartPolicy(10)
+    policy.attempt_failed(KILLED, 0)
+    first = wrong("unknown key")
+    policy.attempt_failed(first, 1)
+    decision = policy.attempt_failed(wrong("unknown key"), 2)
+    assert isinstance(decision, GiveUp) and decision.first_failure is first
+    assert "before it made progress" in decision.reason
+
+
+@pytest.mark.parametrize("between", [KILLED, wrong("another")])
+def test_other_failures_between_do_not(between: Failure) -> None:
+    policy = RestartPolicy(10)
+    for failure in (wrong("a"), between, wrong("a"), KILLED, KILLED):
+        policy.attempt_started()
+        assert isinstance(policy.attempt_failed(failure, 0), RestartAfter)
+
+
+@pytest.mark.parametrize(("status", "spares"), [(DIVERGED, False), (MACHINE_FAULT, True)])
+def test_what_would_come_out_the_same_is_not_tried_again(status: int, spares: bool) -> None:
+    policy = RestartPolicy(10)
+    policy.attempt_started()
+    policy.made_progress(0)
+    decision = policy.attempt_failed(failure_of("rank 0", ExitStatus(status), Path("log")), 100)
+    assert isinstance(decision, GiveUp) and decision.others_continue is spares
+
+
+def test_equal_failures_after_work_do_not() -> None:
+    policy = RestartPolicy(10)
+    for second in range(4):
+        policy.attempt_started()
+        policy.made_progress(second)
+        assert isinstance(policy.attempt_failed(wrong("a"), second), RestartAfter)

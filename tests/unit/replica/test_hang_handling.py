@@ -1,0 +1,114 @@
+"""A rank that hangs: the watchdog ends it with its stacks, and the flight recorder names the
+collective in which it waits. That it answers a request of the launcher is tested with the
+launcher."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.launcher.hang_detection import flight_record_file, read_flight_record
+
+_BEGINNING = """
+import ctypes, time
+from torchtitan_lite.phases import Phase
+from torchtitan_lite.replica.hang_handling import HangWatchdog, phase_limits_s
+dog = HangWatchdog(phase_limits_s(1.5), has_launcher=False)
+
+def enter(phase):
+    dog.entered(phase, 0)
+
+def hung_here():
+    time.sleep(60)
+"""
+_HANGS = {
+    "in Python": "enter(Phase.COMPUTE)\nhung_here()",
+    "in compiled code that keeps the interpreter": (
+        "def hung_here():\n    ctypes.PyDLL(None).sleep(60)\nenter(Phase.COMPUTE)\nhung_here()"
+    ),
+    "waiting for others": "enter(Phase.COMMUNICATION)\nhung_here()",
+}
+_RANK = """
+import sys, time
+from pathlib import Path
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torchtitan_lite.log import configure_logging
+from torchtitan_lite.phases import Phase
+from torchtitan_lite.replica.hang_handling import FlightRecorder
+
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+configure_logging()
+store = dist.FileStore(str(folder / "store"), 2)
+dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+group = dist.new_group([0, 1], group_desc="shards")
+recorder = FlightRecorder(folder, rank, {Phase.COMPUTE: 2.0})
+dist.all_reduce(torch.ones(3), group=group)
+recorder.entered(Phase.COMPUTE, 5)
+if rank == 1:
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+dist.all_reduce(torch.ones(7), group=group)
+recorder.close()
+"""
+
+
+def _run(program: str) -> tuple[int, str, float]:
+    started = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", _BEGINNING + program], capture_output=True, text=True, timeout=50
+    )
+    return ended.returncode, ended.stderr, time.monotonic() - started
+
+
+@pytest.mark.parametrize("hang", _HANGS)
+def test_a_process_that_hangs_ends_with_its_stack(hang: str) -> None:
+    status, said, _ = _run(_HANGS[hang])
+    assert status == 1
+    assert "Timeout" in said and "hung_here" in said
+
+
+def test_progress_puts_it_off() -> None:
+    # Longer than the limit in all, and each time by far shorter: a slow machine is no hang.
+    program = (
+        "for _ in range(8):\n    enter(Phase.COMPUTE)\n    time.sleep(0.2)\n"
+        "enter(Phase.BETWEEN)\ntime.sleep(1.7)"
+    )
+    status, said, _ = _run(program)
+    assert (status, said) == (0, "")
+
+
+def test_a_rank_says_in_which_collective_it_waits(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(tmp_path), str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    path, deadline_s = flight_record_file(tmp_path, 0), time.monotonic() + 200
+    # Both, since rank 1 would write nothing any more once it goes on.
+    while not (path.exists() and flight_record_file(tmp_path, 1).exists()):
+        assert time.monotonic() < deadline_s and ranks[0].poll() is None
+        time.sleep(0.05)
+    (tmp_path / "go").touch()
+    said = [one.communicate(timeout=100)[0] for one in ranks]
+    assert [one.returncode for one in ranks] == [0, 0], said
+    flight = read_flight_record(path)
+    assert flight is not None
+    (waits,) = flight.pending
+    assert (waits.name, waits.sizes, waits.number) == ("gloo:all_reduce", "Float [7]", 2)
+    assert waits.group.startswith("shards")
+    assert "No progress in compute after step 5" in said[0]
+    assert f"It waits in {waits.description}" in said[0]
+    other = read_flight_record(flight_record_file(tmp_path, 1))
+    assert other is not None and not other.pending
+    assert other.newest[waits.group] == waits.number - 1

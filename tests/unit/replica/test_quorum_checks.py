@@ -1,0 +1,105 @@
+"""Checks that a quorum must pass before it is used."""
+
+import os
+import resource
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.replica.quorum_checks import (
+    IncompatiblePeers,
+    ProgressFloor,
+    check_compatibility,
+    check_descriptors,
+    replica_id_for,
+)
+
+
+def test_a_quorum_behind_what_was_seen_is_refused() -> None:
+    floor = ProgressFloor(0)
+    for progress in (0, 16, 16, 48):
+        floor.check(progress)
+    with pytest.raises(ReplicaError, match=r"at most at sample 32.*at sample 48"):
+        floor.check(32)
+    floor.check(48)
+
+
+def test_what_was_restored_is_a_floor() -> None:
+    with pytest.raises(ReplicaError, match="restart it"):
+        ProgressFloor(160).check(0)
+
+
+def test_own_progress_raises_it() -> None:
+    floor = ProgressFloor(0)
+    floor.raise_to(64)
+    floor.raise_to(32)
+    assert floor.highest == 64
+
+
+@pytest.mark.parametrize(
+    ("likes", "steps", "leaving"),
+    [
+        ("aaa", [5, 5, 0], []),
+        # Who comes, also before the others in the order of names.
+        ("ab", [5, 0], [1]),
+        ("ba", [0, 5], [0]),
+        ("aab", [5, 5, 0], [2]),
+        ("abb", [5, 0, 0], [1, 2]),
+        # All begin together.
+        ("ab", [0, 0], [1]),
+        ("abb", [0, 0, 0], [0]),
+        # One of two that are ahead, while a third is behind.
+        ("aba", [5, 5, 0], [1]),
+    ],
+)
+def test_one_kind_stays(likes: str, steps: list[int], leaving: list[int]) -> None:
+    assert _leaving(likes, steps) == leaving
+
+
+def _leaving(likes: str, steps: list[int]) -> list[int]:
+    """The places of those who leave a quorum of replicas that are like the letters of `likes`."""
+    ids = [replica_id_for(f"replica_{place:05d}", one) + ":uuid" for place, one in enumerate(likes)]
+    ahead = [place for place, step in enumerate(steps) if step == max(steps)]
+    found = []
+    for place, own in enumerate(likes):
+        heals = place not in ahead
+        quorum: Any = SimpleNamespace(
+            replica_ids=ids,
+            heal=heals,
+            recover_src_replica_rank=ahead[place % len(ahead)] if heals else None,
+            max_world_size=len(ahead),
+        )
+        try:
+            check_compatibility(own, quorum)
+            assert len(set(likes)) == 1
+        except ReplicaError:
+            found.append(place)
+        except IncompatiblePeers as told:
+            assert all(f"replica_{n:05d}" in str(told) for n, o in enumerate(likes) if o != own)
+    return found
+
+
+def test_ids_of_others_are_like_nobody() -> None:
+    quorum: Any = SimpleNamespace(
+        replica_ids=["replica_00000:1-a:uuid", "somebody:uuid", "x"],
+        heal=False,
+        recover_src_replica_rank=None,
+        max_world_size=1,
+    )
+    with pytest.raises(IncompatiblePeers, match="somebody, x"):
+        check_compatibility("1-a", quorum)
+
+
+def test_a_process_without_descriptors_leaves() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        with pytest.raises(ReplicaError, match=r"Too many open files.*ulimit -n"):
+            check_descriptors()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    check_descriptors()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,86 @@
+"""Notices to the lighthouse that a replica has left: the launcher's side, and the process that
+sends them. Layer: above processes and lighthouse.
+
+`python -m torchtitan_lite.launcher.leave_notices HOST:PORT` reads the names of replicas from
+standard input, one per line. It runs for the whole run, so that a notice arrives within
+milliseconds; and it is a separate process, because gRPC's threads are incompatible with the
+launcher's forks. TORCHTITAN_LITE_TOKEN authenticates it.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.launcher.processes import kill_process_group, spawn
+
+_TIMEOUT_S = 2.0
+
+
+class LeaveNotifier:
+    """Process that sends leave notices, started on first use and restarted after it died."""
+
+    def __init__(
+        self, command: Callable[[str], Sequence[str]], environment: Mapping[str, str], log: Path
+    ) -> None:
+        """`command` returns the command line for the lighthouse at HOST:PORT. Its errors go to
+        `log`."""
+        self._command, self._environment, self._log = command, environment, log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._input = -1
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the last process started."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, address: str) -> None:
+        """Start the process. Raises OSError."""
+        self.kill()
+        end, self._input = os.pipe()
+        try:
+            with self._log.open("ab") as log:
+                self._process = spawn(
+                    self._command(address), self._environment, stdout=log.fileno(), stdin=end
+                )
+        finally:
+            os.close(end)
+
+    def notify(self, address: str, name: str) -> None:
+        """Notify the lighthouse at `address` that the replica `name` has left. Raises OSError."""
+        if self._process is None or self._process.poll() is not None:
+            self.start(address)
+        os.write(self._input, name.encode() + b"\n")
+
+    def kill(self) -> None:
+        """Kill the process and wait for it."""
+        if self._process is not None:
+            kill_process_group(self._process.pid)
+            self._process.wait()
+            self._process = None
+        if self._input >= 0:
+            with suppress(OSError):
+                os.close(self._input)
+            self._input = -1
+
+
+def main(address: str) -> int:
+    """Send a notice for each line of standard input, and return the exit status."""
+    # Imported here because the launcher imports this module and must not load gRPC.
+    from torchtitan_lite.lighthouse.client import notify_left
+
+    token = os.environ.get("TORCHTITAN_LITE_TOKEN", "")
+    for line in sys.stdin:
+        try:
+            notify_left(address, line.strip(), token, _TIMEOUT_S)
+        except UserError as error:
+            # Without a notice the lighthouse notices the missing heartbeats, a few seconds later.
+            print(error, file=sys.stderr, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,266 @@
+"""One replica: its consecutive attempts. Layer: above worker_group, hang_diagnosis and
+restart_policy.
+
+Invariant: an attempt starts only after all processes of the previous one have exited.
+"""
+
+import time
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+
+from torchtitan_lite.launcher.hang_diagnosis import HangMonitor
+from torchtitan_lite.launcher.logs import ReplicaProgress, last_lines
+from torchtitan_lite.launcher.restart_policy import GiveUp, RestartAfter, RestartPolicy
+from torchtitan_lite.launcher.worker_group import WorkerGroup
+
+_MAX_LINE_CHARS = 300
+_READ_INTERVAL_S = 0.25
+"""Interval between reads of a replica's files."""
+
+
+class ReplicaState(Enum):
+    """State of a replica. The values are displayed."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    TRAINING = "training"
+    HEALING = "healing"
+    ENDING = "ending"
+    RESTARTING = "restarting"
+    RESIZING = "resizing"
+    LEAVING = "leaving"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    GIVEN_UP = "given up"
+
+
+_OVER = {ReplicaState.FINISHED, ReplicaState.STOPPED, ReplicaState.GIVEN_UP}
+_RUNNING = {ReplicaState.STARTING, ReplicaState.TRAINING, ReplicaState.HEALING}
+
+
+class ReplicaProcess:
+    """Replica, from its first attempt to its end."""
+
+    def __init__(
+        self,
+        number: int,
+        start: Callable[[Path], WorkerGroup],
+        *,
+        folder: Path,
+        metrics: Path,
+        policy: RestartPolicy,
+        on_failure: Callable[["ReplicaProcess"], None],
+        report_event: Callable[[str], None],
+    ) -> None:
+        """`start` starts an attempt that logs into the given folder, a new one in `folder`;
+        `metrics` is the metrics.jsonl of this replica. `on_failure` is called as soon as an attempt
+        has failed, while its processes are being killed. `report_event` reports events to the
+        user."""
+        self.number = number
+        self.state = ReplicaState.WAITING
+        self.last_event = ""
+        self.num_restarts = 0
+        self.progress: ReplicaProgress | None = None
+        self.given_up: GiveUp | None = None
+        self.was_killed = False
+        """Whether it exceeded the time limit of a stop request."""
+        self._start_group, self._folder, self._metrics = start, folder, metrics
+        self._policy = policy
+        self._on_failure, self._report_event = on_failure, report_event
+        self.leader_log: Path | None = None
+        """Log of rank 0 of the newest attempt."""
+        self._group: WorkerGroup | None = None
+        self._hang_monitor: HangMonitor | None = None
+        self._is_stopping = self._is_resizing = self._is_failure_reported = False
+        self._restart_at_s = self._read_at_s = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name at the lighthouse."""
+        return f"replica_{self.number:05d}"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is done: nothing runs, and nothing will be started."""
+        return self.state in _OVER
+
+    @property
+    def has_left(self) -> bool:
+        """Whether no process of it runs, so that it can be restarted with another number of
+        ranks."""
+        return self._group is None and (self.is_over or self.state is ReplicaState.RESIZING)
+
+    @property
+    def failing_rank(self) -> int | None:
+        """Rank whose failure is being handled, if it was a rank that failed."""
+        if self._group is None or self.state is not ReplicaState.ENDING:
+            return None
+        return self._group.failure().rank
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Descriptors that are readable when `poll` has work to do."""
+        return [] if self._group is None else self._group.descriptors
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of torchrun and of a running hang diagnosis."""
+        found = (one.pid for one in (self._group, self._hang_monitor) if one is not None)
+        return [pid for pid in found if pid is not None]
+
+    def restarts_in_s(self, now_s: float) -> float:
+        """Return the seconds until the next attempt; 0 if none is scheduled."""
+        return (
+            max(0.0, self._restart_at_s - now_s) if self.state is ReplicaState.RESTARTING else 0.0
+        )
+
+    def start_attempt(self) -> None:
+        """Start an attempt."""
+        self._is_resizing = self._is_failure_reported = False
+        folder = _next_folder(self._folder)
+        self._policy.attempt_started()
+        self._group = self._start_group(folder)
+        self._hang_monitor = HangMonitor(self._group)
+        self.leader_log = self._group.leader_log
+        self.progress = ReplicaProgress(self._metrics, self._group.leader_log)
+        self.state = ReplicaState.STARTING
+        self._report(f"started, logs in {folder}")
+
+    def poll(self, now_s: float) -> None:
+        """Check the processes and files of the attempt, and act on changes."""
+        if self.state is ReplicaState.RESTARTING and now_s >= self._restart_at_s:
+            self.num_restarts += 1
+            self.start_attempt()
+        group = self._group
+        if group is None:
+            return
+        group.poll()
+        if self.state in _RUNNING:
+            if group.has_failed:
+                self._handle_failure(group)
+            elif now_s >= self._read_at_s:
+                self._read_progress(now_s)
+                self._check_for_hang(group, now_s)
+        elif (
+            self.state is ReplicaState.RESIZING
+            and group.has_failed
+            and not self._is_failure_reported
+        ):
+            # Without this rank's part, the other ranks cannot complete their save.
+            self._is_failure_reported = True
+            group.kill()
+            self._on_failure(self)
+        if group.has_ended:
+            self._group = None
+            self._close_hang_monitor()
+            group.close()
+            self._handle_exit(group, now_s)
+
+    def stop(self) -> None:
+        """Request that the replica saves and leaves."""
+        self._is_stopping = True
+        if self._group is None:
+            if not self.is_over:
+                self.state = ReplicaState.STOPPED
+        elif self.state is ReplicaState.RESIZING:
+            self.state = ReplicaState.LEAVING
+        elif self.state in _RUNNING:
+            self.state = ReplicaState.LEAVING
+            self._group.terminate()
+
+    def resize(self) -> None:
+        """Request that the replica saves and leaves, and then waits for `start_attempt`."""
+        self._is_resizing = True
+        if self.is_over or self.state is ReplicaState.ENDING:
+            return
+        if self._group is not None:
+            self._group.terminate()
+        self.state = ReplicaState.RESIZING
+
+    def kill(self) -> None:
+        """Kill its processes."""
+        if self._group is not None:
+            if self.state is ReplicaState.LEAVING and not self.was_killed:
+                self.was_killed = True
+                self._report("killed before it had left")
+            self._group.kill()
+
+    def _check_for_hang(self, group: WorkerGroup, now_s: float) -> None:
+        assert self._hang_monitor is not None
+        was_looked_into = self._hang_monitor.pid is not None
+        hang = self._hang_monitor.poll(now_s)
+        if hang is not None:
+            group.mark_hung(hang)
+        elif was_looked_into and self._hang_monitor.pid is None:
+            self._report("continues: it was only slow")
+        elif not was_looked_into and self._hang_monitor.pid is not None:
+            self._report("makes no progress: diagnosing the hang")
+
+    def _close_hang_monitor(self) -> None:
+        if self._hang_monitor is not None:
+            self._hang_monitor.close()
+            self._hang_monitor = None
+
+    def _handle_failure(self, group: WorkerGroup) -> None:
+        # The other ranks of the replica hang without the failed one, and block all other replicas.
+        group.kill()
+        self._close_hang_monitor()
+        self.state = ReplicaState.ENDING
+        self._on_failure(self)
+        failure = group.failure()
+        self._report(f"failed, {failure.description}")
+        if failure.signature and (lines := last_lines(failure.log, 1)):
+            line = "".join(filter(str.isprintable, lines[0]))[:_MAX_LINE_CHARS]
+            self._report_event(f"replica {self.number}: {failure.log} ends with: {line}")
+
+    def _read_progress(self, now_s: float) -> None:
+        self._read_at_s = now_s + _READ_INTERVAL_S
+        assert self.progress is not None
+        self.progress.update()
+        if self.progress.is_healing:
+            before, self.state = self.state, ReplicaState.HEALING
+        elif self.progress.last_step is not None:
+            before, self.state = self.state, ReplicaState.TRAINING
+            self._policy.made_progress(now_s)
+        else:
+            return
+        if before is not self.state:
+            self._report(f"{self.state.value}{self._at_step()}")
+
+    def _at_step(self) -> str:
+        record = None if self.progress is None else self.progress.last_step
+        return "" if record is None else f" at step {record['step']}"
+
+    def _handle_exit(self, group: WorkerGroup, now_s: float) -> None:
+        """Handle the end of an attempt, after all its processes have exited."""
+        if self._is_stopping:
+            self.state = ReplicaState.STOPPED
+            self._report("left")
+        elif self.state is ReplicaState.RESIZING:
+            self._report("left to resize")
+        elif self.state is ReplicaState.ENDING:
+            decision = self._policy.attempt_failed(group.failure(), now_s)
+            if isinstance(decision, RestartAfter) and self._is_resizing:
+                self.state = ReplicaState.RESIZING
+            elif isinstance(decision, RestartAfter):
+                self.state, self._restart_at_s = ReplicaState.RESTARTING, now_s + decision.delay_s
+                self._report(f"restarts in {decision.delay_s:g} s")
+            else:
+                self.state, self.given_up = ReplicaState.GIVEN_UP, decision
+                self._report(f"given up: {decision.reason}")
+        else:
+            self._read_progress(now_s)
+            self.state = ReplicaState.FINISHED
+            self._report("finished")
+
+    def _report(self, event: str) -> None:
+        self.last_event = f"{time.strftime('%H:%M:%S')} {event}"
+        self._report_event(f"replica {self.number}: {event}")
+
+
+def _next_folder(folder: Path) -> Path:
+    """Return the log folder of the next attempt. Folders of an earlier launch are kept."""
+    endings = (path.name.rpartition("_")[2] for path in folder.glob("attempt_*"))
+    taken = (int(ending) for ending in endings if ending.isdigit())
+    return folder / f"attempt_{max(taken, default=-1) + 1:02d}"

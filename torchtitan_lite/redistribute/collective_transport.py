@@ -1,0 +1,241 @@
+"""A round of an exchange as all-to-all collectives, overlapped with packing and unpacking.
+
+Two buckets are in flight at a time: while one is sent, the next is packed and the previous one is
+unpacked.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.redistribute.placements import Holder
+from torchtitan_lite.redistribute.program import (
+    RAW_DTYPES,
+    BucketRange,
+    LocalReduction,
+    RawArray,
+    Slices,
+    TensorTask,
+    assign_buckets,
+    empty_raw_tensor,
+    group_by_region,
+    local_reduction,
+    raw_array,
+    slices,
+)
+from torchtitan_lite.redistribute.transfers import Transfer
+
+
+class _PackedCopy(NamedTuple):
+    """A rectangle of a tensor, and the words of a buffer that hold it."""
+
+    tensor: int
+    region: Slices
+    offset: int
+    size: int
+    shape: tuple[int, ...]
+    reduction: LocalReduction | None
+    """How it is reduced with what is there; None where it takes its place."""
+
+
+class _CollectiveBucket(NamedTuple):
+    packs: list[_PackedCopy]
+    unpacks: list[_PackedCopy]
+    joined: list[list[int]]
+    """The numbers of the `unpacks` that have one place, place by place."""
+    sent_elements: list[int]
+    """To each rank of the group."""
+    received_elements: list[int]
+
+
+class CollectiveTransport:
+    """Round `number` of an exchange over a process group, ready to run."""
+
+    def __init__(
+        self,
+        tasks: Sequence[TensorTask],
+        number: int,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup,
+        bucket_bytes: int,
+        device: torch.device,
+        without: frozenset[int] = frozenset(),
+        *,
+        scales: bool,
+    ) -> None:
+        """`ranks` are the global ranks of the group, in its order; nothing is moved to or from
+        those of the group's numbers in `without`. `scales`: as `local_reduction`."""
+        self._tasks, self._number = tasks, number
+        self.group, self._device, self.width = group, device, tasks[0].width
+        self._kinds = [task.kind(number) for task in tasks]
+        self._reductions = [local_reduction(task, scales) for task in tasks]
+        self._numbers: dict[Holder, int] = {
+            rank: n for n, rank in enumerate(ranks) if n not in without
+        }
+        # What a rank can send and receive of each tensor at most: all must cut it alike.
+        loads = [task.max_moved_raw(number) for task in tasks]
+        # Dividing each piece leaves up to one element of each over.
+        spare = 2 * len(ranks) * max(task.plan.dtype.itemsize for task in tasks)
+        capacity = max(bucket_bytes - spare, bucket_bytes // 2) // self.width
+        self.buckets = [
+            self._bucket(ranges, len(ranks))
+            for ranges in assign_buckets(loads, capacity, 1)
+            if ranges
+        ]
+
+    def bind(
+        self, given: Sequence[RawArray], into: Sequence[RawArray]
+    ) -> "BoundCollectiveTransport":
+        """The round for this rank's parts of the sources and the destinations."""
+        arrays = [
+            out if kind == "spread" else source
+            for source, out, kind in zip(given, into, self._kinds, strict=True)
+        ]
+        packs = [[arrays[c.tensor][c.region] for c in bucket.packs] for bucket in self.buckets]
+        unpacks = [[into[c.tensor][c.region] for c in bucket.unpacks] for bucket in self.buckets]
+        return BoundCollectiveTransport(self, packs, unpacks)
+
+    def buffers(self, parity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """To send from and to receive into, for every second bucket."""
+        mine = self.buckets[parity::2]
+        sent = max(sum(bucket.sent_elements) for bucket in mine)
+        received = max(sum(bucket.received_elements) for bucket in mine)
+        scratch = scratch_buffers(self.group, self._device)
+        return (
+            scratch.words(2 * parity, sent, self.width),
+            scratch.words(2 * parity + 1, received, self.width),
+        )
+
+    def _bucket(self, ranges: Sequence[BucketRange], num_ranks: int) -> _CollectiveBucket:
+        """What this rank sends and receives in a bucket: peer after peer, and for each peer tensor
+        after tensor."""
+        sends: list[list[tuple[BucketRange, Transfer]]] = [[] for _ in range(num_ranks)]
+        receives: list[list[tuple[BucketRange, Transfer]]] = [[] for _ in range(num_ranks)]
+        for bounds in ranges:
+            task = self._tasks[bounds.tensor]
+            part = task.transfers[self._number]
+            for pieces, by_peer in ((part.sends, sends), (part.receives, receives)):
+                for piece in pieces:
+                    number = self._numbers.get(task.reader(piece.peer))
+                    if number is not None:
+                        by_peer[number].append((bounds, piece))
+        packs, sent = self._copies(sends, of_source=True)
+        unpacks, received = self._copies(receives, of_source=False)
+        joined = group_by_region((copy.tensor, copy.region) for copy in unpacks)
+        return _CollectiveBucket(packs, unpacks, joined, sent, received)
+
+    def _copies(
+        self, by_peer: Sequence[Sequence[tuple[BucketRange, Transfer]]], of_source: bool
+    ) -> tuple[list[_PackedCopy], list[int]]:
+        copies, words, offset = [], [], 0
+        for pieces in by_peer:
+            before = offset
+            for bounds, piece in pieces:
+                task = self._tasks[bounds.tensor]
+                is_reduced = self._kinds[bounds.tensor] == "reduce" and not of_source
+                reduction = self._reductions[bounds.tensor] if is_reduced else None
+                share = (bounds.start, bounds.stop, bounds.whole)
+                for block in task.rectangles(piece, self._number, *share):
+                    place = slices(block.src if of_source else block.dst, block.shape)
+                    size = prod(block.shape)
+                    copies.append(
+                        _PackedCopy(bounds.tensor, place, offset, size, block.shape, reduction)
+                    )
+                    offset += size
+            words.append(offset - before)
+        return copies, words
+
+
+class ScratchBuffers:
+    """Memory that exchanges over a group use one after the other. It is kept, since the first touch
+    of fresh memory takes as long as all else, and is never more than two buckets."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def words(self, number: int, count: int, width: int) -> torch.Tensor:
+        """One of the pieces of memory, as `count` words of `width` bytes, whatever they hold."""
+        kept = self._kept.get(number)
+        if kept is None or kept.nbytes != count * width:
+            # What another exchange needed goes first, so that both are never there at once.
+            kept = None
+            self._kept.pop(number, None)
+            kept = self._kept[number] = empty_raw_tensor(count, width, self._device)
+        return kept.view(RAW_DTYPES[width])
+
+
+@lru_cache(maxsize=16)
+def scratch_buffers(group: dist.ProcessGroup, device: torch.device) -> ScratchBuffers:
+    """The memory of a group, for one exchange at a time."""
+    return ScratchBuffers(device)
+
+
+class BoundCollectiveTransport:
+    """Made by `CollectiveTransport.bind`."""
+
+    def __init__(
+        self,
+        transport: CollectiveTransport,
+        packs: Sequence[Sequence[RawArray]],
+        unpacks: Sequence[Sequence[RawArray]],
+    ) -> None:
+        """By bucket: the rectangles that are packed and those that are unpacked into."""
+        self._transport, self._packs, self._unpacks = transport, packs, unpacks
+
+    def run(self) -> None:
+        """Move. All ranks of the group must come to it."""
+        transport, count = self._transport, len(self._transport.buckets)
+        buffers = [transport.buffers(parity) for parity in range(min(2, count))]
+        flying: list[dist.Work | None] = [None, None]
+        for number in range(count + 1):
+            if number < count:
+                bucket = transport.buckets[number]
+                sent, received = buffers[number % 2]
+                self._pack(number, sent)
+                flying[number % 2] = dist.all_to_all_single(
+                    received[: sum(bucket.received_elements)].view(torch.uint8),
+                    sent[: sum(bucket.sent_elements)].view(torch.uint8),
+                    [words * transport.width for words in bucket.received_elements],
+                    [words * transport.width for words in bucket.sent_elements],
+                    group=transport.group,
+                    async_op=True,
+                )
+            if number > 0:
+                work = flying[(number - 1) % 2]
+                assert work is not None
+                work.wait()
+                self._unpack(number - 1, buffers[(number - 1) % 2][1])
+
+    def _pack(self, number: int, buffer: torch.Tensor) -> None:
+        words = raw_array(buffer, self._transport.width)
+        for copy, array in zip(
+            self._transport.buckets[number].packs, self._packs[number], strict=True
+        ):
+            words[copy.offset : copy.offset + copy.size].reshape(copy.shape)[...] = array
+
+    def _unpack(self, number: int, buffer: torch.Tensor) -> None:
+        words = raw_array(buffer, self._transport.width)
+        bucket = self._transport.buckets[number]
+        for numbers in bucket.joined:
+            array = self._unpacks[number][numbers[0]]
+            copies = [bucket.unpacks[n] for n in numbers]
+            reduction = copies[0].reduction
+            if reduction is None:
+                for copy in copies:
+                    array[...] = words[copy.offset : copy.offset + copy.size].reshape(copy.shape)
+                continue
+            others = []
+            for copy in copies:
+                arrived = buffer[copy.offset : copy.offset + copy.size]
+                if copy.offset * self._transport.width % reduction.dtype.itemsize:
+                    # Torch computes where elements are aligned only.
+                    arrived = arrived.clone()
+                others.append(arrived.view(copy.shape))
+            into = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+            reduction.apply_(into, others)

@@ -1,0 +1,223 @@
+"""Intersections of the shards of two layouts.
+
+Intersections are computed dim by dim: the intervals of a shard in one layout are intersected with
+the shards of the other, and the product over the dims gives the intersections of whole shards. They
+also determine which ranks should hold a new mesh so that most state stays in place.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from torchtitan_lite.errors import LayoutError
+from torchtitan_lite.extras import require
+from torchtitan_lite.redistribute.layout import Layout
+from torchtitan_lite.redistribute.partition import Segments, Split, dim_intersections
+from torchtitan_lite.redistribute.placements import Holder, HolderMesh
+
+
+class HolderIndex:
+    """A layout as an array of parts x contributions x replicas. Made by `holder_index`.
+
+    Each axis of the mesh is in one of the three: it shards a dim, or its holders contribute to a
+    sum, or they hold the same.
+    """
+
+    def __init__(self, layout: Layout, ndim: int) -> None:
+        self.layout = layout
+        mesh = layout.mesh
+        self.splits: list[tuple[Split, ...]] = [layout.splits.get(dim, ()) for dim in range(ndim)]
+        self.counts = tuple(math.prod(split.size for split in splits) for splits in self.splits)
+        """Parts of each dim."""
+        strides = [1]
+        for count in reversed(self.counts[1:]):
+            strides.append(strides[-1] * count)
+        self.strides = tuple(reversed(strides)) if self.counts else ()
+        """How far apart a dim's parts are in the number of a whole part."""
+        cutting = [split.axis for splits in self.splits for split in sorted(splits)]
+        partial = layout.partial_axes
+        same = [a for a in range(len(mesh.shape)) if a not in (*cutting, *partial)]
+        self.num_contributions = math.prod(mesh.shape[axis] for axis in partial)
+        self.num_replicas = math.prod(mesh.shape[axis] for axis in same)
+        self._order = (*cutting, *partial, *same)
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """[part, contribution, replica] -> place in `layout.mesh.holders`."""
+        mesh = self.layout.mesh
+        positions = np.arange(len(mesh.holders)).reshape(mesh.shape).transpose(self._order)
+        return positions.reshape(-1, self.num_contributions, self.num_replicas)
+
+    @cached_property
+    def part_of(self) -> np.ndarray:
+        """Place -> the number of its part."""
+        return self._inverse // (self.num_contributions * self.num_replicas)
+
+    @cached_property
+    def contribution_of(self) -> np.ndarray:
+        """Place -> the number of its contribution."""
+        return self._inverse // self.num_replicas % self.num_contributions
+
+    @cached_property
+    def _inverse(self) -> np.ndarray:
+        inverse = np.empty(self.positions.size, np.int64)
+        inverse[self.positions.ravel()] = np.arange(self.positions.size)
+        return inverse
+
+    def per_dim(self, part: int) -> list[int]:
+        """The parts of the single dims that make up a whole part."""
+        return [
+            part // stride % count for stride, count in zip(self.strides, self.counts, strict=True)
+        ]
+
+    def holders(self, part: int, contribution: int = 0) -> list[Holder]:
+        """The replicas of one contribution to one part."""
+        holders = self.layout.mesh.holders
+        return [holders[position] for position in self.positions[part, contribution].tolist()]
+
+    def position(self, holder: Holder) -> int | None:
+        """A holder's place in the mesh; None where it has none."""
+        return self.layout.mesh.position(holder)
+
+
+class Intersection(NamedTuple):
+    """What a part of the source and one of the destination have in common."""
+
+    one: int
+    """The number of the source's part."""
+    other: int
+    """The number of the destination's."""
+    block: tuple[Segments, ...]
+    """By dim of the tensor."""
+
+
+class Intersections:
+    """What all parts of two layouts have in common, for a tensor of one shape."""
+
+    def __init__(self, src: Layout, dst: Layout, shape: tuple[int, ...]) -> None:
+        self.src = holder_index(src, len(shape))
+        self.dst = holder_index(dst, len(shape))
+        self.shape = shape
+        self._by_dim = [
+            dim_intersections(length, one, other)
+            for length, one, other in zip(shape, self.src.splits, self.dst.splits, strict=True)
+        ]
+
+    def elements(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Elements that parts of the source have in common with parts of the destination."""
+        common = np.ones(len(one), np.int64)
+        for dim, dim_parts in enumerate(self._by_dim):
+            common *= dim_parts.common(
+                one // self.src.strides[dim] % self.src.counts[dim],
+                other // self.dst.strides[dim] % self.dst.counts[dim],
+            )
+        return common
+
+    def of_source(self, position: int) -> Iterator[Intersection]:
+        """What the part of the source at a place has in common with each of the destination."""
+        return self._of(self.src, position, True)
+
+    def of_destination(self, position: int) -> Iterator[Intersection]:
+        """What the part of the destination at a place has in common with each of the source."""
+        return self._of(self.dst, position, False)
+
+    def _of(self, index: HolderIndex, position: int, is_src: bool) -> Iterator[Intersection]:
+        mine = int(index.part_of[position])
+        strides = (self.dst if is_src else self.src).strides
+        rows: list[list[tuple[int, Segments]]] = []
+        for dim, (part, dim_parts) in enumerate(
+            zip(index.per_dim(mine), self._by_dim, strict=True)
+        ):
+            row = dim_parts.of_src(part) if is_src else dim_parts.of_dst(part)
+            rows.append([(other * strides[dim], segments) for other, segments in row.items()])
+        for combination in itertools.product(*rows):
+            other = sum(number for number, _ in combination)
+            block = tuple(segments for _, segments in combination)
+            yield Intersection(mine, other, block) if is_src else Intersection(other, mine, block)
+
+    @cached_property
+    def src_positions(self) -> np.ndarray:
+        """For each place of the destination, that of the same holder in the source, or -1."""
+        return matching_positions(self.dst.layout.mesh, self.src.layout.mesh)
+
+    @cached_property
+    def across(self) -> np.ndarray:
+        """For each place of the destination, the same holder's part of the source, or -1."""
+        if self.dst.layout.mesh.holders == self.src.layout.mesh.holders:
+            return self.src.part_of
+        return np.where(self.src_positions < 0, -1, self.src.part_of[self.src_positions])
+
+
+class TensorMove(NamedTuple):
+    """A tensor that is to move."""
+
+    src: Layout
+    dst: Layout
+    """On a mesh whose holders are to be chosen; those that it has do not matter."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def choose_holders(moves: Iterable[TensorMove], candidates: Sequence[Holder]) -> HolderMesh:
+    """The mesh of the destinations, which all have the same, with the candidates as holders that
+    make the fewest bytes move. Of equally good ones the first in the order of `candidates`.
+
+    Raises LayoutError where the destinations' meshes differ, or the candidates are too few.
+    """
+    require("scipy", "choose_holders")
+    from scipy.optimize import linear_sum_assignment
+
+    moves = list(moves)
+    meshes = {move.dst.mesh for move in moves}
+    if len(meshes) != 1:
+        raise LayoutError(
+            f"The destinations lie on {len(meshes)} meshes; one is needed to choose its holders."
+        )
+    (mesh,) = meshes
+    if len(candidates) < len(mesh.holders):
+        raise LayoutError(
+            f"{mesh} needs {len(mesh.holders)} holders, and {len(candidates)} can be chosen."
+        )
+    kept_bytes = np.zeros((len(candidates), len(mesh.holders)))
+    for move in moves:
+        kept_bytes += _kept(move, candidates) * move.dtype.itemsize
+    chosen, positions = linear_sum_assignment(kept_bytes, maximize=True)
+    by_place = dict(zip(positions.tolist(), chosen.tolist(), strict=True))
+    holders = tuple(candidates[by_place[position]] for position in range(len(mesh.holders)))
+    return HolderMesh(mesh.shape, holders, mesh.axes)
+
+
+@lru_cache(maxsize=4096)
+def holder_index(layout: Layout, ndim: int) -> HolderIndex:
+    """The roles of a layout's holders for a tensor of `ndim` dims."""
+    return HolderIndex(layout, ndim)
+
+
+@lru_cache(maxsize=256)
+def matching_positions(mine: HolderMesh, other: HolderMesh) -> np.ndarray:
+    """For each place of the one mesh, the place that the same holder has in the other; -1 where it
+    has none."""
+    if mine.holders == other.holders:
+        return np.arange(len(mine.holders))
+    positions = (other.position(holder) for holder in mine.holders)
+    return np.array([-1 if position is None else position for position in positions])
+
+
+def _kept(move: TensorMove, candidates: Sequence[Holder]) -> np.ndarray:
+    """Elements [candidate, place] that a candidate has of what a place needs."""
+    src, dst = (layout.with_num_dims(len(move.shape)) for layout in (move.src, move.dst))
+    parts = Intersections(src, dst, move.shape)
+    positions = [parts.src.position(holder) for holder in candidates]
+    holding = [number for number, position in enumerate(positions) if position is not None]
+    one = parts.src.part_of[np.array([positions[number] for number in holding], np.int64)]
+    other = parts.dst.part_of
+    shape = len(one), len(other)
+    pairs = [np.broadcast_to(a, shape).ravel() for a in (one[:, None], other[None, :])]
+    kept = np.zeros((len(candidates), len(other)))
+    kept[holding] = parts.elements(*pairs).reshape(shape)
+    return kept

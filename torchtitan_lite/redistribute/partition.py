@@ -1,0 +1,247 @@
+"""Partition of one dim of a tensor by the axes of a mesh, in closed form.
+
+Axes split a dim one after the other. A split into n shards with split factor f first divides the
+dim into f blocks and each block into n; shard i is the i-th of each block. With f = 1 this is
+`torch.chunk`; otherwise it is DTensor's strided shard. Every division uses ceil(length / count), so
+the last pieces may be shorter or empty.
+
+Invariant: the intervals of a `Partition` cover the dim exactly once, in order; within a shard,
+elements are stored in the order of the dim.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+Segments = tuple[tuple[int, int, int], ...]
+"""Intervals of a dim that two holders have in common: (start in the one's part, start in the
+other's part, length)."""
+
+
+class Split(NamedTuple):
+    """One axis that cuts a dim."""
+
+    axis: int
+    """Its place in the mesh."""
+    size: int
+    factor: int = 1
+    """The split factor."""
+
+
+class Partition(NamedTuple):
+    """The intervals into which a dim is cut, in order: int64 arrays with one entry for each, and
+    `starts` with one more."""
+
+    starts: np.ndarray
+    part: np.ndarray
+    """Which part an interval belongs to. Parts are numbered over the cutting axes' coordinates, the
+    first axis of the mesh varying slowest, whatever the order in which they cut."""
+    local: np.ndarray
+    """Where an interval starts in the storage of its part."""
+
+
+@lru_cache(maxsize=8192)
+def partition(length: int, splits: tuple[Split, ...]) -> Partition:
+    """Return the intervals of a dim of `length` elements after `splits`, applied in
+    order."""
+    if not splits:
+        ends = [0, length] if length else [0]
+        zeros = np.zeros(len(ends) - 1, np.int64)
+        return Partition(np.array(ends, np.int64), zeros, zeros)
+    if all(split.factor == 1 for split in splits):
+        return _contiguous(length, splits)
+    return _strided(length, splits)
+
+
+def num_shards(splits: Sequence[Split]) -> int:
+    """Parts into which a dim is cut, the empty ones included."""
+    count = 1
+    for split in splits:
+        count *= split.size
+    return count
+
+
+@lru_cache(maxsize=8192)
+def shard_sizes(length: int, splits: tuple[Split, ...]) -> np.ndarray:
+    """Elements of each part, int64."""
+    found = partition(length, splits)
+    return np.bincount(
+        found.part, weights=np.diff(found.starts), minlength=num_shards(splits)
+    ).astype(np.int64)
+
+
+def intervals(length: int, splits: tuple[Split, ...], part: int) -> list[tuple[int, int]]:
+    """(start, length) of each interval of one part, in order."""
+    found = partition(length, splits)
+    mine = np.flatnonzero(found.part == part)
+    starts = found.starts[mine]
+    return list(zip(starts.tolist(), (found.starts[mine + 1] - starts).tolist(), strict=True))
+
+
+class DimIntersections:
+    """What each part of one partition of a dim has in common with each part of another."""
+
+    def __init__(self, one: Partition, other: Partition) -> None:
+        if one is other:
+            starts = one.starts
+        elif len(one.part) == 1 or len(other.part) == 1:
+            starts = max(one.starts, other.starts, key=len)
+        else:
+            starts = np.unique(np.concatenate([one.starts, other.starts]))
+        first = starts[:-1]
+        self.one, self.one_local = _at(one, first)
+        self.other, self.other_local = _at(other, first)
+        self.length = starts[1:] - first
+        self._of: dict[tuple[bool, int], dict[int, Segments]] = {}
+
+    def of_src(self, part: int) -> dict[int, Segments]:
+        """By part of the other partition: what `part` of the one has in common with it."""
+        return self._row(True, part)
+
+    def of_dst(self, part: int) -> dict[int, Segments]:
+        """By part of the one partition: what `part` of the other has in common with it."""
+        return self._row(False, part)
+
+    def common(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Elements that parts `one[i]` and `other[i]` have in common, int64."""
+        width = max(int(self.other.max(initial=0)), int(other.max(initial=0))) + 1
+        keys, index = np.unique(self.one * width + self.other, return_inverse=True)
+        if not len(keys):
+            return np.zeros(len(one), np.int64)
+        lengths = np.bincount(index, weights=self.length).astype(np.int64)
+        wanted = one * width + other
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.where(keys[at] == wanted, lengths[at], 0)
+
+    def _row(self, of_src: bool, part: int) -> dict[int, Segments]:
+        key = (of_src, part)
+        if key not in self._of:
+            mine, theirs = (self.one, self.other) if of_src else (self.other, self.one)
+            at = (mine == part).nonzero()[0]
+            segments = zip(
+                self.one_local[at].tolist(),
+                self.other_local[at].tolist(),
+                self.length[at].tolist(),
+                strict=True,
+            )
+            rows: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+            for peer, segment in zip(theirs[at].tolist(), segments, strict=True):
+                rows[peer].append(segment)
+            self._of[key] = {peer: _merged(found) for peer, found in rows.items()}
+        return self._of[key]
+
+
+def _at(partition: Partition, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of intervals that begin at `first`: the part that each belongs to, and where it is there."""
+    if len(partition.part) == 1:
+        return np.zeros_like(first), first
+    if len(partition.part) == len(first):
+        return partition.part, partition.local
+    at = partition.starts.searchsorted(first, "right") - 1
+    return partition.part[at], partition.local[at] + first - partition.starts[at]
+
+
+@lru_cache(maxsize=8192)
+def dim_intersections(
+    length: int, one: tuple[Split, ...], other: tuple[Split, ...]
+) -> DimIntersections:
+    """Return the intersections of two partitions of a dim of `length` elements."""
+    return DimIntersections(partition(length, one), partition(length, other))
+
+
+def _merged(segments: list[tuple[int, int, int]]) -> Segments:
+    """Segments that follow each other in both parts become one: other parts lie between them in
+    the dim, but not in storage."""
+    if len(segments) == 1:
+        return tuple(segments)
+    merged = segments[:1]
+    for one, other, length in segments[1:]:
+        last_one, last_other, last = merged[-1]
+        if last_one + last == one and last_other + last == other:
+            merged[-1] = (last_one, last_other, last + length)
+        else:
+            merged.append((one, other, length))
+    return tuple(merged)
+
+
+def _strides(splits: Sequence[Split]) -> dict[int, int]:
+    """By axis, how far apart its coordinates are in the number of a part."""
+    stride, strides = 1, {}
+    for split in sorted(splits, reverse=True):
+        strides[split.axis] = stride
+        stride *= split.size
+    return strides
+
+
+def _contiguous(length: int, splits: Sequence[Split]) -> Partition:
+    """The partition where every part is one interval."""
+    strides = _strides(splits)
+    start, size, part = np.zeros(1, np.int64), np.array([length]), np.zeros(1, np.int64)
+    for split in splits:
+        index = np.arange(split.size)
+        piece = -(-size // split.size)[:, None]
+        begin = np.minimum(index * piece, size[:, None])
+        start = (start[:, None] + begin).ravel()
+        size = np.minimum(piece, size[:, None] - begin).ravel()
+        part = (part[:, None] + index * strides[split.axis]).ravel()
+    # The cuts go from the outermost in, so the parts are in the order of the dim.
+    held = size.nonzero()[0]
+    starts = np.empty(len(held) + 1, np.int64)
+    starts[:-1], starts[-1] = start[held], length
+    return Partition(starts, part[held], np.zeros(len(held), np.int64))
+
+
+def _strided(length: int, splits: Sequence[Split]) -> Partition:
+    """The partition where parts may be several intervals.
+
+    `place` numbers the parts in the order of the cuts. Elements are numbered part after part, so
+    that one sorted list holds the intervals and another the borders of the next cut, and a merge
+    of both gives the intervals after it.
+    """
+    strides = _strides(splits)
+    start, size = np.zeros(int(length > 0), np.int64), np.full(int(length > 0), length)
+    place, part = np.zeros_like(start), np.zeros(1, np.int64)
+    for split in splits:
+        total = np.bincount(place, weights=size, minlength=len(part)).astype(np.int64)
+        base = np.cumsum(total) - total
+        pieces, index = np.arange(split.factor), np.arange(split.size)
+        first = -(-total // split.factor)[:, None]
+        piece_start = np.minimum(pieces * first, total[:, None])
+        piece = np.minimum(first, total[:, None] - piece_start)
+        second = -(-piece // split.size)[..., None]
+        begin = piece_start[..., None] + np.minimum(index * second, piece[..., None])
+        borders = (base[:, None, None] + begin).ravel()
+        old = np.cumsum(size) - size
+        numbers = np.unique(np.concatenate([old, borders, [length]]))
+        numbers = numbers[numbers <= length]
+        at = np.searchsorted(old, numbers[:-1], "right") - 1
+        # Of borders that coincide, those of empty parts come first.
+        border = np.searchsorted(borders, numbers[:-1], "right") - 1
+        start, size = start[at] + numbers[:-1] - old[at], np.diff(numbers)
+        coordinate = border % split.size
+        place = border // (split.factor * split.size) * split.size + coordinate
+        part = (part[:, None] + index * strides[split.axis]).ravel()
+        order = np.lexsort((start, place))
+        start, size, place = start[order], size[order], place[order]
+    order = np.argsort(start, kind="stable")
+    return _joined(np.append(start[order], length), part[place][order])
+
+
+def _joined(starts: np.ndarray, part: np.ndarray) -> Partition:
+    """A partition whose neighbouring intervals belong to different parts."""
+    if len(part) == 0:
+        return Partition(starts[-1:], part, part)
+    begins = np.append(True, part[1:] != part[:-1])
+    starts, part = np.append(starts[:-1][begins], starts[-1]), part[begins]
+    order = np.argsort(part, kind="stable")
+    length = np.diff(starts)[order]
+    before = np.cumsum(length) - length
+    in_part = part[order]
+    first_of_part = np.append(True, in_part[1:] != in_part[:-1])
+    base = np.maximum.accumulate(np.where(first_of_part, before, 0))
+    local = np.empty_like(before)
+    local[order] = before - base
+    return Partition(starts, part, local)

@@ -1,0 +1,239 @@
+"""A round of an exchange through shared memory: one copy in, one copy out.
+
+A sender writes its data into its slot in the shape of its own shard, so that a receiver computes
+the position by arithmetic, and data that several receivers need is written once.
+"""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from torchtitan_lite.errors import RedistributionError
+from torchtitan_lite.redistribute.placements import Holder
+from torchtitan_lite.redistribute.program import (
+    BucketRange,
+    LocalReduction,
+    RawArray,
+    Slices,
+    TensorTask,
+    assign_buckets,
+    group_by_region,
+    intersect_span,
+    local_reduction,
+    raw_numpy_dtype,
+    slices,
+    spans,
+)
+from torchtitan_lite.redistribute.shared_memory import SharedMemory
+from torchtitan_lite.redistribute.transfers import Transfer
+
+_LINE_BYTES = 64
+"""Tensors begin at cache lines of a slot."""
+
+
+class _SlotCopy(NamedTuple):
+    """A rectangle that is written to, or read from, the slot of a rank."""
+
+    rank: int
+    tensor: int
+    region: Slices
+    """In the tensor."""
+    offset: int
+    """Where the run of words begins in the slot that the rectangle is part of."""
+    run: tuple[int, ...]
+    """The shape of that run."""
+    inside: Slices
+
+
+class _SharedBucket(NamedTuple):
+    writes: list[_SlotCopy]
+    reads: list[_SlotCopy]
+    joins: list[_SlotCopy]
+    """What is read and joined to what is there."""
+    joined: list[list[int]]
+    """The numbers of the `joins` that have one place, place by place."""
+    senders: list[int]
+    receivers: list[int]
+
+
+class SharedMemoryTransport:
+    """Round `number` of an exchange between neighbours, ready for any tensors."""
+
+    def __init__(
+        self,
+        tasks: Sequence[TensorTask],
+        number: int,
+        ranks: Sequence[int],
+        memory: SharedMemory,
+        bucket_bytes: int,
+        near: frozenset[int],
+        *,
+        scales: bool,
+    ) -> None:
+        """`ranks` are the global ranks of the memory's group, in its order; nothing is moved to or
+        from those whose number in it is not in `near`. `scales`: as `local_reduction`."""
+        self._near = near
+        self._tasks, self._number, self._memory = tasks, number, memory
+        self._kinds = [task.kind(number) for task in tasks]
+        self._reductions = [local_reduction(task, scales) for task in tasks]
+        self._width = tasks[0].width
+        numbers: dict[Holder, int] = {rank: n for n, rank in enumerate(ranks)}
+        weights = [task.max_local_raw(number) for task in tasks]
+        line = _LINE_BYTES // self._width
+        capacity = min(bucket_bytes, memory.slot_bytes) // self._width // line * line
+        self._buckets = [
+            self._bucket(ranges, numbers)
+            for ranges in assign_buckets(weights, capacity, line)
+            if ranges
+        ]
+        self._slots = [
+            [
+                (self._map(bucket.writes, slot), self._map(bucket.reads + bucket.joins, slot))
+                for slot in (0, 1)
+            ]
+            for bucket in self._buckets
+        ]
+
+    def bind(
+        self, given: Sequence[RawArray], into: Sequence[RawArray]
+    ) -> "BoundSharedMemoryTransport":
+        """The round for this rank's parts of the sources and the destinations."""
+        arrays = [
+            out if kind == "spread" else source
+            for source, out, kind in zip(given, into, self._kinds, strict=True)
+        ]
+        writes = [[arrays[c.tensor][c.region] for c in bucket.writes] for bucket in self._buckets]
+        reads = [
+            [into[c.tensor][c.region] for c in bucket.reads + bucket.joins]
+            for bucket in self._buckets
+        ]
+        reductions = [
+            [self._reductions[bucket.joins[numbers[0]].tensor] for numbers in bucket.joined]
+            for bucket in self._buckets
+        ]
+        return BoundSharedMemoryTransport(
+            self._memory, self._buckets, self._slots, writes, reads, reductions
+        )
+
+    def _bucket(self, ranges: Sequence[BucketRange], numbers: dict[Holder, int]) -> _SharedBucket:
+        """What this rank writes and reads of a bucket."""
+        me = self._memory.rank
+        # By where and what: what several receivers need is written once.
+        writes: dict[str, _SlotCopy] = {}
+        reads: list[_SlotCopy] = []
+        joins: list[_SlotCopy] = []
+        receivers: set[int] = set()
+        for bounds in ranges:
+            task = self._tasks[bounds.tensor]
+            part = task.transfers[self._number]
+            for piece in part.sends:
+                if numbers[piece.peer] in self._near:
+                    receivers.add(numbers[piece.peer])
+                    for copy in self._copies(bounds, piece, me, task.sender, writes=True):
+                        writes[repr(copy)] = copy
+            received = joins if self._kinds[bounds.tensor] == "reduce" else reads
+            for piece in part.receives:
+                peer = numbers[task.reader(piece.peer)]
+                if peer in self._near:
+                    received += self._copies(bounds, piece, peer, piece.peer, writes=False)
+        senders = sorted({copy.rank for copy in reads + joins})
+        joined = group_by_region((copy.tensor, copy.region) for copy in joins)
+        return _SharedBucket(
+            list(writes.values()), reads, joins, joined, senders, sorted(receivers)
+        )
+
+    def _copies(
+        self, bounds: BucketRange, piece: Transfer, rank: int, sender: Holder, *, writes: bool
+    ) -> Iterator[_SlotCopy]:
+        """The rectangles of a piece that lie in the part of a tensor that a bucket holds."""
+        task = self._tasks[bounds.tensor]
+        shape = task.raw_local_shape(sender, self._number)
+        size = prod(shape)
+        offset = bounds.offset
+        windows = []
+        for span in spans(shape, min(bounds.start, size), min(bounds.stop, size)):
+            run = tuple(stop - start for start, stop in span)
+            windows.append((span, run, offset))
+            offset += prod(run)
+        for block in task.rectangles(piece, self._number):
+            for span, run, at in windows:
+                common = intersect_span(block.src, block.shape, span)
+                if common is None:
+                    continue
+                begin, lengths = common
+                inside = [b - low for b, (low, _) in zip(begin, span, strict=True)]
+                if not writes:
+                    begin = [b - s + d for b, s, d in zip(begin, block.src, block.dst, strict=True)]
+                place = slices(begin, lengths)
+                yield _SlotCopy(rank, bounds.tensor, place, at, run, slices(inside, lengths))
+
+    def _map(self, copies: Sequence[_SlotCopy], slot: int) -> list[np.ndarray]:
+        """Where copies lie in a slot of their ranks."""
+        memory = self._memory
+        base = slot * memory.slot_bytes // self._width
+        words = {c.rank: memory.region(c.rank).view(raw_numpy_dtype(self._width)) for c in copies}
+        views = []
+        for copy in copies:
+            start = base + copy.offset
+            run = words[copy.rank][start : start + prod(copy.run)].reshape(copy.run)
+            views.append(run[copy.inside])
+        return views
+
+
+class BoundSharedMemoryTransport:
+    """Made by `SharedMemoryTransport.bind`."""
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        buckets: Sequence[_SharedBucket],
+        slots: Sequence[Sequence[tuple[list[np.ndarray], list[np.ndarray]]]],
+        writes: Sequence[Sequence[np.ndarray]],
+        reads: Sequence[Sequence[np.ndarray]],
+        reductions: Sequence[Sequence[LocalReduction]],
+    ) -> None:
+        """By bucket: what it says, where it lies in either slot, what is written from and read
+        into, and how what has one place is reduced."""
+        self._memory, self._buckets, self._slots = memory, buckets, slots
+        self._writes, self._reads, self._reductions = writes, reads, reductions
+
+    def run(self) -> None:
+        """Move. All ranks of the group must come to it."""
+        memory = self._memory
+        if memory.broken:
+            raise RedistributionError(
+                "An earlier exchange between these ranks ended half-way. Start the processes again."
+            )
+        memory.broken = True
+        self._run(memory, len(self._buckets))
+        memory.broken = False
+
+    def _run(self, memory: SharedMemory, count: int) -> None:
+        first, memory.count = memory.count, memory.count + count
+        for number in range(count + 1):
+            if number < count:
+                slot = (first + number) % 2
+                memory.wait_read(*memory.pending.get(slot, ((), 0)))
+                for view, array in zip(
+                    self._slots[number][slot][0], self._writes[number], strict=True
+                ):
+                    view[...] = array
+                memory.signal_written(first + number)
+                memory.pending[slot] = self._buckets[number].receivers, first + number
+            if number > 0:
+                self._read(number - 1, first + number - 1)
+
+    def _read(self, number: int, bucket: int) -> None:
+        self._memory.wait_written(self._buckets[number].senders, bucket)
+        views, arrays = self._slots[number][bucket % 2][1], self._reads[number]
+        joined = self._buckets[number].joined
+        plain = len(views) - len(self._buckets[number].joins)
+        for array, view in zip(arrays[:plain], views[:plain], strict=True):
+            array[...] = view
+        for numbers, reduction in zip(joined, self._reductions[number], strict=True):
+            into = torch.from_numpy(arrays[plain + numbers[0]])
+            reduction.apply_(into, [torch.from_numpy(views[plain + n]) for n in numbers])
+        self._memory.signal_read(bucket)

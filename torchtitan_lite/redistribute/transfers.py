@@ -1,0 +1,197 @@
+"""Transfers between holders in a round of an exchange, and their assignment among replicas.
+
+Every holder computes its own part of an exchange alone, so a sender and its receiver must reach the
+same result: both call the functions here, whose results do not depend on the caller.
+
+Invariant: the amounts that sources send differ by at most one in twenty, or by `_SMALLEST` elements
+per piece.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from math import prod
+from typing import Literal, NamedTuple
+
+from torchtitan_lite.redistribute.partition import Segments
+from torchtitan_lite.redistribute.placements import Holder
+
+RoundKind = Literal["move", "reduce", "spread"]
+
+
+class Transfer(NamedTuple):
+    """Elements that one holder sends to another, or copies for itself.
+
+    The segments of all dims make up a block, whose elements are counted in row-major order; the
+    piece is [start, stop) of them.
+    """
+
+    peer: Holder
+    segments: tuple[Segments, ...]
+    """Per dim: (start in the source's part, start in the destination's part, length)."""
+    start: int
+    stop: int
+
+
+class RoundTransfers(NamedTuple):
+    """What one holder does in a round. Between two holders there is at most one piece a round and
+    unit; pieces of one pair follow each other in the same order on both sides."""
+
+    sends: list[Transfer]
+    receives: list[Transfer]
+    copies: list[Transfer]
+    """From this holder's source to its own destination."""
+    fills: list[Transfer]
+    """What is only received in a "reduce" round: it begins as nothing."""
+
+
+def block_size(block: tuple[Segments, ...]) -> int:
+    """Elements of a block."""
+    size = 1
+    for segments in block:
+        size *= segments[0][2] if len(segments) == 1 else sum(s[2] for s in segments)
+    return size
+
+
+def row_size(block: tuple[Segments, ...]) -> int:
+    """Elements of a row: all dims but the first that is longer than one."""
+    lengths = [sum(s[2] for s in segments) for segments in block]
+    while len(lengths) > 1 and lengths[0] == 1:
+        lengths = lengths[1:]
+    return prod(lengths[1:])
+
+
+_SMALLEST = 256
+"""Elements below which a piece is not divided among sources: messages cost more than balance."""
+
+_FEW_ROWS = 20
+"""From this many rows a source on, stripes end at whole rows: 1 in 20 is balance enough."""
+
+
+class Multicast(NamedTuple):
+    """Elements [start, stop) of a piece that all `sources` have and all `receivers` shall have."""
+
+    sources: Sequence[Holder]
+    receivers: Sequence[Holder]
+    """Those that are sources too need nothing."""
+    start: int
+    stop: int
+    rotation: int
+    """Where to begin among the sources, so that pieces that cannot be divided are spread."""
+
+
+class Delivery(NamedTuple):
+    """Elements [start, stop) of a piece go from one holder to another."""
+
+    source: Holder
+    receiver: Holder
+    start: int
+    stop: int
+
+
+def stripes(start: int, stop: int, count: int, row: int) -> list[tuple[int, int]]:
+    """The elements [start, stop) in `count` parts, as equal as can be; of whole rows of `row`
+    elements where that leaves them equal enough."""
+    return list(itertools.pairwise(_ends(start, stop, count, row, range(count + 1))))
+
+
+def _ends(start: int, stop: int, count: int, row: int, numbers: Iterable[int]) -> list[int]:
+    """Where stripes of these numbers begin; the last ends where the next would begin."""
+    size = stop - start
+    unit = row if start % row == 0 and size >= _FEW_ROWS * count * row else 1
+    rows = -(-size // unit)
+    return [start + min(rows * number // count * unit, size) for number in numbers]
+
+
+def deliveries_to(multicast: Multicast, receiver: Holder, row: int) -> list[Delivery]:
+    """The deliveries to one taker that is no source."""
+    count = len(multicast.sources)
+    if count == 1:
+        return [Delivery(multicast.sources[0], receiver, multicast.start, multicast.stop)]
+    needers = _needers(multicast)
+    return _to(multicast, needers.index(receiver), receiver, len(needers), row)
+
+
+def deliveries_from(multicast: Multicast, source: Holder, row: int) -> list[Delivery]:
+    """The deliveries from one source."""
+    count = len(multicast.sources)
+    needers = _needers(multicast)
+    if count == 1:
+        return [Delivery(source, receiver, multicast.start, multicast.stop) for receiver in needers]
+    mine = multicast.sources.index(source)
+    whole = len(needers) - len(needers) % count
+    first = (mine - multicast.rotation) % count
+    found = [
+        Delivery(source, needers[index], multicast.start, multicast.stop)
+        for index in range(first, whole, count)
+    ]
+    # What is left over, as `_to` has it, looked at from this source alone: there may be hundreds.
+    left = range(whole, len(needers))
+    if _is_divided(multicast):
+        start, stop = _ends(multicast.start, multicast.stop, count, row, (mine, mine + 1))
+        found += [Delivery(source, needers[index], start, stop) for index in left if start < stop]
+        return found
+    return found + [
+        Delivery(source, needers[index], multicast.start, multicast.stop)
+        for index in left
+        if (index + multicast.rotation) % count == mine
+    ]
+
+
+def deliveries_by_node(
+    multicast: Multicast, row: int, node: Callable[[Holder], Hashable], relay: bool
+) -> tuple[list[Delivery], list[Delivery]]:
+    """All deliveries of a unit, those of a first and of a second round, where holders lie on nodes:
+    what a node has comes from its own. With `relay`, what it has not comes to it once: each of its
+    takers gets a stripe, and gives it to the others in the second round."""
+    first: list[Delivery] = []
+    second: list[Delivery] = []
+    needers: dict[Hashable, list[Holder]] = {}
+    for receiver in _needers(multicast):
+        needers.setdefault(node(receiver), []).append(receiver)
+    for number, (place, receivers) in enumerate(needers.items()):
+        near = [source for source in multicast.sources if node(source) == place]
+        here = multicast._replace(
+            sources=near or multicast.sources,
+            receivers=receivers,
+            rotation=multicast.rotation + number,
+        )
+        if near or not relay or len(receivers) == 1:
+            for index, receiver in enumerate(receivers):
+                first += _to(here, index, receiver, len(receivers), row)
+            continue
+        parts = stripes(multicast.start, multicast.stop, len(receivers), row)
+        for index, (receiver, (start, stop)) in enumerate(zip(receivers, parts, strict=True)):
+            if start < stop:
+                source = multicast.sources[(index + here.rotation) % len(multicast.sources)]
+                first.append(Delivery(source, receiver, start, stop))
+                second += [Delivery(receiver, o, start, stop) for o in receivers if o != receiver]
+    return first, second
+
+
+def _needers(multicast: Multicast) -> list[Holder]:
+    sources = set(multicast.sources)
+    return [receiver for receiver in multicast.receivers if receiver not in sources]
+
+
+def _is_divided(multicast: Multicast) -> bool:
+    """Whether what is left over after the last full round is divided among the sources."""
+    return multicast.stop - multicast.start >= _SMALLEST * len(multicast.sources)
+
+
+def _to(
+    multicast: Multicast, index: int, receiver: Holder, num_needers: int, row: int
+) -> list[Delivery]:
+    """The deliveries to the `index`-th needer: whole from one source, in turn; those that are left
+    over after the last full round get a stripe from each."""
+    count = len(multicast.sources)
+    whole = num_needers - num_needers % count
+    if index < whole or not _is_divided(multicast):
+        source = multicast.sources[(index + multicast.rotation) % count]
+        return [Delivery(source, receiver, multicast.start, multicast.stop)]
+    found = []
+    for source, (start, stop) in zip(
+        multicast.sources, stripes(multicast.start, multicast.stop, count, row), strict=True
+    ):
+        if start < stop:
+            found.append(Delivery(source, receiver, start, stop))
+    return found
