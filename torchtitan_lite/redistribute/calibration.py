@@ -34,10 +34,10 @@ from torchtitan_lite.redistribute.placements import HolderMesh
 from torchtitan_lite.redistribute.plan import Plan, plan
 
 CalibrationStep = Plan | Collective
-"""What is timed: an exchange, or a collective of the backend."""
+"""A step to time: an exchange, or a collective of the backend."""
 
 SHAPES = ((48, 80), (250, 256), (1000, 1024), (2048, 2048))
-"""From 15 KB to 16 MB in float32."""
+"""Sizes from 15 KB to 16 MB in float32."""
 
 _SEED = 0
 
@@ -54,29 +54,29 @@ _COEFFICIENTS = (
         for name in ("latency_s", "bytes_per_s")
     ),
 )
-"""What is fitted: fields of Costs, and of its links."""
+"""Fitted fields of Costs, and of its links."""
 
 _ALTERNATIONS = 12
 
 _FASTEST_BYTES_PER_S = 1e15
-"""Stands for bytes that cost nothing."""
+"""Bandwidth of free bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedStep:
-    """A step that was timed."""
+    """A timed step."""
 
     name: str
     step: CalibrationStep
     seconds: float
-    """Of the slowest rank; the median of some turns."""
+    """Seconds of the slowest rank; the median of some turns."""
 
 
 def calibrate(
     turns: int, device: torch.device, shapes: Sequence[tuple[int, int]] = SHAPES
 ) -> tuple[list[TimedStep], Costs]:
-    """The designed steps as they were timed in this world, and the figures that fit them. Every
-    rank of the world must call it, and all get the same."""
+    """Time the designed steps in this world and fit the costs. Every rank of the world must call
+    it, and all get the same."""
     world, on_node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     costs = default_costs(device.type).with_ranks_per_node(on_node if 0 < on_node < world else 0)
     if device.type == "cpu":
@@ -102,8 +102,8 @@ def time_steps(
 
 
 def fit(samples: Sequence[TimedStep], default: Costs) -> Costs:
-    """The figures with the least relative errors; those of `default` for what no sample has, and
-    for the cores."""
+    """Return the costs with the least relative errors; those of `default` for fields without
+    samples, and for the cores."""
     require("scipy", "calibration")
     from scipy.optimize import nnls
 
@@ -121,21 +121,21 @@ def fit(samples: Sequence[TimedStep], default: Costs) -> Costs:
 
 
 def predicted_s(step: CalibrationStep, costs: Costs) -> float:
-    """What the figures say of a step."""
+    """Predict the time of a step."""
     if isinstance(step, Collective):
         return step.seconds(costs)
     return replace(step, costs=costs).predicted_s
 
 
 def fraction_within(samples: Sequence[TimedStep], costs: Costs, factor: float = 2.0) -> float:
-    """Of the predictions, how many are at most `factor` too great or too small."""
+    """Return the fraction of predictions within `factor` of the measured time."""
     ratios = [predicted_s(sample.step, costs) / sample.seconds for sample in samples]
     return sum(1 / factor <= ratio <= factor for ratio in ratios) / len(ratios)
 
 
 def fraction_misordered(samples: Sequence[TimedStep], costs: Costs, factor: float = 1.5) -> float:
-    """Of the pairs whose measured times differ by more than `factor`, how many are predicted in the
-    other order."""
+    """Return the fraction of pairs whose measured times differ by more than `factor` that are
+    predicted in the other order."""
     pairs = wrong = 0
     both = sorted((sample.seconds, predicted_s(sample.step, costs)) for sample in samples)
     for number, (fast_s, fast_told_s) in enumerate(both):
@@ -149,13 +149,13 @@ def fraction_misordered(samples: Sequence[TimedStep], costs: Costs, factor: floa
 def calibration_steps(
     num_ranks: int, shapes: Sequence[tuple[int, int]] = SHAPES
 ) -> list[Plan | Collective]:
-    """Few and many messages, pieces, rounds and bytes, and local copies alone, on at least 2
-    ranks; then the collectives. They depend on nothing else."""
+    """Return the calibration steps: few and many messages, pieces, rounds and bytes, local copies
+    alone, on at least 2 ranks, then the collectives. Deterministic."""
     return [*_exchanges(num_ranks, shapes), *_collectives(num_ranks, shapes)]
 
 
 def held_out_steps(num_ranks: int, count: int) -> list[Plan]:
-    """Exchanges between random layouts of random shapes, of 16 KB to 16 MB."""
+    """Return exchanges between random layouts of random shapes, of 16 KB to 16 MB."""
     choice, found = random.Random(_SEED), []
     meshes = _meshes(num_ranks)
     while len(found) < count:
@@ -173,7 +173,7 @@ def held_out_steps(num_ranks: int, count: int) -> list[Plan]:
 def _call(
     step: CalibrationStep, device: torch.device, options: ExchangeOptions
 ) -> Callable[[], object]:
-    """What carries a step out on this rank."""
+    """Return a function that executes a step on this rank."""
     rank = dist.get_rank()
     members = {*step.src.mesh.holders, *step.dst.mesh.holders}
     if rank not in members:
@@ -186,7 +186,7 @@ def _call(
 
 
 def _turns(call: Callable[[], object], turns: int, device: torch.device) -> list[float]:
-    """Seconds of each turn on this rank."""
+    """Return the seconds of each turn on this rank."""
     seconds = []
     # The first is the warm-up.
     for _ in range(turns + 1):
@@ -205,7 +205,7 @@ def _name(step: CalibrationStep) -> str:
 
 
 def _terms(step: CalibrationStep, costs: Costs) -> np.ndarray:
-    """By coefficient, how often it is paid in a step; by `costs` it is told who is busiest."""
+    """Return how often each coefficient is paid in a step; `costs` determine the busiest holder."""
     units = _units(costs)
     if isinstance(step, Collective):
         return np.array([step.seconds(unit) for unit in units])
@@ -220,7 +220,7 @@ def _terms(step: CalibrationStep, costs: Costs) -> np.ndarray:
 
 
 def _units(costs: Costs) -> list[Costs]:
-    """For each coefficient, figures by which nothing else costs anything, and it a second."""
+    """Return, per coefficient, costs in which everything else is free."""
     zero = {
         place: Link(latency_s=0.0, bytes_per_s=np.inf) if name else _free(place)
         for place, name in _COEFFICIENTS
@@ -234,14 +234,14 @@ def _free(name: str) -> float:
 
 
 def _with(costs: Costs, place: str, name: str, figure: float) -> Costs:
-    """`costs` with another figure, that of a link where there is a `name`."""
+    """Return `costs` with another value of a field, that of a link if there is a `name`."""
     return replace(
         costs, **{place: replace(getattr(costs, place), **{name: figure}) if name else figure}
     )
 
 
 def _costs(found: np.ndarray, is_known: Iterable[bool], default: Costs) -> Costs:
-    """The figures that coefficients stand for."""
+    """Return the costs of coefficients."""
     costs = default
     for (place, name), value, known in zip(_COEFFICIENTS, found.tolist(), is_known, strict=True):
         if known:
@@ -252,7 +252,7 @@ def _costs(found: np.ndarray, is_known: Iterable[bool], default: Costs) -> Costs
 
 
 def _meshes(num_ranks: int) -> list[HolderMesh]:
-    """All ranks in a row, and in two where they are an even number."""
+    """Return all ranks in a row, and in two rows if they are even."""
     meshes = [HolderMesh.ranks(num_ranks)]
     if num_ranks > 2 and num_ranks % 2 == 0:
         meshes.append(HolderMesh.ranks(num_ranks // 2, 2))

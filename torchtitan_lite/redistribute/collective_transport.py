@@ -32,7 +32,7 @@ from torchtitan_lite.redistribute.transfers import Transfer
 
 
 class _PackedCopy(NamedTuple):
-    """A rectangle of a tensor, and the words of a buffer that hold it."""
+    """A rectangle of a tensor, and its raw elements in a buffer."""
 
     tensor: int
     region: Slices
@@ -40,16 +40,16 @@ class _PackedCopy(NamedTuple):
     size: int
     shape: tuple[int, ...]
     reduction: LocalReduction | None
-    """How it is reduced with what is there; None where it takes its place."""
+    """Reduction into the existing value; None replaces it."""
 
 
 class _CollectiveBucket(NamedTuple):
     packs: list[_PackedCopy]
     unpacks: list[_PackedCopy]
     joined: list[list[int]]
-    """The numbers of the `unpacks` that have one place, place by place."""
+    """Indices of `unpacks` with the same position."""
     sent_elements: list[int]
-    """To each rank of the group."""
+    """Raw elements per rank of the group."""
     received_elements: list[int]
 
 
@@ -68,8 +68,8 @@ class CollectiveTransport:
         *,
         scales: bool,
     ) -> None:
-        """`ranks` are the global ranks of the group, in its order; nothing is moved to or from
-        those of the group's numbers in `without`. `scales`: as `local_reduction`."""
+        """`ranks` are the global ranks of the group, in its order; group numbers in `without` are
+        skipped. `scales`: as `local_reduction`."""
         self._tasks, self._number = tasks, number
         self.group, self._device, self.width = group, device, tasks[0].width
         self._kinds = [task.kind(number) for task in tasks]
@@ -91,7 +91,7 @@ class CollectiveTransport:
     def bind(
         self, given: Sequence[RawArray], into: Sequence[RawArray]
     ) -> "BoundCollectiveTransport":
-        """The round for this rank's parts of the sources and the destinations."""
+        """Bind the round to this rank's shards of the sources and the destinations."""
         arrays = [
             out if kind == "spread" else source
             for source, out, kind in zip(given, into, self._kinds, strict=True)
@@ -101,7 +101,7 @@ class CollectiveTransport:
         return BoundCollectiveTransport(self, packs, unpacks)
 
     def buffers(self, parity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """To send from and to receive into, for every second bucket."""
+        """Send and receive buffers, for alternating buckets."""
         mine = self.buckets[parity::2]
         sent = max(sum(bucket.sent_elements) for bucket in mine)
         received = max(sum(bucket.received_elements) for bucket in mine)
@@ -112,8 +112,7 @@ class CollectiveTransport:
         )
 
     def _bucket(self, ranges: Sequence[BucketRange], num_ranks: int) -> _CollectiveBucket:
-        """What this rank sends and receives in a bucket: peer after peer, and for each peer tensor
-        after tensor."""
+        """Return what this rank sends and receives in a bucket, by peer, then by tensor."""
         sends: list[list[tuple[BucketRange, Transfer]]] = [[] for _ in range(num_ranks)]
         receives: list[list[tuple[BucketRange, Transfer]]] = [[] for _ in range(num_ranks)]
         for bounds in ranges:
@@ -152,15 +151,15 @@ class CollectiveTransport:
 
 
 class ScratchBuffers:
-    """Memory that exchanges over a group use one after the other. It is kept, since the first touch
-    of fresh memory takes as long as all else, and is never more than two buckets."""
+    """Buffers that exchanges of a group use in turn. They are kept, because the first touch of
+    fresh memory takes as long as everything else, and never exceed two buckets."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[int, torch.Tensor] = {}
 
     def words(self, number: int, count: int, width: int) -> torch.Tensor:
-        """One of the pieces of memory, as `count` words of `width` bytes, whatever they hold."""
+        """Return one of the buffers as `count` uninitialized raw elements of `width` bytes."""
         kept = self._kept.get(number)
         if kept is None or kept.nbytes != count * width:
             # What another exchange needed goes first, so that both are never there at once.
@@ -172,12 +171,12 @@ class ScratchBuffers:
 
 @lru_cache(maxsize=16)
 def scratch_buffers(group: dist.ProcessGroup, device: torch.device) -> ScratchBuffers:
-    """The memory of a group, for one exchange at a time."""
+    """Return the buffers of a group, for one exchange at a time."""
     return ScratchBuffers(device)
 
 
 class BoundCollectiveTransport:
-    """Made by `CollectiveTransport.bind`."""
+    """A bound round. Use `CollectiveTransport.bind`."""
 
     def __init__(
         self,
@@ -185,11 +184,11 @@ class BoundCollectiveTransport:
         packs: Sequence[Sequence[RawArray]],
         unpacks: Sequence[Sequence[RawArray]],
     ) -> None:
-        """By bucket: the rectangles that are packed and those that are unpacked into."""
+        """Per bucket: the packed and the unpacked rectangles."""
         self._transport, self._packs, self._unpacks = transport, packs, unpacks
 
     def run(self) -> None:
-        """Move. All ranks of the group must come to it."""
+        """Execute the round. All ranks of the group must call it."""
         transport, count = self._transport, len(self._transport.buckets)
         buffers = [transport.buffers(parity) for parity in range(min(2, count))]
         flying: list[dist.Work | None] = [None, None]

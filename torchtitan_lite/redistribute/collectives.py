@@ -26,46 +26,46 @@ _JOINED = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
 }
-"""What the backends join: gloo knows no float8, adds the bytes of bools, and no backend multiplies
-complex numbers."""
+"""Dtypes that backends reduce: gloo does not know float8 and adds the bytes of bools, and no
+backend multiplies complex numbers."""
 
 _GATHERED = _JOINED | {torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64}
-"""What they gather; single bytes are gathered as such."""
+"""Dtypes that they gather; single bytes are gathered as such."""
 
 _MOST_AXES = 2
-"""That one collective acts on."""
+"""Maximum axes of one collective."""
 
 _MOST_STATES = 24
-"""Layouts whose edges are looked at. What is cheaper than an exchange has few legs."""
+"""Maximum layouts expanded. A way cheaper than an exchange has few steps."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A leg of a plan."""
+    """A step of a plan."""
 
     kind: CollectiveKind
     src: Layout
     dst: Layout
     axes: tuple[int, ...]
-    """Of the mesh, as one: the first varies slowest."""
+    """Axes of the mesh, treated as one: the first varies slowest."""
     dim: int | None
-    """That is cut, or put together again; None for all_reduce."""
+    """The dim that is sharded or gathered; None for all_reduce."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def size(self) -> int:
-        """Ranks that act together."""
+        """Ranks per group."""
         return prod(self.src.mesh.shape[axis] for axis in self.axes)
 
     @property
     def op(self) -> str:
-        """What contributions are joined by."""
+        """Reduction of partial values."""
         return self.src.reduce_op or "sum"
 
     @property
     def factor(self) -> float:
-        """What the result is multiplied by, where averages are joined as sums."""
+        """Factor of the result, if averages are reduced as sums."""
         mesh, placements = self.src.mesh, self.src.placements
         joined = self.axes if self.kind != "all_gather" else ()
         return 1 / prod(
@@ -76,7 +76,7 @@ class Collective:
 
     @property
     def padded_elements(self) -> int:
-        """Elements that each rank gives, its part filled up to that of the largest."""
+        """Elements that each rank contributes, its shard padded to the largest."""
         if self.kind == "all_gather":
             return self.src.max_local_numel(self.shape)
         if self.kind == "reduce_scatter":
@@ -85,20 +85,20 @@ class Collective:
 
     @property
     def temporary_bytes(self) -> int:
-        """Of a rank, beside its parts of source and destination."""
+        """Temporary bytes per rank, beside source and destination."""
         copies = {"all_gather": self.size, "reduce_scatter": 1, "all_reduce": 0}
         return self.padded_elements * copies[self.kind] * self.dtype.itemsize
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that all ranks of all groups receive."""
+        """Bytes received by all ranks of all groups."""
         others = self.size - 1
         share = {"all_gather": 1, "reduce_scatter": 1 / self.size, "all_reduce": 2 / self.size}
         elements = self.padded_elements * others * share[self.kind]
         return round(elements * len(self.src.mesh.holders)) * self.dtype.itemsize
 
     def seconds(self, costs: Costs) -> float:
-        """Predicted time: a ring, of which each rank is a link."""
+        """Predicted time of a ring over the ranks."""
         given = self.padded_elements * self.dtype.itemsize
         turns = (self.size - 1) * (2 if self.kind == "all_reduce" else 1)
         each = given if self.kind == "all_gather" else given / self.size
@@ -112,7 +112,7 @@ class Collective:
         return costs.collective_s + moved + copies
 
     def _ranks_on_a_node(self, costs: Costs) -> int:
-        """Of one of the groups that act together."""
+        """Ranks of one of the concurrent groups."""
         nodes = costs.nodes()
         if nodes is None:
             return self.size
@@ -123,7 +123,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class SearchStep:
-    """One step of a way: a collective, or None for an exchange."""
+    """A step of a way: a collective, or None for an exchange."""
 
     dst: Layout
     collective: Collective | None
@@ -139,11 +139,9 @@ def cheapest_steps(
     exchange_s: Callable[[Layout], float],
     max_bytes: int | None,
 ) -> list[SearchStep] | None:
-    """The legs from `src` to `dst` that take less than `direct_s`; None where there are none.
-
-    `exchange_s` predicts an exchange from a layout to `dst`; no layout in between may take more
-    than `max_bytes` on a rank.
-    """
+    """Return the steps from `src` to `dst` that take less than `direct_s`; empty if there are none.
+    `exchange_s` predicts an exchange from a layout to `dst`; no intermediate layout may take more
+    than `max_bytes` per rank."""
     order = itertools.count()
     queue: list[tuple[float, int, Layout, list[SearchStep]]] = [(0.0, next(order), src, [])]
     done: set[Layout] = set()
@@ -188,20 +186,20 @@ def _edges(
 
 
 def _temporary(step: SearchStep, dst: Layout, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of a rank for a leg: its own, and its result where that is not yet the goal."""
+    """Return the bytes per rank of a step: its input, and its result if not the destination."""
     own = 0 if step.collective is None else step.collective.temporary_bytes
     return own + (0 if step.dst == dst else _bytes(step, shape, dtype))
 
 
 def _bytes(step: SearchStep, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Of the largest part after a leg."""
+    """Return the bytes of the largest shard after a step."""
     return step.dst.max_local_numel(shape) * dtype.itemsize
 
 
 def collectives_from(
     layout: Layout, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Iterator[Collective]:
-    """All that can be done next to a tensor that lies as `layout`."""
+    """Yield all collectives that apply to a tensor in `layout`."""
     sizes = layout.mesh.shape
     axes = [axis for axis, size in enumerate(sizes) if size > 1]
     for count in range(1, _MOST_AXES + 1):
@@ -230,7 +228,7 @@ def collectives_from(
 
 
 def scattered(layout: Layout, axes: tuple[int, ...], dim: int) -> Layout | None:
-    """The layout in which `axes` cut `dim` further; None where a strided shard is in the way."""
+    """Return the layout in which `axes` shard `dim` further; None if a stride prevents it."""
     before = layout.splits.get(dim, ())
     if any(split.factor != 1 for split in before):
         return None
@@ -242,7 +240,7 @@ def _with(
     placements: dict[int, Replicate] | dict[int, Shard],
     last: tuple[int, tuple[int, ...]] | None = None,
 ) -> Layout:
-    """The layout with other placements on some axes, which cut a dim `last` if at all."""
+    """Return the layout with other placements on some axes, which shard a dim `last` if at all."""
     new = [placements.get(axis, p) for axis, p in enumerate(layout.placements)]
     orders = {
         dim: tuple(axis for axis in order if axis not in placements)

@@ -26,15 +26,15 @@ Transport = Literal["shared_memory", "collective"]
 BUCKET_BYTES = 25 << 20
 
 _SAMPLED_HOLDERS = 8
-"""Holders whose part is worked out to find the busiest: in regular layouts all are alike, but for
-the first and the last, whose parts may be larger and smaller."""
+"""Holders examined to find the busiest: in regular layouts all are equal, except the first and the
+last, whose shards may be larger and smaller."""
 
 _STRICT = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a message costs its sender and its receiver."""
+    """Time per message, of its sender and its receiver."""
 
     __pydantic_config__ = _STRICT
 
@@ -44,18 +44,18 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one holder does in a step: counted, not timed."""
+    """The counted work of one holder in a step."""
 
     rounds: int = 0
-    """In which it has messages."""
+    """Rounds with messages."""
     pieces: int = 0
     messages_within: int = 0
     bytes_within: int = 0
-    """Sent or received, whichever is more, within its node."""
+    """Bytes sent or received within its node, whichever is more."""
     messages_between: int = 0
     bytes_between: int = 0
     bytes_copied: int = 0
-    """From its own memory to its own memory."""
+    """Bytes copied locally."""
 
     def __add__(self, other: "Load") -> "Load":
         mine, others = asdict(self), asdict(other)
@@ -64,28 +64,28 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Of a machine. A node is what shares memory, or a fast link."""
+    """Costs of a machine. A node shares memory, or a fast link."""
 
     __pydantic_config__ = _STRICT
 
     round_s: NonNegativeFloat
-    """To begin a round of an exchange and to see its end."""
+    """Time to start and to complete a round of an exchange."""
     collective_s: NonNegativeFloat
     """The same for a collective of the backend."""
     piece_s: NonNegativeFloat
-    """To begin to copy a rectangle."""
+    """Time to start the copy of a rectangle."""
     copy_bytes_per_s: PositiveFloat
     within: Link
     between: Link
     collective_within: Link
-    """Of a collective of the backend within a node."""
+    """Bandwidth of a collective of the backend within a node."""
     ranks_per_node: NonNegativeInt = 0
-    """0: all ranks are on one node."""
+    """Ranks per node; 0: all ranks are on one node."""
     cores: PositiveFloat = 1e6
-    """Of a node: so many of its ranks can work at the same time."""
+    """Cores per node: ranks that work at the same time."""
 
     def seconds(self, load: Load) -> float:
-        """Predicted time of a step, given the load of its busiest holder."""
+        """Predict the time of a step from the load of its busiest holder."""
         return (
             load.rounds * self.round_s
             + load.pieces * self.piece_s
@@ -97,15 +97,15 @@ class Costs:
         )
 
     def nodes(self, *, relay: bool = False) -> Nodes | None:
-        """Where ranks lie; None where all are on one node."""
+        """Nodes of the ranks; None if all are on one node."""
         return Nodes(self.ranks_per_node, relay) if self.ranks_per_node else None
 
     def with_ranks_per_node(self, ranks: int) -> "Costs":
-        """The same with so many ranks on a node."""
+        """Return the same costs with another number of ranks per node."""
         return replace(self, ranks_per_node=ranks)
 
     def save(self, path: Path) -> None:
-        """Write the figures as JSON, all at once: a reader never finds half of them."""
+        """Write the costs as JSON, atomically."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -115,7 +115,7 @@ class Costs:
 
     @staticmethod
     def load(path: Path) -> "Costs":
-        """Read what `save` wrote. Raises LayoutError naming the file and what is wrong in it."""
+        """Read costs written by `save`. Raises LayoutError naming the file and the problem."""
         try:
             return TypeAdapter(Costs).validate_json(path.read_bytes(), strict=True)
         except (OSError, ValueError) as error:
@@ -149,17 +149,17 @@ CUDA = Costs(
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
-    """What an exchange may use."""
+    """Options of an exchange."""
 
     bucket_bytes: int = BUCKET_BYTES
-    """Temporary memory is at most twice that."""
+    """Bucket size; temporary memory is at most twice that."""
     transport: Transport | None = None
-    """None takes shared memory where there is some."""
+    """Transport; None: shared memory if possible."""
     costs: Costs | None = None
-    """Of this machine; None takes the default figures for the kind of device."""
+    """Costs of this machine; None: defaults for the kind of device."""
 
     def costs_on(self, device: torch.device) -> Costs:
-        """The figures to plan with, which must be the same on all ranks."""
+        """Return the costs for planning, which must be equal on all ranks."""
         if self.costs is not None:
             return self.costs
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -176,20 +176,20 @@ DEFAULT_OPTIONS = ExchangeOptions()
 
 
 def default_costs(device_type: str) -> Costs:
-    """The figures for a kind of device."""
+    """Return the costs for a kind of device."""
     return CUDA if device_type == "cuda" else CPU
 
 
 def exchange_seconds(exchange: Exchange, costs: Costs, itemsize: int) -> float:
-    """Predicted time of an exchange: in each round that of the busiest holder, or of all in turns,
-    whichever is more."""
+    """Predict the time of an exchange: in each round the time of the busiest holder, or of all in
+    turns, whichever is more."""
     share = core_share(exchange, costs)
     seconds = ([costs.seconds(load) for load in loads] for loads in round_loads(exchange, itemsize))
     return sum(max(max(of_round), share * sum(of_round)) for of_round in seconds)
 
 
 def round_loads(exchange: Exchange, itemsize: int) -> list[tuple[Load, ...]]:
-    """In each round, what some of the holders do."""
+    """Return the loads of some holders in each round."""
     by_holder = [
         holder_loads(exchange, holder, itemsize) for holder in _sampled(_holders(exchange))
     ]
@@ -197,7 +197,7 @@ def round_loads(exchange: Exchange, itemsize: int) -> list[tuple[Load, ...]]:
 
 
 def holder_loads(exchange: Exchange, holder: Holder, itemsize: int) -> list[Load]:
-    """What one holder does in each round of an exchange."""
+    """Return the load of one holder in each round."""
     node = (exchange.nodes or Nodes(1 << 62)).of
     loads = []
     for part in exchange.transfers(holder):
@@ -223,8 +223,7 @@ def holder_loads(exchange: Exchange, holder: Holder, itemsize: int) -> list[Load
 
 
 def core_share(exchange: Exchange, costs: Costs) -> float:
-    """Return the share of the sum of `round_loads` per core, if all holders take turns on the
-    cores."""
+    """Return the time per core of `round_loads` if all holders take turns on the cores."""
     holders, nodes = _holders(exchange), costs.nodes()
     num_nodes = len({nodes.of(holder) for holder in holders}) if nodes else 1
     return len(holders) / len(_sampled(holders)) / (costs.cores * num_nodes)
@@ -244,8 +243,8 @@ def _sampled(holders: list[Holder]) -> list[Holder]:
 
 
 def _ranks_per_node(world_size: int) -> int:
-    """As torchrun tells it; 0, all on one node, where nodes have different numbers of ranks, which
-    all ranks see alike."""
+    """Return the ranks per node as set by torchrun; 0 if nodes have different numbers of ranks,
+    which all ranks see alike."""
     on_node = os.environ.get("LOCAL_WORLD_SIZE", "")
     nodes = os.environ.get("GROUP_WORLD_SIZE", "")
     if not (on_node.isdigit() and nodes.isdigit()):

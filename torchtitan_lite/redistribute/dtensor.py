@@ -30,20 +30,17 @@ def redistribute(
     backward_dtype: torch.dtype | None = None,
     options: ExchangeOptions = DEFAULT_OPTIONS,
 ) -> DTensor:
-    """`tensor` laid out as `dst`. Every rank of both meshes must call it; others may.
+    """Return `tensor` in the layout `dst`. Every rank of both meshes must call it; others may.
 
-    A tensor that lies so already is returned as it is, and where this rank's part stays as it is
-    the result shares its memory. `mesh` is the DeviceMesh of `dst` if that is not the tensor's
-    own; a rank outside of it gets a DTensor without elements. `strided` is how to read strided
-    shards, see `Layout.from_dtensor`. `out` lies as `dst` and takes the result. The tensor moves
-    and results in `forward_dtype`, its gradient moves in `backward_dtype` (by
-    default the tensor's dtype) and results in the tensor's dtype; both as in
-    `DTensor.redistribute`.
-    Gradients flow back the opposite way, once, and of averages and sums only: every rank of both
-    meshes must come to backward.
-
-    Raises LayoutError if no plan leads there, `mesh` is missing, or the tensor's part has another
-    shape than its layout says, and RedistributionError if another rank does not take part.
+    A tensor in that layout is returned itself, and an unchanged shard shares its memory. `mesh` is
+    the DeviceMesh of `dst` if it is not the tensor's own; a rank outside of it gets a DTensor
+    without elements. `strided` selects the interpretation of strided shards, see
+    `Layout.from_dtensor`. `out` has the layout `dst` and receives the result. The tensor moves and
+    results in `forward_dtype`, its gradient moves in `backward_dtype` (by default the tensor's
+    dtype) and results in the tensor's dtype; both as in `DTensor.redistribute`. Gradients flow back
+    the opposite way, once, and of averages and sums only: every rank of both meshes must run
+    backward. Raises LayoutError if there is no plan, `mesh` is missing, or the tensor's shard has
+    another shape than in its layout, and RedistributionError if another rank does not take part.
     """
     shape = tuple(tensor.shape)
     src, dst = Layout.from_dtensor(tensor, strided=strided), dst.with_num_dims(len(shape))
@@ -73,17 +70,15 @@ def redistribute_state_dict(
     out: Mapping[str, DTensor] | None = None,
     options: ExchangeOptions = DEFAULT_OPTIONS,
 ) -> dict[str, DTensor]:
-    """`tensors`, laid out as `layouts` say by name, in the order of `layouts`; one without a layout
-    stays as it is. Every rank of any mesh must call it with the same layouts.
+    """Return `tensors` in `layouts`, by name and in the order of `layouts`; one without a layout is
+    returned unchanged. Every rank of any mesh must call it with the same layouts.
 
-    `meshes` are DeviceMeshes on which results lie, beside those of `tensors` and `out`.
-    `remote_specs` tells of tensors that this rank has no DTensor of, as with a pipeline, where each
-    stage has its own; what lies on other ranks only is not in the result. `strided` is how to read
-    strided shards: by default as FSDP2 means them. What `out` has a name of is filled; without it a
-    tensor that lies right already is returned itself, and a part that stays as it is shares its
-    memory.
-
-    Raises LayoutError naming the tensor for which a plan or a mesh is missing.
+    `meshes` are DeviceMeshes of results, beside those of `tensors` and `out`. `remote_specs`
+    describes tensors of which this rank has no DTensor, as with a pipeline, where each stage has
+    its own; results on other ranks only are omitted. `strided` selects the interpretation of
+    strided shards, by default FSDP2's. Tensors in `out` are filled; without it a tensor in its
+    layout is returned itself, and an unchanged shard shares its memory. Raises LayoutError naming
+    the tensor without a plan or a mesh.
     """
     out = out or {}
     meshes = tuple(meshes)
@@ -121,11 +116,9 @@ def redistribute_state_dict(
 
 
 def align_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The gradient of a parameter, with the parameter's placements; None where there is none.
-
-    Without FSDP, the gradient of a weight that every tp rank holds whole is still each rank's part
-    of a sum, and this sums it, once. Every rank that holds the parameter must call it.
-    """
+    """Return the gradient of a parameter with the parameter's placements; None if there is none.
+    Without FSDP, the gradient of a weight that is replicated over tp is still each rank's partial
+    sum; this sums it, once. Every rank that holds the parameter must call it."""
     gradient = parameter.grad
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return gradient
@@ -135,7 +128,7 @@ def align_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 class _Kind(NamedTuple):
-    """What is known of a tensor without its elements."""
+    """Layout, shape, dtype and device of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -143,7 +136,7 @@ class _Kind(NamedTuple):
 
 
 class _Redistribute(torch.autograd.Function):
-    """From DTensor to DTensor, as torch's own: the gradient then says how it lies."""
+    """Autograd from DTensor to DTensor, as in torch: the gradient has a layout of its own."""
 
     @staticmethod
     def forward(
@@ -167,8 +160,8 @@ class _Redistribute(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: DTensor
     ) -> tuple[DTensor | None, ...]:
-        """The gradient of every contribution to a sum is the whole gradient, and the other way
-        round each holder's gradient is one of the whole."""
+        """Return the layout of the gradient: the gradient of every contribution to a sum is the
+        entire gradient, and conversely each holder's gradient is one contribution."""
         src, dst = ctx.src, ctx.dst
         for layout in (src, dst):
             if layout.reduce_op not in (None, "sum"):
@@ -195,7 +188,7 @@ def _moved(
     options: ExchangeOptions,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """This rank's part of `dst`, in the dtype of `kind`."""
+    """Return this rank's shard of `dst`, in the dtype of `kind`."""
     local = local.to(kind.dtype)
     found = plan(
         src,
@@ -221,7 +214,7 @@ def _mesh_of(tensor: DTensor, dst: Layout, mesh: DeviceMesh | None) -> DeviceMes
 
 
 def _device(tensors: Sequence[DTensor], meshes: Sequence[DeviceMesh]) -> torch.device:
-    """Where all parts lie: a rank without tensors must come to the same as the others."""
+    """Return the device of all shards: a rank without tensors must agree with the others."""
     kinds = {mesh.device_type for mesh in (*(t.device_mesh for t in tensors), *meshes)}
     if len(kinds) > 1:
         raise LayoutError(
@@ -248,7 +241,7 @@ def _plans(
     strided: StridedReading | None,
     costs: Costs,
 ) -> tuple[Plan, ...]:
-    """A plan for each tensor; of the same state dict they are looked up at once."""
+    """Return a plan per tensor; those of the same state dict are looked up at once."""
     found = []
     for given, layout in zip(known, layouts, strict=True):
         placed = (

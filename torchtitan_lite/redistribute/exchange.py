@@ -40,29 +40,29 @@ from torchtitan_lite.redistribute.transfers import (
 )
 
 _Target = tuple[int, ...]
-"""For each contribution of the source, the contribution of the destination that it becomes part
-of."""
+"""The target of each contribution of the source: the contribution of the destination that it is
+added to."""
 
 
 class ReductionOwner(NamedTuple):
-    """Reduces elements [start, stop) of a block."""
+    """Reduces elements [start, stop) of a rectangle."""
 
     holder: Holder
     contribution: int | None
-    """Its own; None where it has none."""
+    """Its own contribution; None if it has none."""
     start: int
     stop: int
 
 
 class ReductionGroup(NamedTuple):
-    """Contributions of the source that become one of the destination, for one block."""
+    """Contributions of the source that are reduced to one of the destination, for one rectangle."""
 
     members: tuple[int, ...]
     target: int
 
     @property
     def is_reduced(self) -> bool:
-        """Whether it has several members."""
+        """Whether the group has several members."""
         return len(self.members) > 1
 
 
@@ -76,7 +76,7 @@ class Exchange:
         shape: tuple[int, ...],
         nodes: Nodes | None = None,
     ) -> None:
-        """Without `nodes` all holders are equally near to each other."""
+        """Without `nodes` all holders are equally distant."""
         intersections = Intersections(src, dst, shape)
         self.src, self.dst = intersections.src, intersections.dst
         self.shape, self.nodes = shape, nodes
@@ -89,8 +89,8 @@ class Exchange:
             self.rounds = (*self.rounds, "spread")
 
     def local_shape(self, holder: Holder, kind: RoundKind) -> tuple[int, ...] | None:
-        """The shape of what a holder sends from in a round: its part of the source, or of the
-        destination where results are spread. None where it has none."""
+        """Return the shape from which a holder sends in a round: its shard of the source, or of the
+        destination if results are spread. None if it has none."""
         index = self.dst if kind == "spread" else self.src
         position = index.position(holder)
         if position is None:
@@ -100,14 +100,14 @@ class Exchange:
         return tuple(int(shard_sizes(length, splits)[part]) for length, splits, part in per_dim)
 
     def max_local_numel(self, kind: RoundKind) -> int:
-        """Elements of the largest part that a holder sends from in a round."""
+        """Return the elements of the largest shard from which a holder sends in a round."""
         index = self.dst if kind == "spread" else self.src
         per_dim = zip(self.shape, index.splits, strict=True)
         return prod(int(shard_sizes(length, splits).max()) for length, splits in per_dim)
 
     def max_moved(self, kind: RoundKind) -> int:
-        """A bound of the elements that one holder sends and receives in a round, the same for all
-        holders."""
+        """Return a bound on the elements that one holder sends and receives in a round, equal for
+        all holders."""
         taken = self.max_local_numel("spread")
         copies, sources = self.dst.num_replicas, self.src.num_replicas
         if kind == "spread":
@@ -118,7 +118,7 @@ class Exchange:
         return self.max_local_numel("move") * turns + taken * self._reductions.largest_group
 
     def transfers(self, holder: Holder) -> tuple[RoundTransfers, ...]:
-        """What `holder` does in each round."""
+        """Return the transfers of `holder` in each round."""
         parts = tuple(RoundTransfers([], [], [], []) for _ in self.rounds)
         src, dst = self.src.position(holder), self.dst.position(holder)
         if dst is not None:
@@ -129,7 +129,7 @@ class Exchange:
 
     @cached_property
     def total_elements(self) -> int:
-        """Elements that go from one holder to another, in all rounds."""
+        """Return the elements sent between holders, in all rounds."""
         if self.dst.num_contributions > 1:
             return self._reductions.moved_elements
         whole = prod(self.shape)
@@ -178,8 +178,8 @@ class Exchange:
         block: tuple[Segments, ...],
         parts: tuple[RoundTransfers, ...],
     ) -> None:
-        """A holder's part of bringing a unit from its sources to its takers, of which it is one:
-        of the first round, and of the second where there are relays."""
+        """Return a holder's transfers of a multicast of which it is a receiver: in the first round,
+        and in the second if there are relays."""
         row = row_size(block)
         if self.nodes is None:
             if holder in multicast.sources:
@@ -226,8 +226,8 @@ class Exchange:
         group: ReductionGroup,
         parts: tuple[RoundTransfers, ...],
     ) -> None:
-        """What a replica of the group's target does: reduce what it owns and spread it, and receive
-        the rest."""
+        """Return the transfers of a replica of the group's target: it reduces what it owns and
+        spreads it, and receives the rest."""
         reduce, spread, block = parts[0], parts[1:], common.block
         receivers = self.dst.holders(common.other, group.target)
         for number, owner in enumerate(reduction_owners(self._intersections, common, group)):
@@ -249,8 +249,8 @@ class Exchange:
 
 
 class ReductionGroups:
-    """The groups of all blocks, such that few elements move: the fewest for the layouts that are
-    tested, since groups are found step by step and not by a search over all of them."""
+    """The reduction groups of all rectangles, chosen to move few elements: the fewest for the
+    tested layouts, because groups are built greedily and not by an exhaustive search."""
 
     def __init__(self, parts: Intersections) -> None:
         self._parts = parts
@@ -258,8 +258,8 @@ class ReductionGroups:
         self.num_targets = parts.dst.num_contributions
 
     def groups(self, one: int, other: int) -> list[ReductionGroup]:
-        """The groups for what part `one` of the source and part `other` of the destination have in
-        common."""
+        """Return the groups of the intersection of shard `one` of the source and shard `other` of
+        the destination."""
         if self.num_sources == 1 and self.num_targets == 1:
             return [ReductionGroup((0,), 0)]
         target = self._targets.get((one, other))
@@ -272,7 +272,7 @@ class ReductionGroups:
 
     @cached_property
     def largest_group(self) -> int:
-        """Members of the largest group of any block."""
+        """Return the members of the largest group."""
         if self.num_sources == 1 or self.num_targets == 1:
             return self.num_sources
         found = {max(map(target.count, target)) for target in self._targets.values()}
@@ -282,7 +282,7 @@ class ReductionGroups:
 
     @cached_property
     def moved_elements(self) -> int:
-        """Elements that go from one holder to another."""
+        """Elements sent between holders."""
         replicas, total = self._parts.dst.num_replicas, 0
         for (one, other), target in self._targets.items():
             overlaps = self._overlaps(one, other)
@@ -293,7 +293,7 @@ class ReductionGroups:
 
     @cached_property
     def _elements(self) -> dict[tuple[int, int], int]:
-        """Elements of each block of which a holder has both sides."""
+        """Elements per rectangle of which a holder has both sides."""
         across, dst = self._parts.across, self._parts.dst
         positions = np.flatnonzero(across >= 0)
         one, other = np.unique(np.stack([across[positions], dst.part_of[positions]]), axis=1)
@@ -303,7 +303,7 @@ class ReductionGroups:
 
     @cached_property
     def _elements_apart(self) -> int:
-        """Elements of the other blocks."""
+        """Elements of the other rectangles."""
         return int(np.prod(self._parts.shape, dtype=np.int64)) - sum(self._elements.values())
 
     @cached_property
@@ -321,7 +321,7 @@ class ReductionGroups:
         return tuple((to + rotation) % self.num_targets for to in found)
 
     def _overlaps(self, one: int, other: int) -> np.ndarray:
-        """[contribution, target]: holders that have the one and shall have the other."""
+        """[contribution, target]: holders of both."""
         src, dst = self._parts.src, self._parts.dst
         positions = dst.positions[other]
         targets, replicas = np.nonzero(self._parts.across[positions] == one)
@@ -334,8 +334,8 @@ class ReductionGroups:
 def reduction_owners(
     parts: Intersections, common: Intersection, group: ReductionGroup
 ) -> list[ReductionOwner]:
-    """The holders that reduce a group for one block: replicas of its target that hold a member if
-    there are any, each of which reduces an equal share."""
+    """Return the holders that reduce a group for one rectangle: replicas of its target that hold a
+    member if there are any, each with an equal share."""
     src, dst = parts.src, parts.dst
     positions = dst.positions[common.other, group.target]
     contributions: list[int | None] = [None] * len(positions)
@@ -356,7 +356,7 @@ def reduction_owners(
 
 
 def sender_of(src: HolderIndex, part: int, contribution: int, owner: int) -> Holder:
-    """Which replica of a contribution to a part goes to the owner with this number."""
+    """Return which replica of a contribution to a shard sends to the owner with this number."""
     replicas = src.holders(part, contribution)
     return replicas[(owner + contribution) % len(replicas)]
 
@@ -364,8 +364,7 @@ def sender_of(src: HolderIndex, part: int, contribution: int, owner: int) -> Hol
 def unreduced_multicast(
     parts: Intersections, common: Intersection, group: ReductionGroup
 ) -> Multicast:
-    """The delivery of a group of one member: from the replicas that have it to those of its
-    target."""
+    """Return the delivery of a group of one member: from its replicas to those of its target."""
     one, other, block = common
     (member,) = group.members
     sources, receivers = parts.src.holders(one, member), parts.dst.holders(other, group.target)
@@ -374,8 +373,8 @@ def unreduced_multicast(
 
 @lru_cache(maxsize=4096)
 def _cheapest(overlaps_bytes: bytes, shape: tuple[int, int], replicas: int) -> _Target:
-    """Targets for which few elements move: match contributions with targets, those with the most
-    holders in common first, and merge groups while that is cheaper."""
+    """Choose targets that move few elements: match contributions with targets, those with the most
+    common holders first, and merge groups while that is cheaper."""
     overlaps = np.frombuffer(overlaps_bytes, int).reshape(shape)
     candidates = [
         _merged(overlaps, replicas, target)
@@ -386,8 +385,8 @@ def _cheapest(overlaps_bytes: bytes, shape: tuple[int, int], replicas: int) -> _
 
 
 def _matchings(overlaps: np.ndarray) -> Iterator[dict[int, int]]:
-    """Matchings {contribution: target} of as many pairs as can be, whose members have at least so
-    many holders in common, for each such number."""
+    """Yield maximum matchings {contribution: target} whose pairs have at least so many common
+    holders, for each such number."""
     of_target: dict[int, int] = {}
 
     def is_matched(one: int, least: int, seen: set[int]) -> bool:
@@ -409,8 +408,8 @@ def _matchings(overlaps: np.ndarray) -> Iterator[dict[int, int]]:
 
 
 def _completions(overlaps: np.ndarray, matched: dict[int, int]) -> Iterator[list[int]]:
-    """Targets for all contributions: those that are not matched get one of their own while there
-    are any, then join the smallest groups; or all of them join one group."""
+    """Yield complete assignments: unmatched contributions get free targets, then join the smallest
+    groups; or all of them join one group."""
     free = [one for one in range(len(overlaps)) if one not in matched]
     sizes = dict.fromkeys(range(overlaps.shape[1]), 0)
     for to in matched.values():
@@ -426,7 +425,7 @@ def _completions(overlaps: np.ndarray, matched: dict[int, int]) -> Iterator[list
 
 
 def _merged(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> _Target:
-    """Merge the two groups that save most, as long as that saves any."""
+    """Merge the two groups that save the most, if any merge saves something."""
     if replicas == 1:
         # Whatever is joined moves as much.
         return tuple(target)
@@ -457,9 +456,9 @@ def _merged(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> _Targ
 
 
 def _cost(overlaps: np.ndarray, replicas: int, target: Sequence[int]) -> int:
-    """Elements that move per element of a block. A group of one member goes to the replicas that
-    lack it; of a larger one all members go to an owner, but its own, and the result to the other
-    replicas."""
+    """Return the elements moved per element of a rectangle. A group of one member is sent to the
+    replicas that lack it; of a larger one all members but the owner's are sent to an owner, and the
+    result to the other replicas."""
     cost = 0
     for to in set(target):
         members = [one for one, its in enumerate(target) if its == to]

@@ -55,10 +55,11 @@ _OPS = {
 _GROUP_TIMEOUT = timedelta(minutes=5)
 
 _SLOT_BYTES = 4 << 20
-"""Of shared memory. Slots that stay in a processor's cache are read faster than larger ones."""
+"""Slot size of shared memory. Slots that stay in a processor's cache are read faster than larger
+ones."""
 
 _Addresses = tuple[tuple[int, tuple[int, ...]] | None, ...]
-"""Address and strides of each tensor."""
+"""Address and strides per tensor."""
 
 
 def execute_plan(
@@ -68,8 +69,8 @@ def execute_plan(
     device: torch.device,
     options: ExchangeOptions,
 ) -> torch.Tensor:
-    """This rank's part of a plan's destination, given its part of the source. Every rank of the
-    plan must call it; see `execute_exchange`."""
+    """Execute a plan on this rank's shard of the source. Returns its shard of the destination.
+    Every rank of the plan must call it; see `execute_exchange`."""
     if not plan.steps:
         return execute_exchange([plan], [local], [out], device, options)[0]
     if plan.src.mesh.position(dist.get_rank()) is None:
@@ -90,13 +91,13 @@ def execute_exchange(
     device: torch.device,
     options: ExchangeOptions,
 ) -> list[torch.Tensor]:
-    """This rank's parts of the destinations, given its parts of the sources, in the order of
-    `plans`, which is the same on all ranks. What is given in `outs` is filled; else a part that
-    stays as it is may be the source itself. A rank that holds nothing gets empty tensors.
+    """Execute plans in one fused exchange, on this rank's shards of the sources in the order of
+    `plans`, which is equal on all ranks. Returns its shards of the destinations.
 
-    Every rank of the plans must call it; others return at once.
-    Raises LayoutError for a source whose part has another shape than its layout says, and
-    RedistributionError for an `out` that does not fit.
+    Tensors in `outs` are filled; without them an unchanged shard may be the source itself. A rank
+    without a shard gets empty tensors. Every rank of the plans must call it; others return at once.
+    Raises LayoutError for a source whose shard has another shape than in its layout, and
+    RedistributionError for an unsuitable `out`.
     """
     rank = dist.get_rank()
     plans = tuple(plans)
@@ -132,7 +133,7 @@ def execute_exchange(
 
 
 class FusedExchange:
-    """Some tasks, joined into one exchange and made ready to run any number of times."""
+    """Tasks fused into one exchange that can run repeatedly."""
 
     def __init__(
         self,
@@ -142,8 +143,8 @@ class FusedExchange:
         device: torch.device,
         options: ExchangeOptions,
     ) -> None:
-        """`tasks` are this rank's, of one width. `ranks` are all that take part, in the order of
-        their `group` (None: this rank is alone). Every one of them must come to it."""
+        """`tasks` are this rank's, of one raw width. `ranks` are all participants, in the order of
+        their `group` (None: this rank is alone). Every one of them must call it."""
         self._tasks = tasks
         self._width = tasks[0].width
         self._copies = [
@@ -167,9 +168,8 @@ class FusedExchange:
     def run(
         self, sources: Sequence[torch.Tensor | None], outs: Sequence[torch.Tensor | None]
     ) -> None:
-        """Fill `outs`, this rank's parts of the destinations, from `sources`, the parts of the
-        sources that it gives, task by task; `outs` contiguous, None where it has none. Every rank
-        must call it."""
+        """Fill `outs`, this rank's shards of the destinations, from `sources`, its shards of the
+        sources, by task; `outs` are contiguous, None if it has none. Every rank must call it."""
         where = tuple(
             None if tensor is None else (tensor.data_ptr(), tensor.stride())
             for tensor in (*sources, *outs)
@@ -221,7 +221,7 @@ class FusedExchange:
         device: torch.device,
         options: ExchangeOptions,
     ) -> None:
-        """The ways that the rounds take, one after the other."""
+        """Return the transports of the rounds, in order."""
         memory = None
         if device.type == "cpu" and options.transport != "collective" and is_supported():
             memory = shared_memory_for(group)
@@ -264,7 +264,7 @@ class FusedExchange:
                 )
 
     def _fill(self, index: int, out: torch.Tensor, fills: Sequence[Slices]) -> None:
-        """Begin with what changes nothing when others are joined to it."""
+        """Initialize with the identity of the reduction."""
         plan = self._tasks[index].plan
         words = raw_tensor(out, self._width)
         for place in fills:
@@ -272,7 +272,7 @@ class FusedExchange:
 
 
 def run_collective(step: Collective, local: torch.Tensor) -> torch.Tensor:
-    """This rank's part after a collective. Every rank of its group must call it."""
+    """Run a collective. Returns this rank's shard. Every rank of its group must call it."""
     members = _members(step)
     group = process_group_of(members)
     # A group numbers its ranks by their number in the world.
@@ -308,8 +308,7 @@ def run_collective(step: Collective, local: torch.Tensor) -> torch.Tensor:
 
 
 def check_source(plan: Plan, part: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Raise LayoutError if this rank's part of the source has another shape than the layout
-    says."""
+    """Raise LayoutError if this rank's shard of the source has another shape than in the layout."""
     if part.shape != shape:
         raise LayoutError(
             f"Rank {dist.get_rank()} has a part of shape {tuple(part.shape)}, and {plan.src} of a "
@@ -322,8 +321,8 @@ def check_source(plan: Plan, part: torch.Tensor, shape: tuple[int, ...]) -> None
 def check_out(
     given: DTensorSpec, layout: Layout, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Raise RedistributionError where a DTensor that is `given` for a result lies otherwise than
-    `layout`, or has another shape or dtype."""
+    """Raise RedistributionError if the DTensor `given` for a result has another layout, shape or
+    dtype."""
     meta = given.tensor_meta
     assert meta is not None
     readings = [Layout.from_spec(given, strided="stride")]
@@ -338,7 +337,8 @@ def check_out(
 
 
 def process_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The process group of some ranks, made at its first use, to which all of them must come."""
+    """Return the process group of some ranks, created at its first use, which all of them must
+    call."""
     world = dist.group.WORLD
     assert world is not None
     ranks = sorted(ranks)
@@ -349,21 +349,21 @@ def process_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 @cache
 def shared_memory_for(group: dist.ProcessGroup) -> SharedMemory:
-    """The memory that the ranks of a group share, made at its first use. Every rank of the group
-    must come to it."""
+    """Return the shared memory of a group, created at its first use. Every rank of the group must
+    call it."""
     return SharedMemory(group, 2 * _SLOT_BYTES)
 
 
 class _Work(NamedTuple):
-    """What a rank has to do for some plans."""
+    """The tasks of a rank for some plans."""
 
     keeps_shard: list[bool]
     shapes: list[tuple[int, ...]]
-    """Of its parts of the destinations."""
+    """This rank's shards of the destinations."""
     source_shapes: list[tuple[int, ...] | None]
-    """None where it has no part of the source."""
+    """Shard of the source; None if it has none."""
     exchanges: list[tuple[tuple[Plan, ...], list[int], tuple[int, ...]]]
-    """In which it takes part: the plans, their places among all, and the ranks."""
+    """Return the plans in which this rank takes part, their indices, and the ranks."""
 
 
 @lru_cache(maxsize=256)
@@ -383,7 +383,7 @@ def _work(plans: tuple[Plan, ...], rank: int) -> _Work:
 
 
 def _part(tensor: torch.Tensor | None, layout: Layout, rank: int) -> torch.Tensor | None:
-    """A part as memory whose bytes are its elements; its strides may be any."""
+    """Return a shard as memory whose bytes are its elements; its strides are arbitrary."""
     if tensor is None or layout.mesh.position(rank) is None:
         return None
     return tensor.resolve_conj().resolve_neg()
@@ -399,7 +399,7 @@ def _check_part(out: torch.Tensor, shape: tuple[int, ...], plan: Plan) -> None:
 
 
 def _ranks(plans: Sequence[Plan]) -> tuple[int, ...]:
-    """All that take part, in order."""
+    """All participating ranks, in order."""
     meshes = {mesh for plan in plans for mesh in (plan.src.mesh, plan.dst.mesh)}
     ranks: set[int] = set()
     for mesh in meshes:
@@ -429,8 +429,8 @@ def _fused_exchange(
 
 @dataclass(frozen=True)
 class _BoundTensors:
-    """All copies for certain tensors. They are remembered by address, which costs less than to
-    make the copies anew, and keep no tensor alive."""
+    """Bound copies for certain tensors, cached by address: that is cheaper than binding them again,
+    and does not keep the tensors alive."""
 
     where: _Addresses
     copies: list[tuple[RawArray, RawArray]]
@@ -438,8 +438,8 @@ class _BoundTensors:
 
 
 def _fills(task: TensorTask) -> list[Slices]:
-    """Where a result begins as nothing: everywhere if it is one contribution of several that gets
-    nothing elsewhere, or is reduced."""
+    """Return where a result must be initialized with the identity: everywhere if it is one of
+    several partial values without a contribution elsewhere, or is reduced."""
     exchange = task.plan.exchange
     if exchange.dst.num_contributions > 1:
         pieces = [piece for part in task.transfers for piece in (*part.copies, *part.receives)]
@@ -463,7 +463,7 @@ def _scale_(out: torch.Tensor, factor: float) -> None:
 
 
 def _members(step: Collective) -> list[int]:
-    """The ranks that act together with this one, in the order of the axes."""
+    """Return the ranks that act together with this one, in the order of the axes."""
     mesh = step.src.mesh
     mine = mesh.coordinate(dist.get_rank())
     assert mine is not None
@@ -475,7 +475,7 @@ def _members(step: Collective) -> list[int]:
 
 
 def _filled(part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """A contiguous part of `length` along `dim`: what it has too little is not looked at."""
+    """Pad a shard to `length` along `dim`, contiguous; the padding is not read."""
     missing = length - part.shape[dim]
     if missing:
         shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]

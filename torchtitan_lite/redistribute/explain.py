@@ -15,7 +15,7 @@ from torchtitan_lite.redistribute.plan import Plan
 from torchtitan_lite.redistribute.transfers import RoundKind, RoundTransfers, Transfer
 
 _MOST_ROWS = 16
-"""Holders up to which each has a row."""
+"""Maximum holders with a row each."""
 
 _PATHS = {
     "shared_memory": "shared memory, as between CPU ranks of one machine",
@@ -31,16 +31,16 @@ class Traffic:
     sent: int
     received: int
     stays: int
-    """Of the source, what it copies for itself."""
+    """Source bytes that it copies locally."""
     result: int
-    """Its part of the destination."""
+    """Bytes of its shard of the destination."""
 
 
 def explain(
     plan: Plan, *, transport: Transport | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> str:
-    """What a plan does, in lines. `transport` is the path that will be taken, where that is known,
-    and `bucket_bytes` what `ExchangeOptions` says."""
+    """Explain a plan as text. `transport` is the transport, if known, and `bucket_bytes` that of
+    `ExchangeOptions`."""
     # Each section is a list of lines; what else a plan knows of itself becomes one more.
     sections = [
         _ends(plan),
@@ -54,13 +54,13 @@ def explain(
 
 
 def traffic(plan: Plan) -> dict[Holder, Traffic]:
-    """What each holder of a plan sends and receives."""
+    """Return what each holder of a plan sends and receives."""
     return {holder: _traffic(plan, holder) for holder in holders_of(plan)}
 
 
 def temporary_bytes(plan: Plan, bucket_bytes: int) -> int:
-    """The most that any holder needs beside its parts of source and destination: two buckets, or
-    what the busiest round sends and receives where that is less."""
+    """Return the maximum temporary bytes of a holder: two buckets, or the volume of the busiest
+    round if less."""
     if plan.moved_bytes == 0:
         return 0
 
@@ -72,12 +72,12 @@ def temporary_bytes(plan: Plan, bucket_bytes: int) -> int:
 
 
 def lower_bound_bytes(plan: Plan) -> int | None:
-    """The least bytes that have to go from one holder to another; None where the destination has
-    contributions, whose value is free to lie with any of them.
+    """Return the lower bound of bytes between holders; None if the destination has partial values,
+    whose value may be with any of them.
 
-    Without contributions, a holder lacks what it does not have. With p of them and n destinations,
-    n - 1 holders get an element from another after p - 1 contributions came to a contributor that
-    is a destination; where there is none, one more has to come.
+    Without partial values, a holder lacks what it does not have. With p of them and n destinations,
+    n - 1 holders receive an element after p - 1 contributions reached a contributor that is a
+    destination; without such a holder, one more is sent.
     """
     src, dst, shape = plan.src, plan.dst, plan.shape
     if plan.is_noop:
@@ -104,12 +104,12 @@ def lower_bound_bytes(plan: Plan) -> int | None:
 
 
 def holders_of(plan: Plan) -> tuple[Holder, ...]:
-    """All that have a part in either layout, those of the source first."""
+    """Return all holders of either layout, those of the source first."""
     return tuple(dict.fromkeys((*plan.src.mesh.holders, *plan.dst.mesh.holders)))
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as people write them: 1.5 MiB."""
+    """Format bytes, such as 1.5 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             # Three digits of 1000 and more would be written 1.02e+03.
@@ -137,7 +137,7 @@ def _path(plan: Plan, transport: Transport | None) -> str:
 
 
 def _step_lines(plan: Plan) -> list[str]:
-    """What is done in place of one exchange, if that is faster."""
+    """Explain the steps that replace the single exchange."""
     lines = []
     for number, step in enumerate(plan.steps, 1):
         if isinstance(step, Plan):
@@ -235,7 +235,7 @@ def _table(found: dict[Holder, Traffic]) -> list[str]:
 
 
 def _summary(found: dict[Holder, Traffic]) -> list[str]:
-    """Of holders too many for a table."""
+    """Summarize holders that are too many for a table."""
     sent = [t.sent for t in found.values()]
     received = [t.received for t in found.values()]
     idle = sum(t.sent == t.received == 0 for t in found.values())
@@ -290,7 +290,7 @@ def _parts(layout: Layout, ndim: int, coordinate: tuple[int, ...]) -> tuple[int,
 
 
 def _common(plan: Plan, given: tuple[int, ...], wanted: tuple[int, ...]) -> int:
-    """Elements that a part of the source and one of the destination have in common."""
+    """Return the elements that a shard of the source and one of the destination share."""
     common = 1
     for dim, length in enumerate(plan.shape):
         one = intervals(length, plan.src.splits.get(dim, ()), given[dim])

@@ -22,10 +22,10 @@ from torchtitan_lite.redistribute.placements import Holder, HolderMesh
 
 
 class HolderIndex:
-    """A layout as an array of parts x contributions x replicas. Made by `holder_index`.
+    """A layout as an array of shards x contributions x replicas. Use `holder_index`.
 
-    Each axis of the mesh is in one of the three: it shards a dim, or its holders contribute to a
-    sum, or they hold the same.
+    Each axis of the mesh is one of the three: it shards a dim, its holders contribute to a sum, or
+    they are replicas.
     """
 
     def __init__(self, layout: Layout, ndim: int) -> None:
@@ -33,12 +33,12 @@ class HolderIndex:
         mesh = layout.mesh
         self.splits: list[tuple[Split, ...]] = [layout.splits.get(dim, ()) for dim in range(ndim)]
         self.counts = tuple(math.prod(split.size for split in splits) for splits in self.splits)
-        """Parts of each dim."""
+        """Shards per dim."""
         strides = [1]
         for count in reversed(self.counts[1:]):
             strides.append(strides[-1] * count)
         self.strides = tuple(reversed(strides)) if self.counts else ()
-        """How far apart a dim's parts are in the number of a whole part."""
+        """Stride of a dim's shards in the shard number."""
         cutting = [split.axis for splits in self.splits for split in sorted(splits)]
         partial = layout.partial_axes
         same = [a for a in range(len(mesh.shape)) if a not in (*cutting, *partial)]
@@ -48,19 +48,19 @@ class HolderIndex:
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """[part, contribution, replica] -> place in `layout.mesh.holders`."""
+        """[shard, contribution, replica] -> position in `layout.mesh.holders`."""
         mesh = self.layout.mesh
         positions = np.arange(len(mesh.holders)).reshape(mesh.shape).transpose(self._order)
         return positions.reshape(-1, self.num_contributions, self.num_replicas)
 
     @cached_property
     def part_of(self) -> np.ndarray:
-        """Place -> the number of its part."""
+        """Position -> shard."""
         return self._inverse // (self.num_contributions * self.num_replicas)
 
     @cached_property
     def contribution_of(self) -> np.ndarray:
-        """Place -> the number of its contribution."""
+        """Position -> contribution."""
         return self._inverse // self.num_replicas % self.num_contributions
 
     @cached_property
@@ -70,34 +70,34 @@ class HolderIndex:
         return inverse
 
     def per_dim(self, part: int) -> list[int]:
-        """The parts of the single dims that make up a whole part."""
+        """Return the per-dim shards of a shard."""
         return [
             part // stride % count for stride, count in zip(self.strides, self.counts, strict=True)
         ]
 
     def holders(self, part: int, contribution: int = 0) -> list[Holder]:
-        """The replicas of one contribution to one part."""
+        """Return the replicas of one contribution to one shard."""
         holders = self.layout.mesh.holders
         return [holders[position] for position in self.positions[part, contribution].tolist()]
 
     def position(self, holder: Holder) -> int | None:
-        """A holder's place in the mesh; None where it has none."""
+        """Return a holder's position in the mesh; None if absent."""
         return self.layout.mesh.position(holder)
 
 
 class Intersection(NamedTuple):
-    """What a part of the source and one of the destination have in common."""
+    """Intersection of a shard of the source and one of the destination."""
 
     one: int
-    """The number of the source's part."""
+    """Shard of the source."""
     other: int
-    """The number of the destination's."""
+    """Shard of the destination."""
     block: tuple[Segments, ...]
-    """By dim of the tensor."""
+    """Intersections per dim of the tensor."""
 
 
 class Intersections:
-    """What all parts of two layouts have in common, for a tensor of one shape."""
+    """The intersections of all shards of two layouts, for a tensor of one shape."""
 
     def __init__(self, src: Layout, dst: Layout, shape: tuple[int, ...]) -> None:
         self.src = holder_index(src, len(shape))
@@ -109,7 +109,7 @@ class Intersections:
         ]
 
     def elements(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Elements that parts of the source have in common with parts of the destination."""
+        """Return the elements that shards of the source and the destination share."""
         common = np.ones(len(one), np.int64)
         for dim, dim_parts in enumerate(self._by_dim):
             common *= dim_parts.common(
@@ -119,11 +119,13 @@ class Intersections:
         return common
 
     def of_source(self, position: int) -> Iterator[Intersection]:
-        """What the part of the source at a place has in common with each of the destination."""
+        """Return the intersections of the shard at a position of the source with each shard of the
+        destination."""
         return self._of(self.src, position, True)
 
     def of_destination(self, position: int) -> Iterator[Intersection]:
-        """What the part of the destination at a place has in common with each of the source."""
+        """Return the intersections of the shard at a position of the destination with each shard of
+        the source."""
         return self._of(self.dst, position, False)
 
     def _of(self, index: HolderIndex, position: int, is_src: bool) -> Iterator[Intersection]:
@@ -142,33 +144,32 @@ class Intersections:
 
     @cached_property
     def src_positions(self) -> np.ndarray:
-        """For each place of the destination, that of the same holder in the source, or -1."""
+        """For each position of the destination, the position of the same holder in the source, or
+        -1."""
         return matching_positions(self.dst.layout.mesh, self.src.layout.mesh)
 
     @cached_property
     def across(self) -> np.ndarray:
-        """For each place of the destination, the same holder's part of the source, or -1."""
+        """Return the intersections of a position's source shard with each destination shard."""
         if self.dst.layout.mesh.holders == self.src.layout.mesh.holders:
             return self.src.part_of
         return np.where(self.src_positions < 0, -1, self.src.part_of[self.src_positions])
 
 
 class TensorMove(NamedTuple):
-    """A tensor that is to move."""
+    """A tensor to move."""
 
     src: Layout
     dst: Layout
-    """On a mesh whose holders are to be chosen; those that it has do not matter."""
+    """Layout on a mesh whose holders are to be chosen; its own holders are ignored."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def choose_holders(moves: Iterable[TensorMove], candidates: Sequence[Holder]) -> HolderMesh:
-    """The mesh of the destinations, which all have the same, with the candidates as holders that
-    make the fewest bytes move. Of equally good ones the first in the order of `candidates`.
-
-    Raises LayoutError where the destinations' meshes differ, or the candidates are too few.
-    """
+    """Return the common mesh of the destinations with those candidates as holders that move the
+    fewest bytes; of equally good ones the first in the order of `candidates`. Raises LayoutError if
+    the meshes of the destinations differ, or there are too few candidates."""
     require("scipy", "choose_holders")
     from scipy.optimize import linear_sum_assignment
 
@@ -194,14 +195,14 @@ def choose_holders(moves: Iterable[TensorMove], candidates: Sequence[Holder]) ->
 
 @lru_cache(maxsize=4096)
 def holder_index(layout: Layout, ndim: int) -> HolderIndex:
-    """The roles of a layout's holders for a tensor of `ndim` dims."""
+    """Return the roles of a layout's holders for a tensor of `ndim` dims."""
     return HolderIndex(layout, ndim)
 
 
 @lru_cache(maxsize=256)
 def matching_positions(mine: HolderMesh, other: HolderMesh) -> np.ndarray:
-    """For each place of the one mesh, the place that the same holder has in the other; -1 where it
-    has none."""
+    """Return, for each position in the first mesh, the position of the same holder in the second;
+    -1 if absent."""
     if mine.holders == other.holders:
         return np.arange(len(mine.holders))
     positions = (other.position(holder) for holder in mine.holders)
@@ -209,7 +210,7 @@ def matching_positions(mine: HolderMesh, other: HolderMesh) -> np.ndarray:
 
 
 def _kept(move: TensorMove, candidates: Sequence[Holder]) -> np.ndarray:
-    """Elements [candidate, place] that a candidate has of what a place needs."""
+    """Return the elements [candidate, position] that a candidate has of what a position needs."""
     src, dst = (layout.with_num_dims(len(move.shape)) for layout in (move.src, move.dst))
     parts = Intersections(src, dst, move.shape)
     positions = [parts.src.position(holder) for holder in candidates]

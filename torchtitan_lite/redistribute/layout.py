@@ -44,7 +44,7 @@ from torchtitan_lite.torch_compat import (
 
 @dataclass(frozen=True)
 class Box:
-    """Where a block starts and how large it is, per dim."""
+    """A rectangular part of a tensor: offset and size per dim."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -55,7 +55,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Indices of the box in the whole tensor."""
+        """Return the slices of the box in the entire tensor."""
         return tuple(
             slice(start, start + length)
             for start, length in zip(self.offset, self.size, strict=True)
@@ -64,17 +64,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies on a mesh of holders.
+    """How a tensor is distributed over a mesh of holders.
 
-    `shard_order` tells, for a dim that several axes cut, in which order they do: the outermost
-    first, by number. A dim that is not in it is cut in the order of the mesh. A strided shard
-    among `placements` means what DTensor's documentation says, a stride; FSDP2 over TP means an
-    order by it, see `from_dtensor`.
-
-    Dims may be counted from the end; `plan` and `redistribute` count them from the front, as
-    `with_num_dims` does.
-
-    Raises LayoutError for placements that do not fit the mesh or each other.
+    `shard_order` gives, for a dim that several axes shard, their order, outermost first, by number.
+    A dim that is not in it is sharded in the order of the mesh. A strided shard among `placements`
+    is a stride, as documented by DTensor; FSDP2 over TP uses it to encode an order, see
+    `from_dtensor`. Dims may be counted from the end; `plan` and `redistribute` count them from the
+    front, as `with_num_dims` does. Raises LayoutError for placements that do not fit the mesh or
+    each other.
     """
 
     mesh: HolderMesh
@@ -124,25 +121,24 @@ class Layout:
         placements: Sequence[Placement],
         shard_order: Mapping[int, Sequence[int]] | ShardOrder = (),
     ) -> "Layout":
-        """A layout on the ranks of a DeviceMesh."""
+        """Return a layout on the ranks of a DeviceMesh."""
         return Layout(HolderMesh.from_device_mesh(mesh), placements, shard_order)
 
     @staticmethod
     def from_dtensor(tensor: DTensor, *, strided: StridedReading | None = None) -> "Layout":
-        """The layout of a DTensor.
+        """Return the layout of a DTensor.
 
-        A strided shard can be meant as a stride or as an order of cuts: FSDP2 marks by it that it
-        cut what an inner axis had cut before, which for uneven lengths gives other boxes than a
-        stride. `strided` says which; without it, one whose readings differ is refused.
-
-        Raises LayoutError for that, and for a strided shard that is no order where "order" is
-        asked for.
+        A strided shard can encode a stride or an order: FSDP2 marks by it that it sharded what an
+        inner axis had sharded before, which for uneven lengths gives other boxes than a stride.
+        `strided` selects the interpretation; without it, a strided shard whose interpretations
+        differ is an error. Raises LayoutError for that, and for a strided shard that is not an
+        order if "order" is requested.
         """
         return Layout.from_spec(spec_of(tensor), strided=strided)
 
     @staticmethod
     def from_spec(spec: DTensorSpec, *, strided: StridedReading | None = None) -> "Layout":
-        """The layout of a DTensor that `spec` describes; see `from_dtensor`."""
+        """Return the layout of a DTensor with `spec`; see `from_dtensor`."""
         mesh, order = HolderMesh.from_device_mesh(spec.mesh), shard_order_of(spec)
         return _read(mesh, spec.placements, order, tuple(spec.shape), strided)
 
@@ -154,27 +150,27 @@ class Layout:
         *,
         strided: StridedReading | None = None,
     ) -> "Layout":
-        """The layout of a DTensor of `shape` that has these placements; see `from_dtensor`."""
+        """Return the layout of a DTensor of `shape` with these placements; see `from_dtensor`."""
         return _read(mesh, tuple(placements), (), tuple(shape), strided)
 
     @staticmethod
     def on_holder(holder: Holder) -> "Layout":
-        """One holder has all."""
+        """Return the layout of a tensor on a single holder."""
         return Layout(HolderMesh((1,), (holder,)), [Replicate()])
 
     @staticmethod
     def sharded_by_dims(shape: Sequence[int], holders: Sequence[Holder]) -> "Layout":
-        """Axis k of an array of holders, of this shape, cuts dim k."""
+        """Return the layout in which axis k of an array of holders, of this shape, shards dim k."""
         mesh = HolderMesh(tuple(shape), tuple(holders))
         return Layout(mesh, [Shard(dim) for dim in range(len(shape))])
 
     def with_holders(self, holders: Sequence[Holder]) -> "Layout":
-        """The same with other holders, each in the place of the one at its index."""
+        """Return the same layout with other holders, each in place of the one at its index."""
         return _held_by(self, tuple(holders))
 
     def with_num_dims(self, num_dims: int) -> "Layout":
-        """The layout with all dims counted from the front of a tensor of `num_dims` dims. Raises
-        LayoutError for a dim that it does not have."""
+        """Return the layout with all dims counted from the front of a tensor of `num_dims` dims.
+        Raises LayoutError for a dim out of range."""
         placements = tuple(with_nonnegative_dim(p, num_dims) for p in self.placements)
         if placements == self.placements:
             return self
@@ -182,8 +178,8 @@ class Layout:
         return Layout(self.mesh, placements, order)
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise LayoutError where a tensor of `shape` has too few dims to be cut so, or a dim is
-        counted from the end."""
+        """Raise LayoutError if a tensor of `shape` has too few dims, or a dim is counted from the
+        end."""
         for axis, placement in enumerate(self.placements):
             if is_shard(placement) and placement.dim < 0:
                 raise LayoutError(
@@ -197,7 +193,7 @@ class Layout:
 
     @cached_property
     def splits(self) -> dict[int, tuple[Split, ...]]:
-        """By dim, the axes that cut it, the outermost first. Axes of size 1 cut nothing."""
+        """Return, per dim, the axes that shard it, outermost first. Axes of size 1 are omitted."""
         found: dict[int, list[Split]] = {}
         for axis, (size, placement) in enumerate(
             zip(self.mesh.shape, self.placements, strict=True)
@@ -213,20 +209,20 @@ class Layout:
 
     @property
     def partial_axes(self) -> tuple[int, ...]:
-        """Axes over which each holder has a contribution to every element."""
+        """Return the axes over which each holder has a partial value of every element."""
         return tuple(axis for axis, p in enumerate(self.placements) if isinstance(p, Partial))
 
     @property
     def reduce_op(self) -> str | None:
-        """What contributions are joined by, "sum" also for averages; None without any."""
+        """Return the reduction of partial values, "sum" also for averages; None without any."""
         for placement in self.placements:
             if isinstance(placement, Partial):
                 return reduce_op_of(placement)
         return None
 
     def with_replicas(self, ops: Collection[str]) -> "Layout":
-        """The layout that has copies of the value where this one has contributions joined by one of
-        `ops`; this one itself where there are none."""
+        """Return the layout with replicas in place of partial values reduced by one of `ops`; this
+        layout itself if there are none."""
         placements = tuple(
             Replicate() if isinstance(p, Partial) and p.reduce_op in ops else p
             for p in self.placements
@@ -236,11 +232,9 @@ class Layout:
         return Layout(self.mesh, placements, self.shard_order)
 
     def boxes(self, shape: Sequence[int], holder: Holder) -> list[Box]:
-        """What a holder has of a tensor of `shape`, in the order of its storage; nothing for one
-        that is not in the mesh. The box of an empty part is left out.
-
-        Raises LayoutError where the shape does not fit.
-        """
+        """Return a holder's boxes of a tensor of `shape`, in the order of its storage; none for one
+        that is not in the mesh. Empty boxes are omitted. Raises LayoutError if the shape does not
+        fit."""
         self.check(shape)
         coordinate = self.mesh.coordinate(holder)
         if coordinate is None:
@@ -255,10 +249,8 @@ class Layout:
         ]
 
     def box(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
-        """What the holder at `coordinate` has, where that is one box, empty or not.
-
-        Raises LayoutError where it is several.
-        """
+        """Return the box of the holder at `coordinate`, possibly empty. Raises LayoutError if it
+        has several."""
         self.check(shape)
         offset, size = [], []
         for dim, length in enumerate(shape):
@@ -275,7 +267,7 @@ class Layout:
         return Box(tuple(offset), tuple(size))
 
     def local_shape(self, shape: Sequence[int], holder: Holder) -> tuple[int, ...]:
-        """The shape of a holder's part; (0,) for one that is not in the mesh."""
+        """Return the shape of a holder's shard; (0,) for one that is not in the mesh."""
         self.check(shape)
         coordinate = self.mesh.coordinate(holder)
         if coordinate is None:
@@ -291,11 +283,11 @@ class Layout:
         )
 
     def max_local_numel(self, shape: Sequence[int]) -> int:
-        """Elements of the largest part, which is that of the first holder."""
+        """Return the elements of the largest shard, that of the first holder."""
         return math.prod(self.local_shape(shape, self.mesh.holders[0]))
 
     def shard_index(self, dim: int, coordinate: Sequence[int]) -> int:
-        """The number of the part of `dim` that the holder at `coordinate` has."""
+        """Return the shard index in `dim` of the holder at `coordinate`."""
         number = 0
         for split in sorted(self.splits.get(dim, ())):
             number = number * split.size + coordinate[split.axis]
@@ -304,9 +296,9 @@ class Layout:
     def to_dtensor(
         self, local: torch.Tensor, device_mesh: DeviceMesh, shape: Sequence[int]
     ) -> DTensor:
-        """This rank's part as a DTensor of global `shape`, outside of autograd; another order of
-        cuts is written as strided shards, as FSDP2 does. Raises LayoutError for a mesh of other
-        ranks."""
+        """Build a DTensor of global `shape` from this rank's shard, outside of autograd; another
+        order of axes is encoded as strided shards, as FSDP2 does. Raises LayoutError for a mesh of
+        other ranks."""
         if HolderMesh.from_device_mesh(device_mesh) != self.mesh:
             raise LayoutError(
                 f"{self} cannot be made a DTensor on {HolderMesh.from_device_mesh(device_mesh)}."
@@ -315,13 +307,13 @@ class Layout:
 
     @cached_property
     def dtensor_placements(self) -> tuple[Placement, ...]:
-        """The placements by which a DTensor says the same."""
+        """Return the equivalent placements of a DTensor."""
         return encode_strided(self.mesh, self.placements, self.shard_order)
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor without having a part of it."""
+    """Layout, shape and dtype of a tensor."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -329,22 +321,20 @@ class TensorSpec:
 
     @staticmethod
     def from_dtensor(tensor: DTensor, strided: StridedReading | None = None) -> "TensorSpec":
-        """A DTensor's."""
+        """Return the spec of a DTensor."""
         return TensorSpec.from_dtensor_spec(spec_of(tensor), strided)
 
     @staticmethod
     def from_dtensor_spec(spec: DTensorSpec, strided: StridedReading | None = None) -> "TensorSpec":
-        """Of a DTensor that `spec` describes."""
+        """Return the spec of a DTensor with `spec`."""
         meta = spec.tensor_meta
         assert meta is not None
         return TensorSpec(Layout.from_spec(spec, strided=strided), tuple(meta.shape), meta.dtype)
 
 
 def local_box(tensor: torch.Tensor) -> Box:
-    """The box that this rank holds: all of a plain tensor, a part of a DTensor.
-
-    Raises LayoutError where that is no single box.
-    """
+    """Return this rank's box: all of a plain tensor, its shard of a DTensor. Raises LayoutError if
+    the shard is not a single box."""
     if not isinstance(tensor, DTensor):
         return Box((0,) * tensor.ndim, tuple(tensor.shape))
     layout, coordinate = _layout(tensor)
@@ -356,8 +346,8 @@ def local_box(tensor: torch.Tensor) -> Box:
 
 
 def covers_exactly(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether every element of a tensor of `shape` is in exactly one of `boxes`, and these have
-    nothing else. All pairs at once: a few thousand boxes are no trouble."""
+    """Whether `boxes` cover every element of a tensor of `shape` exactly once, and nothing else.
+    Compares all pairs; a few thousand boxes are fast enough."""
     boxes = [box for box in boxes if not box.is_empty]
     if any(len(box.offset) != len(shape) or len(box.size) != len(shape) for box in boxes):
         return False

@@ -17,30 +17,29 @@ from typing import NamedTuple
 import numpy as np
 
 Segments = tuple[tuple[int, int, int], ...]
-"""Intervals of a dim that two holders have in common: (start in the one's part, start in the
-other's part, length)."""
+"""Intersections of two shards of a dim: (start in the first shard, start in the second, length)."""
 
 
 class Split(NamedTuple):
-    """One axis that cuts a dim."""
+    """One mesh axis that shards a dim."""
 
     axis: int
-    """Its place in the mesh."""
+    """Index of the axis in the mesh."""
     size: int
     factor: int = 1
-    """The split factor."""
+    """Split factor of a strided shard; 1: contiguous."""
 
 
 class Partition(NamedTuple):
-    """The intervals into which a dim is cut, in order: int64 arrays with one entry for each, and
-    `starts` with one more."""
+    """The intervals of a dim in order: int64 arrays with one entry per interval; `starts` has one
+    more."""
 
     starts: np.ndarray
     part: np.ndarray
-    """Which part an interval belongs to. Parts are numbered over the cutting axes' coordinates, the
-    first axis of the mesh varying slowest, whatever the order in which they cut."""
+    """Shard of each interval. Shards are numbered over the coordinates of the sharding axes, the
+    first axis of the mesh varying slowest, whatever their order."""
     local: np.ndarray
-    """Where an interval starts in the storage of its part."""
+    """Start of each interval in the storage of its shard."""
 
 
 @lru_cache(maxsize=8192)
@@ -57,7 +56,7 @@ def partition(length: int, splits: tuple[Split, ...]) -> Partition:
 
 
 def num_shards(splits: Sequence[Split]) -> int:
-    """Parts into which a dim is cut, the empty ones included."""
+    """Number of shards, empty ones included."""
     count = 1
     for split in splits:
         count *= split.size
@@ -66,7 +65,7 @@ def num_shards(splits: Sequence[Split]) -> int:
 
 @lru_cache(maxsize=8192)
 def shard_sizes(length: int, splits: tuple[Split, ...]) -> np.ndarray:
-    """Elements of each part, int64."""
+    """Elements per shard, int64."""
     found = partition(length, splits)
     return np.bincount(
         found.part, weights=np.diff(found.starts), minlength=num_shards(splits)
@@ -74,7 +73,7 @@ def shard_sizes(length: int, splits: tuple[Split, ...]) -> np.ndarray:
 
 
 def intervals(length: int, splits: tuple[Split, ...], part: int) -> list[tuple[int, int]]:
-    """(start, length) of each interval of one part, in order."""
+    """Return (start, length) of each interval of a shard, in order."""
     found = partition(length, splits)
     mine = np.flatnonzero(found.part == part)
     starts = found.starts[mine]
@@ -82,7 +81,7 @@ def intervals(length: int, splits: tuple[Split, ...], part: int) -> list[tuple[i
 
 
 class DimIntersections:
-    """What each part of one partition of a dim has in common with each part of another."""
+    """The intersections of each shard of one partition of a dim with each shard of another."""
 
     def __init__(self, one: Partition, other: Partition) -> None:
         if one is other:
@@ -98,15 +97,15 @@ class DimIntersections:
         self._of: dict[tuple[bool, int], dict[int, Segments]] = {}
 
     def of_src(self, part: int) -> dict[int, Segments]:
-        """By part of the other partition: what `part` of the one has in common with it."""
+        """Return the intersections of the first partition's shard `part`, by other shard."""
         return self._row(True, part)
 
     def of_dst(self, part: int) -> dict[int, Segments]:
-        """By part of the one partition: what `part` of the other has in common with it."""
+        """Return the intersections of the second partition's shard `part`, by other shard."""
         return self._row(False, part)
 
     def common(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Elements that parts `one[i]` and `other[i]` have in common, int64."""
+        """Return the elements that shards `one[i]` and `other[i]` share, int64."""
         width = max(int(self.other.max(initial=0)), int(other.max(initial=0))) + 1
         keys, index = np.unique(self.one * width + self.other, return_inverse=True)
         if not len(keys):
@@ -135,7 +134,7 @@ class DimIntersections:
 
 
 def _at(partition: Partition, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of intervals that begin at `first`: the part that each belongs to, and where it is there."""
+    """Return, for intervals that begin at `first`, their shard and their position in it."""
     if len(partition.part) == 1:
         return np.zeros_like(first), first
     if len(partition.part) == len(first):
@@ -153,8 +152,8 @@ def dim_intersections(
 
 
 def _merged(segments: list[tuple[int, int, int]]) -> Segments:
-    """Segments that follow each other in both parts become one: other parts lie between them in
-    the dim, but not in storage."""
+    """Merge segments that are adjacent in both shards: other shards are between them in the dim,
+    but not in storage."""
     if len(segments) == 1:
         return tuple(segments)
     merged = segments[:1]
@@ -168,7 +167,7 @@ def _merged(segments: list[tuple[int, int, int]]) -> Segments:
 
 
 def _strides(splits: Sequence[Split]) -> dict[int, int]:
-    """By axis, how far apart its coordinates are in the number of a part."""
+    """Return, per axis, the stride of its coordinates in the number of a shard."""
     stride, strides = 1, {}
     for split in sorted(splits, reverse=True):
         strides[split.axis] = stride
@@ -177,7 +176,7 @@ def _strides(splits: Sequence[Split]) -> dict[int, int]:
 
 
 def _contiguous(length: int, splits: Sequence[Split]) -> Partition:
-    """The partition where every part is one interval."""
+    """Return the partition if every shard is one interval."""
     strides = _strides(splits)
     start, size, part = np.zeros(1, np.int64), np.array([length]), np.zeros(1, np.int64)
     for split in splits:
@@ -195,11 +194,11 @@ def _contiguous(length: int, splits: Sequence[Split]) -> Partition:
 
 
 def _strided(length: int, splits: Sequence[Split]) -> Partition:
-    """The partition where parts may be several intervals.
+    """Return the partition if shards may have several intervals.
 
-    `place` numbers the parts in the order of the cuts. Elements are numbered part after part, so
-    that one sorted list holds the intervals and another the borders of the next cut, and a merge
-    of both gives the intervals after it.
+    `place` numbers shards in the order of the splits. Elements are numbered shard by shard, so that
+    one sorted list holds the intervals and another the borders of the next split, and merging both
+    gives the intervals after it.
     """
     strides = _strides(splits)
     start, size = np.zeros(int(length > 0), np.int64), np.full(int(length > 0), length)
@@ -231,7 +230,7 @@ def _strided(length: int, splits: Sequence[Split]) -> Partition:
 
 
 def _joined(starts: np.ndarray, part: np.ndarray) -> Partition:
-    """A partition whose neighbouring intervals belong to different parts."""
+    """Build a partition whose adjacent intervals belong to different shards."""
     if len(part) == 0:
         return Partition(starts[-1:], part, part)
     begins = np.append(True, part[1:] != part[:-1])

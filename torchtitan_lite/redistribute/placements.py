@@ -21,7 +21,7 @@ from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.torch_compat import is_strided_shard, split_factor, strided_shard
 
 Holder = Hashable
-"""A rank's number, or the name of whatever else holds a part."""
+"""A rank, or the name of another holder."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class HolderMesh:
 
     shape: tuple[int, ...]
     holders: tuple[Holder, ...]
-    """In the array's order, the last axis varying fastest."""
+    """Holders in array order, the last axis varying fastest."""
     axes: tuple[str, ...] = ()
-    """Their names; `axis0`, `axis1` and so on where none are given."""
+    """Axis names; by default `axis0`, `axis1` and so on."""
 
     def __post_init__(self) -> None:
         if not self.axes:
@@ -70,7 +70,7 @@ class HolderMesh:
     @staticmethod
     @lru_cache(maxsize=1024)
     def from_device_mesh(mesh: DeviceMesh) -> "HolderMesh":
-        """The ranks of a DeviceMesh."""
+        """Return the ranks of a DeviceMesh."""
         return HolderMesh(
             tuple(mesh.mesh.shape),
             tuple(mesh.mesh.flatten().tolist()),
@@ -79,7 +79,7 @@ class HolderMesh:
 
     @staticmethod
     def ranks(*shape: int, first: int = 0) -> "HolderMesh":
-        """Consecutive ranks from `first` on."""
+        """Return a mesh of consecutive ranks from `first`."""
         return HolderMesh(shape, tuple(range(first, first + math.prod(shape))))
 
     @cached_property
@@ -87,19 +87,19 @@ class HolderMesh:
         return {holder: position for position, holder in enumerate(self.holders)}
 
     def position(self, holder: Holder) -> int | None:
-        """A holder's index in `holders`; None where it is not among them."""
+        """Return a holder's index in `holders`; None if it is not among them."""
         return self._positions.get(holder)
 
     def at(self, coordinate: Sequence[int]) -> Holder:
-        """The holder at an index on each axis."""
+        """Return the holder at the given index per axis."""
         position = 0
         for size, index in zip(self.shape, coordinate, strict=True):
             position = position * size + index
         return self.holders[position]
 
     def group_along(self, axes: Sequence[int], coordinate: Sequence[int]) -> list[Holder]:
-        """The holders that differ from the one at `coordinate` along `axes` only, itself included;
-        the first of `axes` varies slowest."""
+        """Return the holders that differ from the one at `coordinate` along `axes` only, itself
+        included; the first of `axes` varies slowest."""
         found = []
         for moved in itertools.product(*(range(self.shape[axis]) for axis in axes)):
             index = dict(zip(axes, moved, strict=True))
@@ -107,7 +107,7 @@ class HolderMesh:
         return found
 
     def coordinate(self, holder: Holder) -> tuple[int, ...] | None:
-        """A holder's index on each axis; None where it is not in the mesh."""
+        """Return a holder's index per axis; None if it is not in the mesh."""
         position = self.position(holder)
         if position is None:
             return None
@@ -120,38 +120,38 @@ class HolderMesh:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where holders lie: ranks in equal numbers on each node, one node after the other."""
+    """Assignment of ranks to nodes: equally many consecutive ranks per node."""
 
     ranks_per_node: int
     relay: bool = False
-    """Let what several holders of a node need come to the node once."""
+    """Send data that several holders of a node need to the node once."""
 
     def of(self, holder: Holder) -> Hashable:
-        """The node of a holder; one that is no rank is a node of its own."""
+        """Return the node of a holder; a holder that is not a rank is a node of its own."""
         return holder // self.ranks_per_node if isinstance(holder, int) else holder
 
 
 LINEAR_OPS = ("sum", "avg")
-"""Joins whose contributions each have a gradient."""
+"""Reductions whose contributions have independent gradients."""
 
 _OPS = (*LINEAR_OPS, "product", "min", "max")
 _SAME_OP = {"prod": "product"}
 
 
 def is_shard(placement: Placement) -> TypeGuard[Shard]:
-    """Whether an axis cuts a dim, be it in strides."""
+    """Whether an axis shards a dim, possibly strided."""
     return isinstance(placement, Shard) or is_strided_shard(placement)
 
 
 def reduce_op_of(placement: Partial) -> str:
-    """What contributions are joined by, "sum" also for averages."""
+    """Return the reduction of contributions, "sum" also for averages."""
     op = str(placement.reduce_op)
     return "sum" if op in LINEAR_OPS else _SAME_OP.get(op, op)
 
 
 def normalize(placement: Placement, axis_size: int) -> Placement:
-    """The one way in which a placement on an axis of this size is written: a strided shard whose
-    stride changes nothing is a plain one, and "prod" is "product"."""
+    """Return the canonical form of a placement on an axis of this size: a strided shard without
+    effect is a plain one, and "prod" is "product"."""
     if is_strided_shard(placement) and (split_factor(placement) == 1 or axis_size == 1):
         return Shard(placement.dim)
     if type(placement) is Partial and placement.reduce_op in _SAME_OP:
@@ -160,7 +160,7 @@ def normalize(placement: Placement, axis_size: int) -> Placement:
 
 
 def with_nonnegative_dim(placement: Placement, num_dims: int) -> Placement:
-    """The placement with its dim counted from the front of a tensor of `num_dims` dims."""
+    """Return the placement with its dim counted from the front of a tensor of `num_dims` dims."""
     if not is_shard(placement) or placement.dim >= 0:
         return placement
     if placement.dim < -num_dims:
@@ -175,7 +175,7 @@ def with_nonnegative_dim(placement: Placement, num_dims: int) -> Placement:
 
 
 def placement_text(placement: Placement) -> str:
-    """`R`, `S0`, `S0/2` for a strided shard of split factor 2, or `P(sum)`."""
+    """Format as `R`, `S0`, `S0/2` for a strided shard of split factor 2, or `P(sum)`."""
     if isinstance(placement, Partial):
         return f"P({placement.reduce_op})"
     if is_strided_shard(placement):
@@ -216,7 +216,7 @@ def check_placements(mesh: HolderMesh, placements: tuple[Placement, ...]) -> Non
 
 
 def check_order(placements: Sequence[Placement], order: Mapping[int, Sequence[int]]) -> None:
-    """Raise LayoutError for an order of cuts that does not name the axes that cut a dim."""
+    """Raise LayoutError for an order that does not name exactly the axes that shard a dim."""
     for dim, axes in order.items():
         cutting = [
             axis
@@ -237,16 +237,16 @@ def check_order(placements: Sequence[Placement], order: Mapping[int, Sequence[in
 
 
 StridedReading = Literal["stride", "order"]
-"""What is meant by strided shards."""
+"""How to interpret strided shards."""
 
 ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
-"""(dim, the axes that cut it, the outermost first) of each dim."""
+"""(dim, the axes that shard it, outermost first) per dim."""
 
 
 def encode_strided(
     mesh: HolderMesh, placements: Sequence[Placement], order: ShardOrder
 ) -> tuple[Placement, ...]:
-    """Placements that say by strided shards in which order axes cut."""
+    """Return placements that encode the order of axes as strided shards."""
     written = list(placements)
     for dim, axes in order:
         for position, axis in enumerate(axes):
@@ -259,10 +259,10 @@ def encode_strided(
 def decode_strided(
     mesh: HolderMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[Placement, ...], ShardOrder] | None:
-    """The placements and the order of cuts that strided shards mean; None where they mean none.
+    """Return the placements and the order that strided shards encode; None if they encode none.
 
-    From the last axis to the first, each is put where the parts before it are as many as its split
-    factor: that is how DTensor writes an order.
+    From the last axis to the first, each is inserted where the number of preceding shards equals
+    its split factor, as DTensor encodes an order.
     """
     if len(placements) != len(mesh.shape):
         return None

@@ -25,7 +25,7 @@ Objective = Literal["time", "bytes"]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Made by `plan`."""
+    """A plan from one layout to another. Use `plan`."""
 
     src: Layout
     dst: Layout
@@ -33,19 +33,19 @@ class Plan:
     dtype: torch.dtype
     exchange: Exchange
     factor: float
-    """What the result is multiplied by where averages come in or go out; 1 elsewhere."""
+    """Factor of the result if averages are involved; else 1."""
     costs: Costs
     steps: "tuple[Plan | Collective, ...]" = ()
-    """What is done one after the other where that is faster than the one exchange."""
+    """Steps in place of the single exchange, if faster."""
 
     @property
     def rounds(self) -> tuple[RoundKind, ...]:
-        """What happens, one exchange after the other."""
+        """The exchanges in order."""
         return self.exchange.rounds
 
     @property
     def op(self) -> str:
-        """What contributions are joined by."""
+        """The reduction of partial values."""
         return self.src.reduce_op or self.dst.reduce_op or "sum"
 
     @property
@@ -57,7 +57,7 @@ class Plan:
 
     @cached_property
     def is_noop(self) -> bool:
-        """Whether every holder already has what it shall have, and nothing else."""
+        """Whether every holder has exactly its destination already."""
         return self.src == self.dst
 
     @cached_property
@@ -65,7 +65,7 @@ class Plan:
         return {}
 
     def keeps_shard(self, holder: Holder) -> bool:
-        """Whether a holder's part of the source is its part of the destination, as it is."""
+        """Whether a holder's shard of the source is its shard of the destination unchanged."""
         if holder not in self._kept_shards:
             self._kept_shards[holder] = self.is_noop or self._is_same_part(holder)
         return self._kept_shards[holder]
@@ -83,7 +83,7 @@ class Plan:
         return is_filled and all(piece.segments == whole for piece in copies)
 
     def local_shape(self, holder: Holder) -> tuple[int, ...]:
-        """Of a holder's part of the destination."""
+        """Bytes of a holder's shard of the destination."""
         if holder not in self._local_shapes:
             self._local_shapes[holder] = self.dst.local_shape(self.shape, holder)
         return self._local_shapes[holder]
@@ -94,14 +94,14 @@ class Plan:
 
     @cached_property
     def moved_bytes(self) -> int:
-        """Bytes that go from one holder to another."""
+        """Bytes sent between holders."""
         if self.steps:
             return sum(step.moved_bytes for step in self.steps)
         return 0 if self.is_noop else self.exchange.total_elements * self.dtype.itemsize
 
     @cached_property
     def predicted_s(self) -> float:
-        """How long it will take, by `costs`."""
+        """Predict the time, by `costs`."""
         if self.is_noop:
             return 0.0
         if self.steps:
@@ -113,7 +113,7 @@ class Plan:
 
     @cached_property
     def intermediate_bytes(self) -> int:
-        """Of the largest part of a tensor that lies between two legs."""
+        """Bytes of the largest shard of an intermediate layout."""
         sizes = (step.dst.max_local_numel(self.shape) for step in self.steps[:-1])
         return max(sizes, default=0) * self.dtype.itemsize
 
@@ -122,7 +122,7 @@ class Plan:
         return {}
 
     def transfers(self, holder: Holder) -> tuple[RoundTransfers, ...]:
-        """What one holder does in each round."""
+        """Return the transfers of one holder in each round."""
         if holder not in self._transfers:
             self._transfers[holder] = self.exchange.transfers(holder)
         return self._transfers[holder]
@@ -140,14 +140,13 @@ def plan(
     max_intermediate_bytes: int | None = None,
     single_exchange: bool = False,
 ) -> Plan:
-    """The cheapest way to lay a tensor out as `dst` that lies as `src`.
+    """Compute the cheapest plan from `src` to `dst`.
 
-    `objective` says what is cheap: the predicted time, or the bytes that move, those between nodes
-    first. On the way no rank holds more than `max_intermediate_bytes` beside source, destination
-    and buffers. `single_exchange` asks for a way that can be joined with those of other tensors.
-
-    Raises LayoutError where a layout does not fit the shape, or where contributions would have to
-    be joined in two ways.
+    `objective` is the predicted time, or the moved bytes, those between nodes first. No
+    intermediate layout takes more than `max_intermediate_bytes` per rank beside source, destination
+    and buffers. `single_exchange` requests a plan that can be fused with those of other tensors.
+    Raises LayoutError if a layout does not fit the shape, or partial values would need two
+    different reductions.
     """
     src, dst = src.with_num_dims(len(shape)), dst.with_num_dims(len(shape))
     src.check(shape)
@@ -183,7 +182,7 @@ def plan(
 
 
 def _on_nodes(exchange: Exchange, costs: Costs, objective: Objective, itemsize: int) -> Exchange:
-    """The exchange for the nodes on which the holders lie: with relays where that is cheaper."""
+    """Return the exchange for the nodes of the holders: with relays if that is cheaper."""
     nodes = costs.nodes()
     src, dst = exchange.src.layout, exchange.dst.layout
     if nodes is None or len({nodes.of(h) for h in (*src.mesh.holders, *dst.mesh.holders)}) == 1:
@@ -197,8 +196,8 @@ def _on_nodes(exchange: Exchange, costs: Costs, objective: Objective, itemsize: 
 
 
 def _others_may_win(direct: Plan) -> bool:
-    """Whether collectives of the backend could be faster: not across meshes, and not where they
-    begin later and are slower."""
+    """Whether collectives of the backend could be faster: not across meshes, and not if they start
+    later and are slower."""
     costs = direct.costs
     if direct.src.mesh != direct.dst.mesh or direct.is_noop:
         return False
@@ -211,12 +210,12 @@ def _others_may_win(direct: Plan) -> bool:
 
 
 def average_factor(src: Layout, dst: Layout) -> float:
-    """What sums are multiplied by that come from averages or go to averages."""
+    """Return the factor of sums that come from averages or become averages."""
     return _averaged(dst) / _averaged(src)
 
 
 def _averaged(layout: Layout) -> int:
-    """Holders over which a layout's averages go."""
+    """Return the number of holders over which a layout averages."""
     return prod(
         size
         for size, placement in zip(layout.mesh.shape, layout.placements, strict=True)

@@ -26,54 +26,54 @@ from torchtitan_lite.redistribute.plan import Plan
 from torchtitan_lite.redistribute.transfers import RoundKind, RoundTransfers, Transfer
 
 Span = tuple[tuple[int, int], ...]
-"""Per dim, [from, to)."""
+"""Per dim: [start, stop)."""
 
 Slices = tuple[slice, ...]
 
 RawArray = Any
-"""A numpy array on a CPU, a tensor elsewhere: both are indexed and assigned alike."""
+"""A numpy array on a CPU, a tensor elsewhere; both are indexed and assigned alike."""
 
 RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By width in bytes."""
+"""Raw dtypes by width in bytes."""
 
 _NUMPY_RAW_DTYPES = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 _REDUCE = {"sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
 
 _WIDE_ELEMENTS = 1 << 16
-"""Elements that are reduced in float32 at a time."""
+"""Elements reduced in float32 at a time."""
 
 
 class Rectangle(NamedTuple):
-    """A rectangle that lies in a source's part and in a destination's."""
+    """A rectangle in a source's shard and in a destination's."""
 
     src: tuple[int, ...]
-    """Its first index in the source's part."""
+    """Its start in the source's shard."""
     dst: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class TensorTask:
-    """One tensor of a joint exchange, as one holder sees it."""
+    """One tensor of a fused exchange, as seen by one holder."""
 
     plan: Plan
     me: Holder
     width: int
-    """Bytes of a word."""
+    """Bytes per raw element."""
     readers: Mapping[Holder, Holder] = field(default_factory=dict)
-    """Who acts for a source that is no process, such as a file: one source each. Of the plan, only
-    what comes from these is moved; without any, all of it."""
+    """Return the sender of a holder's data: itself, if it is a process."""
 
     @cached_property
     def sender(self) -> Holder | None:
-        """What this holder sends as."""
+        """The holder whose data this rank sends."""
         if not self.readers:
             return self.me
         return next((source for source, reader in self.readers.items() if reader == self.me), None)
 
     def reader(self, holder: Holder) -> Holder:
-        """Who acts for a holder: itself, if it can."""
+        """Reader of each source that is not a process, such as a file. Only their data is moved;
+        without any, all of it."""
         return self.readers.get(holder, holder)
 
     @cached_property
@@ -95,26 +95,26 @@ class TensorTask:
 
     @property
     def ratio(self) -> int:
-        """Words of an element."""
+        """Raw elements per element."""
         return self.plan.dtype.itemsize // self.width
 
     def kind(self, number: int) -> RoundKind | None:
-        """What round `number` does; None where the plan has fewer."""
+        """Return the transfers of round `number`; None if the plan has fewer."""
         rounds = self.plan.rounds
         return rounds[number] if number < len(rounds) else None
 
     def max_local_raw(self, number: int) -> int:
-        """Words of the largest part that a holder sends from in round `number`."""
+        """Return the raw elements of the largest shard sent from in round `number`."""
         kind = self.kind(number)
         return 0 if kind is None else self.plan.exchange.max_local_numel(kind) * self.ratio
 
     def max_moved_raw(self, number: int) -> int:
-        """Words that a holder sends and receives in round `number`, at most."""
+        """Return the maximum raw elements that a holder sends and receives in round `number`."""
         kind = self.kind(number)
         return 0 if kind is None else self.plan.exchange.max_moved(kind) * self.ratio
 
     def raw_local_shape(self, holder: Holder, number: int) -> tuple[int, ...]:
-        """The shape in words of what a holder sends from in round `number`."""
+        """Return the raw shape from which a holder sends in round `number`."""
         kind = self.kind(number)
         assert kind is not None
         shape = self.plan.exchange.local_shape(holder, kind)
@@ -125,9 +125,8 @@ class TensorTask:
     def rectangles(
         self, piece: Transfer, number: int, start: int = 0, stop: int = 1, of: int = 1
     ) -> Iterator["Rectangle"]:
-        """The rectangles of a piece in words; only the elements from `start` to `stop` parts `of`
-        it, where those are given. Both sides of it are the destination's where results are
-        spread."""
+        """Yield the raw rectangles of a transfer, optionally only its elements from `start` to
+        `stop` parts `of` it. Both sides are the destination's if results are spread."""
         size = piece.stop - piece.start
         first, last = piece.start + size * start // of, piece.start + size * stop // of
         segments = piece.segments
@@ -137,8 +136,8 @@ class TensorTask:
 
 
 class BucketRange(NamedTuple):
-    """Which part of a tensor a bucket holds: [start, stop) of `whole`, and where that begins in
-    the bucket's buffer."""
+    """The part of a tensor in a bucket: [start, stop) of `whole`, and its start in the bucket's
+    buffer."""
 
     tensor: int
     start: int
@@ -148,8 +147,8 @@ class BucketRange(NamedTuple):
 
 
 def assign_buckets(weights: Sequence[int], capacity: int, align: int) -> list[list[BucketRange]]:
-    """Share tensors that need `weights` words out over buckets of `capacity` words, one after the
-    other; each begins at a multiple of `align`, which divides `capacity`."""
+    """Assign tensors of `weights` raw elements to buckets of `capacity` in sequence; each starts at
+    a multiple of `align`, which divides `capacity`."""
     found: list[list[BucketRange]] = [[]]
     used = 0
     for tensor, weight in enumerate(weights):
@@ -166,8 +165,8 @@ def assign_buckets(weights: Sequence[int], capacity: int, align: int) -> list[li
 
 
 def spans(lengths: Sequence[int], start: int, stop: int) -> list[Span]:
-    """The elements [start, stop) of an array, counted in row-major order, as rectangles, each of
-    which is one run of elements, in order."""
+    """Yield the elements [start, stop) of an array, in row-major order, as rectangles of contiguous
+    elements, in order."""
     if start >= stop:
         return []
     if not lengths:
@@ -189,8 +188,7 @@ def spans(lengths: Sequence[int], start: int, stop: int) -> list[Span]:
 
 
 def rectangles(segments: Sequence[Segments], start: int, stop: int) -> Iterator[Rectangle]:
-    """The elements [start, stop) of a piece as rectangles, in an order that depends on nothing
-    else."""
+    """Yield the elements [start, stop) of a transfer as rectangles, in a deterministic order."""
     lengths = [sum(length for _, _, length in dim) for dim in segments]
     if start == 0 and stop == prod(lengths):
         # By far the most pieces: whole, and of one segment a dim.
@@ -208,7 +206,7 @@ def _product_of(per_dim: Sequence[Segments]) -> Iterator[Rectangle]:
 
 
 def _clipped(segments: Segments, start: int, stop: int) -> Segments:
-    """The segments of a dim that lie in [start, stop) of their common length."""
+    """Return the segments of a dim in [start, stop) of their common length."""
     found, before = [], 0
     for src, dst, length in segments:
         first, last = max(start - before, 0), min(stop - before, length)
@@ -221,7 +219,7 @@ def _clipped(segments: Segments, start: int, stop: int) -> Segments:
 def to_raw(
     segments: tuple[Segments, ...], start: int, stop: int, ratio: int
 ) -> tuple[tuple[Segments, ...], int, int]:
-    """A piece counted in words, `ratio` of which make an element; a scalar as one dim."""
+    """Return a transfer in raw elements, `ratio` of which make an element; a scalar has one dim."""
     if not segments:
         segments = (((0, 0, 1),),)
     if ratio == 1:
@@ -231,15 +229,14 @@ def to_raw(
 
 
 def slices(first: Sequence[int], shape: Sequence[int]) -> Slices:
-    """The index of a rectangle in an array."""
+    """Return the index of a rectangle in an array."""
     return tuple(slice(a, a + n) for a, n in zip(first, shape, strict=True))
 
 
 def intersect_span(
     first: Sequence[int], shape: Sequence[int], span: Span
 ) -> tuple[list[int], list[int]] | None:
-    """The rectangle that two have in common: its first index, and its shape; None where they have
-    nothing."""
+    """Return the intersection of two rectangles: start and shape; None if empty."""
     starts, lengths = [], []
     for at, length, (low, high) in zip(first, shape, span, strict=True):
         start, stop = max(at, low), min(at + length, high)
@@ -251,8 +248,8 @@ def intersect_span(
 
 
 def group_by_region(places: Iterable[tuple[int, Slices]]) -> list[list[int]]:
-    """The numbers of those of `places`, (tensor, place in it), that are the same, place by place:
-    what arrives there is reduced together."""
+    """Group the numbers of `places`, (tensor, position), by position: what arrives at one position
+    is reduced together."""
     found: dict[str, list[int]] = {}
     for number, place in enumerate(places):
         found.setdefault(repr(place), []).append(number)
@@ -260,15 +257,15 @@ def group_by_region(places: Iterable[tuple[int, Slices]]) -> list[list[int]]:
 
 
 class LocalReduction(NamedTuple):
-    """How contributions become a result."""
+    """How partial values are reduced on a rank."""
 
     dtype: torch.dtype
     op: str
     factor: float
-    """What the result is multiplied by."""
+    """Factor of the result."""
 
     def apply_(self, into: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-        """Reduce contributions, all given as words of the dtype, into the first. Dtypes of less
+        """Reduce contributions, given as raw views of the dtype, into the first. Dtypes of less
         than 32 bits are computed in float32 and rounded once."""
         dtype, reduce, factor = self.dtype, _REDUCE[self.op], self.factor
         into, others = into.view(dtype), [other.view(dtype) for other in others]
@@ -292,15 +289,15 @@ class LocalReduction(NamedTuple):
 
 
 def local_reduction(task: TensorTask, scales: bool) -> LocalReduction:
-    """How a task's contributions are reduced. `scales`: all contributions to an element meet at
-    once, so that the factor of averages is applied before the result is rounded."""
+    """Return how a task's contributions are reduced. `scales`: all contributions to an element meet
+    at once, so the factor of averages is applied before rounding."""
     plan = task.plan
     factor = plan.factor if scales and plan.is_scaled_in_reduction else 1.0
     return LocalReduction(plan.dtype, plan.op, factor)
 
 
 def identity_element(dtype: torch.dtype, op: str) -> Any:
-    """The value that changes nothing when it is joined to others."""
+    """Return the identity element of the reduction."""
     if op in ("sum", "product"):
         return 0 if op == "sum" else 1
     if dtype == torch.bool:
@@ -316,13 +313,13 @@ def identity_element(dtype: torch.dtype, op: str) -> Any:
 
 
 def raw_itemsize(dtypes: Iterable[torch.dtype]) -> int:
-    """The width of the widest word of which an element of any of `dtypes` is a whole number."""
+    """Return the largest raw width that divides the element size of all `dtypes`."""
     return min((min(dtype.itemsize, 8) for dtype in dtypes), default=1)
 
 
 def has_raw_view(tensor: torch.Tensor, width: int) -> bool:
-    """Whether a tensor can be seen as words without a copy: an element that is several words must
-    have its neighbor of the last dim beside it."""
+    """Whether a tensor has a raw view without a copy: an element of several raw elements must be
+    adjacent to its neighbor in the last dim."""
     return (
         tensor.dtype.itemsize == width
         or tensor.is_contiguous()
@@ -332,10 +329,7 @@ def has_raw_view(tensor: torch.Tensor, width: int) -> bool:
 
 
 def raw_array(tensor: torch.Tensor, width: int) -> RawArray:
-    """A tensor as words, in the form in which copies of them begin soonest.
-
-    On a CPU it does not keep the tensor's memory: use it while the tensor lives.
-    """
+    """Return the raw view whose copies start fastest. A CPU view does not keep `tensor` alive."""
     if tensor.device.type != "cpu":
         return raw_tensor(tensor, width)
     ratio = tensor.dtype.itemsize // width
@@ -357,14 +351,15 @@ def raw_array(tensor: torch.Tensor, width: int) -> RawArray:
 
 
 def raw_tensor(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """A tensor as words; a scalar as an array of one dim."""
+    """Return the raw view of a tensor; a scalar has one dim."""
     shape = tensor.shape or (1,)
     strides = _strides(shape) if tensor.is_contiguous() else tensor.stride()
     return tensor.detach().as_strided(shape, strides).view(RAW_DTYPES[width])
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Of a contiguous array: a dim of one element may have any, and a view as words wants 1."""
+    """Return the strides of a contiguous array: a dim of one element may have any stride, and a raw
+    view needs 1."""
     strides = [1]
     for length in reversed(shape[1:]):
         strides.append(strides[-1] * max(length, 1))
@@ -372,10 +367,10 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def empty_raw_tensor(count: int, width: int, device: torch.device) -> torch.Tensor:
-    """Memory for words of `width` bytes, whatever it holds."""
+    """Allocate uninitialized memory for raw elements of `width` bytes."""
     return torch.empty(count, dtype=RAW_DTYPES[width], device=device)
 
 
 def raw_numpy_dtype(width: int) -> type[np.integer]:
-    """numpy's type of a word."""
+    """numpy's dtype of a raw element."""
     return _NUMPY_RAW_DTYPES[width]

@@ -31,8 +31,8 @@ _Size = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
-    """A layout as lists, strings and numbers. Raises LayoutError for a holder that is neither a
-    number nor a string."""
+    """Convert a layout to lists, strings and numbers. Raises LayoutError for a holder that is
+    neither a number nor a string."""
     odd = next((h for h in layout.mesh.holders if type(h) not in (int, str)), None)
     if odd is not None:
         raise LayoutError(f"Holder {odd!r} of {layout.mesh} is no number and no string for JSON.")
@@ -48,8 +48,8 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
 
 
 def layout_from_json(value: Any) -> Layout:
-    """The layout that `layout_to_json` gave as `value`. Raises LayoutError, naming the part, for
-    anything else."""
+    """Restore a layout from `layout_to_json`. Raises LayoutError, naming the part, for anything
+    else."""
     try:
         read = _LayoutJson.model_validate(value, strict=True)
     except ValidationError as error:
@@ -66,11 +66,9 @@ def layout_from_json(value: Any) -> Layout:
 def gather_specs(
     tensors: Mapping[str, DTensor], *, strided: StridedReading | None = "order"
 ) -> dict[str, TensorSpec]:
-    """All tensors of all ranks by name, in one order everywhere: given this rank's, which every
-    holder of a tensor calls alike. Every rank must call it.
-
-    Raises LayoutError where ranks tell different things of one name.
-    """
+    """Return all tensors of all ranks by name, in the same order on every rank, given this rank's.
+    Every holder of a tensor must give the same spec, and every rank must call it. Raises
+    LayoutError if ranks disagree about a name."""
     rank = dist.get_rank()
     placed = {name: TensorSpec.from_dtensor(tensor, strided) for name, tensor in tensors.items()}
     first = {name: p for name, p in placed.items() if p.layout.mesh.holders[0] == rank}
@@ -88,10 +86,8 @@ def gather_specs(
 def match_layouts(
     wanted: Mapping[str, TensorSpec], given: Mapping[str, TensorSpec]
 ) -> dict[str, Layout]:
-    """The layouts of `wanted`, to which tensors of `given` can go.
-
-    Raises LayoutError with every name, shape and dtype in which the two differ.
-    """
+    """Return the layouts of `wanted` as destinations of `given`. Raises LayoutError with every
+    name, shape and dtype in which the two differ."""
     problems = [f"{name} is missing" for name in wanted.keys() - given.keys()]
     problems += [f"{name} has no place to go to" for name in given.keys() - wanted.keys()]
     for name in wanted.keys() & given.keys():
@@ -140,7 +136,7 @@ def _placement(text: str) -> Placement:
 
 
 class _Description(BaseModel):
-    """Of one rank. Layouts are told once each, since many tensors lie alike."""
+    """The specs of one rank. Each layout occurs once, because many tensors share one."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

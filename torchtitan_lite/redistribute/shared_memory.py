@@ -42,8 +42,8 @@ _COUNTER_BYTES = 8
 _NAME = re.compile(r"[0-9a-f]{32}")
 
 _SPINS = 200
-"""Looks at a counter before sleeping, where every rank has a core of its own: to fall asleep and
-be woken takes longer than a neighbour's copy of little."""
+"""Polls of a counter before sleeping, if every rank has a core of its own: sleeping and waking take
+longer than a small copy of a peer."""
 
 _SYS_FUTEX = 202
 """On x86-64."""
@@ -54,7 +54,7 @@ _ALL = 0x7FFFFFFF
 
 
 def is_supported() -> bool:
-    """Whether this machine can share memory in the way that is used here."""
+    """Whether this machine supports shared memory as used here."""
     return (
         sys.platform == "linux"
         and platform.machine() in ("x86_64", "AMD64")
@@ -63,14 +63,11 @@ def is_supported() -> bool:
 
 
 class SharedMemory:
-    """The regions of the ranks of a process group that run on this machine."""
+    """The shared memory of the ranks of a process group on this machine."""
 
     def __init__(self, group: dist.ProcessGroup, region_bytes: int) -> None:
-        """Every rank of the group must come to it, with the same `region_bytes`.
-
-        `peers` are the ranks of the group, by their number in it, whose regions can be seen:
-        only this rank itself where there is too little memory.
-        """
+        """Every rank of the group must call it, with the same `region_bytes`. `peers` are the group
+        ranks whose regions are mapped: only this rank if there is too little memory."""
         self.rank, size = dist.get_rank(group), dist.get_world_size(group)
         self.region_bytes = region_bytes
         self.timeout_s = 300.0
@@ -106,7 +103,7 @@ class SharedMemory:
             if rank == self.rank or (sees[self.rank][rank] and sees[rank][self.rank])
         )
         self.covers_all = all(bool(row.all()) for row in sees)
-        """Whether all ranks of the group are neighbours of each other."""
+        """Whether all ranks of the group share memory."""
         self._counters = {
             rank: np.frombuffer(mapped, np.int64, 2) for rank, mapped in self._maps.items()
         }
@@ -119,11 +116,11 @@ class SharedMemory:
             for rank, mapped in self._maps.items()
         }
         self.count = 0
-        """Buckets that the group has exchanged so far."""
+        """Buckets exchanged so far."""
         self.broken = False
-        """Whether an exchange ended half-way, after which ranks no longer agree on `count`."""
+        """Whether an exchange was interrupted, after which ranks no longer agree on `count`."""
         self.pending: dict[int, tuple[Iterable[int], int]] = {}
-        """By slot: who may still read what this rank wrote there, and in which bucket."""
+        """Per slot: readers of this rank's data, and its bucket."""
 
     def _create(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -135,28 +132,28 @@ class SharedMemory:
 
     @property
     def slot_bytes(self) -> int:
-        """A region is two slots: one is read while the other is written."""
+        """Return a slot. A region has two: one is read while the other is written."""
         return self.region_bytes // 2
 
     def region(self, rank: int) -> np.ndarray:
-        """The bytes of a neighbour's region; only its owner writes to it."""
+        """Return a peer's region; only its owner writes to it."""
         return self._data[rank]
 
     def signal_written(self, bucket: int) -> None:
-        """Tell the neighbours that this rank's part of a bucket, and of all before, is there."""
+        """Signal that this rank has written its part of a bucket, and of all before."""
         self._signal(_WRITTEN, bucket)
 
     def signal_read(self, bucket: int) -> None:
-        """Tell the neighbours that this rank needs nothing more of a bucket and those before."""
+        """Signal that this rank has read a bucket and those before."""
         self._signal(_READ, bucket)
 
     def wait_written(self, ranks: Iterable[int], bucket: int) -> None:
         """Wait until `ranks` have written their part of a bucket. Raises RedistributionError naming
-        the rank that does not come."""
+        a rank that does not."""
         self._wait(ranks, _WRITTEN, bucket)
 
     def wait_read(self, ranks: Iterable[int], bucket: int) -> None:
-        """Wait until `ranks` need nothing more of a bucket. Raises as `wait_written` does."""
+        """Wait until `ranks` have read a bucket. Raises as `wait_written` does."""
         self._wait(ranks, _READ, bucket)
 
     def _signal(self, counter: int, bucket: int) -> None:
@@ -212,11 +209,11 @@ _syscall.argtypes = [
 
 
 def _futex_wait(address: int, known: int) -> None:
-    """Sleep while the 32 bits at `address` are `known`, 0.1 s at most: who waits for long looks
-    at the time in between."""
+    """Sleep while the 32 bits at `address` equal `known`, at most 0.1 s, so that long waits check
+    the time."""
     _syscall(_SYS_FUTEX, address, _WAIT, known & 0xFFFFFFFF, ctypes.byref(_NAP), None, 0)
 
 
 def _futex_wake(address: int) -> None:
-    """Wake all that sleep on `address`, after what is there was changed."""
+    """Wake all sleepers on `address`, after its value was changed."""
     _syscall(_SYS_FUTEX, address, _WAKE, _ALL, None, None, 0)

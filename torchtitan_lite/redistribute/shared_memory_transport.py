@@ -31,20 +31,20 @@ from torchtitan_lite.redistribute.shared_memory import SharedMemory
 from torchtitan_lite.redistribute.transfers import Transfer
 
 _LINE_BYTES = 64
-"""Tensors begin at cache lines of a slot."""
+"""Alignment of tensors in a slot: cache lines."""
 
 
 class _SlotCopy(NamedTuple):
-    """A rectangle that is written to, or read from, the slot of a rank."""
+    """A rectangle written to, or read from, the slot of a rank."""
 
     rank: int
     tensor: int
     region: Slices
-    """In the tensor."""
+    """Rectangle in the tensor."""
     offset: int
-    """Where the run of words begins in the slot that the rectangle is part of."""
+    """Start, in the slot, of the contiguous run that the rectangle is part of."""
     run: tuple[int, ...]
-    """The shape of that run."""
+    """Shape of that run."""
     inside: Slices
 
 
@@ -52,15 +52,15 @@ class _SharedBucket(NamedTuple):
     writes: list[_SlotCopy]
     reads: list[_SlotCopy]
     joins: list[_SlotCopy]
-    """What is read and joined to what is there."""
+    """Copies read and reduced into existing values."""
     joined: list[list[int]]
-    """The numbers of the `joins` that have one place, place by place."""
+    """Indices of `joins` with the same position."""
     senders: list[int]
     receivers: list[int]
 
 
 class SharedMemoryTransport:
-    """Round `number` of an exchange between neighbours, ready for any tensors."""
+    """Round `number` of an exchange between peers, ready for any tensors."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class SharedMemoryTransport:
         *,
         scales: bool,
     ) -> None:
-        """`ranks` are the global ranks of the memory's group, in its order; nothing is moved to or
-        from those whose number in it is not in `near`. `scales`: as `local_reduction`."""
+        """`ranks` are the global ranks of the memory's group, in its order; ranks whose group
+        number is not in `near` are skipped. `scales`: as `local_reduction`."""
         self._near = near
         self._tasks, self._number, self._memory = tasks, number, memory
         self._kinds = [task.kind(number) for task in tasks]
@@ -100,7 +100,7 @@ class SharedMemoryTransport:
     def bind(
         self, given: Sequence[RawArray], into: Sequence[RawArray]
     ) -> "BoundSharedMemoryTransport":
-        """The round for this rank's parts of the sources and the destinations."""
+        """Bind the round to this rank's shards of the sources and the destinations."""
         arrays = [
             out if kind == "spread" else source
             for source, out, kind in zip(given, into, self._kinds, strict=True)
@@ -119,7 +119,7 @@ class SharedMemoryTransport:
         )
 
     def _bucket(self, ranges: Sequence[BucketRange], numbers: dict[Holder, int]) -> _SharedBucket:
-        """What this rank writes and reads of a bucket."""
+        """Return what this rank writes and reads of a bucket."""
         me = self._memory.rank
         # By where and what: what several receivers need is written once.
         writes: dict[str, _SlotCopy] = {}
@@ -148,7 +148,7 @@ class SharedMemoryTransport:
     def _copies(
         self, bounds: BucketRange, piece: Transfer, rank: int, sender: Holder, *, writes: bool
     ) -> Iterator[_SlotCopy]:
-        """The rectangles of a piece that lie in the part of a tensor that a bucket holds."""
+        """Yield the rectangles of a transfer in the part of a tensor that a bucket holds."""
         task = self._tasks[bounds.tensor]
         shape = task.raw_local_shape(sender, self._number)
         size = prod(shape)
@@ -171,7 +171,7 @@ class SharedMemoryTransport:
                 yield _SlotCopy(rank, bounds.tensor, place, at, run, slices(inside, lengths))
 
     def _map(self, copies: Sequence[_SlotCopy], slot: int) -> list[np.ndarray]:
-        """Where copies lie in a slot of their ranks."""
+        """Return the copies with their views of the ranks' slots."""
         memory = self._memory
         base = slot * memory.slot_bytes // self._width
         words = {c.rank: memory.region(c.rank).view(raw_numpy_dtype(self._width)) for c in copies}
@@ -184,7 +184,7 @@ class SharedMemoryTransport:
 
 
 class BoundSharedMemoryTransport:
-    """Made by `SharedMemoryTransport.bind`."""
+    """A bound round. Use `SharedMemoryTransport.bind`."""
 
     def __init__(
         self,
@@ -195,13 +195,13 @@ class BoundSharedMemoryTransport:
         reads: Sequence[Sequence[np.ndarray]],
         reductions: Sequence[Sequence[LocalReduction]],
     ) -> None:
-        """By bucket: what it says, where it lies in either slot, what is written from and read
-        into, and how what has one place is reduced."""
+        """Per bucket: its description, its position in either slot, the copies written and read,
+        and the reductions."""
         self._memory, self._buckets, self._slots = memory, buckets, slots
         self._writes, self._reads, self._reductions = writes, reads, reductions
 
     def run(self) -> None:
-        """Move. All ranks of the group must come to it."""
+        """Execute the round. All ranks of the group must call it."""
         memory = self._memory
         if memory.broken:
             raise RedistributionError(

@@ -23,25 +23,24 @@ from torchtitan_lite.redistribute.program import TensorTask, raw_itemsize
 from torchtitan_lite.torch_compat import is_strided_shard
 
 _ROWS_TO_SHARE = 8
-"""Rows that each holder should have at least of a part that they share, so that shares differ
-little."""
+"""Minimum rows per holder of a shared shard, so that shares differ little."""
 
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """A tensor that is taken from holders which are no ranks."""
+    """A tensor that is read from holders that are not ranks."""
 
     src: Layout
     dst: Layout
-    """On ranks."""
+    """Destination on ranks."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     readers: Mapping[Holder, int]
-    """The rank that acts for each holder of `src`."""
+    """Reader of each holder of `src`."""
 
     @property
     def stays(self) -> bool:
-        """Whether each rank acts for one holder, whose part is its own part of `dst`."""
+        """Whether each rank reads one holder, whose shard is its own shard of `dst`."""
         return _stays(self.src, self.dst, tuple(self.readers[h] for h in self.src.mesh.holders))
 
     @property
@@ -62,12 +61,10 @@ def assign_readers(
     number: int,
     reachable_by: Mapping[Holder, Sequence[int]] | None = None,
 ) -> dict[Holder, int]:
-    """A rank for each holder of a tensor, the k-th of `ranks` for the k-th where there are as many;
-    else they are spread evenly, for each `number` of a tensor beginning elsewhere, so that many
-    tensors keep all ranks busy. `reachable_by` tells who can open a holder, where not all can.
-
-    Raises LayoutError for a holder that nobody can open.
-    """
+    """Assign a reader to each holder of a tensor: the k-th of `ranks` to the k-th if there are
+    equally many; else spread evenly, starting elsewhere for each `number` of a tensor, so that many
+    tensors keep all ranks busy. `reachable_by` returns who can open a holder, if not all can.
+    Raises LayoutError for a holder that nobody can open."""
     holders = src.mesh.holders
     readers: dict[Holder, int] = {}
     for place, holder in enumerate(holders):
@@ -89,12 +86,9 @@ def distribute_reads(
     outs: Sequence[torch.Tensor | None],
     options: ExchangeOptions = DEFAULT_OPTIONS,
 ) -> None:
-    """Fill `outs`, this rank's parts of the destinations, in one exchange: all on the CPU, and
-    contiguous. `given` has, by taking, what the holders hold that this rank acts for.
-
-    Every rank must call it, with the same `reads`. Without a process group this process is alone,
-    and rank 0.
-    """
+    """Fill `outs`, this rank's shards of the destinations, in one exchange: all on the CPU, and
+    contiguous. `given` has, per read, the data of the holders that this rank reads. Every rank must
+    call it, with the same `reads`. Without a process group this process is alone, and rank 0."""
     if not reads:
         return
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -118,12 +112,10 @@ def distribute_reads(
 
 
 def deduplicate(layout: Layout, shape: Sequence[int], number: int) -> Layout:
-    """A layout in which every element has one holder, and each holder a run of what it has in
-    `layout`: the holders of a part share its rows, or, of a part of few rows, one of them has it
-    all; for each `number` of a tensor another one.
-
-    Raises LayoutError where the layout does not fit the shape.
-    """
+    """Return a layout in which every element has one holder, and each holder a contiguous range of
+    its shard in `layout`: replicas of a shard share its rows, or, with few rows, one of them has
+    all; another one for each `number` of a tensor. Raises LayoutError if the layout does not fit
+    the shape."""
     layout.check(shape)
     mesh = layout.mesh
     copied = [
@@ -148,8 +140,8 @@ def deduplicate(layout: Layout, shape: Sequence[int], number: int) -> Layout:
 def element_range(
     layout: Layout, once: Layout, shape: Sequence[int], holder: Holder
 ) -> tuple[int, int]:
-    """The elements of a holder's part in `layout`, as they follow each other in memory, that it has
-    in `once`, which `deduplicate` made of it: [start, stop)."""
+    """Return the range [start, stop) of a holder's shard in `layout`, in memory order, that it has
+    in `once`, made by `deduplicate`."""
     if once.mesh.position(holder) is None:
         return 0, 0
     (part,) = plan(layout, once, tuple(shape), torch.uint8).transfers(holder)
@@ -177,7 +169,7 @@ def _given(task: TensorTask, parts: Mapping[Holder, torch.Tensor]) -> torch.Tens
 def _tasks(
     read: ReadPlan, rank: int, width: int, options: ExchangeOptions
 ) -> tuple[list[TensorTask], bool]:
-    """What this rank does for a tensor, and whether anything goes from one rank to another."""
+    """Return this rank's task, and whether anything is sent between ranks."""
     src, readers = read.src, read.readers
     reader_of = tuple(readers[holder] for holder in src.mesh.holders)
     if len(set(reader_of)) == len(reader_of):
@@ -200,7 +192,7 @@ def _tasks(
 
 
 def _of_one_copy(layout: Layout, copied: Sequence[int], number: int) -> Layout:
-    """The layout on the holders of one copy only."""
+    """Return the layout on the holders of one replica only."""
     mesh, left = layout.mesh, number
     at = {}
     for axis in reversed(copied):

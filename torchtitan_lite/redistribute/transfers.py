@@ -21,31 +21,34 @@ RoundKind = Literal["move", "reduce", "spread"]
 class Transfer(NamedTuple):
     """Elements that one holder sends to another, or copies for itself.
 
-    The segments of all dims make up a block, whose elements are counted in row-major order; the
-    piece is [start, stop) of them.
+    The segments of all dims form a rectangle, whose elements are counted in row-major order; the
+    transfer is [start, stop) of them.
     """
 
     peer: Holder
     segments: tuple[Segments, ...]
-    """Per dim: (start in the source's part, start in the destination's part, length)."""
+    """Per dim: (start in the source's shard, start in the destination's shard, length)."""
     start: int
     stop: int
 
 
 class RoundTransfers(NamedTuple):
-    """What one holder does in a round. Between two holders there is at most one piece a round and
-    unit; pieces of one pair follow each other in the same order on both sides."""
+    """The transfers of one holder in a round.
+
+    Between two holders there is at most one transfer per round and multicast; transfers of a pair
+    are in the same order on both sides.
+    """
 
     sends: list[Transfer]
     receives: list[Transfer]
     copies: list[Transfer]
-    """From this holder's source to its own destination."""
+    """Local copies from this holder's source to its destination."""
     fills: list[Transfer]
-    """What is only received in a "reduce" round: it begins as nothing."""
+    """Elements only received in a "reduce" round: initialized with the identity."""
 
 
 def block_size(block: tuple[Segments, ...]) -> int:
-    """Elements of a block."""
+    """Number of elements of the rectangle."""
     size = 1
     for segments in block:
         size *= segments[0][2] if len(segments) == 1 else sum(s[2] for s in segments)
@@ -53,7 +56,7 @@ def block_size(block: tuple[Segments, ...]) -> int:
 
 
 def row_size(block: tuple[Segments, ...]) -> int:
-    """Elements of a row: all dims but the first that is longer than one."""
+    """Elements of a row: all dims but the first longer than one."""
     lengths = [sum(s[2] for s in segments) for segments in block]
     while len(lengths) > 1 and lengths[0] == 1:
         lengths = lengths[1:]
@@ -61,26 +64,26 @@ def row_size(block: tuple[Segments, ...]) -> int:
 
 
 _SMALLEST = 256
-"""Elements below which a piece is not divided among sources: messages cost more than balance."""
+"""Minimum elements of a transfer that is split among sources: messages cost more than balance."""
 
 _FEW_ROWS = 20
-"""From this many rows a source on, stripes end at whole rows: 1 in 20 is balance enough."""
+"""Minimum rows per source for stripes of whole rows: 1 in 20 is balanced enough."""
 
 
 class Multicast(NamedTuple):
-    """Elements [start, stop) of a piece that all `sources` have and all `receivers` shall have."""
+    """Elements [start, stop) that all `sources` have and all `receivers` need."""
 
     sources: Sequence[Holder]
     receivers: Sequence[Holder]
-    """Those that are sources too need nothing."""
+    """Receivers; a source among them needs nothing."""
     start: int
     stop: int
     rotation: int
-    """Where to begin among the sources, so that pieces that cannot be divided are spread."""
+    """First source, so that small transfers are spread over the sources."""
 
 
 class Delivery(NamedTuple):
-    """Elements [start, stop) of a piece go from one holder to another."""
+    """A transfer of elements [start, stop) from one holder to another."""
 
     source: Holder
     receiver: Holder
@@ -89,13 +92,13 @@ class Delivery(NamedTuple):
 
 
 def stripes(start: int, stop: int, count: int, row: int) -> list[tuple[int, int]]:
-    """The elements [start, stop) in `count` parts, as equal as can be; of whole rows of `row`
-    elements where that leaves them equal enough."""
+    """Split [start, stop) into `count` parts as equal as possible; of whole rows of `row` elements
+    if these are balanced enough."""
     return list(itertools.pairwise(_ends(start, stop, count, row, range(count + 1))))
 
 
 def _ends(start: int, stop: int, count: int, row: int, numbers: Iterable[int]) -> list[int]:
-    """Where stripes of these numbers begin; the last ends where the next would begin."""
+    """Return the starts of stripes with these numbers."""
     size = stop - start
     unit = row if start % row == 0 and size >= _FEW_ROWS * count * row else 1
     rows = -(-size // unit)
@@ -103,7 +106,7 @@ def _ends(start: int, stop: int, count: int, row: int, numbers: Iterable[int]) -
 
 
 def deliveries_to(multicast: Multicast, receiver: Holder, row: int) -> list[Delivery]:
-    """The deliveries to one taker that is no source."""
+    """Return the deliveries to one receiver that is not a source."""
     count = len(multicast.sources)
     if count == 1:
         return [Delivery(multicast.sources[0], receiver, multicast.start, multicast.stop)]
@@ -112,7 +115,7 @@ def deliveries_to(multicast: Multicast, receiver: Holder, row: int) -> list[Deli
 
 
 def deliveries_from(multicast: Multicast, source: Holder, row: int) -> list[Delivery]:
-    """The deliveries from one source."""
+    """Return the deliveries from one source."""
     count = len(multicast.sources)
     needers = _needers(multicast)
     if count == 1:
@@ -140,9 +143,10 @@ def deliveries_from(multicast: Multicast, source: Holder, row: int) -> list[Deli
 def deliveries_by_node(
     multicast: Multicast, row: int, node: Callable[[Holder], Hashable], relay: bool
 ) -> tuple[list[Delivery], list[Delivery]]:
-    """All deliveries of a unit, those of a first and of a second round, where holders lie on nodes:
-    what a node has comes from its own. With `relay`, what it has not comes to it once: each of its
-    takers gets a stripe, and gives it to the others in the second round."""
+    """Return all deliveries of a multicast, those of a first and of a second round, if holders are
+    on nodes: data that a node has comes from its own holders. With `relay`, other data is sent to a
+    node once: each of its receivers gets a stripe, and forwards it to the others in the second
+    round."""
     first: list[Delivery] = []
     second: list[Delivery] = []
     needers: dict[Hashable, list[Holder]] = {}
@@ -174,15 +178,15 @@ def _needers(multicast: Multicast) -> list[Holder]:
 
 
 def _is_divided(multicast: Multicast) -> bool:
-    """Whether what is left over after the last full round is divided among the sources."""
+    """Whether the remainder after the last full turn is split among the sources."""
     return multicast.stop - multicast.start >= _SMALLEST * len(multicast.sources)
 
 
 def _to(
     multicast: Multicast, index: int, receiver: Holder, num_needers: int, row: int
 ) -> list[Delivery]:
-    """The deliveries to the `index`-th needer: whole from one source, in turn; those that are left
-    over after the last full round get a stripe from each."""
+    """Return the deliveries to the `index`-th receiver: all from one source, in turn; those that
+    remain after the last full turn get a stripe from each."""
     count = len(multicast.sources)
     whole = num_needers - num_needers % count
     if index < whole or not _is_divided(multicast):
