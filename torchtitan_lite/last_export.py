@@ -1,4 +1,4 @@
-"""The Hugging Face folder that a run may leave at its end. Layer: beside build."""
+"""Export of a Hugging Face folder at the end of a run. Layer: beside build."""
 
 from pathlib import Path
 
@@ -19,13 +19,10 @@ from torchtitan_lite.models import model_spec
 
 
 def export_last_save(config: Config, root: str, tokenizer: Path) -> None:
-    """Convert the newest checkpoint in `root` into `hf/step-N` of the dump folder, as
-    `checkpoint.last_save_in_hf` asks for, in the dtype of `checkpoint.export_dtype`. `tokenizer` is
-    its folder. For one process of a run, when nobody waits for it; of replicas that come here
-    together, one writes.
-
-    Raises CheckpointError where it cannot be written.
-    """
+    """Convert the newest checkpoint in `root` to `hf/step-N` in the dump folder, for
+    `checkpoint.last_save_in_hf`, in `checkpoint.export_dtype`. `tokenizer` is its folder. For one
+    process of a run; of replicas that end together, one writes. Raises CheckpointError if it cannot
+    be written."""
     storage = open_storage(root)
     step = storage.steps()[-1]
     target = Path(config.job.dump_folder).absolute() / "hf" / step_name(step)

@@ -29,7 +29,7 @@ def configure_logging(level: str | None = None) -> None:
 
 
 class _Wrapping(logging.Formatter):
-    """Breaks long lines for a terminal; a file keeps one line per message."""
+    """Wraps long lines for a terminal; a file keeps one line per message."""
 
     def format(self, record: logging.LogRecord) -> str:
         width = shutil.get_terminal_size().columns
@@ -42,8 +42,8 @@ def is_live_terminal() -> bool:
 
 
 def wrapped(line: str, width: int) -> str:
-    """The line broken between words, with its continuation indented. A word that is longer than
-    the terminal stays whole, so that paths and commands can be copied."""
+    """Wrap a line between words, with indented continuation. A word longer than the terminal is
+    kept, so that paths and commands can be copied."""
     if len(line) <= width:
         return line
     return textwrap.fill(
@@ -56,7 +56,7 @@ def wrapped(line: str, width: int) -> str:
 
 
 def log_once(error: Exception) -> None:
-    """Log an error that every rank has found alike, once."""
+    """Log an error once that every rank found alike."""
     if os.environ.get("RANK", "0") == "0":
         logger.error("%s", error)
     else:

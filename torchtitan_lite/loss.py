@@ -1,9 +1,9 @@
 """Cross entropy as a sum over target tokens, fused with the output projection.
 
-The sum is divided once, by the step's global number of target tokens, when the gradient is
-scaled; nothing here divides. Forward makes the gradient of one chunk of tokens at a time, so the
-logits of all tokens are never held. Where the vocabulary is cut over ranks, three numbers a token
-travel in forward and nothing in backward. Layer: above spec.
+The sum is divided once, by the step's global number of target tokens, when the gradient is scaled.
+Forward computes the gradient chunk by chunk, so the logits of all tokens are never materialized.
+With a vocabulary sharded over ranks, forward communicates three numbers per token and backward
+nothing. Layer: above spec.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _Chunk = Callable[
 
 
 def cross_entropy(*, compile_backend: str | None = None) -> TokenLoss:
-    """The loss of the trainer. With `compile_backend`, a chunk's arithmetic is compiled."""
+    """Return the trainer's loss. `compile_backend` compiles the arithmetic of a chunk."""
     chunk: _Chunk = _chunk_loss_and_gradients
     if compile_backend is not None:
         chunk = torch.compile(chunk, backend=compile_backend)
@@ -44,7 +44,7 @@ def cross_entropy(*, compile_backend: str | None = None) -> TokenLoss:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """-log softmax(hidden @ weight.T)[target], summed over targets that are not `IGNORE`."""
+    """Compute -log softmax(hidden @ weight.T)[target], summed over targets but `IGNORE`."""
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_T, shard, chunk: _Chunk):  # type: ignore[override]
@@ -87,7 +87,8 @@ def _chunk_loss_and_gradients(
     targets_C: torch.Tensor,
     shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The summed loss of a chunk of C tokens, and its gradients for hidden states and weight."""
+    """Return the summed loss of a chunk of C tokens, and its gradients for hidden states and
+    weight."""
     logits_CV = (hidden_CD @ weight_VD.T).to(_accumulator(hidden_CD.dtype))
     rows_C1, is_mine_C1 = _rows(targets_C, weight_VD, shard)
     counted_C1 = (targets_C != IGNORE)[:, None]
@@ -109,7 +110,7 @@ def _chunk_loss(
     targets_C: torch.Tensor,
     shard: VocabularyShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The summed loss alone, for validation; the gradients are empty."""
+    """Return the summed loss alone, for validation; the gradients are empty."""
     logits_CV = (hidden_CD @ weight_VD.T).to(_accumulator(hidden_CD.dtype))
     rows_C1, is_mine_C1 = _rows(targets_C, weight_VD, shard)
     losses_C1 = _log_sum_exp(logits_CV, shard) - _picked(logits_CV, rows_C1, is_mine_C1, shard)
@@ -120,7 +121,7 @@ def _chunk_loss(
 def _rows(
     targets_C: torch.Tensor, weight_VD: torch.Tensor, shard: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row of `weight_VD` that each target names, and whether this rank holds it."""
+    """Return the row of `weight_VD` of each target, and whether this rank holds it."""
     if shard is None:
         # No clamp from above: a target beyond the vocabulary must fail and not count as another.
         return targets_C[:, None].clamp_min(0), (targets_C >= 0)[:, None]
@@ -135,7 +136,7 @@ def _picked(
     is_mine_C1: torch.Tensor,
     shard: VocabularyShard | None,
 ) -> torch.Tensor:
-    """Each target's logit."""
+    """Return each target's logit."""
     picked_C1 = logits_CV.gather(1, rows_C1) * is_mine_C1
     return picked_C1 if shard is None else shard.sum_(picked_C1)
 
@@ -148,5 +149,5 @@ def _log_sum_exp(logits_CV: torch.Tensor, shard: VocabularyShard | None) -> torc
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """float32, or wider when the input is."""
+    """Return float32, or a wider input dtype."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,12 +1,12 @@
-"""The mesh: its axes, its degrees, and everything that ranks agree on outside a parallelism.
+"""The device mesh: axes, degrees, and reductions over all ranks.
 
-All axes exist always; a degree of 1 is the identity, so no caller asks whether a parallelism is on.
-Layer: above axis_groups, device, errors, log, schema.
+All axes always exist; a degree of 1 is the identity, so no caller checks whether a parallelism is
+on. Layer: above axis_groups, device, errors, log, schema.
 
-Axes, outermost first: `pp` pipeline stages, `dp_replicate` copies of the weights, `dp_shard`
-shards of the weights, `cp` shards of the sequence, `tp` shards of the matrices. The experts of a
-mixture see the ranks of the last three in another way: `expert_shard` shards of the experts'
-weights, `ep` shares of the experts, `etp` shards of an expert's matrices.
+Axes, outermost first: `pp` pipeline stages, `dp_replicate` replicas of the weights, `dp_shard`
+shards of the weights, `cp` shards of the sequence, `tp` shards of the matrices. Experts use another
+view of the ranks of the last three: `expert_shard` shards of the experts' weights, `ep` shards of
+the experts, `etp` shards of an expert's matrices.
 """
 
 import os
@@ -35,7 +35,7 @@ EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep", "etp")
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """The size of each axis, with their product checked."""
+    """The size of each axis; their product is checked."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -51,32 +51,30 @@ class Degrees:
 
     @property
     def expert_shape(self) -> tuple[int, ...]:
-        """Of the view that the experts have of the same ranks."""
+        """Shape of the experts' view of the ranks."""
         sharing = self.dp_shard * self.cp * self.tp
         shards = sharing // (self.ep * self.etp)
         return (self.pp, self.dp_replicate, shards, self.ep, self.etp)
 
     @property
     def batch(self) -> int:
-        """Ranks that see different samples."""
+        """Ranks with different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def token_copies(self) -> int:
-        """Ranks that are given the same samples."""
+        """Ranks with the same samples."""
         return self.pp * self.cp * self.tp
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of a sequence must be a multiple of to be cut evenly."""
+        """The length of a sequence must be a multiple of this, to be sharded evenly."""
         return self.tp * 2 * self.cp
 
 
 def resolve_degrees(config: ParallelismConfig, world_size: int) -> Degrees:
-    """Fill in `data_parallel_shard_degree = -1` and check that the product is `world_size`.
-
-    Raises MeshError with the whole equation and the nearest degree that works.
-    """
+    """Resolve `data_parallel_shard_degree = -1` and check that the product is `world_size`. Raises
+    MeshError with the equation and the nearest degree that works."""
     degrees = _dense_degrees(config, world_size)
     ep, etp = config.expert_parallel_degree, config.expert_tensor_parallel_degree
     sharing = degrees.dp_shard * degrees.cp * degrees.tp
@@ -128,7 +126,7 @@ def _dense_degrees(config: ParallelismConfig, world_size: int) -> Degrees:
 
 
 class Mesh:
-    """This rank's place among all ranks. Made by `start_mesh`."""
+    """This rank's view of the mesh. Use `start_mesh`."""
 
     def __init__(
         self,
@@ -148,14 +146,14 @@ class Mesh:
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:
-        """The experts' view of the ranks. The first use makes process groups: every rank must come
-        to it."""
+        """The experts' view of the ranks. The first use creates process groups: every rank must
+        call it."""
         return self.groups.device_mesh(self.device.kind, self.degrees.expert_shape, EXPERT_AXES)
 
     def placed(self, tensor: torch.Tensor) -> DTensor:
-        """A tensor of this rank's stage as a DTensor on all ranks of the stage: a plain one is held
-        whole by each of them, and one on some of the axes is alike along the others. The memory is
-        the same, but that of a plain tensor on another device than the mesh's."""
+        """Return a tensor of this stage as a DTensor on all ranks of the stage: a plain tensor is
+        replicated, and one on some of the axes is replicated along the others. It shares memory,
+        except for a plain tensor on another device than the mesh's."""
         local, axes, own = tensor, (), ()
         if isinstance(tensor, DTensor):
             if tensor.device_mesh.size() * self.degrees.pp == self.world_size:
@@ -178,7 +176,7 @@ class Mesh:
 
     @cached_property
     def _stage(self) -> DeviceMesh:
-        """The ranks that hold the same stage of the pipeline as this one."""
+        """The ranks of this rank's pipeline stage."""
         return self.device_mesh[AXES[1:]]
 
     @cached_property
@@ -186,56 +184,56 @@ class Mesh:
         return self.expert_mesh[EXPERT_AXES[1:]]
 
     def seen_as(self, degrees: Degrees) -> "Mesh":
-        """The same ranks with other degrees; made once for each, and process groups are shared.
-        Every rank must call it."""
+        """Return the same ranks with other degrees; cached, sharing process groups. Every rank must
+        call it."""
         if degrees not in self._seen_as:
             self._seen_as[degrees] = Mesh(self.device, degrees, groups=self.groups)
         return self._seen_as[degrees]
 
     @property
     def is_leader(self) -> bool:
-        """True on the one rank that prints, and writes what is written once."""
+        """True on the rank that prints and writes shared files."""
         return self.rank == 0
 
     @property
     def batch_rank(self) -> int:
-        """This rank's place among the `degrees.batch` ranks that see different samples."""
+        """This rank's index among the `degrees.batch` ranks with different samples."""
         replicate = self.device_mesh.get_local_rank("dp_replicate")
         return replicate * self.degrees.dp_shard + self.device_mesh.get_local_rank("dp_shard")
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` summed over all ranks, in place. Every rank must call it."""
+        """Sum `values` over all ranks, in place. Every rank must call it."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def sum_of(self, numbers: Sequence[float]) -> list[float]:
-        """Each of `numbers` summed over all ranks. Every rank must call it."""
+        """Sum each of `numbers` over all ranks. Every rank must call it."""
         return self.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on some rank. Every rank must call it; makes the host wait."""
+        """Whether `flag` is true on any rank. Every rank must call it; the host waits."""
         return self.sum(torch.tensor([float(flag)])).item() > 0
 
     def barrier(self) -> None:
-        """Wait until every rank is here. On the CPU: a GPU barrier would not hold the host."""
+        """Block until every rank calls it, on the CPU: a GPU barrier would not block the host."""
         self.sum(torch.zeros(1))
 
     @property
     def is_first_of_stage(self) -> bool:
-        """True on the first of the ranks that hold the same stage of the pipeline."""
+        """True on the first rank of a pipeline stage."""
         axes = [axis for axis in AXES if axis != "pp"]
         return all(self.device_mesh.get_local_rank(axis) == 0 for axis in axes)
 
     def leader_says(self, number: int) -> int:
-        """The leader's `number`, on every rank. Every rank must call it."""
+        """Broadcast the leader's `number`. Every rank must call it."""
         tensor = torch.tensor([number])
         if self.world_size > 1:
             dist.broadcast(tensor, src=0)
         return int(tensor.item())
 
     def set_timeout(self, seconds: float) -> None:
-        """Change the time limit of the collectives of every group that this rank is in."""
+        """Set the timeout of all process groups of this rank."""
         self.groups.set_timeout(timedelta(seconds=seconds))
 
 
@@ -243,11 +241,9 @@ class Mesh:
 def start_mesh(
     config: ParallelismConfig, comm: CommConfig, device: Device, dump_folder: str = "."
 ) -> Iterator[Mesh]:
-    """Join the other processes that torchrun started, or run alone; leave at the end.
-
-    A process group that already exists is used and left alone. `dump_folder` is where the
-    flight recorder writes when a collective times out.
-    """
+    """Join the processes started by torchrun, or run alone; leave at the end. An existing process
+    group is used and not destroyed. `dump_folder` is for the flight recorder's files if a
+    collective times out."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     joined_before = dist.is_initialized()
     degrees = resolve_degrees(config, dist.get_world_size() if joined_before else world_size)
@@ -269,7 +265,7 @@ def start_mesh(
 
 
 def _configure_flight_recorder(comm: CommConfig, dump_folder: str, *, is_nccl: bool) -> None:
-    """torch reads these when a group is made; what the user's environment says stays."""
+    """Environment variables for new process groups; the user's values are kept."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
     if not is_nccl:
         return

@@ -1,6 +1,4 @@
-"""Training goes on on another mesh: all of a TrainState moves to one that was built there, in the
-processes that there are, without a file. Layer: beside trainer.
-"""
+"""Move a TrainState to another mesh of the same processes, without files. Layer: beside trainer."""
 
 from collections.abc import Mapping
 
@@ -19,13 +17,10 @@ from torchtitan_lite.train_state import TrainState, model_tensors
 def move_state(
     source: TrainState, source_mesh: Mesh, target: TrainState, target_mesh: Mesh
 ) -> None:
-    """Make `target` stand where `source` does: model, optimizer, step and place in the data. Its
-    schedule of the learning rate stays its own. `source` is left as it is; both are between two
-    steps. Every rank must call it.
-
-    Raises LayoutError where the two are not of one model and one kind of optimizer, or where the
-    optimizer of `target` has taken steps and that of `source` none.
-    """
+    """Copy model, optimizer, step and data position from `source` to `target`, which keeps its own
+    learning rate schedule. `source` does not change; both are between two steps. Every rank must
+    call it. Raises LayoutError if models or kinds of optimizer differ, or if the optimizer of
+    `target` has taken steps and that of `source` none."""
     given = describe_on(source.tensors(), source_mesh)
     # A model that is another one is refused before anything is made for it.
     wanted = describe_on(model_tensors(target.model), target_mesh)
@@ -41,12 +36,10 @@ def fill(
     source: Mapping[str, torch.Tensor],
     source_mesh: Mesh,
 ) -> None:
-    """Give the tensors of `target` the values of those of the same names in `source`, in one
-    exchange. Each mapping has what this rank holds, whole or in parts; plain tensors are held by
-    all ranks of their stage. Every rank must call it.
-
-    Raises LayoutError where the names, shapes or dtypes of all ranks together differ.
-    """
+    """Copy the tensors of `source` to those of the same names in `target`, in one exchange. Each
+    mapping has this rank's tensors or shards; plain tensors are replicated on their stage. Every
+    rank must call it. Raises LayoutError if the names, shapes or dtypes of all ranks together
+    differ."""
     given, wanted = describe_on(source, source_mesh), describe_on(target, target_mesh)
     into = {name: target_mesh.placed(tensor) for name, tensor in target.items()}
     redistribute_state_dict(
@@ -62,6 +55,6 @@ def fill(
 
 
 def describe_on(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, TensorSpec]:
-    """What all ranks of a mesh hold together, by name, given what this one holds. Every rank must
+    """Return the specs of all ranks of a mesh, by name, given this rank's tensors. Every rank must
     call it."""
     return gather_specs({name: mesh.placed(tensor) for name, tensor in tensors.items()})

@@ -1,27 +1,26 @@
-"""What a run writes of itself, for whoever follows it from outside. Layer: imports nothing of the
-project."""
+"""Names of files and log lines that other programs follow."""
 
 from pathlib import Path
 
 METRICS = "metrics.jsonl"
 BOOKS = "books.json"
 LAUNCH_LOGS = "launch_logs"
-"""Folder of the launcher, below that of the run."""
+"""The launcher's folder, below the run's."""
 LAUNCH_EVENTS = "events.jsonl"
-"""File of the launcher's events in its folder: one JSON object per line, with `time` (Unix time, in
-seconds) and `text`."""
+"""The launcher's event file: one JSON object per line, with `time` (Unix time, in seconds) and
+`text`."""
 LAUNCHER_STARTED = "launcher started"
-"""Text of the first event of each launcher."""
+"""First event of each launcher."""
 RECEIVES_STATE = "Receiving the state of another replica"
-"""A line of the leader begins so when it heals."""
+"""Start of the leader's log line when it heals."""
 SAMPLE = "A sample of the model:"
-"""The line before the text that a finished run prints."""
+"""Line before the sample at the end of a run."""
 STARTING = "Starting: "
-"""A line of the leader begins so while it starts under the launcher, and names what it does."""
+"""Start of the leader's log lines during startup under the launcher."""
 TAKES_PART = "Replicas that take part from sample"
-"""And so when it has."""
+"""Start of the leader's log line when it takes part."""
 
 
 def replica_folder(dump_folder: Path, replica: int) -> Path:
-    """Where one of several replicas writes."""
+    """Return the folder of a replica."""
     return dump_folder / f"replica_{replica:03d}"

@@ -19,19 +19,19 @@ _MASK = (1 << 64) - 1
 
 
 def fold(seed: int, *parts: int | str) -> int:
-    """A 64-bit key made of `seed` and the things that it is for, the same on every machine."""
+    """Return a 64-bit key of `seed` and its purpose, the same on every machine."""
     text = "\x1f".join([str(seed), *map(str, parts)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def generator(seed: int, *parts: int | str) -> torch.Generator:
-    """A CPU generator keyed by `fold(seed, *parts)`. Every draw is made on the CPU, so that a GPU
+    """Return a CPU generator keyed by `fold(seed, *parts)`. Every draw is on the CPU, so that a GPU
     run starts from the same bits."""
     return torch.Generator().manual_seed(fold(seed, *parts) >> 1)
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 on an array of uint64: a bijection that scatters its input."""
+    """Apply the finalizer of splitmix64 to an array of uint64, a bijection."""
     with np.errstate(over="ignore"):
         x = (x + np.uint64(_GOLDEN)) & np.uint64(_MASK)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -40,7 +40,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def mix_tensor(x: torch.Tensor) -> torch.Tensor:
-    """`mix` on an int64 tensor (the same bits, read as signed), for draws inside a model."""
+    """Apply `mix` to an int64 tensor (the same bits, read as signed), for draws inside a model."""
     x = x + _signed(_GOLDEN)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
@@ -48,7 +48,7 @@ def mix_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(x: torch.Tensor) -> torch.Tensor:
-    """Mixed int64 keys as float32 in [0, 1), from their upper 24 bits."""
+    """Return mixed int64 keys as float32 in [0, 1), from their upper 24 bits."""
     return _shift(mix_tensor(x), 40).to(torch.float32) * 2.0**-24
 
 
@@ -57,19 +57,19 @@ def _signed(value: int) -> int:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """A logical right shift: torch's `>>` on int64 copies the sign bit."""
+    """Shift right logically: torch's `>>` on int64 copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the ambient generators, for code of the user's that draws from them."""
+    """Seed the global generators, for user code that draws from them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def capture() -> dict[str, Any]:
-    """The ambient generators' states as plain JSON values."""
+    """Return the global generators' states as plain JSON values."""
     version, internal, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
     states = {
@@ -84,7 +84,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Put back what `capture` returned."""
+    """Restore what `capture` returned."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     keys, position, has_gauss, cached = states["numpy"]

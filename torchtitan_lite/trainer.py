@@ -1,8 +1,7 @@
-"""The loop. Everything it uses is handed to it in a `Job`, which `build.py` makes.
+"""The training loop. Its parts are in a `Job`, which `build.py` creates.
 
-Invariants: a step either changes everything that it should or nothing but the data cursor; all
-ranks take the same decisions, since they decide on the same numbers. Layer: above config and
-replica.
+A step either changes everything that it should or nothing but the data cursor; all ranks decide
+alike, because they decide on the same numbers. Layer: above config and replica.
 """
 
 import math
@@ -37,48 +36,48 @@ from torchtitan_lite.train_state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one step did, for the hooks."""
+    """The result of a step, for hooks."""
 
     number: int
-    """The step that was tried, from 1."""
+    """Number of the attempted step, from 1."""
     committed: bool
     failed: bool
-    """A replica was lost in it: it comes again, with the same samples."""
+    """A replica was lost: the step is retried with the same samples."""
     leave: bool
-    """Some rank was asked to leave."""
+    """A rank was asked to leave."""
     loss: float
     """Mean over the step's target tokens, in nats."""
     grad_norm: float
     lr: float
     num_target_tokens: int
     num_tokens: int
-    """Of the step, of all replicas."""
+    """Tokens in the step, summed over replicas."""
     num_replicas: int
     router_loads: Mapping[str, torch.Tensor]
-    """Tokens that chose each expert, float64 [experts], by the name of the router."""
+    """Tokens per expert, float64 [experts], by router name."""
     samples: tuple[int, ...]
-    """Indices in the global order of the samples that this rank used."""
+    """Global indices of this rank's samples."""
     data_time_s: float
     events: tuple[ReplicaEvent, ...] = ()
-    """Of the replicas, of slow ranks, and of a step that was not committed for its numbers."""
+    """Events of replicas, of slow ranks, and of a skipped step."""
     end: TrainingDiverged | MachineFault | None = None
-    """Why the run, or this replica, ends here."""
+    """Why the run, or this replica, ends."""
     step_time_s: float = 0.0
     checkpoint_stall_s: float = 0.0
     failed_saves: int = 0
-    """That failed one after the other, up to now."""
+    """Consecutive failed saves."""
     saved_step: int | None = None
-    """Step of the newest durable checkpoint of this process."""
+    """Step of this process' newest durable checkpoint."""
     gc_time_s: float = 0.0
 
 
 Hook = Callable[[TrainState, StepReport], None]
-"""Called after each step on every rank; reads the state and never writes it."""
+"""Called after each step on every rank; must not change the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a run is made of."""
+    """The parts of a run."""
 
     mesh: Mesh
     replicas: Replicas
@@ -100,14 +99,14 @@ class Job:
     work_times: WorkTimes
     train_timeout_s: float
     step_context: Callable[[int], AbstractContextManager[object]] = nullcontext
-    """The number of a step -> what it runs in."""
+    """Returns the context of a step, given its number."""
 
 
 def train(job: Job) -> bool:
-    """Take steps until the last one, or until some rank is asked to leave; then save.
+    """Train until the last step, or until a rank is asked to leave; then save.
 
-    Returns whether the last step was reached. Raises TrainingDiverged where a step is so bad, or so
-    many were, that the run shall end, with the last good state saved.
+    Returns whether the last step was reached. Raises TrainingDiverged if anomalies end the run,
+    with the last good state saved.
     """
     state = job.state
     leave = False
@@ -149,7 +148,7 @@ def train(job: Job) -> bool:
 
 
 def _end(job: Job, report: StepReport, why: TrainingDiverged | MachineFault) -> NoReturn:
-    """Save the last good state, and raise `why` with where that is."""
+    """Save the last good state, and raise `why` with its path."""
     job.replicas.close()
     job.phases.enter(Phase.CHECKPOINT, job.state.step)
     if isinstance(why, MachineFault) and report.num_replicas > 1:
@@ -162,7 +161,7 @@ def _end(job: Job, report: StepReport, why: TrainingDiverged | MachineFault) -> 
 
 
 def train_step(job: Job) -> StepReport:
-    """Try one step: forward and backward over this rank's microbatches, agree, update."""
+    """Run one step: agree, load, forward and backward, reduce, decide, apply."""
     state = job.state
     job.phases.enter(Phase.QUORUM, state.step)
     share = job.replicas.agree()
@@ -251,7 +250,7 @@ def train_step(job: Job) -> StepReport:
 def _forward_and_backward(
     job: Job, share: Share, microbatches: Sequence[Microbatch], parameters: Sequence[nn.Parameter]
 ) -> Numbers:
-    """Make this rank's gradients, and count."""
+    """Run forward and backward, and collect the numbers to reduce."""
     device = job.mesh.device.torch_device
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     job.replay.begin()
@@ -273,8 +272,8 @@ def _forward_and_backward(
 
 
 def _take(job: Job, share: Share) -> tuple[list[Microbatch], float]:
-    """This rank's microbatches, and the seconds waited for them; the next step's are read while
-    this one computes."""
+    """Return this rank's microbatches and the seconds waited for them; the next step's are
+    prefetched."""
     started = time.perf_counter()
     state, degrees, local = job.state, job.mesh.degrees, job.local_batch_size
 

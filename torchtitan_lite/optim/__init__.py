@@ -1,4 +1,4 @@
-"""The optimizer, its learning rate, and the gradient's norm. Layer: above device and mesh."""
+"""Optimizer, learning rate schedule and gradient norm. Layer: above device and mesh."""
 
 from torchtitan_lite.optim.gradients import local_gradients, scale_, square_norm
 from torchtitan_lite.optim.learning_rate import WarmupStableDecay, build_schedule

@@ -1,4 +1,4 @@
-"""The gradient as this rank holds it, and its norm over all ranks. Layer: above redistribute."""
+"""This rank's gradients, and their norm over all ranks. Layer: above redistribute."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,7 @@ from torchtitan_lite.torch_compat import foreach_mul_, foreach_norm
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tensor, int]]:
-    """The part of each gradient that this rank holds, and how many ranks hold that same part."""
+    """Return this rank's shard of each gradient, and how many ranks hold the same shard."""
     found = []
     for parameter in parameters:
         gradient = align_gradient(parameter)
@@ -29,10 +29,10 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tens
 
 
 def square_norm(gradients: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
-    """This rank's share of the squared norm of the gradient: a 0-d float64 tensor whose sum over
-    all ranks is the squared norm on any mesh, since a part that n ranks hold counts 1/n on each.
+    """Return this rank's part of the squared gradient norm: a 0-d float64 tensor whose sum over all
+    ranks is the squared norm on any mesh, because a shard on n ranks counts 1/n on each.
 
-    `gradients` come from `local_gradients`.
+    `gradients` are from `local_gradients`.
     """
     by_holders: dict[int, list[torch.Tensor]] = {}
     for gradient, holders in gradients:
@@ -44,14 +44,13 @@ def square_norm(gradients: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
 
 
 _BLOCK = 256
-"""Elements that are summed in the tensors' own precision, float32 at least. For 2**24 elements on a
-CPU core the norm then has a relative error of 1e-10, where torch's, one running sum over all of
-them, has 7e-4; it takes as long (7 ms), and a sum in float64 takes 25 times as long."""
+"""Elements summed in the tensors' own precision, at least float32. For 2**24 elements on a CPU core
+the norm then has a relative error of 1e-10, and torch's single running sum 7e-4; both take 7 ms,
+and a sum in float64 25 times as long."""
 
 
 def square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the squares of all elements, float64: so exact that it does not depend on how the
-    tensors are sharded."""
+    """Return the sum of squares, float64, so precise that it does not depend on the sharding."""
     rows, rests = [], []
     for tensor in tensors:
         flat = tensor.reshape(-1)

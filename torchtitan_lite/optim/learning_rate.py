@@ -1,8 +1,5 @@
-"""The learning rate of each step.
-
-Invariant: it is a pure function of the number of committed steps, so a skipped step leaves no
-trace in it. Layer: above log.
-"""
+"""The learning rate schedule: a pure function of the number of committed steps, so that a skipped
+step has no effect on it. Layer: above log."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +11,7 @@ from torchtitan_lite.schema.optimizer import OptimizerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupStableDecay:
-    """The learning rate of each step, as plain data."""
+    """A learning rate schedule, as plain data."""
 
     peak_lr: float
     warmup_steps: int
@@ -24,8 +21,8 @@ class WarmupStableDecay:
     min_factor: float
 
     def lr(self, committed_steps: int) -> float:
-        """Learning rate of the step that follows `committed_steps` committed ones. The decay would
-        reach its end one step after the last, so no step is wasted at a rate of 0."""
+        """Return the learning rate of the step after `committed_steps` committed ones. The decay
+        would end one step after the last, so no step has a rate of 0."""
         if committed_steps < self.warmup_steps:
             return self.peak_lr * (committed_steps + 1) / self.warmup_steps
         steps_into_decay = committed_steps - (self.total_steps - self.decay_steps)
@@ -43,8 +40,8 @@ class WarmupStableDecay:
 def build_schedule(
     config: LRSchedulerConfig, optimizer: OptimizerConfig, steps: int
 ) -> WarmupStableDecay:
-    """The schedule of a run of `steps` steps. Phases longer than the run are cut, and a log line
-    says to what."""
+    """Build the schedule of a run of `steps` steps. Phases longer than the run are shortened, with
+    a log line."""
     total = config.total_steps or steps
     warmup = min(config.warmup_steps, total)
     if warmup < config.warmup_steps:

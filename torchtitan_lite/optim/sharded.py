@@ -1,10 +1,9 @@
-"""A torch optimizer over the parts of the parameters that this rank holds.
+"""A torch optimizer over this rank's shards of the parameters.
 
-Every update here goes element by element, so a part needs to know nothing of the others, and the
-optimizer is given plain tensors. With DTensors in their place each step would pay DTensor's
-dispatch, which costs more than the update of a small model and, for parameters on a mesh of four
-axes, minutes in the first step (torch 2.13). It also lets parameters of several meshes be updated
-in one call. Layer: above device and mesh; `config`.
+Updates are element-wise, so shards are independent, and the optimizer gets plain tensors. With
+DTensors each step would pay DTensor's dispatch, which costs more than the update of a small model
+and, for parameters on a mesh of four axes, minutes in the first step (torch 2.13). It also allows
+parameters of several meshes in one call. Layer: above device and mesh; `config`.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,15 +18,15 @@ from torchtitan_lite.device import Device
 from torchtitan_lite.schema.optimizer import OptimizerConfig
 
 _COUNT = "step"
-"""The one slot that is not of its parameter's shape."""
+"""The only slot that does not have its parameter's shape."""
 
 
 def build_optimizer(
     config: OptimizerConfig, model: nn.Module, no_decay: Iterable[str], device: Device
 ) -> "ShardedOptimizer":
-    """The optimizer over the parameters of `model`, in two groups: with and without decay.
+    """Build the optimizer of `model`, in two groups: with and without weight decay.
 
-    `no_decay` are the model's patterns of parameters that weight decay leaves alone.
+    `no_decay` are the model's patterns of parameters without weight decay.
     """
     patterns = () if config.decay_norms_biases_embeddings else tuple(no_decay)
     decayed, undecayed = [], []
@@ -58,14 +57,14 @@ def build_optimizer(
 
 
 class ShardedOptimizer:
-    """Made by `build_optimizer`."""
+    """The optimizer. Use `build_optimizer`."""
 
     def __init__(
         self,
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         groups: list[dict[str, Any]],
     ) -> None:
-        """`make` gets `groups` with this rank's part in the place of each parameter."""
+        """`make` gets `groups` with this rank's shard in place of each parameter."""
         self._parts: dict[nn.Parameter, nn.Parameter] = {
             parameter: nn.Parameter(_local(parameter.detach()))
             if isinstance(parameter, DTensor)
@@ -101,8 +100,8 @@ class ShardedOptimizer:
             parameter.grad = part.grad = None
 
     def slots(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """The tensors that the optimizer keeps for a parameter, by name: those of its shape lie as
-        the parameter does. Empty before its first step, but for Adagrad's."""
+        """Return the optimizer state of a parameter by name, with the parameter's placements if it
+        has its shape. Empty before the first step, except Adagrad's."""
         part = self._parts[parameter]
         return {
             name: value if name == _COUNT else _placed(value, parameter)
@@ -111,8 +110,8 @@ class ShardedOptimizer:
         }
 
     def allocate(self, parameter: nn.Parameter, slot: str, shape: tuple[int, ...]) -> None:
-        """Make a slot of global `shape`, which most optimizers of torch make in their first step,
-        filled with zeros; one that is there stays."""
+        """Create a slot of global `shape`, which most optimizers create in their first step, filled
+        with zeros; keep an existing one."""
         part = self._parts[parameter]
         if slot in self.inner.state[part]:
             return
@@ -131,7 +130,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _placed(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """A tensor of the same shape as this rank's part of a parameter, placed as that is."""
+    """Return a tensor like this rank's shard of a parameter, with the same placements."""
     if not isinstance(parameter, DTensor):
         return value
     return DTensor.from_local(

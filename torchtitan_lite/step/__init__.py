@@ -1,5 +1,5 @@
-"""What a step has beside forward, backward and update: the numbers that all ranks agree on, the
-time that each took, and what follows where a step looks wrong.
+"""Parts of a step beside forward, backward and update: the reduction of numbers, work times, and
+the reaction to anomalous steps.
 
-Layer: above train_state, anomalies, replica and checkpoint; the trainer puts it together.
+Layer: above train_state, anomalies, replica and checkpoint; the trainer composes it.
 """

@@ -1,4 +1,4 @@
-"""What follows where a step was not committed for its numbers. Layer: above roll_back."""
+"""Reactions to anomalous steps. Layer: above roll_back."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from torchtitan_lite.step.roll_back import roll_back
 from torchtitan_lite.train_state import TrainState
 
 Outcome = tuple[list[ReplicaEvent], TrainingDiverged | MachineFault | None]
-"""What to tell, and why the run or this replica ends, if it does."""
+"""Events, and why the run or this replica ends, if it does."""
 
 
 def refuse(
@@ -26,8 +26,8 @@ def refuse(
     samples: range,
     roll_back_steps: int,
 ) -> Outcome:
-    """Do as `verdict` says. `samples` are those of the step, which is behind `state.cursor`. All
-    ranks of all replicas must call it."""
+    """Apply `verdict`. `samples` are those of the step, before `state.cursor`. All ranks of all
+    replicas must call it."""
     state.history.refused()
     told = (
         f"Step {state.step + 1} {verdict.reason}: loss {loss:g}, gradient norm {grad_norm:g}, "
@@ -46,8 +46,8 @@ def refuse(
 
 
 def blame(differing: Sequence[int], step: int, share: Share, world_size: int) -> Outcome:
-    """Tell of ranks that came to other numbers when they computed `step` again, by their places
-    among all ranks; the replica that has one ends."""
+    """Report ranks whose recomputation of `step` differed, by their index among all ranks; a
+    replica that has one ends."""
     places = [divmod(place, world_size) for place in differing]
     told = ", ".join(f"rank {rank} of participant {index}" for index, rank in places)
     logger.error("Step %d computed again came out otherwise on %s.", step, told)

@@ -1,9 +1,9 @@
-"""A step that looks wrong is computed again, to tell a bad machine from bad data.
+"""Recomputation of an anomalous step, to tell faulty hardware from bad data.
 
-Each rank compares what it alone has computed: its share of the loss, and the norm of each gradient
-before anything is summed with other ranks of a shard. Where the second time gives something else,
-memory or processor of that rank are at fault; where all ranks come to the same, the data are (or
-the weights). Layer: above errors, mesh, replica and spec.
+Each rank compares what it alone computed: its part of the loss, and the norm of each gradient
+before any reduction over shards. If the second result differs, memory or processor of that rank are
+faulty; if all ranks agree, the data (or the weights) are the cause. Layer: above errors, mesh,
+replica and spec.
 """
 
 from collections.abc import Sequence
@@ -21,32 +21,32 @@ from torchtitan_lite.replica import Replicas, Share
 from torchtitan_lite.spec import Microbatch, Schedule
 
 TOLERANCE = 1e-2
-"""Relative, of a number computed again by kernels that add up in any order. A flipped bit that
-makes a step suspicious changes it by far more."""
+"""Relative tolerance of nondeterministic kernels. A flipped bit that makes a step anomalous changes
+far more."""
 
 
 class Replay(Protocol):
-    """Watches the steps, and computes one again."""
+    """Observes steps, and recomputes one."""
 
     def begin(self) -> None:
-        """Forward and backward of a step begin."""
+        """Start of forward and backward."""
         ...
 
     def end(self, loss: torch.Tensor) -> None:
-        """They have ended, with this rank's share of the loss."""
+        """End of forward and backward, with this rank's part of the loss."""
         ...
 
     def differing(
         self, microbatches: Sequence[Microbatch], share: Share, replicas: Replicas
     ) -> list[int] | None:
-        """Compute the step again: the places of the ranks that come to something else, of the first
-        replica first; None where a replica was lost meanwhile. Gradients are gone after it. All
-        ranks of all replicas must call it."""
+        """Recompute the step. Returns the indices of ranks with other results, by replica and rank;
+        None if a replica was lost meanwhile. Gradients are invalid afterwards. All ranks of all
+        replicas must call it."""
         ...
 
 
 class NoReplay:
-    """`fault_tolerance.replay_check` switched off: the data are to blame."""
+    """Without `fault_tolerance.replay_check`: the data are the cause."""
 
     def begin(self) -> None:
         return None
@@ -72,7 +72,7 @@ class StepReplay:
         *,
         tolerance: float,
     ) -> None:
-        """`tolerance` is relative; 0: bit for bit."""
+        """`tolerance` is relative; 0: bitwise."""
         self._schedule, self._optimizer, self._mesh = schedule, optimizer, mesh
         self._tolerance = tolerance
         self._norms: list[torch.Tensor] = []
@@ -110,7 +110,7 @@ class StepReplay:
         return self._mesh.sum(flags).nonzero().flatten().tolist()
 
     def _watch(self, module: nn.Module, inputs: Any) -> None:
-        """Have the gradients of the weights that `module` uses now looked at."""
+        """Observe the gradients of the weights that `module` uses."""
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and parameter not in self._seen:
                 self._seen[parameter] = True

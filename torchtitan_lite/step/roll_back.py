@@ -1,9 +1,8 @@
-"""The way back to an earlier step, when the last one is not to be trusted. Layer: above
-train_state, replica and checkpoint.
+"""Roll back to an earlier step after an anomaly.
 
-With several replicas the first one restores, and the others receive its state in the next quorum:
-each has other snapshots, and the place in the data, by which replicas know who is behind, would not
-tell two steps apart.
+With several replicas the first one restores, and the others heal from it in the next quorum: each
+has other snapshots, and the data cursor, by which replicas compare their progress, would not
+distinguish two steps. Layer: above train_state, replica and checkpoint.
 """
 
 from torchtitan_lite.checkpoint import CheckpointManager, SavedValues
@@ -20,9 +19,8 @@ def roll_back(
     *,
     least_steps: int,
 ) -> ReplicaEvent:
-    """Return to the newest state that is at least so many steps old; `state.cursor` stays where the
-    next sample is. Where there is none, the state stays as it is. All ranks of all replicas must
-    call it."""
+    """Restore the newest state at least `least_steps` steps old; `state.cursor` stays at the next
+    sample. Without such a state nothing changes. All ranks of all replicas must call it."""
     if share.index != 0:
         checkpoints.discard_snapshots()
         replicas.rolled_back(has_state=False)

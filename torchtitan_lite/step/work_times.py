@@ -1,7 +1,7 @@
-"""How long each rank worked in a step before it waited for others, as all ranks see it.
+"""Per-rank work times, before waiting for other ranks, known to all ranks.
 
-The numbers travel in the one exchange of a step: a place for each rank of each replica, to which
-all others add zeros. Layer: above anomalies, mesh and replica.
+They are part of the reduction of a step: a position per rank of each replica, to which all others
+add zeros. Layer: above anomalies, mesh and replica.
 """
 
 import time
@@ -14,15 +14,15 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.replica import ReplicaEvent, Share
 
 _NUMBERS = 3
-"""Of a rank: the number of its replica, microbatches, seconds."""
+"""Numbers per rank: replica, microbatches, seconds."""
 
 
 class WorkTimes:
-    """This rank's clock, and what is known of the others. What is told is that of the step before:
-    a device is not through with a step when the numbers of it are put together."""
+    """Measures this rank's work time and detects slow ranks. Each step reports the times of the
+    previous one, because a device has not finished a step when its numbers are collected."""
 
     def __init__(self, mesh: Mesh, replica: int) -> None:
-        """`replica` is the number of this one."""
+        """`replica` is the number of this replica."""
         self._mesh, self._replica = mesh, replica
         self._slow_ranks = SlowRanks()
         self._ranks_of_stage = mesh.world_size // mesh.degrees.pp
@@ -32,19 +32,19 @@ class WorkTimes:
         self._told = (0.0, 0.0, 0.0)
 
     def begin(self) -> None:
-        """Own work begins."""
+        """Start of own work."""
         self._began = self._now()
 
     def end(self, microbatches: int) -> None:
-        """From here on others are waited for; so many were worked on."""
+        """End of own work on `microbatches`."""
         self._ended, self._microbatches = self._now(), microbatches
 
     def length(self, share: Share) -> int:
-        """Of what `counted` gives."""
+        """Length of `counted`."""
         return share.count * self._mesh.world_size * _NUMBERS
 
     def counted(self, share: Share, device: torch.device) -> torch.Tensor:
-        """This rank's part of the exchange: float64."""
+        """Return this rank's numbers for the reduction: float64."""
         numbers = torch.zeros(self.length(share), dtype=torch.float64)
         if share.index >= 0:
             start = (share.index * self._mesh.world_size + self._mesh.rank) * _NUMBERS
@@ -52,8 +52,8 @@ class WorkTimes:
         return numbers.to(device, non_blocking=True)
 
     def settle(self, sums: torch.Tensor, *, settled: bool) -> list[ReplicaEvent]:
-        """Take note of the summed numbers, if they hold, once the device is through with the step.
-        Returns what to tell of ranks that are slow."""
+        """Record the summed numbers if the step is valid, once the device has finished it. Returns
+        events of slow ranks."""
         self._told = (float(self._replica), float(self._microbatches), self._seconds())
         if not settled or len(sums) == _NUMBERS:
             return []
