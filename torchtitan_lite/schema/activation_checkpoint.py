@@ -8,31 +8,31 @@ from torchtitan_lite.schema.section import Section, between, only
 
 
 class ActivationCheckpointConfig(Section):
-    """Which activations are kept for backward, and which are computed again."""
+    """Which activations are saved for backward, and which are recomputed."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "selective"
-    """"none" keeps all; "full" keeps the input of each block; "selective" see
+    """"none" saves all; "full" saves the input of each block; "selective" see
     `selective_ac_option`. "memory_budget" is not supported by this version."""
     selective_ac_option: str = "2"
-    """A number n: every n-th block is computed again in full. "op": every block keeps its
-    attention outputs and every other matrix product, and computes the rest again, with it the
-    exchange of tokens between experts."""
+    """A number n: every n-th block is recomputed in full. "op": every block saves its attention
+    outputs and every second matrix product, and recomputes the rest, including the dispatch of
+    tokens to experts."""
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = ["router.gate"]
-    """Linear modules, by parts of their names, whose matrix products are always computed again
-    under "op" (torchtitan: `["moe.router.gate"]`)."""
+    """Linear modules, by parts of their names, whose matrix products are always recomputed under
+    "op" (torchtitan: `["moe.router.gate"]`)."""
     early_stop: bool = False
-    """Stop computing again once all that backward needs is there."""
+    """Stop recomputing once backward has what it needs."""
     memory_budget: Annotated[float, between(0, 1)] = 0.5
     """Without effect: "memory_budget" is not supported by this version."""
     visualize_memory_budget_pareto: Annotated[bool, only(False, "the memory budget's picture")] = (
         False
     )
-    """Draw memory against time of the memory budgets."""
+    """Plot memory against time of the memory budgets."""
     preserve_rng_state: bool = True
-    """Restore the ambient generators before computing again. The models here draw from keys and
-    need it only for code of your own."""
+    """Restore the global generators before recomputing. The models here use keyed draws and need it
+    only for custom code."""
     determinism_check: Literal["default", "none"] = "default"
-    """How a second computation is compared with the first: by shapes and dtypes, or not."""
+    """How a recomputation is compared with the first: by shapes and dtypes, or not."""
     debug: bool = False
     """Record where activations are computed, for error messages; slower."""
 

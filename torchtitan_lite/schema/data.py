@@ -1,7 +1,5 @@
-"""What to read: the data keys of [training], and the tables below it.
-
-Names and meanings follow torchtitan 0.2.2; where a default differs, the text of the field says so.
-"""
+"""The data keys of [training], and the tables below it. Names and meanings follow torchtitan 0.2.2;
+texts state different defaults."""
 
 from typing import Annotated
 
@@ -18,12 +16,12 @@ from torchtitan_lite.schema.section import (
 
 DEFAULT_DATASET = "python_stdlib"
 TEXT_DATASETS = (DEFAULT_DATASET, "c4", "c4_validation")
-"""Data sets known by name; none of them holds conversations."""
+"""Data sets known by name; none contains conversations."""
 _WORKERS = NoEffect("tokens are read from a memory map, and a background thread reads ahead")
 
 
 class CorpusConfig(Section):
-    """One corpus of several that are blended by weight: `[[training.corpora]]`."""
+    """A corpus of a weighted blend: `[[training.corpora]]`."""
 
     dataset: str = DEFAULT_DATASET
     """What to read: "python_stdlib", "c4", "c4_validation", a format ("json", "jsonl", "parquet",
@@ -40,7 +38,7 @@ class CorpusConfig(Section):
     """Split of a data set on the hub. Local files have no splits; there it is only a label."""
 
     text_column: str = "text"
-    """Column that holds the text of a document. Files of the "text" format have just this one."""
+    """Column with the text of a document. Files of the "text" format have only this one."""
 
     messages_column: str | None = None
     """Set for a chat data set, as a rule to "messages": the column that holds the messages of a
@@ -48,11 +46,11 @@ class CorpusConfig(Section):
     them, and only what the assistant says has a loss. Takes the place of `text_column`."""
 
     streaming: bool = False
-    """Read the data set as a stream instead of tokenising all of it before the first step. The
-    samples then come in the order of the stream, without a shuffle."""
+    """Read the data set as a stream instead of tokenizing all of it before the first step. The
+    samples then have the order of the stream, without a shuffle."""
 
     weight: Annotated[float, above(0)] = 1.0
-    """Share of the samples that come from this corpus, relative to the other corpora's weights."""
+    """Fraction of the samples from this corpus, relative to the other corpora's weights."""
 
 
 class DataLoaderConfig(Section):
@@ -66,7 +64,7 @@ class DataLoaderConfig(Section):
     """Accepted and without effect: there are no worker processes."""
 
     pin_memory: bool = False
-    """Accepted for compatibility: batches for a GPU always lie in pinned memory, others never."""
+    """Accepted for compatibility: batches for a GPU are always in pinned memory, others never."""
 
     prefetch_factor: Annotated[int | None, _WORKERS] = None
     """Accepted and without effect: the next step's batches are read ahead."""
@@ -93,7 +91,7 @@ class DataConfig(Section):
     """Split of a data set on the hub. Local files have no splits; there it is only a label."""
 
     text_column: str = "text"
-    """Column that holds the text of a document."""
+    """Column with the text of a document."""
 
     messages_column: str | None = None
     """Set for a chat data set, as a rule to "messages": the column that holds the messages of a
@@ -101,30 +99,30 @@ class DataConfig(Section):
     them, and only what the assistant says has a loss. Takes the place of `text_column`."""
 
     streaming: bool = False
-    """Read the data set as a stream, in its own order and without a shuffle, instead of
-    tokenising all of it before the first step. torchtitan always streams."""
+    """Read the data set as a stream, in its own order and without a shuffle, instead of tokenizing
+    all of it before the first step. torchtitan always streams."""
 
     corpora: list[CorpusConfig] = Field(default_factory=list)
-    """Several corpora blended by weight, each a `[[training.corpora]]` table. Takes the place of
-    `dataset` and the keys that go with it."""
+    """Several corpora blended by weight, each a `[[training.corpora]]` table. Replaces `dataset`
+    and its keys."""
 
     held_out_fraction: Annotated[float, between(0, 0.5)] = 0.0
-    """Share of the documents kept for validation, chosen by a hash of the document's text. They
-    are never trained on, whether or not validation is enabled."""
+    """Fraction of the documents held out for validation, chosen by a hash of the document's text.
+    They are never trained on, whether or not validation is enabled."""
 
     cache_folder: str = "~/.cache/torchtitan_lite"
-    """Where tokenised corpora and trained tokenizers are kept. Can be deleted at any time between
-    runs; processes on one machine share it."""
+    """Cache of tokenized corpora and trained tokenizers. Can be deleted at any time between runs;
+    processes on one machine share it."""
 
     local_batch_size: Annotated[int, at_least(1)] = 8
-    """Samples in a microbatch of one rank."""
+    """Samples per microbatch and rank."""
 
     global_batch_size: Annotated[int, positive_or_minus_one()] = -1
-    """Samples in one optimizer step over all ranks; -1 means `local_batch_size` times the number
-    of ranks that see different samples. More than that is reached by accumulating gradients."""
+    """Samples per optimizer step over all ranks; -1 means `local_batch_size` times the number of
+    ranks with different samples. Larger batches accumulate gradients."""
 
     seq_len: Annotated[int, at_least(1)] = 2048
-    """Target tokens in a sample."""
+    """Target tokens per sample."""
 
     dataloader: DataLoaderConfig = DataLoaderConfig()
     """`[training.dataloader]`: how batches are loaded."""
@@ -145,7 +143,7 @@ class DataConfig(Section):
         return self
 
     def resolved_corpora(self) -> list[CorpusConfig]:
-        """The corpora to blend: `corpora`, or the one that the keys beside it name."""
+        """Return the corpora to blend: `corpora`, or the one of the keys beside it."""
         if self.corpora:
             return list(self.corpora)
         return [

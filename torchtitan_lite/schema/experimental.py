@@ -4,10 +4,10 @@ from torchtitan_lite.schema.section import Section
 
 
 class ExperimentalConfig(Section):
-    """Code of your own that is imported by name, see docs/extending.md."""
+    """User modules imported by name, see docs/extending.md."""
 
     custom_import: str = ""
-    """Module to import before the configuration is checked. It registers model families, data
-    sets, hooks and metrics sinks."""
+    """Module to import before the configuration is checked. It registers model families, data sets,
+    hooks and metrics sinks."""
     custom_args_module: str = ""
     """Old name of `job.custom_config_module`."""

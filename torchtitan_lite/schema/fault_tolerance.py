@@ -6,68 +6,66 @@ from torchtitan_lite.schema.section import Section, above, at_least, at_most, on
 
 
 class FaultToleranceConfig(Section):
-    """Replicas of the whole job that come and go."""
+    """Fault tolerance: replicas of the job that can leave and rejoin."""
 
     enable: bool = False
-    """Train with other replicas, which may die and return. The environment variable
-    TORCHFT_LIGHTHOUSE names the lighthouse by which they find each other, and
-    TORCHTITAN_LITE_TOKEN is a secret that all of them share; `torchtitan-lite launch` sets both."""
+    """Train with other replicas, which may fail and rejoin. The environment variable
+    TORCHFT_LIGHTHOUSE is the address of the lighthouse, and TORCHTITAN_LITE_TOKEN a secret shared
+    by all replicas; `torchtitan-lite launch` sets both."""
     process_group: Literal["gloo", "nccl"] = "gloo"
     """Backend between replicas."""
     process_group_timeout_ms: Annotated[int, at_least(1)] = 60000
-    """Time limit of a collective between replicas (milliseconds). A replica whose process dies is
+    """Timeout of a collective between replicas (milliseconds). A replica whose process dies is
     noticed much sooner."""
     replica_id: Annotated[int, at_least(0)] = 0
     """Number of this replica, from 0."""
     group_size: Annotated[int, at_least(0)] = 0
-    """Replicas that the run is planned for; 0: not known. It changes nothing in training."""
+    """Planned number of replicas; 0: unknown. Does not affect training."""
     min_replica_size: Annotated[int, at_least(1)] = 1
-    """Replicas without which no step is taken."""
+    """Minimum replicas for a step."""
     world_size_mode: Literal["constant_batch", "dynamic", "fixed_with_spares"] = "constant_batch"
-    """What a step uses. "constant_batch": `training.global_batch_size` samples, divided over the
-    replicas that take part, so that who does changes nothing. "dynamic": so many for each replica
-    that takes part. "fixed_with_spares": so many, divided over `min_replica_size` replicas, while
-    the others add nothing and stand by."""
+    """Samples per step. "constant_batch": `training.global_batch_size`, divided over the
+    participating replicas, so that their number changes nothing. "dynamic": as many per
+    participating replica. "fixed_with_spares": as many, divided over `min_replica_size` replicas,
+    while the others stand by and contribute nothing."""
     quorum_timeout_s: Annotated[float, above(0)] = 600
-    """How long a replica waits for others to take a step with (seconds)."""
+    """Time that a replica waits for a quorum (seconds)."""
     hang_timeout_s: Annotated[float, at_least(0)] = 600
-    """Seconds without progress after which a process of a replica writes the stacks of all its
-    threads and ends, to be started again; waiting for other replicas it has three times as long.
-    `torchtitan-lite launch` also finds one that is stopped altogether. Longer than the longest
-    step. 0: it may hang."""
+    """Seconds without progress after which a process writes the stacks of all its threads and
+    exits, to be restarted; three times as long while it waits for other replicas. `torchtitan-lite
+    launch` also detects a stopped process. Must exceed the longest step. 0: no limit."""
     replay_check: bool = False
-    """Compute a step that is not finite or spikes again before `[anomalies]` applies. Where a rank
-    comes to something else its machine is at fault: it is named, and its replica ends (without
-    others: the run, with the last good state saved). Also without `enable`. Costs a norm of each
-    gradient in each microbatch. Not with `compile.enable`."""
+    """Recompute an anomalous step before `[anomalies]` applies. A rank with another result has
+    faulty hardware: it is named, and its replica ends (without others: the run, with the last good
+    state saved). Also without `enable`. Costs a norm of each gradient in each microbatch. Not with
+    `compile.enable`."""
     heal_interface: str = ""
-    """Network interface, or address of one, on which state is served to a replica that returns;
-    empty: the one by which the lighthouse is reached."""
+    """Network interface, or its address, on which state is served to a healing replica; empty: the
+    one that reaches the lighthouse."""
     heal_connections: Annotated[int, at_least(1)] = 4
-    """Connections in parallel by which a rank that returns receives its state."""
+    """Parallel connections of a healing rank."""
     bucket_mib: Annotated[int, at_least(1)] = 32
-    """Gradients are added up over replicas in buckets of this size (MiB)."""
+    """Bucket size of the gradient reduction over replicas (MiB)."""
     semi_sync_method: Literal["local_sgd", "diloco", "streaming_diloco"] | None = None
-    """Average the replicas every `sync_steps` steps instead of adding up gradients in each.
-    "local_sgd": the weights. "diloco": what the weights have moved by, as the gradient of an outer
-    optimizer. "streaming_diloco": the same, one fragment of the model after the other. All of them
-    change what is trained; None changes nothing."""
+    """Average the replicas every `sync_steps` steps instead of reducing gradients in each.
+    "local_sgd": the weights. "diloco": the change of the weights, as the gradient of an outer
+    optimizer. "streaming_diloco": the same, one fragment of the model at a time. All of them change
+    the training; None changes nothing."""
     sync_steps: Annotated[int, at_least(1)] = 5
-    """Steps from one average to the next; with fragments, of the same fragment."""
+    """Steps between averages; with fragments, of the same fragment."""
     should_quantize: bool = False
-    """Send 8 bits a number when averaging. Needs a GPU with Triton."""
+    """Quantize averages to 8 bits. Needs a GPU with Triton."""
     num_fragments: Annotated[int, at_least(1)] = 1
-    """Parts of the model that "streaming_diloco" averages in turn."""
+    """Fragments that "streaming_diloco" averages in turn."""
     module_fqns_per_model_fragment: Annotated[
         list[list[str]], only([], "choosing the modules of each fragment")
     ] = []
-    """Modules of each fragment. Only the empty list, with which the layers are split evenly into
+    """Modules per fragment. Only the empty list is supported, which splits the layers evenly into
     `num_fragments`."""
     fragment_sync_delay: Annotated[int, at_least(0)] = 0
-    """Steps that are taken while a fragment is on its way ("streaming_diloco")."""
+    """Steps taken while a fragment is being reduced ("streaming_diloco")."""
     fragment_update_alpha: Annotated[float, at_least(0), at_most(1)] = 0.0
-    """Share of its own weights that a replica keeps in an averaged fragment
-    ("streaming_diloco")."""
+    """Weight of a replica's own weights in an averaged fragment ("streaming_diloco")."""
     outer_lr: Annotated[float, above(0)] = 0.7
     """Learning rate of DiLoCo's outer optimizer, SGD with Nesterov momentum."""
     outer_momentum: Annotated[float, above(0)] = 0.9

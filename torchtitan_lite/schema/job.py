@@ -5,21 +5,21 @@ from typing import Literal
 from torchtitan_lite.schema.section import Section
 
 BUILT_IN_CONFIG_MODULES = ("torchtitan.components.ft.config",)
-"""Configuration modules of torchtitan whose keys are part of this schema. Naming one has no effect
-and imports nothing."""
+"""Configuration modules of torchtitan whose keys are part of this schema. Naming one imports
+nothing."""
 
 
 CONFIG_MODULE_KEYS = (("job", "custom_config_module"), ("experimental", "custom_args_module"))
-"""Keys that name a module with tables and keys of the user's."""
+"""Keys that name a module with user-defined tables and keys."""
 
 
 class JobConfig(Section):
-    """The run as a whole."""
+    """General settings of the run."""
 
     dump_folder: str = "./outputs"
-    """Folder of everything that the run writes."""
+    """Folder of all outputs of the run."""
     description: str = "default job"
-    """What the run is for, in your words."""
+    """Description of the run."""
     print_config: bool = False
     """Print the resolved configuration at the start."""
     save_config_file: str | None = None
@@ -29,4 +29,4 @@ class JobConfig(Section):
     "torchtitan.components.ft.config" is accepted and without effect, because its keys are part of
     [fault_tolerance]."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What to compute on. "auto": a GPU where there is one, else the CPU."""
+    """Device. "auto": a GPU if there is one, else the CPU."""

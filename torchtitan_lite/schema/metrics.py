@@ -22,10 +22,10 @@ _not_empty = AfterValidator(_has_text)
 
 
 class MetricsConfig(Section):
-    """Where the numbers of each step go. `metrics.jsonl` is always written, one line a step."""
+    """Metrics of each step. `metrics.jsonl` is always written, one line per step."""
 
     log_freq: Annotated[int, at_least(1)] = 10
-    """Write to the console, TensorBoard and Weights & Biases every this many steps."""
+    """Steps between outputs to the console, TensorBoard and Weights & Biases."""
     enable_tensorboard: bool = False
     """Write TensorBoard files."""
     disable_color_printing: bool = False
@@ -33,14 +33,12 @@ class MetricsConfig(Section):
     save_tb_folder: str = "tb"
     """Folder of the TensorBoard files, below `job.dump_folder`."""
     save_for_all_ranks: bool = False
-    """Write the files of every rank, not only of the leader. The leader's keep their names, the
-    others' end in the rank."""
+    """Write files of every rank, not only of the leader; names of other ranks end in the rank."""
     enable_wandb: bool = False
     """Send the metrics to Weights & Biases. Needs the package wandb."""
     prometheus_port: Annotated[int, at_least(0), at_most(65535)] = 0
-    """Port on which the newest values can be scraped by Prometheus, as /metrics; 0: off. The leader
-    of replica k listens on this port + k; with `save_for_all_ranks`, rank r listens on this port +
-    k * ranks per replica + r. Needs the package prometheus_client."""
+    """Port for Prometheus, which scrapes the newest values at /metrics; 0: off. The leader of
+    replica k listens on this port + k; with `save_for_all_ranks`, rank r listens on this port + k *
+    ranks per replica + r. Needs the package prometheus_client."""
     prometheus_host: Annotated[str, _not_empty] = "127.0.0.1"
-    """Address of the one interface on which Prometheus may scrape. There is no password: choose a
-    private one."""
+    """Address of the interface for Prometheus. There is no password: choose a private one."""

@@ -8,7 +8,7 @@ from torchtitan_lite.schema.section import Section, at_least
 
 
 class ProfilingConfig(Section):
-    """Traces of the time and snapshots of the memory that steps take."""
+    """Traces of time and snapshots of memory."""
 
     enable_profiling: bool = False
     """Record traces with torch.profiler; Perfetto or chrome://tracing opens them."""
@@ -20,8 +20,8 @@ class ProfilingConfig(Section):
     profiler_active: Annotated[int, at_least(1)] = 1
     """Steps recorded at the end of each cycle."""
     profiler_warmup: Annotated[int, at_least(0)] = 3
-    """Steps before the recorded ones in which the profiler runs and throws its events away, since
-    the first ones are distorted by its start."""
+    """Steps before the recorded ones in which the profiler runs and discards its events, because
+    its start distorts the first ones."""
     enable_memory_snapshot: bool = False
     """Record every allocation on the GPU and write snapshots for pytorch.org/memory_viz."""
     save_memory_snapshot_folder: str = "memory_snapshot"

@@ -8,16 +8,16 @@ _GATHERED = "FSDP gathers weights in the precision of the forward pass"
 
 
 class Float8Config(Section):
-    """Linear layers in float8, by torchao. In force when `model.converters` names
-    "quantize.linear.float8"."""
+    """Linear layers in float8, by torchao. Enabled by "quantize.linear.float8" in
+    `model.converters`."""
 
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """How numbers are scaled: by tensor, by row, or by row with the gradient of the weights in
-    bfloat16. Unset: by tensor."""
+    """Scaling: by tensor, by row, or by row with the weights' gradient in bfloat16. Unset: by
+    tensor."""
     filter_fqns: list[str] = []
-    """Linear modules whose name contains one of these are left as they are. Routers always are."""
+    """Linear modules to exclude, by parts of their names. Routers are always excluded."""
     emulate: bool = False
-    """Compute in float32 what float8 would give: slow, on any device, for tests."""
+    """Emulate float8 in float32: slow, on any device, for tests."""
     enable_fsdp_float8_all_gather: Annotated[bool, NoEffect(_GATHERED)] = False
     """Accepted and without effect: FSDP gathers weights in the precision of the forward pass and
     casts them afterwards, for two to four times the bytes."""
@@ -30,12 +30,12 @@ class QuantizedLinearConfig(Section):
 
     float8: Float8Config = Float8Config()
     mx: dict[str, Any] = {}
-    """MX formats. Accepted and without effect, since no converter reads it."""
+    """MX formats. Accepted and without effect, because no converter reads it."""
 
 
 class QuantizeConfig(Section):
-    """Low precision, by the converters that `model.converters` names."""
+    """Low precision, enabled by `model.converters`."""
 
     linear: QuantizedLinearConfig = QuantizedLinearConfig()
     grouped_mm: dict[str, Any] = {}
-    """Experts' matrices. Accepted and without effect, since no converter reads it."""
+    """Experts' matrices. Accepted and without effect, because no converter reads it."""

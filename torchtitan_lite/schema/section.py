@@ -16,18 +16,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A frozen group of settings that refuses unknown keys."""
+    """A frozen group of settings; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     source_class: ClassVar[type | None] = None
-    """Class whose source has the field texts, for a section made at run time."""
+    """Class whose source has the field texts, for a section created at run time."""
 
 
 @cache
 def field_texts(section: type[BaseModel]) -> Mapping[str, str]:
-    """The docstring under each field. Read from the source only when asked for: that takes some
-    milliseconds a section, which no run needs."""
+    """Return the docstring under each field, read from the source when needed: that takes some
+    milliseconds per section."""
     texts: dict[str, str] = {}
     for owner in reversed(section.__mro__):
         if not issubclass(owner, Section) or owner is Section:
@@ -48,7 +48,7 @@ def field_texts(section: type[BaseModel]) -> Mapping[str, str]:
 
 
 def only(value: Any, missing: str) -> AfterValidator:
-    """Accept a key of the schema whose feature does not exist here, while it is switched off.
+    """Accept a key of an unsupported feature only if it is off.
 
     `value` is the setting that means off; `missing` names the feature in the error.
     """
@@ -66,40 +66,39 @@ def only(value: Any, missing: str) -> AfterValidator:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Marks a key that is accepted and changes nothing here, because it is about speed or memory
-    that is gained another way or not at all: results are those without the key. A run logs it if it
-    is set."""
+    """Marks a key that is accepted without effect, because it is about speed or memory gained
+    otherwise or not at all: results do not depend on it. A run logs it if it is set."""
 
     reason: str
 
 
 def at_least(minimum: float) -> AfterValidator:
-    """A number not below `minimum`, with the value in the error."""
+    """Require at least `minimum`; the error has the value."""
     return _bounded(lambda given: given >= minimum, f"at least {minimum}")
 
 
 def at_most(maximum: float) -> AfterValidator:
-    """A number not above `maximum`, with the value in the error."""
+    """Require at most `maximum`; the error has the value."""
     return _bounded(lambda given: given <= maximum, f"at most {maximum}")
 
 
 def above(minimum: float) -> AfterValidator:
-    """A number greater than `minimum`, with the value in the error."""
+    """Require more than `minimum`; the error has the value."""
     return _bounded(lambda given: given > minimum, f"greater than {minimum}")
 
 
 def below(maximum: float) -> AfterValidator:
-    """A number less than `maximum`, with the value in the error."""
+    """Require less than `maximum`; the error has the value."""
     return _bounded(lambda given: given < maximum, f"less than {maximum}")
 
 
 def positive_or_minus_one() -> AfterValidator:
-    """A positive number, or -1 for "what is left"."""
+    """Require a positive number, or -1 for "the rest"."""
     return _bounded(lambda given: given == -1 or given > 0, "positive, or -1")
 
 
 def between(low: float, high: float) -> AfterValidator:
-    """A number in [low, high], with the value in the error."""
+    """Require a number in [low, high]; the error has the value."""
     return _bounded(lambda given: low <= given <= high, f"between {low} and {high}")
 
 
@@ -113,7 +112,7 @@ def _bounded(holds: Callable[[Any], bool], wanted: str) -> AfterValidator:
 
 
 def toml_literal(value: Any) -> str:
-    """`value` as it would be written in a TOML file, for messages."""
+    """Format `value` as TOML, for messages."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
