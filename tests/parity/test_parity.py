@@ -4,6 +4,7 @@ Each row trains the model of odd sizes for three steps on unequal documents and 
 gradient norm and all weights. SGD is there because AdamW hides a wrong scale of the gradient.
 """
 
+import json
 import multiprocessing
 from collections.abc import Callable
 from functools import cache
@@ -284,13 +285,17 @@ def test_compiled_blocks_train_alike_on_meshes(
 
 @pytest.mark.parametrize(
     ("mesh", "recompute"),
-    long(
-        *(
-            (mesh, recompute)
-            for mesh in ("ep-2", "etp-2", "tp-2-ep-2", "ep-2-etp-2", "ep-2-cp-2", "pp-2-ep-2")
-            for recompute in RECOMPUTE
-        )
-    ),
+    [
+        ("pp-2-ep-2", "none"),
+        *long(
+            *(
+                (mesh, recompute)
+                for mesh in ("ep-2", "etp-2", "tp-2-ep-2", "ep-2-etp-2", "ep-2-cp-2", "pp-2-ep-2")
+                for recompute in RECOMPUTE
+                if (mesh, recompute) != ("pp-2-ep-2", "none")
+            )
+        ),
+    ],
 )
 def test_compiled_experts_train_alike_on_meshes(
     mesh: str, recompute: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
@@ -316,10 +321,43 @@ def test_compiled_experts_take_another_batch_size_in_validation(
     compiled = {**overrides, **COMPILED}
     for outcome in pools(world_size).run(run_job, tmp_path / "run", compiled, timeout_s=280):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+    losses = [
+        [line["loss"] for line in map(json.loads, text.splitlines()) if "validation" in str(line)]
+        for folder in ("eager", "run")
+        for text in [(tmp_path / folder / "metrics.jsonl").read_text()]
+    ]
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize("mesh", ["accumulation-1", *long("fsdp-2")])
+def test_compiled_experts_with_a_capacity(
+    mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = MESHES[mesh]
+    model = {"model.name": "qwen3", "model.flavor": "capped_experts"}
+    compiled = {**overrides, **model, **COMPILED}
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", compiled, timeout_s=280):
+        assert_same(outcome, reference(**model), tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_inductor_trains_alike(
+    model: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = STAGED[model] if model == "experts" else MESHES["tp-2"]
+    compiled = {**overrides, **COMPILED, **RECOMPUTE["full"], "compile.backend": "inductor"}
+    expected = reference(**(EXPERTS if model == "experts" else {"model.flavor": "odd"}))
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", compiled, timeout_s=280):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
 # Every pair of schedule, recomputation, (kind of model and its mesh) and compilation has a row.
-SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
+SCHEDULES = (
+    *("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"),
+    *("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"),
+)
 STAGED: dict[str, tuple[int, dict[str, Any]]] = {
     "dense": (2, {**PP, "model.flavor": "odd"}),
     "experts": (2, {**PP, **EXPERTS}),
@@ -328,7 +366,7 @@ STAGED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def schedule_rows() -> list[Any]:
-    short = ("ZBVZeroBubble", "op", "dense", False)
+    short = [("ZBVZeroBubble", "op", "dense", False), ("ZBVZeroBubble", "none", "experts", True)]
     found = [
         (schedule, recompute, model, compiled)
         for row, schedule in enumerate(SCHEDULES)
@@ -338,7 +376,7 @@ def schedule_rows() -> list[Any]:
         # Operations are where recomputation and the backward's parts meet: all of their rows.
         if recompute == "op" or (row + column + place + compiled) % 3 == 0
     ]
-    return [short, *long(*(row for row in found if row != short))]
+    return [*short, *long(*(row for row in found if row not in short))]
 
 
 @pytest.mark.parametrize(("schedule", "recompute", "model", "compiled"), schedule_rows())

@@ -200,8 +200,8 @@ def _evaluate(commands) -> None:
         "--stride",
         type=positive,
         metavar="N",
-        help="new targets per further window of a document (default: --seq-len); fewer: more "
-        "context for each",
+        help="new targets per further window of a document (default: --seq-len with a data set, "
+        "else packed blocks as in the run); fewer: more context for each",
     )
     add("--batch-size", help="samples per rank and batch")
     add("--steps", help="batches per rank (default: the whole data set)")

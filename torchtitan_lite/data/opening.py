@@ -263,6 +263,7 @@ class _Opener:
             num_after=int(tokenizer.eos_id is not None and not is_chat),
             target_bounds=tokens.target_bounds,
             name=part.name,
+            remedy=part.remedy,
         )
 
 

@@ -31,6 +31,7 @@ class DocumentWindows:
         num_after: int,
         target_bounds: np.ndarray | None,
         name: str,
+        remedy: str,
     ) -> None:
         """`prefix`: the token to put before each document; None if documents hold it already.
         `num_after`: tokens at the end of each document that are no targets. `target_bounds` as
@@ -43,7 +44,9 @@ class DocumentWindows:
         further = -(-np.maximum(self._num_targets - seq_len, 0) // stride)
         self._ends = np.cumsum(np.where(self._num_targets > 0, 1 + further, 0))
         if not len(self._ends) or self._ends[-1] == 0:
-            raise DataError(f"{name} has no token that follows another one in its document.")
+            raise DataError(
+                f"{name} has no token that follows another one in its document: {remedy}."
+            )
 
     @property
     def num_blocks(self) -> int:

@@ -297,11 +297,6 @@ def _add_load(load_X: torch.Tensor, counts_X: torch.Tensor, grad_BSC: torch.Tens
     load_X.add_(counts_X)
 
 
-@_add_load.register_fake
-def _(load_X: torch.Tensor, counts_X: torch.Tensor, grad_BSC: torch.Tensor) -> None:
-    del load_X, counts_X, grad_BSC
-
-
 class _WithLoss(torch.autograd.Function):
     """The identity, which adds the gradient of an auxiliary loss."""
 

@@ -16,12 +16,13 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, config: CompileConfig) 
     """Compile the forward of each block; parameter names do not change.
 
     Only the forward, not the call: the hooks by which FSDP gathers weights stay outside. A block is
-    one graph, except with experts on other ranks, because the host waits for the sizes of their
-    exchange.
+    one graph, except with experts on other ranks or with a capacity, because the host waits for the
+    number of their tokens.
     """
     if not config.covers("model"):
         return
     experts_apart = has_own_mesh(spec, mesh)
+    drops_tokens = spec.expert_capacity_factor is not None
     if experts_apart:
         for module in model.modules():
             if isinstance(module, Experts):
@@ -30,8 +31,8 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, config: CompileConfig) 
         block.forward = torch.compile(
             block.forward,
             backend=config.backend,
-            fullgraph=not experts_apart,
+            fullgraph=not (experts_apart or drops_tokens),
             # DTensor cannot flatten a sharded sequence behind a batch of symbolic size (torch 2.13:
             # "Cannot propagate strict view sharding"): another batch size is another graph.
-            dynamic=False if mesh.degrees.tp > 1 else None,
+            dynamic=False if mesh.degrees.tp > 1 and not drops_tokens else None,
         )

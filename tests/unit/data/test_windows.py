@@ -29,7 +29,7 @@ def rolling_windows(
 def windows(documents: list[np.ndarray], **options: Any) -> DocumentWindows:
     starts = np.cumsum([0, *(len(one) for one in documents[:-1])])
     settings: dict[str, Any] = {"stride": SEQ_LEN, "prefix": None, "num_after": 1}
-    settings |= {"target_bounds": None, "name": "the set", **options}
+    settings |= {"target_bounds": None, "name": "the set", "remedy": "add documents", **options}
     return DocumentWindows(np.concatenate(documents), starts, SEQ_LEN, **settings)
 
 
