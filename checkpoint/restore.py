@@ -254,9 +254,7 @@ class Restorer:
         """Compare model dimensions: equal shapes do not imply an equal model, for example with
         different RoPE scaling. A mismatch is an error within a run and a warning across runs."""
         here = model_dims(self._context.run_config)
-        is_own = snapshot.where.startswith(f"{self._context.storage.root}/") or isinstance(
-            snapshot, LeftoverSnapshot
-        )
+        is_own = self._is_stored(snapshot) or isinstance(snapshot, LeftoverSnapshot)
         if is_own and here and not snapshot.saved.dims:
             logger.warning(
                 "%s does not record the dimensions of its model: only the shapes of its weights "
@@ -284,8 +282,12 @@ class Restorer:
             and saved.step >= last
             and parts >= _FINAL_PARTS
             and "train_state" in saved.values
-            and snapshot.where.startswith(f"{self._context.storage.root}/")
+            and self._is_stored(snapshot)
         )
+
+    def _is_stored(self, snapshot: Snapshot) -> bool:
+        """Whether it is in this run's storage."""
+        return snapshot.where.startswith(f"{self._context.storage.root}/")
 
 
 def _in(name: str, parts: set[str]) -> bool:

@@ -78,6 +78,8 @@ class Built:
     """The leader's."""
     restored_from: str | None
     """What the state was loaded from, if anything."""
+    sampler: Sampler | None
+    """The copy of the model that generates the texts of validations, if any are asked for."""
 
 
 @contextmanager
@@ -194,6 +196,8 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             )
             schedule = ScheduleInside(schedule, trace.in_schedule)
             step_context = trace.step
+        asks_for_texts = config.validation.enable and config.validation.samples > 0
+        sampler = build_sampler(config, spec, data, mesh) if asks_for_texts else None
         global_batch_size = config.training.global_batch_size
         if global_batch_size == -1:
             global_batch_size = config.training.local_batch_size * mesh.degrees.batch
@@ -222,6 +226,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
                 goodput_tracker=goodput_tracker,
                 data=data,
                 spec=spec,
+                sampler=sampler,
                 state=state,
                 mesh=mesh,
                 dump_folder=own_folder,
@@ -284,6 +289,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             metrics=metrics,
             goodput_tracker=goodput_tracker,
             restored_from=restored_from,
+            sampler=sampler,
         )
 
 
@@ -385,6 +391,7 @@ def _hooks(
     goodput_tracker: GoodputTracker | None,
     data: OpenedData,
     spec: ModelSpec,
+    sampler: Sampler | None,
     state: TrainState,
     mesh: Mesh,
     dump_folder: Path,
@@ -411,7 +418,7 @@ def _hooks(
                 job_schedule,
                 metrics,
                 mesh,
-                _validation_samples(config, spec, data, mesh),
+                _validation_samples(config, sampler),
             )
         )
     if config.debug.sample_ledger:
@@ -442,14 +449,14 @@ def build_sampler(config: Config, spec: ModelSpec, data: OpenedData, mesh: Mesh)
 
 
 def _validation_samples(
-    config: Config, spec: ModelSpec, data: OpenedData, mesh: Mesh
+    config: Config, sampler: Sampler | None
 ) -> Callable[[TrainState], Sequence[str]] | None:
-    """Return what generates the texts of a validation; None without `validation.samples`."""
+    """Return what generates the texts of a validation; None without a sampler."""
     asked = config.validation
-    if asked.samples == 0:
+    if sampler is None:
         return None
     return partial(
-        build_sampler(config, spec, data, mesh).texts,
+        sampler.texts,
         prompt=asked.sample_prompt,
         count=asked.samples,
         max_new_tokens=asked.sample_tokens,

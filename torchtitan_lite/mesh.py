@@ -66,11 +66,6 @@ class Degrees:
         """Ranks with the same samples."""
         return self.pp * self.cp * self.tp
 
-    @property
-    def sequence_multiple(self) -> int:
-        """The length of a sequence must be a multiple of this, to be sharded evenly."""
-        return self.tp * 2 * self.cp
-
 
 def resolve_degrees(config: ParallelismConfig, world_size: int) -> Degrees:
     """Resolve `data_parallel_shard_degree = -1` and check that the product is `world_size`. Raises

@@ -132,12 +132,14 @@ def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bo
 def _sample(built: Built, config: Config) -> str | None:
     """Generate a text; None if the model is too large for it, or has no KV cache."""
     job, spec = built.job, built.spec
-    if spec.cost(config.training.seq_len).num_params > _SAMPLE_MAX_PARAMS:
-        return None
-    try:
-        sampler = build_sampler(config, spec, built.data, job.mesh)
-    except ConfigError:
-        return None
+    sampler = built.sampler
+    if sampler is None:
+        if spec.cost(config.training.seq_len).num_params > _SAMPLE_MAX_PARAMS:
+            return None
+        try:
+            sampler = build_sampler(config, spec, built.data, job.mesh)
+        except ConfigError:
+            return None
     (text,) = sampler.texts(
         job.state, prompt="", count=1, max_new_tokens=_SAMPLE_TOKENS, temperature=0.8
     )

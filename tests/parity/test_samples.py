@@ -12,7 +12,7 @@ import pytest
 from tests.job import ODD_EXPERTS, mesh_for, odd_config
 from tests.parity.meshes import EXPERT_MESHES, MESHES
 from tests.pool import WorkerPool
-from torchtitan_lite.build import build, build_sampler
+from torchtitan_lite.build import build
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.models import qwen3
 from torchtitan_lite.nn.moe import MoEDims
@@ -48,7 +48,8 @@ def sampled(folder: Path, overrides: dict[str, Any]) -> tuple[list[str], tuple[i
     with build(config, mesh, StopRequest()) as built:
         train(built.job)
         asked = config.validation
-        texts = build_sampler(config, built.spec, built.data, mesh).texts(
+        assert built.sampler is not None
+        texts = built.sampler.texts(
             built.job.state,
             prompt=asked.sample_prompt,
             count=asked.samples,

@@ -2,7 +2,7 @@
 
 from torchtitan_lite.optim.gradients import local_gradients, scale_, square_norm
 from torchtitan_lite.optim.learning_rate import WarmupStableDecay, build_schedule
-from torchtitan_lite.optim.sharded import ShardedOptimizer, build_optimizer
+from torchtitan_lite.optim.sharded import ShardedOptimizer, build_optimizer, placed_like
 
 __all__ = [
     "ShardedOptimizer",
@@ -10,6 +10,7 @@ __all__ = [
     "build_optimizer",
     "build_schedule",
     "local_gradients",
+    "placed_like",
     "scale_",
     "square_norm",
 ]

@@ -104,7 +104,7 @@ class ShardedOptimizer:
         has its shape. Empty before the first step, except Adagrad's."""
         part = self._parts[parameter]
         return {
-            name: value if name == _COUNT else _placed(value, parameter)
+            name: value if name == _COUNT else placed_like(value, parameter)
             for name, value in self.inner.state.get(part, {}).items()
             if isinstance(value, torch.Tensor)
         }
@@ -129,7 +129,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local()
 
 
-def _placed(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+def placed_like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """Return a tensor like this rank's shard of a parameter, with the same placements."""
     if not isinstance(parameter, DTensor):
         return value

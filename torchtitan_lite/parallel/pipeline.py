@@ -46,10 +46,9 @@ class Pipeline:
     ) -> None:
         """`parts` are this rank's stages in rising order; hidden states are of `dtype`."""
         self._is_compiled = is_compiled
-        self._cp_group = mesh.device_mesh.get_group("cp")
         self._group = mesh.device_mesh.get_group("pp")
-        self._rank = mesh.device_mesh.get_local_rank("pp")
-        self._stages = dict(zip(plan.of_rank(self._rank), parts, strict=True))
+        rank = mesh.device_mesh.get_local_rank("pp")
+        self._stages = dict(zip(plan.of_rank(rank), parts, strict=True))
         self._plan = plan
         self._last = len(plan.modules) - 1
         self.min_microbatches = len(plan.modules)
@@ -58,7 +57,7 @@ class Pipeline:
         self._copies = mesh.degrees.tp
         self._sequence_parts = mesh.degrees.tp if parallelism.enable_sequence_parallel else 1
         self._schedule_class = get_schedule_class(parallelism.pipeline_parallel_schedule)
-        self._spec, self._dtype = spec, dtype
+        self._width, self._dtype = spec.width, dtype
         self._tied = TiedWeight(self._stages, plan, spec, self._group)
         self._made: dict[tuple[int, int, int, bool], Any] = {}
         if self._last in self._stages:
@@ -140,7 +139,7 @@ class Pipeline:
         hidden = torch.empty(
             batch_size,
             length // self._sequence_parts,
-            self._spec.width,
+            self._width,
             dtype=self._dtype,
             device="meta",
             requires_grad=True,

@@ -60,7 +60,6 @@ class OneStage:
         self, model: nn.Module, loss: TokenLoss, mesh: Mesh, sharding: SequenceSharding
     ) -> None:
         self._sharding = sharding
-        self._group = mesh.device_mesh.get_group("cp")
         self._model = model
         self._loss = loss
         self._device = mesh.device.torch_device

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchft.local_sgd import DiLoCo, LocalSGD
 
 from torchtitan_lite.checkpoint.background import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.optim import placed_like
 from torchtitan_lite.phases import Phase
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.replica.participation import ReplicaEvent, Share
@@ -125,7 +125,7 @@ class Averaging:
             for (name, parameter), saved in zip(
                 mine.parameters.items(), fragment.original_parameters.values(), strict=True
             ):
-                found[f"{name}.outer_parameter"] = _placed(saved, parameter)
+                found[f"{name}.outer_parameter"] = placed_like(saved, parameter)
                 found[f"{name}.outer_momentum"] = outer.state[parameter]["momentum_buffer"]
         return found
 
@@ -320,16 +320,3 @@ def _outer_optimizer(config: FaultToleranceConfig, module: nn.Module) -> torch.o
         # earlier.
         made.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.detach())
     return made
-
-
-def _placed(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
