@@ -29,7 +29,7 @@ class HandWrittenLoop:
         axis = _only_axis(degrees.shape)
         recipe = recipe_of(config)
         self._max_norm = recipe.max_norm
-        self._lrs = [job.state.schedule.lr(step) for step in range(num_steps)]
+        self._lrs = [job.state.lr_scheduler.lr(step) for step in range(num_steps)]
         samples = job.global_batch_size // degrees.batch
         # Read before the clock starts.
         self._batches = batches_of(

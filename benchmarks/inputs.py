@@ -74,7 +74,7 @@ def write_inputs(path: Path, config: Config, built: Built, batches: Any) -> None
     inputs = {
         "dims": asdict(built.spec.dims),
         "recipe": asdict(recipe_of(config)),
-        "lr": built.job.state.schedule.lr(0),
+        "lr": built.job.state.lr_scheduler.lr(0),
         "weights": built.job.state.model.state_dict(),
         "batches": batches,
     }
