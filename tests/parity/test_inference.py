@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.job import FIXTURE, mesh_for, odd_config, run_job
 from tests.parity.meshes import CP, TP
 from tests.pool import WorkerPool
 from tests.tolerances import PARITY_FLOAT32_LOSS, PARITY_FLOAT64
+from torchtitan_lite.checkpoint import run_on_all_ranks
 from torchtitan_lite.cli import evaluate, generate
 from torchtitan_lite.cli.parsers import parser
-from torchtitan_lite.errors import ConfigError, MeshError
+from torchtitan_lite.errors import ConfigError, DataError, MeshError, UserError
 
 Pools = Callable[[int], WorkerPool]
 RUN: dict[str, Any] = {
@@ -163,3 +165,23 @@ def test_meshes_that_do_not_fit_are_refused(trained: Path, pools: Pools) -> None
     pipeline = {"parallelism.pipeline_parallel_degree": 2}
     for told in pools(2).run(refused, trained, pipeline, ()):
         assert "pipeline_parallel_degree = 2" in told and "data_parallel_shard_degree" in told
+
+
+def error_of_a_missing_file(folder: Path) -> str:
+    """The error that each rank raises if one finds no file."""
+    _world(folder, {})
+
+    def open_file() -> str:
+        if torch.distributed.get_rank() == 1:
+            raise DataError("rank 1 has no such file.")
+        return "opened"
+
+    try:
+        return run_on_all_ranks(open_file)
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_all_ranks_raise_the_error_of_one(pools: Pools, tmp_path: Path) -> None:
+    errors = pools(2).run(error_of_a_missing_file, tmp_path / "run")
+    assert errors == ["CheckpointError: rank 1 has no such file."] * 2

@@ -329,7 +329,7 @@ def has_raw_view(tensor: torch.Tensor, width: int) -> bool:
 
 
 def sent_arrays(
-    sources: Sequence[RawArray], destinations: Sequence[RawArray], kinds: Sequence[RoundKind | None]
+    sources: Sequence[RawArray], destinations: Sequence[RawArray], kinds: Sequence[str | None]
 ) -> list[RawArray]:
     """Return the arrays that a round reads from: in a "spread" round, the reduced destinations."""
     return [
