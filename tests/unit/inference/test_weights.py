@@ -18,7 +18,7 @@ from torchtitan_lite.config import Config, to_record
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import open_tokenizer
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.errors import CheckpointError, DataError, UserError
+from torchtitan_lite.errors import CheckpointError, UserError
 from torchtitan_lite.inference import open_weights, stop_ids, tokenizer_of
 from torchtitan_lite.mesh import Mesh, start_mesh
 from torchtitan_lite.schema.comm import CommConfig
@@ -131,7 +131,7 @@ def test_the_tokenizer_of_the_run_is_found_or_asked_for(
     saved: Path, mesh: Mesh, tmp_path: Path
 ) -> None:
     weights = open_weights(str(saved), mesh)
-    with pytest.raises(DataError, match=r"step-12 was trained .* Give --tokenizer DIR"):
+    with pytest.raises(CheckpointError, match=r"step-12 was trained .* Give --tokenizer DIR"):
         tokenizer_of(weights, None)
     training, cache = weights.config.training, tmp_path / "cache"
     corpora = [open_corpus(one, cache) for one in training.resolved_corpora()]
@@ -139,10 +139,10 @@ def test_the_tokenizer_of_the_run_is_found_or_asked_for(
     assert tokenizer_of(weights, None) == trained
     shutil.copytree(trained.folder, tmp_path / "elsewhere")
     assert tokenizer_of(weights, str(tmp_path / "elsewhere")).fingerprint == trained.fingerprint
-    with pytest.raises(DataError, match=f"{tmp_path} has no tokenizer.json"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path} has no tokenizer.json"):
         tokenizer_of(weights, str(tmp_path))
     record(saved / "step-12", config_of(tmp_path, hf_assets_path=str(tmp_path / "gone")))
-    with pytest.raises(DataError, match=r"gone, with which .*step-12 was trained, has no"):
+    with pytest.raises(CheckpointError, match=r"gone, with which .*step-12 was trained, has no"):
         tokenizer_of(open_weights(str(saved), mesh), None)
 
 
