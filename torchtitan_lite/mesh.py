@@ -214,12 +214,6 @@ class Mesh:
         """Block until every rank calls it, on the CPU: a GPU barrier would not block the host."""
         self.sum(torch.zeros(1))
 
-    @property
-    def is_first_of_stage(self) -> bool:
-        """True on the first rank of a pipeline stage."""
-        axes = [axis for axis in AXES if axis != "pp"]
-        return all(self.device_mesh.get_local_rank(axis) == 0 for axis in axes)
-
     def leader_says(self, number: int) -> int:
         """Broadcast the leader's `number`. Every rank must call it."""
         tensor = torch.tensor([number])

@@ -5,7 +5,7 @@ and every token but the first (and a tail shorter than a block) is a target exac
 its document says that it is none.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,19 +36,6 @@ class Blocks(NamedTuple):
     def rows(self, rows: slice) -> "Blocks":
         """Return some blocks, as views."""
         return Blocks(*(array[rows] for array in self))
-
-
-class BlockSource(Protocol):
-    """A source of blocks."""
-
-    @property
-    def num_blocks(self) -> int | None:
-        """Number of blocks; None for a stream."""
-        ...
-
-    def read(self, blocks: np.ndarray) -> Blocks:
-        """Read the blocks with these indices (int64 [n])."""
-        ...
 
 
 class PackedBlocks:
