@@ -26,7 +26,7 @@ from torch import nn
 
 from benchmarks.hand_written_loop import HandWrittenLoop
 from benchmarks.turns import Turns
-from torchtitan_lite.build import build
+from torchtitan_lite.builders import build
 from torchtitan_lite.config import parse_command_line
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.device import detect_device

@@ -11,7 +11,7 @@ from functools import partial
 from benchmarks import hand_written_step, hand_written_tensor
 from benchmarks.hand_written_pipeline import PipelineStep
 from benchmarks.inputs import batches_of, recipe_of
-from torchtitan_lite.build import Built
+from torchtitan_lite.builders import Built
 from torchtitan_lite.config import Config
 from torchtitan_lite.mesh import AXES
 from torchtitan_lite.nn.decoder import Decoder

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.hand_written_step import Batch, Recipe
-from torchtitan_lite.build import Built, build
+from torchtitan_lite.builders import Built, build
 from torchtitan_lite.config import Config, parse_command_line
 from torchtitan_lite.data import DataLoader, share_of_step
 from torchtitan_lite.device import detect_device

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.turns import Turns
-from torchtitan_lite.build import build
+from torchtitan_lite.builders import build
 from torchtitan_lite.config import parse_command_line
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.device import detect_device

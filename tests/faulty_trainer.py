@@ -22,7 +22,7 @@ from torch import nn
 from tests.dying_points import die_at
 from tests.snapshots import starts_of
 from torchtitan_lite import trainer
-from torchtitan_lite.build import state as build_state
+from torchtitan_lite.builders import state as build_state
 from torchtitan_lite.checkpoint import sync_saver
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.memory.folder import region_files

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.build import build
+from torchtitan_lite.builders import build
 from torchtitan_lite.config import Config, config_from
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.device import detect_device

@@ -1,7 +1,7 @@
 """The Python API: what a script needs to train, and to extend a run. Documented in
 docs/python_api.md. Layer: the top."""
 
-from torchtitan_lite.build import Built, build
+from torchtitan_lite.builders import Built, build
 from torchtitan_lite.config import Config, load_config
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.device import detect_device

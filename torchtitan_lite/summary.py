@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_lite.build import Built, build_sampler
+from torchtitan_lite.builders import Built, build_sampler
 from torchtitan_lite.commands import program, torchtitan_lite, with_steps
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import ConfigError, UserError

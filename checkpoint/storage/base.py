@@ -31,6 +31,7 @@ class Storage(Protocol):
     the client raises."""
 
     root: str
+    """What `open_storage` opens it by, also in the writer process."""
 
     def begin(self, step: int, token: str) -> None:
         """Prepare to write a step. Every rank may call it, repeatedly."""

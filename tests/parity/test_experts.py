@@ -16,7 +16,7 @@ from tests.launch import steps_of
 from tests.parity.meshes import EXPERT_MESHES
 from tests.parity.test_mesh_independence import initial_weights, validation_loss
 from tests.pool import WorkerPool
-from torchtitan_lite.build import build
+from torchtitan_lite.builders import build
 from torchtitan_lite.parallel.expert import routers_of
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.spec import Microbatch, PipelineSchedule

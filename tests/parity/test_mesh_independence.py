@@ -10,7 +10,7 @@ import pytest
 from tests import tolerances
 from tests.job import digest, mesh_for, odd_config, run_job, whole
 from tests.pool import WorkerPool
-from torchtitan_lite.build import build, build_model
+from torchtitan_lite.builders import build, build_model
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.parallel.pipeline_stages import join_stages
 from torchtitan_lite.preemption import StopRequest

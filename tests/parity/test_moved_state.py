@@ -17,7 +17,7 @@ from tests import tolerances
 from tests.job import Outcome, mesh_for, odd_config, run_job, whole
 from tests.parity.meshes import EXPERT_MESHES, FSDP, MESHES, assert_same
 from tests.pool import WorkerPool
-from torchtitan_lite.build import build
+from torchtitan_lite.builders import build
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.move_state import move_state

@@ -12,7 +12,7 @@ import pytest
 from tests.job import ODD_EXPERTS, mesh_for, odd_config
 from tests.parity.meshes import EXPERT_MESHES, MESHES
 from tests.pool import WorkerPool
-from torchtitan_lite.build import build
+from torchtitan_lite.builders import build
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.models import qwen3
 from torchtitan_lite.nn.moe import MoEDims

@@ -14,7 +14,7 @@ from tests import tolerances
 from tests.hugging_face import add_tokenizer, make_folder
 from tests.job import mesh_for, odd_config, run_job
 from tests.pool import WorkerPool
-from torchtitan_lite.build import build
+from torchtitan_lite.builders import build
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.spec import IGNORE
 

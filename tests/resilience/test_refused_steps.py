@@ -12,7 +12,7 @@ import torch
 from tests.job import Outcome, digest, mesh_for, odd_config, run_job, whole
 from tests.pool import WorkerPool
 from torchtitan_lite import rng
-from torchtitan_lite.build import build
+from torchtitan_lite.builders import build
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.parallel import OneStage
 from torchtitan_lite.parallel.expert import routers_of

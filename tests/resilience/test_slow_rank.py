@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.job import mesh_for, odd_config
 from tests.pool import WorkerPool
-from torchtitan_lite.build import build
+from torchtitan_lite.builders import build
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import ReplicaEvent
 from torchtitan_lite.step.work_times import WorkTimes

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.build import build_model
+from torchtitan_lite.builders import build_model
 from torchtitan_lite.checkpoint import load, run_on_all_ranks
 from torchtitan_lite.config import Config, config_from
 from torchtitan_lite.config.constraints import check_against

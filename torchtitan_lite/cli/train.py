@@ -52,7 +52,7 @@ def train_rank(argv: Sequence[str]) -> int:
         return error.exit_status
     try:
         # Imported once the configuration is known to be right, so that a typo fails fast.
-        from torchtitan_lite.build import build
+        from torchtitan_lite.builders import build
         from torchtitan_lite.device import detect_device
         from torchtitan_lite.last_export import export_last_save
         from torchtitan_lite.mesh import start_mesh

@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import nn
 
 from torchtitan_lite.anomalies import AnomalyDetector
-from torchtitan_lite.build.model import model_on_meta
-from torchtitan_lite.build.state import RestoredState
+from torchtitan_lite.builders.model import model_on_meta
+from torchtitan_lite.builders.state import RestoredState
 from torchtitan_lite.config import Config, config_fingerprint
 from torchtitan_lite.data import OpenedData
 from torchtitan_lite.debug import (
@@ -187,9 +187,7 @@ def _build_hooks(
     cost = spec.cost(config.training.seq_len)
     tracker = goodput_tracker
     hooks = [
-        record_metrics(
-            metrics, mesh, cost=cost, goodput_tracker=tracker, total_steps=total_steps
-        )
+        record_metrics(metrics, mesh, cost=cost, goodput_tracker=tracker, total_steps=total_steps)
     ]
     if tracker is not None and config.checkpoint.enable:
         hooks.append(record_goodput(config.checkpoint.interval, tracker, metrics))

@@ -1,0 +1,214 @@
+"""From a config to a `Job`, by four builders: data, model, state, job. No loop is here.
+
+Layer: above hooks and trainer.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from torchtitan_lite import rng
+from torchtitan_lite.builders.job import build_job, build_sampler, join_replicas
+from torchtitan_lite.builders.model import build_model
+from torchtitan_lite.builders.state import RestoredState, build_state
+from torchtitan_lite.checkpoint import run_on_all_ranks
+from torchtitan_lite.config import Config, to_toml
+from torchtitan_lite.data import OpenedData, open_data
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.launcher.supervised import announce, is_restarted
+from torchtitan_lite.log import logger
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.metrics import (
+    Event,
+    GoodputTracker,
+    Metrics,
+    open_goodput_tracker,
+    open_metrics,
+)
+from torchtitan_lite.models import model_spec
+from torchtitan_lite.outputs import replica_folder
+from torchtitan_lite.parallel.pipeline_stages import join_stages
+from torchtitan_lite.phases import PhaseListener, Phases
+from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.replica import hang_listeners
+from torchtitan_lite.samples import Sampler
+from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.trainer import Job
+
+__all__ = ["Built", "build", "build_model", "build_sampler"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A job, and the parts of a run beside it."""
+
+    job: Job
+    spec: ModelSpec
+    data: OpenedData
+    metrics: Metrics
+    goodput_tracker: GoodputTracker | None
+    """On the leader only."""
+    restored_from: str | None
+    """Location of the loaded checkpoint or snapshot; None for new weights."""
+    sampler: Sampler | None
+    """The copy of the model that generates text for validation, if configured."""
+
+
+@contextmanager
+def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
+    """Open the data, build the model on the mesh, restore the newest state and open the metrics;
+    close them at the end of the block. Every rank must call it."""
+    _set_determinism(config)
+    spec = model_spec(config.model)
+    folder = Path(config.job.dump_folder)
+    if config.fault_tolerance.enable:
+        # Checkpoints are shared by all replicas; metrics and logs are not.
+        folder = replica_folder(folder, config.fault_tolerance.replica_id)
+    run_on_all_ranks(lambda: _make_folder(folder))
+    with ExitStack() as stack:
+        tracker = _open_goodput_tracker(config, folder, stack) if mesh.is_leader else None
+        phases = Phases(_phase_listeners(config, mesh, tracker, folder, stack))
+        announce("reading data")
+        data = _build_data(config, spec, mesh)
+        stack.callback(data.loader.close)
+        announce("building model")
+        parts = build_model(config, spec, mesh)
+        restored = build_state(config, spec, join_stages(parts, spec, mesh), data, mesh)
+        stack.callback(restored.checkpoints.close)
+        state = restored.state
+        phases.step = lambda: state.step
+        metrics = stack.enter_context(_open_metrics(config, mesh, folder, restored))
+        has_samples = config.validation.enable and config.validation.samples > 0
+        sampler = build_sampler(config, spec, data, mesh) if has_samples else None
+        job = build_job(
+            config,
+            spec,
+            mesh,
+            stop,
+            stack,
+            parts=parts,
+            data=data,
+            restored=restored,
+            phases=phases,
+            metrics=metrics,
+            goodput_tracker=tracker,
+            sampler=sampler,
+            folder=folder,
+        )
+        _report_origin(restored, job, metrics)
+        if mesh.is_leader:
+            _write_config(config, folder)
+        if config.fault_tolerance.enable and state.step < job.steps:
+            # The last action of all, because the other replicas wait for a replica that has joined.
+            replicas = stack.enter_context(join_replicas(config, mesh, stop, restored, phases))
+            job = replace(job, replicas=replicas)
+        announce("compiling" if config.compile.enable else "first step")
+        yield Built(
+            job=job,
+            spec=spec,
+            data=data,
+            metrics=metrics,
+            goodput_tracker=tracker,
+            restored_from=restored.restored_from,
+            sampler=sampler,
+        )
+
+
+def _set_determinism(config: Config) -> None:
+    if config.debug.deterministic:
+        # cuBLAS reads it at its first call; without it, cuBLAS is not deterministic.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(
+        config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
+    )
+    rng.seed_everything(config.debug.seed or 0)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"job.dump_folder cannot be written: {error}. Choose another folder."
+        ) from None
+
+
+def _open_goodput_tracker(config: Config, folder: Path, stack: ExitStack) -> GoodputTracker:
+    """Continue the record of an earlier attempt if the run can resume."""
+    resumes = config.checkpoint.enable or config.fault_tolerance.enable
+    tracker = open_goodput_tracker(folder, resumes=resumes)
+    stack.callback(tracker.close)
+    return tracker
+
+
+def _phase_listeners(
+    config: Config, mesh: Mesh, tracker: GoodputTracker | None, folder: Path, stack: ExitStack
+) -> list[PhaseListener]:
+    listeners: list[PhaseListener] = [] if tracker is None else [tracker]
+    hang_timeout_s = config.fault_tolerance.hang_timeout_s
+    if config.fault_tolerance.enable and hang_timeout_s > 0:
+        traces = folder / config.comm.save_traces_folder
+        listeners += stack.enter_context(hang_listeners(hang_timeout_s, mesh.rank, traces))
+    return listeners
+
+
+def _build_data(config: Config, spec: ModelSpec, mesh: Mesh) -> OpenedData:
+    return open_data(
+        config.training,
+        config.validation,
+        hf_assets_path=config.model.hf_assets_path,
+        vocab_size=spec.vocab_size,
+        seed=config.debug.seed or 0,
+        document_mask=spec.document_mask,
+        pin_memory=mesh.device.pin_memory,
+    )
+
+
+def _open_metrics(config: Config, mesh: Mesh, folder: Path, restored: RestoredState) -> Metrics:
+    replica = config.fault_tolerance.replica_id if config.fault_tolerance.enable else None
+    return run_on_all_ranks(
+        lambda: open_metrics(
+            config.metrics,
+            folder=folder,
+            rank=mesh.rank,
+            is_leader=mesh.is_leader,
+            total_steps=config.training.steps,
+            resume_step=restored.state.step,
+            continues=restored.is_resumed or is_restarted(),
+            run_config=config.model_dump(),
+            world_size=mesh.world_size,
+            replica=replica,
+        )
+    )
+
+
+def _report_origin(restored: RestoredState, job: Job, metrics: Metrics) -> None:
+    """Report where the state comes from."""
+    where, step = restored.restored_from, restored.state.step
+    if where is None:
+        return
+    if restored.is_resumed:
+        logger.info("Resumed from %s at step %d", where, step)
+    else:
+        logger.info("Initial weights loaded from %s", where)
+    name = "resume" if restored.is_resumed else "initial_load"
+    metrics.event(Event(name=name, step=step, values={"folder": where}))
+    if restored.is_resumed and step >= job.steps:
+        logger.info("All %d steps of this run are done.", job.steps)
+
+
+def _write_config(config: Config, folder: Path) -> None:
+    """Write the resolved config beside the outputs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = to_toml(config)
+    (folder / "config.toml").write_text(text)
+    if config.job.save_config_file:
+        path = folder / config.job.save_config_file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    if config.job.print_config:
+        logger.info("Resolved config:\n%s", text)

@@ -1,0 +1,63 @@
+"""Build this rank's parts of the model: on the meta device, parallelized, then in memory.
+
+Layer: above models and parallel.
+"""
+
+import torch
+from torch import nn
+
+from torchtitan_lite.config import Config
+from torchtitan_lite.log import logger
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.nn.initialize import give_memory, initialize, on_meta
+from torchtitan_lite.parallel import parallelize
+from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages
+from torchtitan_lite.parallel.tensor import check_plan
+from torchtitan_lite.spec import ModelSpec
+
+
+def build_model(
+    config: Config, spec: ModelSpec, mesh: Mesh, *, init_weights: bool = True
+) -> list[nn.Module]:
+    """Build this rank's parts of the model: one, or one per pipeline stage on this rank. Without
+    `init_weights`, the weights are uninitialized memory to load into."""
+    whole = model_on_meta(config, spec)
+    check_plan(whole, spec)
+    if config.model.print_after_conversion:
+        logger.info("%s", whole)
+    if mesh.degrees.pp == 1:
+        return [_materialized(whole, config, spec, mesh, init_weights=init_weights)]
+    plan = plan_stages(spec, config.parallelism)
+    parts = []
+    for stage in plan.of_rank(mesh.device_mesh.get_local_rank("pp")):
+        part = model_on_meta(config, spec)
+        keep_only(part, spec, plan.modules[stage])
+        parts.append(_materialized(part, config, spec, mesh, init_weights=init_weights))
+    return parts
+
+
+def model_on_meta(config: Config, spec: ModelSpec) -> nn.Module:
+    """Build the entire model on the meta device."""
+    return on_meta(spec.build, getattr(torch, config.training.dtype))
+
+
+def _materialized(
+    model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh, *, init_weights: bool
+) -> nn.Module:
+    """Parallelize a model on the meta device, and allocate its memory."""
+    parallelize(
+        model,
+        spec,
+        mesh,
+        parallelism=config.parallelism,
+        precision=config.training,
+        checkpointing=config.activation_checkpoint,
+        compilation=config.compile,
+        quantization=config.quantize.linear.float8 if config.model.converters else None,
+    )
+    device = mesh.device.torch_device
+    offloaded = config.training.enable_cpu_offload
+    give_memory(model, torch.device("cpu") if offloaded else device, buffer_device=device)
+    if init_weights:
+        initialize(model, spec.init, config.debug.seed or 0)
+    return model.train()

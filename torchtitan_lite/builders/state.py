@@ -1,0 +1,87 @@
+"""Build the training state and its checkpoint manager, and restore the newest state.
+
+Layer: above checkpoint, optim, replica and train_state.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from torchtitan_lite.checkpoint import CheckpointManager
+from torchtitan_lite.checkpoint.hugging_face import save_assets
+from torchtitan_lite.config import Config, to_record
+from torchtitan_lite.data import OpenedData
+from torchtitan_lite.launcher.supervised import announce
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.optim import build_lr_scheduler, build_optimizer
+from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.train_state import TrainState
+
+if TYPE_CHECKING:
+    from torchtitan_lite.replica.semi_synchronous import Averaging
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredState:
+    """The training state, and where it comes from."""
+
+    state: TrainState
+    checkpoints: CheckpointManager
+    averaging: "Averaging | None"
+    """Of semi-synchronous replicas."""
+    restored_from: str | None
+    """Location of the loaded checkpoint or snapshot; None for new weights."""
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the state is an earlier one of this run."""
+        return self.restored_from is not None and not self.checkpoints.has_initial_load
+
+
+def build_state(
+    config: Config, spec: ModelSpec, model: nn.Module, data: OpenedData, mesh: Mesh
+) -> RestoredState:
+    """Build the state around this rank's `model`, and restore the newest one. Every rank must call
+    it; the caller closes `checkpoints`. Raises as `CheckpointManager.restore` does."""
+    state = TrainState(
+        model=model,
+        optimizer=build_optimizer(config.optimizer, model, spec.no_decay, mesh.device),
+        lr_scheduler=build_lr_scheduler(
+            config.lr_scheduler, config.optimizer, config.training.steps
+        ),
+        loader=data.loader,
+    )
+    fault_tolerance = config.fault_tolerance
+    averaging = None
+    if fault_tolerance.enable and fault_tolerance.semi_sync_method:
+        # Imported here because importing torchft takes a second.
+        from torchtitan_lite.replica.semi_synchronous import Averaging
+
+        averaging = Averaging(fault_tolerance, model)
+        state.outer = averaging
+    checkpoints = CheckpointManager(
+        config.checkpoint,
+        dump_folder=Path(config.job.dump_folder),
+        state=state,
+        mesh=mesh,
+        run_config=to_record(config),
+        spec=spec,
+        replica=fault_tolerance.replica_id if fault_tolerance.enable else None,
+        last_step=config.training.steps,
+    )
+    try:
+        if config.checkpoint.enable and mesh.is_leader:
+            save_assets(data.tokenizer_files.folder, checkpoints.root)
+        announce("restoring")
+        restored_from = checkpoints.restore()
+    except BaseException:
+        checkpoints.close()
+        raise
+    if averaging is not None and state.step == 0:
+        # They may be pretrained.
+        averaging.capture_initial_weights()
+    return RestoredState(
+        state=state, checkpoints=checkpoints, averaging=averaging, restored_from=restored_from
+    )
