@@ -1,7 +1,7 @@
-"""The figures of a report, as the JSON that plotly.js draws. Pure. Layer: above comparison and
-timeline.
+"""The figures of a report, as JSON for plotly.js. Pure. Layer: above comparison and timeline.
 
-Text from files is escaped here too, because plotly.js reads a subset of HTML in names and labels.
+Text from files is escaped here too, because plotly.js interprets a subset of HTML in names and
+labels.
 """
 
 import html
@@ -64,10 +64,10 @@ _MARKERS = {
 }
 _SPAN_COLORS = {"starting": "#cbd5e1", "training": "#bbf7d0", "down": "#fecaca"}
 _ABOVE, _BELOW = 0.3, -0.3
-"""Routine marks are drawn beside the middle of a lane, which faults have for themselves."""
+"""Offsets of routine marks from the middle of a lane, which is reserved for faults."""
 _OFFSETS = {"saved": _BELOW, "validation": _ABOVE, "quorum": _BELOW, "averaged": _ABOVE}
 _MOST_POINTS = 3000
-"""Of a curve; beyond it the smallest and the largest value of each interval are drawn."""
+"""Maximum points of a curve; beyond it, only the minimum and maximum of each interval are drawn."""
 _MOST_LINES = 10
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 _GRID, _TEXT = "#e5e7eb", "#334155"
@@ -96,7 +96,7 @@ class Curve:
 
 
 def loss_figure(runs: Sequence[RunFiles]) -> Figure | None:
-    """Training and validation loss."""
+    """Draw training and validation loss."""
     curves = []
     for place, run in enumerate(runs):
         color = COLORS[place % len(COLORS)]
@@ -115,7 +115,7 @@ def loss_figure(runs: Sequence[RunFiles]) -> Figure | None:
 
 
 def curve_figures(runs: Sequence[RunFiles]) -> list[Figure]:
-    """Learning rate and gradient norm."""
+    """Draw learning rate and gradient norm."""
     return _known(
         _merged("Gradient norm (before clipping)", runs, "grad_norm", "L2 norm"),
         _merged("Learning rate", runs, "lr", "learning rate", from_zero=True),
@@ -123,7 +123,7 @@ def curve_figures(runs: Sequence[RunFiles]) -> list[Figure]:
 
 
 def speed_figures(runs: Sequence[RunFiles]) -> list[Figure]:
-    """Throughput, MFU, step time, memory and replicas."""
+    """Draw throughput, MFU, step time, memory and replicas."""
     has_replicas = any((one["num_replicas"] or 1) > 1 for run in runs for one in run.merged)
     return _known(
         _merged("Throughput", runs, "tokens_per_second", "tokens/s", from_zero=True, digits="~s"),
@@ -176,7 +176,7 @@ def router_figures(runs: Sequence[RunFiles]) -> list[Figure]:
 
 
 def goodput_figure(runs: Sequence[RunFiles]) -> Figure | None:
-    """Wall time by what it went into, one bar per replica."""
+    """Draw wall time by cause, one bar per replica."""
     rows = [
         (account_label(run, one, len(runs) > 1), one)
         for run in runs
@@ -217,7 +217,8 @@ def goodput_figure(runs: Sequence[RunFiles]) -> Figure | None:
 
 
 def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
-    """Attempts and events over wall time; over steps by a button, or where there are no times."""
+    """Draw attempts and events over wall time, with a button to switch to steps; over steps only
+    if there are no times."""
     if not found.marks and not found.spans:
         return None
     places = {lane: len(found.lanes) - 1 - place for place, lane in enumerate(found.lanes)}
@@ -317,7 +318,7 @@ def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
 
 
 def difference_figure(comparisons: Sequence[Comparison]) -> Figure | None:
-    """Relative differences from the first run over steps, on a logarithmic axis."""
+    """Draw relative differences from the first run over steps, on a logarithmic axis."""
     curves = []
     for place, one in enumerate(comparisons):
         color = COLORS[(place + 1) % len(COLORS)]
@@ -348,18 +349,19 @@ _LOG_AXIS = {"type": "log", "exponentformat": "power", "dtick": 1}
 
 
 def ordered_kinds(accounts: Sequence[Goodput]) -> list[str]:
-    """Kinds of time that took any, in the order of the bar; unknown ones last."""
+    """Return the kinds of time with nonzero duration, in the order of the bar; unknown ones
+    last."""
     used = {kind for one in accounts for kind, seconds in one.seconds.items() if seconds > 0}
     return [*(kind for kind in KIND_COLORS if kind in used), *sorted(used - KIND_COLORS.keys())]
 
 
 def kind_name(kind: str) -> str:
-    """A kind of time, for people."""
+    """Return the display name of a kind of time."""
     return KIND_NAMES.get(kind, kind.replace("_", " "))
 
 
 def account_label(run: RunFiles, one: Goodput, is_named: bool) -> str:
-    """The replica, after its run if there are several."""
+    """Return the replica, prefixed by its run if there are several."""
     own = "all ranks" if one.replica is None else f"replica {one.replica}"
     if not is_named:
         return own
@@ -367,14 +369,14 @@ def account_label(run: RunFiles, one: Goodput, is_named: bool) -> str:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit of an axis of that length, and its seconds."""
+    """Return the unit of an axis of that length, and its seconds."""
     if seconds < 300:
         return "s", 1.0
     return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
 
 
 def duration(seconds: float) -> str:
-    """Such as 41.2 s, 12 min 03 s, 5 h 12 min."""
+    """Format a duration, such as 41.2 s, 12 min 03 s, 5 h 12 min."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes, second = divmod(round(seconds), 60)
@@ -386,7 +388,7 @@ def duration(seconds: float) -> str:
 
 
 def utc(time: float) -> str:
-    """A moment, such as 2026-05-01 12:00:00 UTC."""
+    """Format a time, such as 2026-05-01 12:00:00 UTC."""
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
@@ -438,7 +440,7 @@ def _step_time(runs: Sequence[RunFiles]) -> Figure | None:
 
 
 def _memory(runs: Sequence[RunFiles]) -> Figure | None:
-    """Of each rank that writes metrics."""
+    """Draw the peak memory of each rank that writes metrics."""
     streams = [(run, stream) for run in runs for stream in run.streams]
     curves = []
     for place, (run, stream) in enumerate(streams):
@@ -479,7 +481,7 @@ def _merged(
     shape: str = "linear",
     span: Sequence[float] | None = None,
 ) -> Figure | None:
-    """One curve per run."""
+    """Draw one curve per run."""
     curves = [
         Curve(run.label, _points(run.merged, name, factor), COLORS[place % len(COLORS)])
         for place, run in enumerate(runs)
@@ -488,7 +490,7 @@ def _merged(
 
 
 def _broken(points: Sequence[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
-    """With a point without value in each range of missing steps, where the line breaks."""
+    """Insert a point without value into each range of missing steps, to interrupt the line."""
     made: list[tuple[int, float | None]] = []
     for step, value in points:
         if made and step > made[-1][0] + 1:
@@ -515,7 +517,7 @@ def _curves(
     shape: str = "linear",
     span: Sequence[float] | None = None,
 ) -> Figure | None:
-    """None without a single value."""
+    """Draw the curves; None if they have no value."""
     drawn = [one for one in curves if any(value is not None for _, value in one.points)]
     if not drawn:
         return None
@@ -548,7 +550,7 @@ def _curves(
 def thinned(
     points: Sequence[tuple[int, float | None]], most: int = _MOST_POINTS
 ) -> list[tuple[int, float | None]]:
-    """At most about `most` points: of each interval the smallest and the largest value, so that no
+    """Return at most about `most` points: the minimum and maximum of each interval, so that no
     spike is hidden, and one point that is not finite."""
     if len(points) <= most:
         return list(points)
@@ -585,5 +587,5 @@ def _known(*figures: Figure | None) -> list[Figure]:
 
 
 def _text(text: str) -> str:
-    """Escaped for plotly.js, which reads tags and entities; with its line breaks."""
+    """Escape text for plotly.js, which interprets tags and entities; line breaks are kept."""
     return html.escape(text, quote=False).replace("\n", "<br>")

@@ -1,8 +1,8 @@
 """The HTML page of a report, in one file that needs no network. Layer: above figures, extras.
 
-Invariant: text from files reaches the page only escaped, as text between tags or inside JSON
-without the character "<". A content security policy allows the two scripts of the page, by their
-hashes, and no request at all.
+Invariant: text from files is always escaped in the page, as text between tags or inside JSON
+without the character "<". A content security policy allows only the two scripts of the page, by
+their hashes, and no requests.
 """
 
 import base64
@@ -39,9 +39,9 @@ from torchtitan_lite.report.run_files import Goodput, RunFiles, encodable
 from torchtitan_lite.report.timeline import KINDS, ROUTINE, Timeline, timeline
 
 _UNBROKEN = 32
-"""Length of cells that stay on one line."""
+"""Maximum length of cells that stay on one line."""
 _MOST_ROWS = 200
-"""Of the table of events."""
+"""Maximum rows of the table of events."""
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -113,13 +113,13 @@ class _Section:
 
 
 class _Figures:
-    """Figures of the page: their places in it, and the JSON of all of them."""
+    """Figures of the page: their containers, and the JSON of all of them."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
     def place(self, figure: Figure | None, *, is_titled: bool = True) -> str:
-        """The card of a figure; nothing for None."""
+        """Return the card of a figure; an empty text for None."""
         if figure is None:
             return ""
         name = f"figure-{len(self._made)}"
@@ -134,7 +134,7 @@ class _Figures:
         )
 
     def grid(self, figures: Sequence[Figure | None]) -> str:
-        """Two figures per row; one that is left over takes all of its row."""
+        """Lay out two figures per row; a single last one fills its row."""
         known = [one for one in figures if one is not None]
         narrow = [one for one in known if not one.is_wide]
         if len(narrow) % 2:
@@ -143,14 +143,14 @@ class _Figures:
         return f'<div class="grid">{cards}</div>' if cards else ""
 
     def json(self) -> str:
-        """Safe between script tags: no tag and no comment can begin in it."""
+        """Return JSON that is safe between script tags: it cannot contain a tag or a comment."""
         text = json.dumps(self._made, allow_nan=False, separators=(",", ":"))
         return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def write_page(path: Path, runs: Sequence[RunFiles], comparisons: Sequence[Comparison]) -> None:
-    """Write the report of `runs` to `path`; `comparisons` are those of the first with each other
-    one. Raises UserError if plotly is missing or the file cannot be written."""
+    """Write the report of `runs` to `path`; `comparisons` compare the first with each other run.
+    Raises UserError if plotly is missing or the file cannot be written."""
     text = page(runs, comparisons)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -162,7 +162,7 @@ def write_page(path: Path, runs: Sequence[RunFiles], comparisons: Sequence[Compa
 
 
 def page(runs: Sequence[RunFiles], comparisons: Sequence[Comparison]) -> str:
-    """The page as text. Raises UserError if plotly is missing."""
+    """Return the page as text. Raises UserError if plotly is missing."""
     library = _library()
     figures, timelines = _Figures(), [timeline(run) for run in runs]
     sections = [
@@ -215,7 +215,7 @@ requests.</footer>
 
 
 def _library() -> str:
-    """plotly.js, to embed. Raises UserError if it is missing."""
+    """Return the source of plotly.js, to embed. Raises UserError if it is missing."""
     require("plotly", "torchtitan-lite report")
     from plotly.offline import get_plotlyjs
 
@@ -227,7 +227,7 @@ def _sha256(script: str) -> str:
 
 
 def _header(run: RunFiles, found: Timeline) -> str:
-    """The name of a run and its most important numbers."""
+    """Return the name of a run and its most important numbers."""
     facts = "".join(
         f"<div><dt>{_escaped(name)}</dt><dd>{_escaped(value)}"
         + (f" <small>{_escaped(detail)}</small>" if detail else "")
@@ -244,7 +244,7 @@ def _header(run: RunFiles, found: Timeline) -> str:
 
 
 def _facts(run: RunFiles, found: Timeline) -> Iterator[tuple[str, str, str]]:
-    """Name, value and detail of each; only those that are known."""
+    """Yield name, value and detail of each known fact."""
     model = [run.setting("model", key) for key in ("name", "flavor")]
     if any(model):
         yield "Model", " ".join(str(one) for one in model if one), ""
@@ -297,7 +297,7 @@ def _facts(run: RunFiles, found: Timeline) -> Iterator[tuple[str, str, str]]:
 
 
 def _duration_s(run: RunFiles, found: Timeline) -> tuple[float | None, str]:
-    """Wall time of the run, and what it is taken from."""
+    """Return the wall time of the run, and what it is derived from."""
     if run.goodput:
         return max(one.wall_s for one in run.goodput), "wall time"
     times = run.known("time")
@@ -427,7 +427,7 @@ def _recoveries(found: Timeline) -> str:
 
 
 def _events(found: Timeline) -> str:
-    """A table of what does not belong to every run."""
+    """Return a table of the events that do not occur in every run."""
     notable = [one for one in found.marks if one.kind not in ROUTINE]
     if not notable:
         return ""
@@ -467,7 +467,7 @@ def _configs(runs: Sequence[RunFiles]) -> str:
 def _table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers_from: int | None = None
 ) -> str:
-    """A table of text; columns from `numbers_from` on are numbers."""
+    """Return a table of text; columns from `numbers_from` on are numbers."""
     start = len(heads) if numbers_from is None else numbers_from
 
     def cell(tag: str, place: int, text: str) -> str:
@@ -495,7 +495,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _si(value: Any) -> str:
-    """Such as 1.31 M."""
+    """Format a number with an SI prefix, such as 1.31 M."""
     number = float(value)
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= limit:
