@@ -39,11 +39,11 @@ class Text:
     text: str
     ids: list[int]
     ended_by: str
-    """ "stop" (the end of a document) or "length"."""
+    """"stop" (the end of a document) or "length"."""
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Generate what `options` ask for. Returns the exit status."""
+    """Generate according to `options`. Returns the exit status."""
     if any(other.startswith("--parallelism.") for other in others):
         options.parser.error(
             f"{' '.join(others)}: text is generated under tensor parallelism alone, neither under "
@@ -66,8 +66,8 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
 
 
 def generate(options: argparse.Namespace, world: Mesh) -> tuple[list[Text], float]:
-    """The text of each prompt, on every rank, and the seconds it took after the model was loaded.
-    Every rank must call it."""
+    """Return the text of each prompt, on every rank, and the seconds it took after the model was
+    loaded. Every rank must call it."""
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
     wanted = [prompt for prompt in _prompts(options) for _ in range(options.num_samples)]
     weights = open_weights(options.checkpoint, world)
@@ -114,7 +114,7 @@ def generate(options: argparse.Namespace, world: Mesh) -> tuple[list[Text], floa
 
 
 def _ignore(number: int, token: int) -> None:
-    """No text is streamed."""
+    """Discard a token: no text is streamed."""
 
 
 def _streamed(stream: TextStream) -> Callable[[int, int], None]:

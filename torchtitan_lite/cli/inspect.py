@@ -40,7 +40,7 @@ from torchtitan_lite.errors import (
 def run(
     options: argparse.Namespace, others: Sequence[str], shared_memory: Path = SHARED_MEMORY
 ) -> int:
-    """Inspect what `options` name. Returns the exit status."""
+    """Inspect the target of `options`. Returns the exit status."""
     try:
         if (options.path is None) != options.shm or (options.free is not None and not options.shm):
             raise UserError("Give either PATH or --shm; --free needs --shm.")
@@ -65,7 +65,7 @@ def _inspect_memory(options: argparse.Namespace, base: Path) -> int:
         if not options.free and unused and not options.yes and not _confirmed(unused):
             return 2
         for run_id in ids:
-            # Raises CheckpointError for an unknown run, and for one that a process writes to.
+            # Raises CheckpointError for an unknown run, and for one that is in use.
             free_run(run_id, base=base)
         freed = ids
     left = [_memory_record(run) for run in list_runs(base=base)]
@@ -74,7 +74,7 @@ def _inspect_memory(options: argparse.Namespace, base: Path) -> int:
 
 
 def _confirmed(unused: Sequence[Mapping[str, Any]]) -> bool:
-    """Show what would be freed and ask. Raises UserError where nobody can answer."""
+    """Show what would be freed and ask for confirmation. Raises UserError without a terminal."""
     print(_memory_in_words(unused, []), file=sys.stderr)
     if not sys.stdin.isatty():
         raise UserError(
@@ -99,7 +99,8 @@ def _is_step(path: str) -> bool:
 
 
 def _steps(path: str) -> tuple[Storage, list[str]]:
-    """Where the checkpoints lie, and their names. Raises CheckpointError when there are none."""
+    """Return the location of the checkpoints, and their names. Raises CheckpointError if there
+    are none."""
     whole = path.rstrip("/") if "://" in path else str(Path(path).absolute())
     if _is_step(path):
         root, _, name = whole.rpartition("/")
@@ -115,7 +116,7 @@ def _steps(path: str) -> tuple[Storage, list[str]]:
 
 
 def _record(storage: Storage, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What there is to say of one checkpoint."""
+    """Describe one checkpoint."""
     record: dict[str, Any] = {"path": f"{storage.root}/{name}", "verified": options.verify}
     try:
         manifest = read_manifest_alone(storage, name)
@@ -222,7 +223,7 @@ def _memory_record(run: SharedMemoryRun) -> dict[str, Any]:
     roots: set[str] = set()
     steps: list[set[int]] = []
     for path in region_files(run.path).values():
-        # One that is damaged has no step.
+        # A damaged one has no step.
         held: set[int] = set()
         with suppress(DamagedSnapshot):
             region = Region.open(path)

@@ -1,5 +1,5 @@
-"""`torchtitan-lite launch`. Imports no torch, because the launcher runs as long as the run.
-Layer: below cli."""
+"""`torchtitan-lite launch`. Imports no torch, because the launcher stays resident for the whole
+run. Layer: below cli."""
 
 import argparse
 import shlex
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
 def _print_end(
     plan: LaunchPlan, launcher: Launcher, options: argparse.Namespace, others: Sequence[str]
 ) -> None:
-    """Print what a run without replicas prints at its end."""
+    """Print the same summary as a run without replicas at its end."""
     values = {
         number: goodput.read(plan.goodput_file(number)) for number in range(plan.num_replicas)
     }
@@ -76,7 +76,7 @@ def _print_end(
 
 
 def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:
-    """Raise ConfigError if the options contradict each other or this machine."""
+    """Raise ConfigError if the options contradict each other or the resources of this machine."""
     if sys.platform != "linux":
         raise ConfigError(f"The launcher needs Linux, but this is {sys.platform}.")
     minimums = {

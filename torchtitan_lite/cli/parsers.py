@@ -1,7 +1,7 @@
 """The options of every command. Layer: imports argparse and nothing heavier.
 
-The commands themselves import torch, which takes seconds; parsing, `--help` and completion must
-not wait for it.
+The commands themselves import torch, which takes seconds; parsing, `--help` and completion must not
+depend on it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong command line in one line, with status 2."""
+    """Parser that reports an invalid command line in one line, with status 2."""
 
     def __init__(self, **options) -> None:
         options.setdefault("allow_abbrev", False)
@@ -29,8 +29,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """All commands. Each sets `module` and `function`, which implement it, and `passes_on` if it
-    takes `--section.key value` too."""
+    """Return the parser of all commands. Each sets `module` and `function`, which implement it,
+    and `passes_on` if it accepts `--section.key value` too."""
     top = Parser(
         prog=PROGRAM,
         description="Fault-tolerant distributed training of language models on PyTorch.",
@@ -66,7 +66,7 @@ def _train(commands) -> None:
         module="train",
         passes_on=True,
     )
-    # Read by cli.train, since every other argument belongs to the configuration.
+    # Read by cli.train, because every other argument belongs to the configuration.
     train.add_argument("--nproc", metavar="N", help="processes to start on this machine")
     train.add_argument("--config", metavar="FILE", help="the TOML file")
 
@@ -382,22 +382,21 @@ def _add_conversion(parser: Parser) -> None:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1. Raises ArgumentTypeError."""
+    """Parse an integer of at least 1. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def local_path(text: str) -> Path:
-    """A path on this machine, absolute. Raises ArgumentTypeError for a URL."""
+    """Parse a local path and make it absolute. Raises ArgumentTypeError for a URL."""
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text} is a URL; a folder on this machine is needed")
     return Path(text).expanduser().absolute()
 
 
 def size(text: str) -> int:
-    """Bytes, from a number and a unit as transformers writes them ("5GB"). Raises
-    ArgumentTypeError."""
+    """Parse a number of bytes with a unit, as in transformers ("5GB"). Raises ArgumentTypeError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]B)", text.upper())
     if match is None or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")

@@ -1,10 +1,10 @@
-"""The chat template of a tokenizer: how a conversation becomes one text.
+"""The chat template of a tokenizer, which renders a conversation as one text.
 
-Owns finding a template and rendering it. Layer: above errors. Invariants: what is rendered is what
-`apply_chat_template` of transformers renders, so that a model sees in training what it is asked
-with later; it depends on the files and the messages alone, not on the day; and a template runs in
-Jinja's sandbox, which gives it neither files nor Python's internals. `jinja2` is imported when
-a template is compiled, so that a start with a warm token cache does not pay for it.
+Finds and renders templates. Layer: above errors. Invariants: the rendered text equals that of
+`apply_chat_template` of transformers, so that training and inference use the same prompts; it
+depends on the files and the messages only, not on the date; and a template runs in Jinja's sandbox,
+without access to files or Python's internals. `jinja2` is imported when a template is compiled, so
+that a start with a warm token cache does not import it.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """Changes if the rendered text may have changed."""
+        """Return a hash that changes if the rendered text may have changed."""
         parts = [self.source, json.dumps(dict(self.special_tokens), sort_keys=True), str(TODAY)]
         return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -86,7 +86,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
-        # A template is a program: besides Jinja's errors it can meet those of any expression.
+        # A template is a program: besides Jinja's errors, any expression may raise.
         except Exception as error:
             raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
 
@@ -144,7 +144,7 @@ def find_template(folder: Path) -> ChatTemplate:
             f'version, which then has the tokens that it uses), or "chat_template" to '
             f"tokenizer_config.json."
         )
-    # Older folders name the tokens in a file of their own.
+    # Older folders define the tokens in a separate file.
     named = _read_json(folder / "special_tokens_map.json") | config
     special_tokens = {
         f"{kind}_token": _content(named[f"{kind}_token"])

@@ -87,14 +87,14 @@ def _token_bounds(
 ) -> np.ndarray:
     """Return the tokens that contain characters of `spans`, as ascending bounds. `begins` and
     `ends` are the characters of each token."""
-    # A token's space before a word may be missing from its place: it reaches back to the last one.
+    # The offsets may exclude the space before a word: extend the token to the previous one.
     ends = np.maximum.accumulate(ends)
     begins = np.minimum(begins, np.concatenate([[0], ends[:-1]]))
     bounds: list[int] = []
     for begin, end in spans:
         first = int(np.searchsorted(ends, begin, side="right"))
         last = int(np.searchsorted(begins, end, side="left"))
-        # A token may hold the end of one span and the beginning of the next.
+        # A token may contain the end of one span and the beginning of the next.
         first = max(first, bounds[-1] if bounds else 0)
         if begin < end and first < last:
             bounds += [first, last]

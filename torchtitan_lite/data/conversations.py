@@ -97,7 +97,7 @@ def _values(corpus: Corpus, unusable: Unusable) -> Iterator[tuple[str, Any]]:
         for number, value in enumerate(corpus.values(), start=1):
             yield f"row {number}", value
         return
-    # Read here and not by `datasets`, which tells neither all bad lines nor where they are.
+    # Not read by `datasets`, which reports neither all invalid lines nor their positions.
     corpus.check_not_empty()
     for file in corpus.files:
         for place, text in _examples(file):
@@ -124,7 +124,7 @@ def _values(corpus: Corpus, unusable: Unusable) -> Iterator[tuple[str, Any]]:
 
 def _examples(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the lines of a file as bytes, or the values of a single JSON list."""
-    # Imported here: a start with a warm token cache does not pay for it.
+    # Imported here, because a start with a warm token cache does not need it.
     import fsspec
 
     try:

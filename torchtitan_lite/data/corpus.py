@@ -1,8 +1,8 @@
 """The documents of a corpus, read through the `datasets` library.
 
-Owns which files or hub data set a `CorpusConfig` means, and the errors of reading them. Layer:
-above errors, log and section. Invariant: `open_corpus` and the fingerprint of local files need
-no import of `datasets`, so that a start with a warm token cache does not pay for it.
+Resolves the files or the hub data set of a `CorpusConfig`, and reports errors of reading them.
+Layer: above errors, log and section. Invariant: `open_corpus` and the fingerprint of local files do
+not import `datasets`, so that a start with a warm token cache is fast.
 """
 
 import glob
@@ -266,7 +266,7 @@ def _local_files(dataset: str, dataset_path: str) -> tuple[str, tuple[Path, ...]
         found = [file for file in path.rglob("*") if _extension(file) in extensions]
     else:
         found = [Path(file) for file in glob.glob(str(path), recursive=True)]
-    # `Dataset.save_to_disk` puts two descriptions beside its data.
+    # `Dataset.save_to_disk` writes two metadata files next to its data.
     files = tuple(
         sorted(
             file
@@ -363,8 +363,8 @@ def _reading(name: str, problem_of: Callable[[], str | None] = lambda: None) -> 
         yield
     except DataError:
         raise
-    # `datasets` documents no common base: a name that is unknown, a hub that cannot be reached,
-    # a damaged file and a wrong split each raise another class.
+    # `datasets` documents no common base class: an unknown name, an unreachable hub,
+    # a damaged file and a wrong split raise different classes.
     except Exception as error:
         if problem := problem_of():
             raise DataError(problem) from error

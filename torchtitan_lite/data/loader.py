@@ -145,7 +145,7 @@ class DataLoader:
         }
 
     def _check_same_data(self, state: dict[str, Any]) -> None:
-        # A corpus may have moved to another folder; a stream is known by its name alone.
+        # A corpus may have moved to another folder; a stream is identified by its name only.
         saved = [
             {k: v for k, v in corpus.items() if k != "stream" and _counts(corpus, k)}
             for corpus in state["corpora"]

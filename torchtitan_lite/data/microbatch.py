@@ -1,5 +1,5 @@
 """Building a `Microbatch` from blocks of tokens. A sample's tensors are a function of its block,
-its index and the step, independent of the samples beside it. Layer: above rng, spec and packing."""
+its index and the step, independent of the other samples. Layer: above rng, spec and packing."""
 
 from collections.abc import Sequence
 

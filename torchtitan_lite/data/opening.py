@@ -1,4 +1,4 @@
-"""Builds the data loader and the validation set from the settings.
+"""Building the data loader and the validation set from the settings.
 
 Every process that calls `open_data` with the same settings gets the same data, and with a warm
 cache none of them imports `datasets` or `tokenizers` (unless a corpus is streamed). Layer: the top
@@ -54,7 +54,7 @@ def open_data(
     document_mask: bool,
     pin_memory: bool,
 ) -> OpenedData:
-    """Open, tokenize (once) and pack the data of a run. Every rank calls this alike.
+    """Open, tokenize (once) and pack the data of a run. Every rank must call it.
 
     `vocab_size` is the model's; without `hf_assets_path` a tokenizer of that size is trained on the
     corpora. Raises DataError.
@@ -104,9 +104,9 @@ def open_validation(
     pin_memory: bool,
     stride: int | None = None,
 ) -> ValidationData:
-    """Open the validation set alone: the held-out documents of the training corpora, unless
+    """Open the validation set only: the held-out documents of the training corpora, unless
     `validation` names a set. With `stride` it is read document by document, in windows
-    (`DocumentWindows`). Every rank calls this alike. Raises DataError."""
+    (`DocumentWindows`). Every rank must call it. Raises DataError."""
     cache_folder = Path(config.cache_folder).expanduser().absolute()
     opened = _Opener(
         config=config, tokenizer=tokenizer, vocab_size=vocab_size, cache_folder=cache_folder
@@ -258,7 +258,7 @@ class _Opener:
             tokens.document_starts,
             seq_len,
             stride=stride,
-            # lm-eval too takes the end of a text where a tokenizer has no beginning.
+            # Like lm-eval: the end token if the tokenizer has no begin token.
             prefix=tokenizer.eos_id if tokenizer.bos_id is None and not is_chat else None,
             num_after=int(tokenizer.eos_id is not None and not is_chat),
             target_bounds=tokens.target_bounds,
@@ -269,9 +269,9 @@ class _Opener:
 
 @dataclass(frozen=True)
 class _Part:
-    """Documents to validate on."""
+    """Validation documents."""
 
     tokens: CachedTokens
     name: str
     remedy: str
-    """What to change if they are too few for a block."""
+    """Remedy if they are too few for a block."""

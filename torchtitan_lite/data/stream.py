@@ -1,12 +1,12 @@
 """Blocks of a streaming data set, in the order of the stream.
 
-Layer: above corpus, tokenizer, token_cache and packing. Every rank reads and tokenises the whole
-stream and keeps only its own blocks: that costs each rank the work of all, and it is what makes
-the samples of a step independent of the number of ranks. Invariant: block i is the same tokens
-however the reading came to it: straight, after a step back, or from a saved state.
+Layer: above corpus, tokenizer, token_cache and packing. Every rank reads and tokenizes the whole
+stream and keeps only its own blocks: each rank does the work of all, which makes the samples of a
+step independent of the number of ranks. Invariant: block i has the same tokens on any path:
+sequential reading, after a step back, or from a saved state.
 
-The stream is read in runs of a few documents. The state that is saved is the data set's own state
-before the run in which a block starts, and the number of tokens before that run.
+The stream is read in runs of a few documents. The saved state is the data set's own state before
+the run in which a block starts, and the number of tokens before that run.
 """
 
 from collections import deque
@@ -84,8 +84,8 @@ class StreamedBlocks:
             starts - base,
             self._seq_len,
         )
-        # The other ranks' blocks of the same steps lie around these; a rank that takes over for
-        # another may be asked for them.
+        # The other ranks' blocks of the same steps are close to these; a rank that replaces
+        # another may need them.
         self._recent_firsts.append(max(0, 2 * first - last))
         self._forget_before(min(self._recent_firsts))
         return result
@@ -125,7 +125,7 @@ class StreamedBlocks:
         while not self._runs or self._runs[-1].end <= last:
             self._runs.append(next(self._reader))
             if not self._recent_firsts:
-                # Skipping forward to the first block asked for; nothing before it is wanted.
+                # Skip forward to the first requested block; nothing before it is needed.
                 self._forget_before(first)
 
     def _forget_before(self, position: int) -> None:

@@ -213,7 +213,7 @@ _Item = TypeVar("_Item")
 
 
 def _batches(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """Batch items to about `_BATCH_BYTES`, for the tokenizer's threads."""
+    """Yield batches of about `_BATCH_BYTES`, for the tokenizer's threads."""
     batch: list[_Item] = []
     size = 0
     for item in items:
@@ -241,8 +241,8 @@ class _PartWriter:
         self.num_documents = 0
 
     def add(self, document: _Document) -> None:
-        # The digest is of uint32 ids and of where documents start, whatever the file's dtype; of
-        # conversations also of where targets are.
+        # The digest covers uint32 ids and the starts of documents, whatever the file's dtype; for
+        # conversations also the positions of targets.
         ids, target_bounds = document.ids, document.target_bounds
         start = np.int64(self._num_tokens)
         self._digest.update(start.tobytes())

@@ -40,8 +40,8 @@ class Tokenizer:
 
     def __init__(self, inner: Any, bos_id: int | None, eos_id: int | None) -> None:
         self._inner = inner
-        # Text of a corpus is only text: what looks like a special token in it is spelt out, so
-        # that no document can forge a border.
+        # Text that looks like a special token is encoded as ordinary text, so
+        # that no document can forge a document boundary.
         self._inner.encode_special_tokens = True
         self.bos_id = bos_id
         self.eos_id = eos_id
@@ -60,7 +60,7 @@ class Tokenizer:
     ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Encode rendered conversations: ids (uint32), with special tokens as spelled in the text,
         and the characters [begin, end) of each token (int64)."""
-        # As transformers does, whatever the file of the tokenizer says.
+        # As transformers does, whatever the tokenizer file specifies.
         self._inner.no_truncation()
         self._inner.no_padding()
         self._inner.encode_special_tokens = False
@@ -237,7 +237,7 @@ def _fingerprint(folder: Path) -> str:
         digest.update(content)
         digest.update(b"\x1f")
         if b'"added_tokens_decoder"' in content:
-            # Earlier releases did not add these tokens: what they encoded is of no use.
+            # Earlier releases did not add these tokens, so their encodings are invalid.
             digest.update(b"added")
     return digest.hexdigest()
 
@@ -256,7 +256,7 @@ def _add_tokens_of_config(inner: Any, config: Any, config_file: Path) -> None:
         more = config.get("extra_special_tokens") or ()
         named += [*(more.values() if isinstance(more, dict) else more)]
         named = [{"content": one} if isinstance(one, str) else one for one in named]
-        # A name makes a token special; a listed one says so itself.
+        # A named token is special; a listed one has its own flag.
         given = [*by_id, *({**one, "special": True} for one in named)]
         known = {token.content for token in inner.get_added_tokens_decoder().values()}
         for token in given:
@@ -287,8 +287,8 @@ def _special_id(
 
 
 def _first_documents(corpora: Sequence[Corpus]) -> Iterator[str]:
-    """Yield the first documents of each corpus, `_TRAINING_BYTES` in all: more text hardly changes
-    the merges, and a stream may be infinite."""
+    """Yield the first documents of each corpus, `_TRAINING_BYTES` in total: more text hardly
+    changes the merges, and a stream may be infinite."""
     return chain.from_iterable(
         _up_to(_texts(corpus), _TRAINING_BYTES // len(corpora)) for corpus in corpora
     )
