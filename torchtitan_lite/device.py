@@ -112,5 +112,5 @@ def _peak_resident_kib() -> int:
     if sys.platform == "darwin":
         return peak // 1024
     # Some sandboxes do not report it.
-    told = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    return int(told[1]) if told else peak
+    match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(match[1]) if match else peak

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 METRICS = "metrics.jsonl"
-BOOKS = "books.json"
+GOODPUT_FILE = "books.json"
 LAUNCH_LOGS = "launch_logs"
 """The launcher's folder, below the run's."""
 LAUNCH_EVENTS = "events.jsonl"

@@ -75,20 +75,20 @@ def _origin(built: Built) -> str:
 
 
 @contextmanager
-def last_words(built: Built) -> Iterator[None]:
+def report_at_exit(built: Built) -> Iterator[None]:
     """On exit from this block: record the last events, including an error, close the metrics,
     and print the goodput on the leader."""
     metrics, job = built.metrics, built.job
     try:
         yield
     except UserError as error:
-        _tell_news(built)
+        _record_events(built)
         metrics.event(Event(name="error", step=job.state.step, values={"reason": str(error)}))
         raise
     else:
         metrics.saved(job.checkpoints.saved_step, job.state.step)
     finally:
-        _tell_news(built)
+        _record_events(built)
         values = None if built.goodput_tracker is None else built.goodput_tracker.totals().values()
         if values is not None:
             metrics.event(Event(name="books", step=job.state.step, values=values))
@@ -98,10 +98,10 @@ def last_words(built: Built) -> Iterator[None]:
             print("\n" + "\n".join(goodput.table(values)), flush=True)
 
 
-def _tell_news(built: Built) -> None:
+def _record_events(built: Built) -> None:
     """Record the events of an unfinished step, for which no hook was called."""
-    for news in built.job.replicas.events():
-        built.metrics.event(Event(name=news.name, step=built.job.state.step, values=news.values))
+    for event in built.job.replicas.events():
+        built.metrics.event(Event(name=event.name, step=built.job.state.step, values=event.values))
 
 
 def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bool) -> None:

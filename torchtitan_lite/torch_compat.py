@@ -232,9 +232,9 @@ def redistribution_steps(
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cached
 
-    given = tensor._spec
-    wanted = DTensorSpec(given.mesh, placements, tensor_meta=given.tensor_meta)
-    steps = _gen_transform_infos_non_cached(given, wanted)
+    source = tensor._spec
+    target = DTensorSpec(source.mesh, placements, tensor_meta=source.tensor_meta)
+    steps = _gen_transform_infos_non_cached(source, target)
     return [(step.mesh_dim, *step.src_dst_placements) for step in steps]
 
 
@@ -467,9 +467,9 @@ class ImplicitRedistributions(DebugMode):
         """Handle a redistribution. DTensor calls this first with the index of an operation's
         argument, if it is for one, and then with the local tensor."""
         if isinstance(arg, int):
-            given, wanted = src_placement.placements, dst_placement.placements
-            if given != wanted:
-                self._found(self._operation, given, wanted)
+            source, target = src_placement.placements, dst_placement.placements
+            if source != target:
+                self._found(self._operation, source, target)
         elif not is_explicit and _node_is_from_local():
             self._found("the gradient of DTensor.from_local", src_placement, dst_placement)
         yield
@@ -499,9 +499,9 @@ def schedule_actions(
         SimpleNamespace(num_stages=num_stages, group_size=num_ranks, group_rank=0, submod=None)
         for _ in range(num_stages // num_ranks)
     ]
-    made = schedules.get_schedule_class(name)
-    single = issubclass(made, schedules.PipelineScheduleSingle)
-    order = made(stages[0] if single else stages, num).pipeline_order or {}
+    schedule_class = schedules.get_schedule_class(name)
+    single = issubclass(schedule_class, schedules.PipelineScheduleSingle)
+    order = schedule_class(stages[0] if single else stages, num).pipeline_order or {}
     flat = [
         [part for action in order[rank] if action for part in action.sub_actions or (action,)]
         for rank in range(num_ranks)
@@ -577,11 +577,11 @@ def overlap_collectives(group: dist.ProcessGroup) -> None:
 
 
 def foreach_copy_(
-    outs: list[torch.Tensor], given: list[torch.Tensor], *, non_blocking: bool = False
+    outs: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False
 ) -> None:
     """Copy many tensors in one call that releases the GIL. Private in torch 2.13, without a
     public equivalent."""
-    torch._foreach_copy_(outs, given, non_blocking)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_copy_(outs, sources, non_blocking)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def compile_time_ns() -> int:

@@ -64,10 +64,10 @@ def _run_parsed(argv: Sequence[str]) -> int:
 def versions() -> str:
     """Return the versions of this package, Python and the libraries that determine results, in
     one line."""
-    found = [f"torchtitan_lite {__version__}", f"Python {sys.version.split()[0]}"]
+    parts = [f"torchtitan_lite {__version__}", f"Python {sys.version.split()[0]}"]
     for name in ("torch", "torchft"):
         try:
-            found.append(f"{name} {version(name)}")
+            parts.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"{name} not installed")
-    return ", ".join(found)
+            parts.append(f"{name} not installed")
+    return ", ".join(parts)

@@ -121,9 +121,9 @@ def to_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
 def _tokenizer_folder(weights: Weights) -> Path | None:
     """Return the folder of the tokenizer with which the weights were trained, if it is
     accessible."""
-    given = weights.config.model.hf_assets_path
-    if given is not None and Path(given).expanduser().is_dir():
-        return Path(given).expanduser()
+    folder = weights.config.model.hf_assets_path
+    if folder is not None and Path(folder).expanduser().is_dir():
+        return Path(folder).expanduser()
     try:
         return find_tokenizer(weights, None).folder
     except DataError as error:

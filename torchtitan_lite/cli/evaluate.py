@@ -131,7 +131,7 @@ def _config(weights: Weights, options: argparse.Namespace, others: Sequence[str]
     """Return the configuration: the command line, over the model and precision recorded with the
     weights, and over the recorded data unless the command line names a data set."""
     run = weights.config
-    given = [
+    overrides = [
         f"--{key}={getattr(options, option)}"
         for option, keys in _KEYS.items()
         if getattr(options, option) is not None
@@ -154,7 +154,7 @@ def _config(weights: Weights, options: argparse.Namespace, others: Sequence[str]
                 f"{weights.snapshot.where} is of a run without validation data, and none are "
                 "given. Give --dataset NAME or --dataset-path FILES."
             )
-    config = config_from(tables, weights.snapshot.where, [*given, *others])
+    config = config_from(tables, weights.snapshot.where, [*overrides, *others])
     if config.parallelism.pipeline_parallel_degree > 1:
         raise ConfigError(
             f"parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}:"

@@ -59,9 +59,9 @@ def run(
 def _inspect_memory(options: argparse.Namespace, base: Path) -> int:
     freed: list[str] = []
     if options.free is not None:
-        found = {run.run_id: run for run in list_runs(base=base)}
-        ids = [options.free] if options.free else [i for i, run in found.items() if not run.owners]
-        unused = [_memory_record(found[run_id]) for run_id in ids if run_id in found]
+        runs = {run.run_id: run for run in list_runs(base=base)}
+        ids = [options.free] if options.free else [i for i, run in runs.items() if not run.owners]
+        unused = [_memory_record(runs[run_id]) for run_id in ids if run_id in runs]
         if not options.free and unused and not options.yes and not _confirmed(unused):
             return 2
         for run_id in ids:
@@ -69,13 +69,13 @@ def _inspect_memory(options: argparse.Namespace, base: Path) -> int:
             free_run(run_id, base=base)
         freed = ids
     left = [_memory_record(run) for run in list_runs(base=base)]
-    _print(options, {"freed": freed, "runs": left}, _memory_in_words(left, freed))
+    _print(options, {"freed": freed, "runs": left}, _format_memory(left, freed))
     return 0
 
 
 def _confirmed(unused: Sequence[Mapping[str, Any]]) -> bool:
     """Show what would be freed and ask for confirmation. Raises UserError without a terminal."""
-    print(_memory_in_words(unused, []), file=sys.stderr)
+    print(_format_memory(unused, []), file=sys.stderr)
     if not sys.stdin.isatty():
         raise UserError(
             f"--free without RUN_ID would free the snapshots of {len(unused)} runs listed above. "
@@ -89,8 +89,8 @@ def _confirmed(unused: Sequence[Mapping[str, Any]]) -> bool:
     return is_confirmed
 
 
-def _print(options: argparse.Namespace, record: Mapping[str, Any], words: str) -> None:
-    print(json.dumps(record, indent=2) if options.json else words)
+def _print(options: argparse.Namespace, record: Mapping[str, Any], text: str) -> None:
+    print(json.dumps(record, indent=2) if options.json else text)
 
 
 def _is_step(path: str) -> bool:
@@ -122,8 +122,8 @@ def _record(storage: Storage, name: str, options: argparse.Namespace) -> dict[st
         manifest = read_manifest_alone(storage, name)
     except DamagedCheckpoint as error:
         return record | {"damage": [{"file": MANIFEST, "tensor": None, "problem": str(error)}]}
-    found = verify(storage, name) if options.verify else []
-    record |= {"damage": [asdict(one) for one in found]} | _contents(manifest)
+    problems = verify(storage, name) if options.verify else []
+    record |= {"damage": [asdict(one) for one in problems]} | _contents(manifest)
     if options.tensors:
         record["tensors"] = _tensors(manifest)
     return record
@@ -203,9 +203,9 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 1 << 20 else f"{num_bytes:,} bytes"
 
 
-def _memory_in_words(found: Sequence[Mapping[str, Any]], freed: Sequence[str]) -> str:
+def _format_memory(runs: Sequence[Mapping[str, Any]], freed: Sequence[str]) -> str:
     lines = [f"Freed run {run_id}." for run_id in freed]
-    for run in found:
+    for run in runs:
         lines += [
             f"run {run['run_id']}",
             f"  {run['bytes'] / 2**20:,.1f} MiB of {len(run['ranks'])} ranks",

@@ -57,11 +57,18 @@ def _print_end(
     values = {
         number: goodput.read(plan.goodput_file(number)) for number in range(plan.num_replicas)
     }
-    known = {number: found for number, found in values.items() if found is not None}
-    lines = [f"replica {number}: {goodput.line(found)}" for number, found in known.items()]
-    if known:
-        number, found = next(iter(known.items()))
-        lines += ["", f"Replica {number}:", *goodput.table(found)]
+    by_replica = {
+        number: replica_goodput
+        for number, replica_goodput in values.items()
+        if replica_goodput is not None
+    }
+    lines = [
+        f"replica {number}: {goodput.line(replica_goodput)}"
+        for number, replica_goodput in by_replica.items()
+    ]
+    if by_replica:
+        number, replica_goodput = next(iter(by_replica.items()))
+        lines += ["", f"Replica {number}:", *goodput.table(replica_goodput)]
     lines += ["", *launcher.sample()]
     folder = plan.dump_folder
     steps = launcher.finished_steps
@@ -88,10 +95,10 @@ def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:
         "max_restart_delay_s": 0,
     }
     for name, minimum in minimums.items():
-        given = getattr(options, name)
-        if given < minimum:
+        value = getattr(options, name)
+        if value < minimum:
             option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option} is {given}, but must be at least {minimum}.")
+            raise ConfigError(f"{option} is {value}, but must be at least {minimum}.")
     if options.slots_file is not None and len(ranks) == 1:
         raise ConfigError(
             "--slots-file has no effect while every replica has one fixed number of processes: "

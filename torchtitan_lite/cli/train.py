@@ -58,7 +58,7 @@ def train_rank(argv: Sequence[str]) -> int:
         from torchtitan_lite.last_export import export_last_save
         from torchtitan_lite.mesh import start_mesh
         from torchtitan_lite.preemption import StopRequest, stop_on_signals
-        from torchtitan_lite.summary import last_words, print_end, print_start
+        from torchtitan_lite.summary import print_end, print_start, report_at_exit
         from torchtitan_lite.trainer import train as train_job
 
         device = detect_device(config.job.device)
@@ -69,7 +69,7 @@ def train_rank(argv: Sequence[str]) -> int:
             stop_on_signals(stop),
         ):
             print_start(built, config)
-            with last_words(built):
+            with report_at_exit(built):
                 finished = train_job(built.job)
             print_end(built, config, argv, finished=finished)
         if finished and config.checkpoint.last_save_in_hf and mesh.is_leader:
@@ -107,30 +107,30 @@ def _log_about_keys(config: Config, file: Path) -> None:
 
 def _split_nproc(argv: Sequence[str]) -> tuple[int, list[str]]:
     """Return the number of processes, and the arguments without it. Raises ConfigError."""
-    rest, given = [], None
-    words = iter(argv)
-    for word in words:
+    rest, nproc = [], None
+    arguments = iter(argv)
+    for word in arguments:
         name, has_value, value = word.partition("=")
         if name not in ("--nproc", "--nproc-per-node", "--nproc_per_node"):
             rest.append(word)
         else:
-            given = value if has_value else next(words, "")
-    if given is None:
+            nproc = value if has_value else next(arguments, "")
+    if nproc is None:
         return 1, rest
     if "RANK" in os.environ:
         raise ConfigError(
             "--nproc is given, but torchrun has already started the processes: omit it."
         )
-    if given == "auto":
+    if nproc == "auto":
         import torch
 
         return max(1, torch.cuda.device_count()), rest
-    if not given.isdecimal() or int(given) < 1:
+    if not nproc.isdecimal() or int(nproc) < 1:
         raise ConfigError(
-            f'--nproc is "{given}", but must be a number of at least 1, or "auto" for one process '
+            f'--nproc is "{nproc}", but must be a number of at least 1, or "auto" for one process '
             "per GPU."
         )
-    return int(given), rest
+    return int(nproc), rest
 
 
 def _die_with_nproc() -> None:
@@ -156,14 +156,14 @@ def _train_ranks(arguments: Sequence[str], num_processes: int, config: Config) -
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # Port 0: the kernel chooses a free one, which stays bound until the ranks connect.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    words = ("-m", "torchtitan_lite", "train", *arguments)
+    command = ("-m", "torchtitan_lite", "train", *arguments)
     # torch would replace the handlers by ones that raise.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "NONE"
     with _received_signals() as received:
         ranks: PContext = start_processes(
             "train",
             sys.executable,
-            args=dict.fromkeys(range(num_processes), words),
+            args=dict.fromkeys(range(num_processes), command),
             envs={
                 rank: _environment(rank, num_processes, store.port) for rank in range(num_processes)
             },

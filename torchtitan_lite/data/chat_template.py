@@ -154,11 +154,11 @@ def find_template(folder: Path) -> ChatTemplate:
     return ChatTemplate(name=name, source=source, special_tokens=special_tokens)
 
 
-def _in_config(given: Any, config_file: Path) -> str | None:
+def _in_config(value: Any, config_file: Path) -> str | None:
     """Return the template in `tokenizer_config.json`: a text, or the "default" one in a list."""
-    if given is None or isinstance(given, str):
-        return given
-    named = given if isinstance(given, dict) else {t["name"]: t["template"] for t in given}
+    if value is None or isinstance(value, str):
+        return value
+    named = value if isinstance(value, dict) else {t["name"]: t["template"] for t in value}
     if "default" not in named:
         raise DataError(
             f"{config_file} has the chat templates {', '.join(map(repr, sorted(named)))}, but "

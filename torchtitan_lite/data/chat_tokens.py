@@ -26,7 +26,7 @@ class ConversationTokens(NamedTuple):
     """int64, ascending: targets are the ids [b0, b1), [b2, b3) and so on; may be empty."""
 
 
-def tokenise_conversations(
+def tokenize_conversations(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     conversations: Sequence[Conversation],
@@ -78,8 +78,8 @@ def _assistant_spans(
 def _end_of_turn(text: str, begin: int, special_texts: tuple[str, ...]) -> int:
     """Return the end of the assistant's text that begins at `begin`: with the token that ends the
     turn, without the line break that many templates add, which no model generates."""
-    said = text[begin:].rstrip()
-    return begin + len(said) if said.endswith(special_texts) else len(text)
+    stripped = text[begin:].rstrip()
+    return begin + len(stripped) if stripped.endswith(special_texts) else len(text)
 
 
 def _token_bounds(

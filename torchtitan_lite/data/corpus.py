@@ -232,10 +232,10 @@ def open_corpus(config: CorpusConfig, cache_folder: Path) -> Corpus:
 
 def _registered(config: CorpusConfig, column: str, cache_folder: Path, *, is_chat: bool) -> Corpus:
     dataset = REGISTRY.datasets[config.dataset]
-    words = ("registered", config.dataset, dataset.version, column, repr(is_chat))
+    parts = ("registered", config.dataset, dataset.version, column, repr(is_chat))
     return Corpus(
         name=config.dataset,
-        fingerprint=hashlib.sha256("\x1f".join(words).encode()).hexdigest(),
+        fingerprint=hashlib.sha256("\x1f".join(parts).encode()).hexdigest(),
         column=column,
         is_chat=is_chat,
         format=None,
@@ -251,8 +251,8 @@ def _registered(config: CorpusConfig, column: str, cache_folder: Path, *, is_cha
 
 def _local_files(dataset: str, dataset_path: str) -> tuple[str, tuple[Path, ...]]:
     """Return the format and the sorted files of `dataset_path`."""
-    wanted = dataset if dataset in FORMATS else None
-    if wanted is None and dataset != DEFAULT_DATASET and dataset not in _C4_SPLITS:
+    format_name = dataset if dataset in FORMATS else None
+    if format_name is None and dataset != DEFAULT_DATASET and dataset not in _C4_SPLITS:
         raise DataError(
             f'dataset = "{dataset}" names a data set on the hub and dataset_path = '
             f'"{dataset_path}" names local files. Leave dataset out, or set it to the format of '
@@ -260,34 +260,36 @@ def _local_files(dataset: str, dataset_path: str) -> tuple[str, tuple[Path, ...]
         )
     path = Path(dataset_path).expanduser().absolute()
     if path.is_file():
-        found = [path]
+        matches = [path]
     elif path.is_dir():
-        extensions = FORMATS[wanted] if wanted else tuple(sum(FORMATS.values(), ()))
-        found = [file for file in path.rglob("*") if _extension(file) in extensions]
+        extensions = FORMATS[format_name] if format_name else tuple(sum(FORMATS.values(), ()))
+        matches = [file for file in path.rglob("*") if _extension(file) in extensions]
     else:
-        found = [Path(file) for file in glob.glob(str(path), recursive=True)]
+        matches = [Path(file) for file in glob.glob(str(path), recursive=True)]
     # `Dataset.save_to_disk` writes two metadata files next to its data.
     files = tuple(
         sorted(
             file
-            for file in found
+            for file in matches
             if file.is_file() and file.name not in ("dataset_info.json", "state.json")
         )
     )
     if not files:
-        kind = f" with the extensions {', '.join(FORMATS[wanted])}" if wanted else ""
+        kind = f" with the extensions {', '.join(FORMATS[format_name])}" if format_name else ""
         raise DataError(
             f'dataset_path = "{dataset_path}" (that is, {path}) matches no file{kind}. Name a '
             f"file, a folder or a glob; a relative path is taken from the working directory."
         )
-    return wanted or _format_of(dataset_path, files), files
+    return format_name or _format_of(dataset_path, files), files
 
 
 def _format_of(dataset_path: str, files: tuple[Path, ...]) -> str:
     formats: dict[str, str] = {}
     for file in files:
         extension = _extension(file)
-        formats[extension] = next((f for f, known in FORMATS.items() if extension in known), "")
+        formats[extension] = next(
+            (f for f, extensions in FORMATS.items() if extension in extensions), ""
+        )
     if len(set(formats.values())) != 1 or "" in formats.values():
         raise DataError(
             f'the files of dataset_path = "{dataset_path}" have the extensions '
@@ -375,9 +377,9 @@ def _reading(name: str, problem_of: Callable[[], str | None] = lambda: None) -> 
             if isinstance(error, ConnectionError | FileNotFoundError)
             else ""
         )
-        told = " ".join(str(cause).split()).rstrip(".")
+        message = " ".join(str(cause).split()).rstrip(".")
         raise DataError(
-            f"cannot read the corpus {name!r}: {type(cause).__name__}: {told}.{offline}"
+            f"cannot read the corpus {name!r}: {type(cause).__name__}: {message}.{offline}"
         ) from error
     finally:
         datasets.logging.set_verbosity(verbosity)

@@ -13,7 +13,7 @@ from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.loader import DataLoader, Source
 from torchtitan_lite.data.packing import PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
-from torchtitan_lite.data.token_cache import CachedTokens, TokenisedCorpus, open_token_cache
+from torchtitan_lite.data.token_cache import CachedTokens, TokenizedCorpus, open_token_cache
 from torchtitan_lite.data.tokenizer import (
     Tokenizer,
     TokenizerFiles,
@@ -71,12 +71,12 @@ def open_data(
             "without document masks the model sees the conversations before, in the same block, as "
             'if they were one: set model.attention_mask = "document" to keep them apart'
         )
-    tokenised = [None if corpus.streaming else opened.tokenise(corpus) for corpus in corpora]
+    tokenized = [None if corpus.streaming else opened.tokenize(corpus) for corpus in corpora]
     sources = [
         opened.stream(corpus, setting.weight)
         if part is None
         else opened.table(part, setting.weight)
-        for corpus, setting, part in zip(corpora, settings, tokenised, strict=True)
+        for corpus, setting, part in zip(corpora, settings, tokenized, strict=True)
     ]
     loader = DataLoader(
         sources,
@@ -88,7 +88,7 @@ def open_data(
     validation_data = None
     if validation.enable:
         validation_data = opened.validation_data(
-            validation, tokenised, seed=seed, document_mask=document_mask, pin_memory=pin_memory
+            validation, tokenized, seed=seed, document_mask=document_mask, pin_memory=pin_memory
         )
     return OpenedData(loader=loader, validation=validation_data, tokenizer_files=files)
 
@@ -111,13 +111,13 @@ def open_validation(
     opened = _Opener(
         config=config, tokenizer=tokenizer, vocab_size=vocab_size, cache_folder=cache_folder
     )
-    tokenised: list[TokenisedCorpus | None] = []
+    tokenized: list[TokenizedCorpus | None] = []
     if validation.corpus() is None and config.held_out_fraction:
         corpora = [open_corpus(corpus, cache_folder) for corpus in config.resolved_corpora()]
-        tokenised = [None if corpus.streaming else opened.tokenise(corpus) for corpus in corpora]
+        tokenized = [None if corpus.streaming else opened.tokenize(corpus) for corpus in corpora]
     return opened.validation_data(
         validation,
-        tokenised,
+        tokenized,
         seed=seed,
         document_mask=document_mask,
         pin_memory=pin_memory,
@@ -134,7 +134,7 @@ class _Opener:
     vocab_size: int
     cache_folder: Path
 
-    def tokenise(self, corpus: Corpus, held_out_fraction: float | None = None) -> TokenisedCorpus:
+    def tokenize(self, corpus: Corpus, held_out_fraction: float | None = None) -> TokenizedCorpus:
         if held_out_fraction is None:
             held_out_fraction = self.config.held_out_fraction
         return open_token_cache(
@@ -145,26 +145,26 @@ class _Opener:
             cache_folder=self.cache_folder,
         )
 
-    def table(self, tokenised: TokenisedCorpus, weight: float) -> Source:
-        part = tokenised.train
+    def table(self, tokenized: TokenizedCorpus, weight: float) -> Source:
+        part = tokenized.train
         blocks = PackedBlocks(
             part.tokens,
             part.document_starts,
             self.config.seq_len,
             target_bounds=part.target_bounds,
-            name=f"the corpus {tokenised.name!r}",
+            name=f"the corpus {tokenized.name!r}",
             remedy="lower training.seq_len or add documents",
         )
         logger.info(
             "corpus %s: %s tokens%s in %s documents, %s blocks of %d",
-            tokenised.name,
+            tokenized.name,
             f"{len(part.tokens):,}",
             "" if part.target_bounds is None else f" ({part.num_targets:,} of them targets)",
             f"{len(part.document_starts):,}",
             f"{blocks.num_blocks:,}",
             self.config.seq_len,
         )
-        return Source(name=tokenised.name, weight=weight, digest=part.digest, blocks=blocks)
+        return Source(name=tokenized.name, weight=weight, digest=part.digest, blocks=blocks)
 
     def stream(self, corpus: Corpus, weight: float) -> Source:
         tokenizer = self.tokenizer.load()
@@ -181,7 +181,7 @@ class _Opener:
     def validation_data(
         self,
         validation: ValidationConfig,
-        tokenised: list[TokenisedCorpus | None],
+        tokenized: list[TokenizedCorpus | None],
         *,
         seed: int,
         document_mask: bool,
@@ -190,7 +190,7 @@ class _Opener:
     ) -> ValidationData:
         seq_len = validation.seq_len or self.config.seq_len
         return ValidationData(
-            self.validation_parts(validation, tokenised, seq_len, stride),
+            self.validation_parts(validation, tokenized, seq_len, stride),
             seq_len=seq_len,
             local_batch_size=validation.local_batch_size,
             steps=validation.steps,
@@ -202,14 +202,14 @@ class _Opener:
     def validation_parts(
         self,
         validation: ValidationConfig,
-        tokenised: list[TokenisedCorpus | None],
+        tokenized: list[TokenizedCorpus | None],
         seq_len: int,
         stride: int | None,
     ) -> Sequence[PackedBlocks | DocumentWindows]:
         own = validation.corpus()
         if own is not None:
             corpus = open_corpus(own, self.cache_folder)
-            whole = self.tokenise(corpus, held_out_fraction=0.0)
+            whole = self.tokenize(corpus, held_out_fraction=0.0)
             part = _Part(whole.train, f"the validation set {whole.name!r}", "add documents")
             return [self.blocks(part, seq_len, stride)]
         fraction = self.config.held_out_fraction
@@ -219,7 +219,7 @@ class _Opener:
                 "documents of the training corpus, but training.held_out_fraction = 0.0. Set it, "
                 "for example to 0.01, or set validation.dataset."
             )
-        if None in tokenised:
+        if None in tokenized:
             raise DataError(
                 "the held-out documents of a corpus with streaming = true are not known before "
                 "all of it was read, so they cannot be validated on. Set validation.dataset."
@@ -234,7 +234,7 @@ class _Opener:
                 seq_len,
                 stride,
             )
-            for corpus in tokenised
+            for corpus in tokenized
             if corpus is not None
         ]
 

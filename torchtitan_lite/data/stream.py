@@ -19,7 +19,7 @@ import numpy as np
 
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.packing import Blocks, cut_blocks
-from torchtitan_lite.data.token_cache import is_held_out, tokenise
+from torchtitan_lite.data.token_cache import is_held_out, tokenize
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.log import logger
@@ -163,14 +163,14 @@ class StreamedBlocks:
                 batch = list(islice(examples, _DOCUMENTS_PER_RUN))
             if not batch:
                 return
-            run = self._tokenise(origin, [self._corpus.text_of(example) for example in batch])
+            run = self._tokenize(origin, [self._corpus.text_of(example) for example in batch])
             state = dataset.state_dict()
             yield run, state
             origin = _Origin(position=run.end, epoch=origin.epoch, dataset_state=state)
 
-    def _tokenise(self, origin: _Origin, texts: list[str]) -> _Run:
+    def _tokenize(self, origin: _Origin, texts: list[str]) -> _Run:
         kept = [text for text in texts if text and not is_held_out(text, self._held_out_fraction)]
-        documents = tokenise(self._tokenizer, kept)
+        documents = tokenize(self._tokenizer, kept)
         lengths = np.array([len(ids) for ids in documents], dtype=np.int64)
         return _Run(
             origin=origin,

@@ -48,7 +48,7 @@ class Tokenizer:
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         added = inner.get_added_tokens_decoder().values()
         self.special_texts = tuple(str(token.content) for token in added if token.special)
-        """Return the text of special tokens."""
+        """The texts of special tokens."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text, without special tokens."""
@@ -217,12 +217,12 @@ def _trained_folder(corpora: Sequence[Corpus], vocab_size: int, cache_folder: Pa
 def _require_file(folder: Path) -> Path:
     file = folder / "tokenizer.json"
     if not file.is_file():
-        found = "that folder does not exist"
+        problem = "that folder does not exist"
         if folder.is_dir():
             names = sorted(path.name for path in folder.iterdir())[:8]
-            found = f"that folder holds {', '.join(names) or 'nothing'}"
+            problem = f"that folder holds {', '.join(names) or 'nothing'}"
         raise DataError(
-            f'model.hf_assets_path = "{folder}" has no tokenizer.json ({found}). Set it to a '
+            f'model.hf_assets_path = "{folder}" has no tokenizer.json ({problem}). Set it to a '
             f"folder with the tokenizer files of a Hugging Face model, or leave it out to train a "
             f"tokenizer on the corpus."
         )
@@ -257,12 +257,12 @@ def _add_tokens_of_config(inner: Any, config: Any, config_file: Path) -> None:
         named += [*(more.values() if isinstance(more, dict) else more)]
         named = [{"content": one} if isinstance(one, str) else one for one in named]
         # A named token is special; a listed one has its own flag.
-        given = [*by_id, *({**one, "special": True} for one in named)]
-        known = {token.content for token in inner.get_added_tokens_decoder().values()}
-        for token in given:
-            if token["content"] in known:
+        candidates = [*by_id, *({**one, "special": True} for one in named)]
+        existing = {token.content for token in inner.get_added_tokens_decoder().values()}
+        for token in candidates:
+            if token["content"] in existing:
                 continue
-            known.add(token["content"])
+            existing.add(token["content"])
             is_special = token.get("special", False)
             options = {option: token[option] for option in _TOKEN_OPTIONS if option in token}
             added = AddedToken(token["content"], special=is_special, **options)

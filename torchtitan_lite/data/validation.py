@@ -57,8 +57,10 @@ class ValidationData:
         used = min(places, self.num_blocks)
         samples = np.full(places, FILLER, dtype=np.int64)
         samples[:used] = np.arange(used) * self.num_blocks // used
-        mine = samples.reshape(rounds, num_batch_ranks, self._local_batch_size)[:, batch_rank]
-        for indices in mine:
+        own_samples = samples.reshape(rounds, num_batch_ranks, self._local_batch_size)[
+            :, batch_rank
+        ]
+        for indices in own_samples:
             yield [
                 collate(
                     self._read(indices),

@@ -65,10 +65,10 @@ class DocumentWindows:
         indices = first[:, None] + np.arange(self._seq_len + 1)
         is_inside = indices < end[:, None]
         places = self._starts[document][:, None] + indices - (self._prefix is not None)
-        found = self._tokens[np.where(is_inside, np.maximum(places, 0), 0)].astype(np.int64)
+        tokens = self._tokens[np.where(is_inside, np.maximum(places, 0), 0)].astype(np.int64)
         if self._prefix is not None:
-            found[indices == 0] = self._prefix
+            tokens[indices == 0] = self._prefix
         are_targets = is_inside & (indices >= new_from[:, None])
         if self._bounds is not None:
             are_targets &= np.searchsorted(self._bounds, places, side="right") % 2 == 1
-        return Blocks(found * is_inside, np.zeros(indices.shape, np.int32), are_targets)
+        return Blocks(tokens * is_inside, np.zeros(indices.shape, np.int32), are_targets)

@@ -78,8 +78,10 @@ class Comparison:
 
     def _too_large(self, limit: float) -> str | None:
         """Describe the largest difference if it exceeds `limit`."""
-        found = [(name, worst) for name in COMPARED if (worst := self.largest(name)) is not None]
-        name, worst = max(found, key=lambda one: one[1].relative)
+        differences = [
+            (name, worst) for name in COMPARED if (worst := self.largest(name)) is not None
+        ]
+        name, worst = max(differences, key=lambda one: one[1].relative)
         if worst.relative <= limit:
             return None
         return (

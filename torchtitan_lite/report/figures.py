@@ -66,9 +66,9 @@ _SPAN_COLORS = {"starting": "#cbd5e1", "training": "#bbf7d0", "down": "#fecaca"}
 _ABOVE, _BELOW = 0.3, -0.3
 """Offsets of routine marks from the middle of a lane, which is reserved for faults."""
 _OFFSETS = {"saved": _BELOW, "validation": _ABOVE, "quorum": _BELOW, "averaged": _ABOVE}
-_MOST_POINTS = 3000
+_MAX_POINTS = 3000
 """Maximum points of a curve; beyond it, only the minimum and maximum of each interval are drawn."""
-_MOST_LINES = 10
+_MAX_LINES = 10
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 _GRID, _TEXT = "#e5e7eb", "#334155"
 
@@ -102,15 +102,15 @@ def loss_figure(runs: Sequence[RunFiles]) -> Figure | None:
         color = COLORS[place % len(COLORS)]
         name = run.label if len(runs) > 1 else "training"
         curves.append(Curve(name, _points(run.merged, "loss"), color))
-        found: dict[int, float | None] = {}
+        by_step: dict[int, float | None] = {}
         for event in run.events("validation"):
             loss = event.values.get("loss")
             if event.step is not None and isinstance(loss, int | float):
-                found.setdefault(event.step, float(loss))
-        if found:
+                by_step.setdefault(event.step, float(loss))
+        if by_step:
             name = f"{run.label}, validation" if len(runs) > 1 else "validation"
             color = color if len(runs) > 1 else COLORS[1]
-            curves.append(Curve(name, sorted(found.items()), color, "dot", has_markers=True))
+            curves.append(Curve(name, sorted(by_step.items()), color, "dot", has_markers=True))
     return _curves("Loss", curves, "loss (nats per token)", is_wide=True, height=380)
 
 
@@ -162,7 +162,7 @@ def router_figures(runs: Sequence[RunFiles]) -> list[Figure]:
         return _known(_curves("Router load, the most uneven router", curves, label), *figures)
     (run,) = loaded
     names = list(dict.fromkeys(name for one in run.merged for name in one.router_load))
-    if len(names) > _MOST_LINES:
+    if len(names) > _MAX_LINES:
         return _known(_router_heatmap(run, names, label), *figures)
     curves = [
         Curve(
@@ -216,15 +216,15 @@ def goodput_figure(runs: Sequence[RunFiles]) -> Figure | None:
     return Figure(title="Wall time by cause", data=data, layout=layout, is_wide=True)
 
 
-def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
+def timeline_figure(run: RunFiles, timeline: Timeline) -> Figure | None:
     """Draw attempts and events over wall time, with a button to switch to steps; over steps only
     if there are no times."""
-    if not found.marks and not found.spans:
+    if not timeline.marks and not timeline.spans:
         return None
-    places = {lane: len(found.lanes) - 1 - place for place, lane in enumerate(found.lanes)}
-    first, unit, per_unit = found.first_time, "s", 1.0
-    times = [one.end for one in found.spans] + [
-        one.time for one in found.marks if one.time is not None
+    places = {lane: len(timeline.lanes) - 1 - place for place, lane in enumerate(timeline.lanes)}
+    first, unit, per_unit = timeline.first_time, "s", 1.0
+    times = [one.end for one in timeline.spans] + [
+        one.time for one in timeline.marks if one.time is not None
     ]
     if first is not None:
         unit, per_unit = time_unit(max(times) - first)
@@ -237,7 +237,7 @@ def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
     by_step: list[Any] = []
     bases: tuple[list[Any], list[Any]] = ([], [])
     for kind, color in _SPAN_COLORS.items():
-        spans = [one for one in found.spans if one.kind == kind]
+        spans = [one for one in timeline.spans if one.kind == kind]
         if not spans:
             continue
         by_time.append([(one.end - one.start) / per_unit for one in spans])
@@ -263,7 +263,7 @@ def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
             }
         )
     for kind, name in KINDS.items():
-        marks = [one for one in found.marks if one.kind == kind]
+        marks = [one for one in timeline.marks if one.kind == kind]
         if not marks:
             continue
         symbol, color, size = _MARKERS[kind]
@@ -294,7 +294,7 @@ def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
             trace["base"] = begin
     by_time_title, by_step_title = f"time since the first start ({unit})", "step"
     layout = _layout(by_step_title if first is None else by_time_title, "")
-    lanes_px, below_px = 62 * len(found.lanes), 62 + 20 * -(-len(data) // 5)
+    lanes_px, below_px = 62 * len(timeline.lanes), 62 + 20 * -(-len(data) // 5)
     layout |= {
         "height": 56 + lanes_px + below_px,
         "margin": {"l": 64, "r": 20, "t": 56, "b": below_px},
@@ -313,7 +313,9 @@ def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
     }
     if first is not None:
         layout["updatemenus"] = [_axis_buttons(by_time, by_step, bases, by_time_title)]
-    note = f"{found.num_thinned} events of frequent kinds are not drawn." * bool(found.num_thinned)
+    note = f"{timeline.num_thinned} events of frequent kinds are not drawn." * bool(
+        timeline.num_thinned
+    )
     return Figure(title=run.label, data=data, layout=layout, note=note, is_wide=True)
 
 
@@ -324,8 +326,11 @@ def difference_figure(comparisons: Sequence[Comparison]) -> Figure | None:
         color = COLORS[(place + 1) % len(COLORS)]
         for name in COMPARED:
             points = [
-                (found.step, found.relative if 0 < found.relative < math.inf else None)
-                for found in one.differences[name]
+                (
+                    difference.step,
+                    difference.relative if 0 < difference.relative < math.inf else None,
+                )
+                for difference in one.differences[name]
             ]
             style = "solid" if name == "loss" else "dot"
             label = NAMES[name] if len(comparisons) == 1 else f"{one.other}, {NAMES[name]}"
@@ -453,7 +458,7 @@ def _memory(runs: Sequence[RunFiles]) -> Figure | None:
 
 
 def _router_heatmap(run: RunFiles, names: Sequence[str], label: str) -> Figure | None:
-    steps = run.merged[:: max(1, -(-len(run.merged) // (_MOST_POINTS // 10)))]
+    steps = run.merged[:: max(1, -(-len(run.merged) // (_MAX_POINTS // 10)))]
     layout = _layout("step", "", height=140 + 14 * len(names))
     layout["yaxis"] |= {"automargin": True, "type": "category"}
     layout |= {"hovermode": "closest"}
@@ -491,12 +496,12 @@ def _merged(
 
 def _broken(points: Sequence[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
     """Insert a point without value into each range of missing steps, to interrupt the line."""
-    made: list[tuple[int, float | None]] = []
+    result: list[tuple[int, float | None]] = []
     for step, value in points:
-        if made and step > made[-1][0] + 1:
-            made.append((step - 1, None))
-        made.append((step, value))
-    return made
+        if result and step > result[-1][0] + 1:
+            result.append((step - 1, None))
+        result.append((step, value))
+    return result
 
 
 def _points(
@@ -548,7 +553,7 @@ def _curves(
 
 
 def thinned(
-    points: Sequence[tuple[int, float | None]], most: int = _MOST_POINTS
+    points: Sequence[tuple[int, float | None]], most: int = _MAX_POINTS
 ) -> list[tuple[int, float | None]]:
     """Return at most about `most` points: the minimum and maximum of each interval, so that no
     spike is hidden, and one point that is not finite."""

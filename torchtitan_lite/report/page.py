@@ -40,7 +40,7 @@ from torchtitan_lite.report.timeline import KINDS, ROUTINE, Timeline, timeline
 
 _UNBROKEN = 32
 """Maximum length of cells that stay on one line."""
-_MOST_ROWS = 200
+_MAX_ROWS = 200
 """Maximum rows of the table of events."""
 
 _STYLE = """
@@ -135,11 +135,11 @@ class _Figures:
 
     def grid(self, figures: Sequence[Figure | None]) -> str:
         """Lay out two figures per row; a single last one fills its row."""
-        known = [one for one in figures if one is not None]
-        narrow = [one for one in known if not one.is_wide]
+        existing = [one for one in figures if one is not None]
+        narrow = [one for one in existing if not one.is_wide]
         if len(narrow) % 2:
-            known[known.index(narrow[-1])] = replace(narrow[-1], is_wide=True)
-        cards = "".join(self.place(one) for one in known)
+            existing[existing.index(narrow[-1])] = replace(narrow[-1], is_wide=True)
+        cards = "".join(self.place(one) for one in existing)
         return f'<div class="grid">{cards}</div>' if cards else ""
 
     def json(self) -> str:
@@ -185,7 +185,9 @@ def page(runs: Sequence[RunFiles], comparisons: Sequence[Comparison]) -> str:
         f'<section id="{one.anchor}"><h2>{_escaped(one.title)}</h2>{one.content}</section>'
         for one in shown
     )
-    cards = "".join(_header(run, found) for run, found in zip(runs, timelines, strict=True))
+    cards = "".join(
+        _header(run, one_timeline) for run, one_timeline in zip(runs, timelines, strict=True)
+    )
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -226,13 +228,13 @@ def _sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _header(run: RunFiles, found: Timeline) -> str:
+def _header(run: RunFiles, run_timeline: Timeline) -> str:
     """Return the name of a run and its most important numbers."""
     facts = "".join(
         f"<div><dt>{_escaped(name)}</dt><dd>{_escaped(value)}"
         + (f" <small>{_escaped(detail)}</small>" if detail else "")
         + "</dd></div>"
-        for name, value, detail in _facts(run, found)
+        for name, value, detail in _facts(run, run_timeline)
     )
     description = run.setting("job", "description")
     about = f'<div class="note">{_escaped(str(description))}</div>' if description else ""
@@ -243,7 +245,7 @@ def _header(run: RunFiles, found: Timeline) -> str:
     )
 
 
-def _facts(run: RunFiles, found: Timeline) -> Iterator[tuple[str, str, str]]:
+def _facts(run: RunFiles, run_timeline: Timeline) -> Iterator[tuple[str, str, str]]:
     """Yield name, value and detail of each known fact."""
     model = [run.setting("model", key) for key in ("name", "flavor")]
     if any(model):
@@ -269,7 +271,7 @@ def _facts(run: RunFiles, found: Timeline) -> Iterator[tuple[str, str, str]]:
         yield "Steps", f"{newest.step:,}", detail
         if newest["tokens"] is not None:
             yield "Tokens", _si(newest["tokens"]), ""
-        duration_s, basis = _duration_s(run, found)
+        duration_s, basis = _duration_s(run, run_timeline)
         if duration_s is not None:
             yield "Duration", duration(duration_s), basis
         loss = newest["loss"]
@@ -288,31 +290,31 @@ def _facts(run: RunFiles, found: Timeline) -> Iterator[tuple[str, str, str]]:
         best = max(one.goodput for one in run.goodput)
         shown = f"{best:.1%}" if best - worst < 0.0005 else f"{worst:.1%} to {best:.1%}"
         yield "Goodput", shown, "by replica" if len(run.goodput) > 1 else ""
-    faults = sum(mark.kind in ("fault", "error", "machine_fault") for mark in found.marks)
-    aborted = sum(mark.kind == "aborted" for mark in found.marks)
-    skipped = sum(mark.kind == "skipped" for mark in found.marks)
+    faults = sum(mark.kind in ("fault", "error", "machine_fault") for mark in run_timeline.marks)
+    aborted = sum(mark.kind == "aborted" for mark in run_timeline.marks)
+    skipped = sum(mark.kind == "skipped" for mark in run_timeline.marks)
     counts = [(aborted, "aborted"), (skipped, "skipped")]
     detail = [f"{count} {name} step{'s' * (count > 1)}" for count, name in counts if count]
     yield "Faults", str(faults), ", ".join(detail)
 
 
-def _duration_s(run: RunFiles, found: Timeline) -> tuple[float | None, str]:
+def _duration_s(run: RunFiles, run_timeline: Timeline) -> tuple[float | None, str]:
     """Return the wall time of the run, and what it is derived from."""
     if run.goodput:
         return max(one.wall_s for one in run.goodput), "wall time"
     times = run.known("time")
-    if times and found.first_time is not None:
-        return max(times) - found.first_time, "wall time"
+    if times and run_timeline.first_time is not None:
+        return max(times) - run_timeline.first_time, "wall time"
     steps = run.known("step_time_s")
     return (sum(steps), "sum of steps") if steps else (None, "")
 
 
 def _problems(runs: Sequence[RunFiles]) -> str:
-    found = [problem for run in runs for problem in run.problems]
-    if not found:
+    problems = [problem for run in runs for problem in run.problems]
+    if not problems:
         return ""
-    lines = _escaped("\n".join(found))
-    count = f"{len(found)} problem{'s' * (len(found) > 1)} in the files"
+    lines = _escaped("\n".join(problems))
+    count = f"{len(problems)} problem{'s' * (len(problems) > 1)} in the files"
     return (
         f'<div class="card warn"><details><summary>{count}</summary><pre>{lines}</pre></details>'
         "</div>"
@@ -396,9 +398,9 @@ def _seconds(one: Goodput, kind: str) -> str:
     return f"{seconds:,.1f} s ({seconds / one.wall_s:.1%})" if one.wall_s > 0 and seconds else "0 s"
 
 
-def _timelines(figures: _Figures, runs: Sequence[RunFiles], found: Sequence[Timeline]) -> str:
+def _timelines(figures: _Figures, runs: Sequence[RunFiles], timelines: Sequence[Timeline]) -> str:
     shown = ""
-    for run, one in zip(runs, found, strict=True):
+    for run, one in zip(runs, timelines, strict=True):
         figure = timeline_figure(run, one)
         if figure is None:
             continue
@@ -407,10 +409,10 @@ def _timelines(figures: _Figures, runs: Sequence[RunFiles], found: Sequence[Time
     return shown
 
 
-def _recoveries(found: Timeline) -> str:
-    if not found.recoveries:
+def _recoveries(run_timeline: Timeline) -> str:
+    if not run_timeline.recoveries:
         return ""
-    first = found.first_time or 0.0
+    first = run_timeline.first_time or 0.0
     rows = [
         [
             f"replica {one.replica}",
@@ -420,18 +422,18 @@ def _recoveries(found: Timeline) -> str:
             "did not return" if one.seconds is None else duration(one.seconds),
             "" if one.resumed_at is None else f"step {one.resumed_at:,}",
         ]
-        for one in found.recoveries[:_MOST_ROWS]
+        for one in run_timeline.recoveries[:_MAX_ROWS]
     ]
     heads = ["", "at", "failure", "last step before it", "recovered after", "next step"]
     return f'<div class="card"><h3>Recoveries</h3>{_table(heads, rows)}</div>'
 
 
-def _events(found: Timeline) -> str:
+def _events(run_timeline: Timeline) -> str:
     """Return a table of the events that do not occur in every run."""
-    notable = [one for one in found.marks if one.kind not in ROUTINE]
+    notable = [one for one in run_timeline.marks if one.kind not in ROUTINE]
     if not notable:
         return ""
-    first = found.first_time
+    first = run_timeline.first_time
     rows = [
         [
             "" if one.time is None or first is None else duration(one.time - first),
@@ -440,9 +442,9 @@ def _events(found: Timeline) -> str:
             KINDS[one.kind],
             one.text,
         ]
-        for one in notable[:_MOST_ROWS]
+        for one in notable[:_MAX_ROWS]
     ]
-    more = len(notable) - _MOST_ROWS
+    more = len(notable) - _MAX_ROWS
     note = f'<p class="note">{more} more are not listed.</p>' if more > 0 else ""
     is_open = " open" if len(rows) <= 12 else ""
     started = "" if first is None else f", first start {utc(first)}"

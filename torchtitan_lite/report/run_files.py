@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.outputs import BOOKS, LAUNCH_EVENTS, LAUNCH_LOGS, LAUNCHER_STARTED, METRICS
+from torchtitan_lite.outputs import (
+    GOODPUT_FILE,
+    LAUNCH_EVENTS,
+    LAUNCH_LOGS,
+    LAUNCHER_STARTED,
+    METRICS,
+)
 
 NUMBERS = (
     "loss",
@@ -45,9 +51,9 @@ _LATEST_TIME = 253_402_300_800
 """The year 10000, which `datetime` cannot represent."""
 _LARGEST_NUMBER = 1e100
 """Limit below which sums and multiples are finite. float32 values are at most 3.4e38."""
-_DEEPEST = 32
+_MAX_DEPTH = 32
 """Maximum nesting of JSON and TOML values."""
-_MOST_PROBLEMS = 200
+_MAX_PROBLEMS = 200
 
 
 @dataclass(frozen=True)
@@ -99,12 +105,12 @@ class Stream:
     def timed(self) -> list[tuple[float, float, int]]:
         """End and start (Unix times, in seconds) and number of each step whose time is known,
         ascending."""
-        found = []
+        times = []
         for one in self.steps:
             end = one["time"]
             if end is not None:
-                found.append((end, max(0.0, end - (one["step_time_s"] or 0.0)), one.step))
-        return sorted(found)
+                times.append((end, max(0.0, end - (one["step_time_s"] or 0.0)), one.step))
+        return sorted(times)
 
     def committed(self) -> list[Step]:
         """Return the committed steps that were not rolled back, ascending; of a step that was
@@ -144,11 +150,11 @@ class RunFiles:
     has it."""
 
     def __post_init__(self) -> None:
-        found: dict[int, Step] = {}
+        by_step: dict[int, Step] = {}
         for stream in self.leaders:
             for one in stream.committed():
-                found.setdefault(one.step, one)
-        object.__setattr__(self, "merged", [found[number] for number in sorted(found)])
+                by_step.setdefault(one.step, one)
+        object.__setattr__(self, "merged", [by_step[number] for number in sorted(by_step)])
 
     @property
     def leaders(self) -> list[Stream]:
@@ -191,10 +197,10 @@ def _run_files(folder: Path) -> RunFiles:
     places = [(None, folder), *replicas]
     streams = [stream for replica, path in places for stream in _streams(path, replica, problems)]
     if not any(one.steps or one.events for one in streams):
-        found = "have no valid record" if streams else "do not exist"
+        problem = "have no valid record" if streams else "do not exist"
         raise UserError(
             f"{folder} is not the dump folder of a run with steps: {METRICS} and "
-            f"replica_NNN/{METRICS} {found}.{problems.first()}"
+            f"replica_NNN/{METRICS} {problem}.{problems.first()}"
         )
     config_text, config = _config([path for _, path in places], problems)
     return RunFiles(
@@ -214,17 +220,17 @@ def _run_files(folder: Path) -> RunFiles:
 def unique_labels(runs: Sequence[RunFiles]) -> list[RunFiles]:
     """Return the runs with unique labels: those with equal folder names get more of their path,
     and a number if that is not enough."""
-    taken: dict[str, int] = {}
-    made = []
+    counts: dict[str, int] = {}
+    labeled = []
     names = [one.label for one in runs]
     for one in runs:
         label = one.label
         if names.count(label) > 1:
             label = encodable("/".join(one.folder.resolve().parts[-2:]).lstrip("/"))
-        taken[label] = taken.get(label, 0) + 1
-        label = f"{label} ({taken[label]})" if taken[label] > 1 else label
-        made.append(replace(one, label=label))
-    return made
+        counts[label] = counts.get(label, 0) + 1
+        label = f"{label} ({counts[label]})" if counts[label] > 1 else label
+        labeled.append(replace(one, label=label))
+    return labeled
 
 
 class _Problems:
@@ -235,7 +241,7 @@ class _Problems:
         self._more = 0
 
     def add(self, text: str) -> None:
-        if len(self._found) < _MOST_PROBLEMS:
+        if len(self._found) < _MAX_PROBLEMS:
             self._found.append(encodable(text))
         else:
             self._more += 1
@@ -250,18 +256,18 @@ class _Problems:
 
 def _replica_folders(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in folder.iterdir():
-        found = _REPLICA.fullmatch(path.name)
-        if found and path.is_dir():
-            yield int(found[1]), path
+        match = _REPLICA.fullmatch(path.name)
+        if match and path.is_dir():
+            yield int(match[1]), path
 
 
 def _streams(folder: Path, replica: int | None, problems: _Problems) -> Iterator[Stream]:
     """Yield the streams of the current run; rotated files (metrics.1.jsonl) belong to earlier
     runs."""
     ranks = sorted(
-        (int(found[1]), path)
+        (int(match[1]), path)
         for path in folder.iterdir()
-        if (found := _RANK_METRICS.fullmatch(path.name))
+        if (match := _RANK_METRICS.fullmatch(path.name))
     )
     for rank, path in [(None, folder / METRICS), *ranks]:
         if not path.is_file():
@@ -312,8 +318,8 @@ def _refuse(constant: str) -> NoReturn:
 def _cleaned(name: str, value: Any, *, is_json: bool = True, depth: int = 0) -> Any:
     """Return a value of JSON or TOML without lone surrogates. Raises ValueError for numbers that
     are too large and for deep nesting. Floats of TOML are not limited: `inf` is valid there."""
-    if depth > _DEEPEST:
-        raise ValueError(f"more than {_DEEPEST} levels of nesting")
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"more than {_MAX_DEPTH} levels of nesting")
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, dict):
@@ -397,11 +403,11 @@ def _goodput(
     folder: Path, replica: int | None, streams: Sequence[Stream], problems: _Problems
 ) -> Iterator[Goodput]:
     """Read the goodput file, or else the newest event with the same values."""
-    path = folder / BOOKS
+    path = folder / GOODPUT_FILE
     if path.is_file():
         try:
-            found = json.loads(path.read_bytes(), parse_constant=_refuse)
-            yield _accounts(_cleaned("the object", found), replica)
+            content = json.loads(path.read_bytes(), parse_constant=_refuse)
+            yield _accounts(_cleaned("the object", content), replica)
             return
         except (OSError, ValueError, RecursionError) as error:
             problems.add(f"{path}: not a goodput file: {error}; it is skipped")
@@ -438,7 +444,7 @@ def _accounts(values: Any, replica: int | None) -> Goodput:
 def _launcher_events(path: Path, streams: Sequence[Stream], problems: _Problems) -> list[RunEvent]:
     if not path.is_file():
         return []
-    found = []
+    events = []
     for where, line in _json_lines(path, problems):
         try:
             text, time = line.get("text"), _time(line)
@@ -449,8 +455,8 @@ def _launcher_events(path: Path, streams: Sequence[Stream], problems: _Problems)
             continue
         named = _LAUNCHED_REPLICA.fullmatch(text)
         values = {"replica": int(named[1]) if named else None, "text": named[2] if named else text}
-        found.append(RunEvent("launcher", None, time, values))
-    return _of_this_run(sorted(found, key=lambda one: one.time or 0.0), streams)
+        events.append(RunEvent("launcher", None, time, values))
+    return _of_this_run(sorted(events, key=lambda one: one.time or 0.0), streams)
 
 
 def _of_this_run(events: list[RunEvent], streams: Sequence[Stream]) -> list[RunEvent]:

@@ -54,8 +54,8 @@ _LAUNCHER_KINDS = {"failed": "fault", "given up": "fault", "makes no progress": 
 """By prefix of the launcher's text."""
 _EXPECTED = (LAUNCHER_STARTED, "lighthouse: listening")
 """Prefixes of the launcher's texts that occur in every run."""
-_LONGEST_TEXT = 300
-_MOST_MARKS = 1000
+_MAX_TEXT_LENGTH = 300
+_MAX_MARKS = 1000
 """Maximum marks per kind; beyond it they are thinned out evenly."""
 
 
@@ -147,7 +147,7 @@ def described(values: Mapping[str, Any]) -> str:
             shown = json.dumps(value)
         parts.append(f"{name.replace('_', ' ')} {shown}")
     text = " ".join(", ".join(parts).split())
-    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
+    return text if len(text) <= _MAX_TEXT_LENGTH else text[: _MAX_TEXT_LENGTH - 3] + "..."
 
 
 def _marks(stream: Stream) -> Iterator[Mark]:
@@ -214,7 +214,7 @@ def _launcher_marks(run: RunFiles) -> Iterator[Mark]:
 
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _LONGEST_TEXT else line[: _LONGEST_TEXT - 3] + "..."
+    return line if len(line) <= _MAX_TEXT_LENGTH else line[: _MAX_TEXT_LENGTH - 3] + "..."
 
 
 def _last_step(stream: Stream | None, time: float | None) -> int | None:
@@ -228,13 +228,13 @@ def _last_step(stream: Stream | None, time: float | None) -> int | None:
 def _spans(stream: Stream, launcher_events: Sequence[RunEvent]) -> Iterator[Span]:
     """Yield the attempts of a replica: its start, its steps, and the time until the next
     attempt."""
-    taken, lane = stream.timed, stream.label
-    ends = [end for end, _, _ in taken]
+    steps, lane = stream.timed, stream.label
+    ends = [end for end, _, _ in steps]
     failures = _launcher_times(stream, launcher_events, "failed")
     starts = _attempt_starts(stream, launcher_events)
     for place, start in enumerate(starts):
         following = starts[place + 1] if place + 1 < len(starts) else math.inf
-        own = taken[bisect_left(ends, start) : bisect_left(ends, following)]
+        own = steps[bisect_left(ends, start) : bisect_left(ends, following)]
         stops = [one for one in failures if start <= one < following][:1]
         stops += [own[-1][0]] if own else []
         # An attempt without steps and failures is still starting, or was replaced.
@@ -286,9 +286,9 @@ def _recoveries(run: RunFiles) -> Iterator[Recovery]:
         if replica is None or time is None or not text.startswith("failed"):
             continue
         stream = streams.get(replica)
-        taken = [] if stream is None else stream.timed
-        place = bisect_right(taken, time, key=lambda one: one[0])
-        begun = taken[place][1:] if place < len(taken) else None
+        steps = [] if stream is None else stream.timed
+        place = bisect_right(steps, time, key=lambda one: one[0])
+        begun = steps[place][1:] if place < len(steps) else None
         yield Recovery(
             replica=replica,
             reason=_one_line(text.removeprefix("failed, ")),
@@ -303,7 +303,7 @@ def _thinned(marks: Sequence[Mark]) -> list[Mark]:
     by_kind: dict[str, int] = {}
     for one in marks:
         by_kind[one.kind] = by_kind.get(one.kind, 0) + 1
-    strides = {kind: -(-count // _MOST_MARKS) for kind, count in by_kind.items()}
+    strides = {kind: -(-count // _MAX_MARKS) for kind, count in by_kind.items()}
     seen: dict[str, int] = {}
     kept = []
     for one in marks:

@@ -19,7 +19,7 @@ from tests.unit.data.chat_templates import (
     write_tokenizer,
 )
 from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, TemplateRefusal, find_template
-from torchtitan_lite.data.chat_tokens import ConversationTokens, tokenise_conversations
+from torchtitan_lite.data.chat_tokens import ConversationTokens, tokenize_conversations
 from torchtitan_lite.data.conversations import Conversation, Unusable
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -49,7 +49,7 @@ def tokens_of(
         for number, one in enumerate(messages, start=1)
     ]
     refused = unusable(folder) if refused is None else refused
-    return tokenise_conversations(
+    return tokenize_conversations(
         load_tokenizer(folder), find_template(folder), conversations, refused
     )
 
