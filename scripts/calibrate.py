@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
             raise UserError(
-                "There is nobody to exchange with. Start at least 2 ranks: "
+                "WORLD_SIZE must be at least 2. Start the ranks with: "
                 "torchrun --nproc-per-node 4 -m scripts.calibrate --out costs.json"
             )
         if not options.out.parent.is_dir():

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
         return 0
     unknown = sorted(set(options.kinds) - KINDS.keys())
     if unknown:
-        print(f"chaos: no kinds {unknown}: --list shows those that are there", file=sys.stderr)
+        print(f"chaos: unknown kinds {unknown}: --list shows the valid ones", file=sys.stderr)
         return 2
     kinds = [KINDS[name] for name in options.kinds or sorted(KINDS)]
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     if well and options.folder is None:
         shutil.rmtree(folder)
     elif not well:
-        print(f"What it has left lies in {folder}.")
+        print(f"Outputs are kept in {folder}.")
     return 0 if well else 1
 
 
@@ -150,7 +150,8 @@ def disturb(
         print(
             f"{sum(not one.missed for one in strikes)} faults of "
             f"{len({one.kind.name for one in strikes if not one.missed})} kinds in {last} steps: "
-            f"losses off by {furthest(follower.told, straight):.1e} at most, the state by {off:.1e}"
+            f"losses differ by at most {furthest(follower.told, straight):.1e}, "
+            f"the state by {off:.1e}"
         )
     if options.json:
         options.json.write_text(

@@ -36,7 +36,7 @@ _MAX_CHECKED = 1 << 24
 _REFUSALS = (RuntimeError, NotImplementedError, ValueError, AssertionError)
 
 # It raises only if the placements differ (2.13).
-_ANOTHER_MESH = "asked for equal placements on another mesh, it returns the tensor on its old mesh"
+_ANOTHER_MESH = "for equal placements on another mesh, it returns the tensor on its old mesh"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,23 +76,23 @@ def predict_dtensor(plan: Plan) -> DTensorPrediction:
 
 def describe_dtensor(way: DTensorPrediction, plan: Plan) -> list[str]:
     """Describe it in lines of text."""
-    lines = ["", "DTensor.redistribute on gloo, in place of that:"]
+    lines = ["", "DTensor.redistribute on gloo, instead:"]
     if way.unsupported_reason is not None:
-        return [*lines, f"  does not do it: {way.unsupported_reason}"]
+        return [*lines, f"  not supported: {way.unsupported_reason}"]
     lines.append(f"  steps: {'; '.join(way.steps) or 'none'}")
     lines += [f"  {collective}" for collective in way.collectives]
     sent = way.sent or {}
     total, most = sum(sent.values()), max(sent.values())
     compared = ""
     if total == plan.moved_bytes:
-        compared = ", as many"
+        compared = ", the same"
     elif plan.moved_bytes:
-        compared = f", {total / plan.moved_bytes:.3g} times as many"
+        compared = f", {total / plan.moved_bytes:.3g} times the bytes of the plan"
     elif total:
-        compared = ", where the plan moves none"
+        compared = ", and the plan moves none"
     lines.append(
-        f"  moved in all: {total:,} bytes ({format_bytes(total)}){compared}; at most "
-        f"{format_bytes(most)} sent by a rank, and as many received"
+        f"  moved in total: {total:,} bytes ({format_bytes(total)}){compared}; at most "
+        f"{format_bytes(most)} sent and received per rank"
     )
     if way.is_correct is not None:
         lines.append(

@@ -79,7 +79,7 @@ def _as_json(exchange_plan: Plan, dtensor: DTensorPrediction | None) -> str:
         "shape": exchange_plan.shape,
         "dtype": str(exchange_plan.dtype).removeprefix("torch."),
         "rounds": [] if exchange_plan.is_noop else exchange_plan.rounds,
-        "legs": [
+        "steps": [
             step.kind if isinstance(step, Collective) else "exchange"
             for step in exchange_plan.steps
         ],
@@ -111,31 +111,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m scripts.explain_reshard",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Tell how a tensor gets from one layout to another, who sends what, and draw\n"
-        "it. Starts no ranks.",
+        description="Explain the plan that moves a tensor from one layout to another, and\n"
+        "draw it. Starts no ranks.",
         epilog="A LAYOUT has the axes of a mesh with their sizes and a placement for each:\n"
         f'  "{EXAMPLE}"\n'
-        "  ranks=4-7 or ranks=4,5,8-9   where the mesh is not of the first ranks\n"
+        "  ranks=4-7 or ranks=4,5,8-9   if the mesh does not have the first ranks\n"
         "Placements:\n"
-        "  R          the same on all ranks of the axis\n"
-        "  S0, S1     cut along dim 0, dim 1\n"
-        "  S0#1,S0#0  cut by the second axis first: #k is an axis's place among the cuts of a dim\n"
+        "  R          replicated\n"
+        "  S0, S1     sharded along dim 0, dim 1\n"
+        "  S0#1,S0#0  sharded by the second axis first: #k is an axis's place in the shard order\n"
         "  S0/2       a strided shard with split factor 2\n"
-        "  P, P(max)  contributions, joined by sum, avg, product, min or max",
+        "  P, P(max)  partial values, reduced by sum, avg, product, min or max",
         allow_abbrev=False,
     )
-    parser.add_argument("--shape", required=True, help="of the tensor: 1024x4096, or scalar")
-    parser.add_argument("--src", required=True, metavar="LAYOUT", help="where it lies")
-    parser.add_argument("--dst", required=True, metavar="LAYOUT", help="where it shall lie")
+    parser.add_argument("--shape", required=True, help="tensor shape: 1024x4096, or scalar")
+    parser.add_argument("--src", required=True, metavar="LAYOUT", help="source layout")
+    parser.add_argument("--dst", required=True, metavar="LAYOUT", help="destination layout")
     parser.add_argument("--dtype", default="float32", help="as torch names it (default: float32)")
     parser.add_argument("--svg", type=Path, metavar="PATH", help="write a drawing there too")
     parser.add_argument(
-        "--torch", action="store_true", help="tell what DTensor.redistribute would do instead"
+        "--torch", action="store_true", help="show what DTensor.redistribute would do instead"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="whose default costs to assume"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the default cost model"
     )
-    parser.add_argument("--costs", type=Path, metavar="FILE", help="what scripts.calibrate wrote")
+    parser.add_argument(
+        "--costs", type=Path, metavar="FILE", help="cost model from scripts.calibrate"
+    )
     parser.add_argument(
         "--ranks-per-node", type=int, default=0, metavar="N", help="0: all are on one node"
     )

@@ -66,15 +66,15 @@ def _layout(text: str) -> Layout:
     if len(texts) != len(mesh.shape):
         raise LayoutError(
             f"{_counted(len(texts), 'placement')} {values['placements']} for "
-            f"{_counted(len(mesh.shape), 'axis', 'axes')} {mesh}; one an axis is needed, such as "
-            f'"{EXAMPLE}".'
+            f"{_counted(len(mesh.shape), 'axis', 'axes')} {mesh}; one per axis is "
+            f'required, such as "{EXAMPLE}".'
         )
     orders: dict[int, dict[int, int]] = {}
     placements = [_placement(word, axis, orders) for axis, word in enumerate(texts)]
     for dim, places in orders.items():
         if sorted(places) != list(range(len(places))):
             raise LayoutError(
-                f"The places of the cuts of dim {dim} must be #0 to #{len(places) - 1}, each once, "
+                f"The shard order of dim {dim} must be #0 to #{len(places) - 1}, each once, "
                 "as in S0#1,S0#0."
             )
     return Layout(
@@ -133,7 +133,7 @@ def _placement(text: str, axis: int, orders: dict[int, dict[int, int]]) -> Place
         places = orders.setdefault(dim, {})
         if int(place) in places:
             raise LayoutError(
-                f"Two cuts of dim {dim} are both #{place}. Give each its own place, as in "
+                f"Two shards of dim {dim} are both #{place}. Give each its own position, as in "
                 "S0#1,S0#0."
             )
         places[int(place)] = axis

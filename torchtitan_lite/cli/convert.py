@@ -150,8 +150,8 @@ def from_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
     print(f"{done.where}: {done.num_tensors} tensors, {kind}.")
     if done.skipped:
         print(
-            f"Not taken over: {', '.join(done.skipped)}. Learning rate and optimizer follow the "
-            "configuration, and the data begins anew."
+            f"Not converted: {', '.join(done.skipped)}. Learning rate and optimizer follow the "
+            "configuration, and the data starts from its beginning."
         )
     return 0
 

@@ -109,7 +109,7 @@ def _steps(path: str) -> tuple[Storage, list[str]]:
     names = [step_name(step) for step in storage.steps()]
     if not names:
         raise CheckpointError(
-            f"{path} holds no checkpoint. Give the folder of a step, which contains "
+            f"{path} contains no checkpoint. Give the folder of a step, which contains "
             f"{MANIFEST}, or a folder of steps."
         )
     return storage, names

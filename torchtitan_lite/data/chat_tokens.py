@@ -39,7 +39,7 @@ def tokenize_conversations(
         try:
             text, spans = _assistant_spans(tokenizer, template, conversation)
         except TemplateRefusal as refusal:
-            unusable.add(conversation.place, f"the template refuses it ({refusal})")
+            unusable.add(conversation.place, f"the template rejects it ({refusal})")
             continue
         rendered.append((conversation, text, spans))
     encoded = tokenizer.encode_rendered([text for _, text, _ in rendered])
@@ -65,11 +65,11 @@ def _assistant_spans(
         through = template.render(messages[: place + 1])
         if not (whole.startswith(through) and through.startswith(before)):
             raise DataError(
-                f"{template.name} does not tell where message {place + 1} of {conversation.place} "
-                f"begins and ends: what it makes of the first messages is no beginning of what it "
-                f"makes of all {len(messages)}, since it writes earlier ones in another way when "
-                f"more follow. Put {{% generation %}} and {{% endgeneration %}} around what the "
-                f"assistant says in the template, or leave such conversations out."
+                f"{template.name} does not show where message {place + 1} of {conversation.place} "
+                f"begins and ends: the text of the first messages is not a prefix of the text of "
+                f"all {len(messages)}, because the template renders earlier messages differently "
+                f"if more follow. Put {{% generation %}} and {{% endgeneration %}} around the "
+                f"assistant's text in the template, or remove such conversations."
             )
         spans.append((len(before), _end_of_turn(through, len(before), tokenizer.special_texts)))
     return whole, spans

@@ -82,10 +82,10 @@ def read_conversations(corpus: Corpus, unusable: Unusable) -> Iterator[Conversat
             text = json.dumps(messages, ensure_ascii=False, sort_keys=True)
             text.encode()
         except UnicodeEncodeError as error:
-            unusable.add(place, f"it holds half a character ({error.reason})")
+            unusable.add(place, f"it contains an unpaired surrogate ({error.reason})")
             continue
         except (TypeError, ValueError) as error:
-            unusable.add(place, f"it holds what JSON has no form for ({error})")
+            unusable.add(place, f"it contains a value that is not valid JSON ({error})")
             continue
         if not unusable:
             yield Conversation(place=place, messages=messages, text=text)

@@ -129,7 +129,7 @@ class Corpus:
             return ""
         if not isinstance(value, str):
             raise DataError(
-                f"{self.name}: column {self.column!r} holds {type(value).__name__}, but a "
+                f"{self.name}: column {self.column!r} contains {type(value).__name__}, but a "
                 f"document is text. Set text_column to a column of strings."
             )
         return value
@@ -161,9 +161,9 @@ class Corpus:
             raise DataError(problem)
         if self.column not in names:
             remedy = (
-                "messages_column to the one that holds the messages"
+                "messages_column to the one with the messages"
                 if self.is_chat
-                else "text_column to the one that holds the text, or messages_column to one of "
+                else "text_column to the one with the text, or messages_column to one of "
                 "conversations"
             )
             raise DataError(

@@ -168,9 +168,9 @@ class DataLoader:
                 if before.get(key) != after.get(key)
             ]
         raise DataError(
-            f"the data are not those of the checkpoint: {'; '.join(differences)}. Restore the "
-            f'data settings and files to go on in the same order, or add "dataloader" to '
-            f"checkpoint.exclude_from_loading to begin with the new data."
+            f"the data differ from those of the checkpoint: {'; '.join(differences)}. Restore the "
+            f'data settings and files to continue in the same order, or add "dataloader" to '
+            f"checkpoint.exclude_from_loading to start the new data from its beginning."
         )
 
     def _load_state(self, state: dict[str, Any]) -> None:

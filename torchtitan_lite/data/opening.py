@@ -68,8 +68,8 @@ def open_data(
     )
     if not document_mask and any(corpus.is_chat for corpus in corpora):
         logger.warning(
-            "without document masks the model sees the conversations before, in the same block, as "
-            'if they were one: set model.attention_mask = "document" to keep them apart'
+            "without document masks the model attends to preceding conversations in the same "
+            'block: set model.attention_mask = "document" to separate them'
         )
     tokenized = [None if corpus.streaming else opened.tokenize(corpus) for corpus in corpora]
     sources = [
@@ -215,14 +215,14 @@ class _Opener:
         fraction = self.config.held_out_fraction
         if fraction == 0:
             raise DataError(
-                "validation.enable = true without a validation.dataset means the held-out "
+                "validation.enable = true without a validation.dataset uses the held-out "
                 "documents of the training corpus, but training.held_out_fraction = 0.0. Set it, "
                 "for example to 0.01, or set validation.dataset."
             )
         if None in tokenized:
             raise DataError(
-                "the held-out documents of a corpus with streaming = true are not known before "
-                "all of it was read, so they cannot be validated on. Set validation.dataset."
+                "the held-out documents of a corpus with streaming = true are not known in "
+                "advance, so they cannot be used for validation. Set validation.dataset."
             )
         return [
             self.blocks(

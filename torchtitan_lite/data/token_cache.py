@@ -158,7 +158,7 @@ def _conversations(
     unusable.check()
     if left_out:
         logger.warning(
-            "corpus %s: %s of %s conversations have no token of the assistant and are left out",
+            "corpus %s: %s of %s conversations have no assistant token and are skipped",
             corpus.name,
             f"{left_out:,}",
             f"{count:,}",
@@ -201,8 +201,8 @@ def _write(
 def _nothing_in(corpus: Corpus) -> str:
     if corpus.is_chat:
         return (
-            f"the corpus {corpus.name!r} has no conversation in which the assistant says "
-            f"something. Check dataset_path, messages_column and the roles of the messages."
+            f"the corpus {corpus.name!r} has no conversation with an assistant message. "
+            f"Check dataset_path, messages_column and the roles of the messages."
         )
     return (
         f"the corpus {corpus.name!r} has no text in column {corpus.column!r}. Check "

@@ -220,10 +220,10 @@ def _require_file(folder: Path) -> Path:
         problem = "that folder does not exist"
         if folder.is_dir():
             names = sorted(path.name for path in folder.iterdir())[:8]
-            problem = f"that folder holds {', '.join(names) or 'nothing'}"
+            problem = f"that folder contains {', '.join(names) or 'nothing'}"
         raise DataError(
             f'model.hf_assets_path = "{folder}" has no tokenizer.json ({problem}). Set it to a '
-            f"folder with the tokenizer files of a Hugging Face model, or leave it out to train a "
+            f"folder with the tokenizer files of a Hugging Face model, or omit it to train a "
             f"tokenizer on the corpus."
         )
     return file

@@ -44,9 +44,7 @@ class DocumentWindows:
         further = -(-np.maximum(self._num_targets - seq_len, 0) // stride)
         self._ends = np.cumsum(np.where(self._num_targets > 0, 1 + further, 0))
         if not len(self._ends) or self._ends[-1] == 0:
-            raise DataError(
-                f"{name} has no token that follows another one in its document: {remedy}."
-            )
+            raise DataError(f"{name} has no document of at least two tokens: {remedy}.")
 
     @property
     def num_blocks(self) -> int:

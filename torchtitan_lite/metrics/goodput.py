@@ -107,7 +107,7 @@ class TimeLedger:
     def from_json(entries: Any) -> "TimeLedger":
         """Restore from `to_json`. Raises ValueError for anything else."""
         if not isinstance(entries, list):
-            raise ValueError("the entries are no list")
+            raise ValueError("entries is not a list")
         parsed: list[Entry] = []
         for entry in entries:
             match entry:
@@ -116,7 +116,7 @@ class TimeLedger:
                 ) <= first <= last and all(type(one) is int and one >= 0 for one in ns.values()):
                     parsed.append(Entry(first, last, Counter(ns)))
                 case _:
-                    raise ValueError(f"{entry!r:.80} is no entry")
+                    raise ValueError(f"{entry!r:.80} is not an entry")
         return TimeLedger(parsed)
 
 
@@ -305,13 +305,13 @@ def _read(path: Path, now_ns: int) -> tuple[TimeLedger, int, int]:
     try:
         content: Any = json.loads(path.read_text())
         if not isinstance(content, dict) or content.get("version") != _VERSION:
-            raise ValueError(f"it has not version {_VERSION}")
+            raise ValueError(f"its version is not {_VERSION}")
         ledger = TimeLedger.from_json(content.get("entries"))
         first_ns, until_ns = content.get("first_start_ns"), content.get("until_ns")
         if not isinstance(first_ns, int) or not isinstance(until_ns, int):
-            raise ValueError("it does not say when it begins and ends")
+            raise ValueError("first_start_ns or until_ns is missing")
         if unknown := ledger.totals.keys() - set(KINDS):
-            raise ValueError(f"{min(unknown)} is no kind of time")
+            raise ValueError(f"{min(unknown)} is not a kind of time")
         if ledger.totals.total() != until_ns - first_ns:
             raise ValueError("its seconds do not add up")
     except (OSError, ValueError, RecursionError) as error:

@@ -165,7 +165,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> No
     [tokens] = tokens_of(folder, [once])
     assert len(tokens.target_bounds) == 2
     message = (
-        r"chat_template.jinja does not tell where message 2 of chat.jsonl:2 begins.*generation"
+        r"chat_template.jinja does not show where message 2 of chat.jsonl:2 begins.*generation"
     )
     with pytest.raises(DataError, match=message):
         tokens_of(folder, [once, twice])
@@ -177,7 +177,7 @@ def test_what_a_template_refuses_is_collected(tmp_path: Path) -> None:
     refused = unusable(folder)
     kept = tokens_of(folder, messages, refused)
     assert len(kept) == len(without_system(messages)) == len(messages) - len(refused)
-    with pytest.raises(DataError, match=r"chat.jsonl:4: the template refuses it.*No system here!"):
+    with pytest.raises(DataError, match=r"chat.jsonl:4: the template rejects it.*No system here!"):
         refused.check()
 
 
