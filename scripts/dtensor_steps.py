@@ -70,7 +70,7 @@ def predict_dtensor(plan: Plan) -> DTensorPrediction:
             sent[rank] = result[2]
             if rank == ranks[0]:
                 steps, collectives = result[:2]
-        is_correct = _is_right(plan)
+        is_correct = _is_correct(plan)
     return DTensorPrediction(steps=steps, collectives=collectives, sent=sent, is_correct=is_correct)
 
 
@@ -169,7 +169,7 @@ def _is_doubtful(plan: Plan) -> bool:
     )
 
 
-def _is_right(plan: Plan) -> bool | None:
+def _is_correct(plan: Plan) -> bool | None:
     src, dst = plan.src, plan.dst
     num_ranks, size = len(src.mesh.holders), prod(plan.shape)
     partial = any(isinstance(p, Partial) for p in (*src.placements, *dst.placements))

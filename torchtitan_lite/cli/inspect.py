@@ -49,7 +49,7 @@ def run(
         storage, names = _steps(options.path)
         records = [_record(storage, name, options) for name in names]
         shown = records[0] if _is_step(options.path) else {"root": storage.root, "steps": records}
-        _print(options, shown, "\n\n".join(map(_in_words, records)))
+        _print(options, shown, "\n\n".join(map(_format_record, records)))
         return int(any(record["damage"] for record in records))
     except (UserError, OSError) as error:
         print(f"inspect: {error}", file=sys.stderr)
@@ -168,7 +168,7 @@ def _tensors(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _in_words(record: Mapping[str, Any]) -> str:
+def _format_record(record: Mapping[str, Any]) -> str:
     lines = [record["path"]]
     if "step" in record:
         written = ", ".join(f"{name} {version}" for name, version in record["versions"].items())

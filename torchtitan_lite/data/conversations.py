@@ -29,7 +29,7 @@ class Conversation:
     """Return the messages as JSON, which decides whether the conversation is held out, independent
     of template and tokenizer."""
 
-    def said(self) -> Iterator[str]:
+    def message_texts(self) -> Iterator[str]:
         """Return the texts of the messages, to train a tokenizer."""
         for message in self.messages:
             content = message.get("content")

@@ -22,7 +22,7 @@ _Request = tuple[tuple[tuple[int, ...], ...], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class CorpusSource:
     """A corpus of the blend, with its weight."""
 
     name: str
@@ -38,7 +38,7 @@ class DataLoader:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[CorpusSource],
         *,
         seq_len: int,
         seed: int,
@@ -132,7 +132,7 @@ class DataLoader:
                 corpora[corpus]["stream"] = source.blocks.state(own_index)
         return {"seed": self._seed, "corpora": corpora}
 
-    def _identity(self, source: Source) -> dict[str, Any]:
+    def _identity(self, source: CorpusSource) -> dict[str, Any]:
         """Return what must not change for the order of samples to be the same."""
         kind = "stream" if source.digest is None else "table"
         return {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_lite.data.corpus import Corpus, open_corpus
-from torchtitan_lite.data.loader import DataLoader, Source
+from torchtitan_lite.data.loader import CorpusSource, DataLoader
 from torchtitan_lite.data.packing import PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
 from torchtitan_lite.data.token_cache import CachedTokens, TokenizedCorpus, open_token_cache
@@ -145,7 +145,7 @@ class _Opener:
             cache_folder=self.cache_folder,
         )
 
-    def table(self, tokenized: TokenizedCorpus, weight: float) -> Source:
+    def table(self, tokenized: TokenizedCorpus, weight: float) -> CorpusSource:
         part = tokenized.train
         blocks = PackedBlocks(
             part.tokens,
@@ -164,9 +164,9 @@ class _Opener:
             f"{blocks.num_blocks:,}",
             self.config.seq_len,
         )
-        return Source(name=tokenized.name, weight=weight, digest=part.digest, blocks=blocks)
+        return CorpusSource(name=tokenized.name, weight=weight, digest=part.digest, blocks=blocks)
 
-    def stream(self, corpus: Corpus, weight: float) -> Source:
+    def stream(self, corpus: Corpus, weight: float) -> CorpusSource:
         tokenizer = self.tokenizer.load()
         check_vocab_size(self.tokenizer.folder, tokenizer.vocab_size, self.vocab_size)
         blocks = StreamedBlocks(
@@ -176,7 +176,7 @@ class _Opener:
             held_out_fraction=self.config.held_out_fraction,
         )
         logger.info("corpus %s: a stream, in blocks of %d", corpus.name, self.config.seq_len)
-        return Source(name=corpus.name, weight=weight, digest=None, blocks=blocks)
+        return CorpusSource(name=corpus.name, weight=weight, digest=None, blocks=blocks)
 
     def validation_data(
         self,

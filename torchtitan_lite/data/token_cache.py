@@ -187,7 +187,7 @@ def _write(
                 writers[part].add(document)
             advance(len(documents), sum(len(document.ids) for document in documents))
     if not any(writer.num_documents for writer in writers.values()):
-        raise DataError(_nothing_in(corpus))
+        raise DataError(_empty_corpus_error(corpus))
     meta = {
         "format": _FORMAT,
         "corpus": corpus.name,
@@ -198,7 +198,7 @@ def _write(
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def _nothing_in(corpus: Corpus) -> str:
+def _empty_corpus_error(corpus: Corpus) -> str:
     if corpus.is_chat:
         return (
             f"the corpus {corpus.name!r} has no conversation with an assistant message. "

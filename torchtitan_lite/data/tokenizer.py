@@ -296,16 +296,16 @@ def _first_documents(corpora: Sequence[Corpus]) -> Iterator[str]:
 
 def _texts(corpus: Corpus) -> Iterator[str]:
     if corpus.is_chat:
-        return _said(corpus)
+        return _message_texts(corpus)
     if corpus.streaming:
         return map(corpus.text_of, corpus.stream())
     return corpus.documents()
 
 
-def _said(corpus: Corpus) -> Iterator[str]:
+def _message_texts(corpus: Corpus) -> Iterator[str]:
     unusable = Unusable(corpus)
     for conversation in read_conversations(corpus, unusable):
-        yield from conversation.said()
+        yield from conversation.message_texts()
     unusable.check()
 
 

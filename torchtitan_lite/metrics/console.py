@@ -28,10 +28,10 @@ def open_console(cadence: Cadence, *, color: bool) -> Sink:
     plain lines."""
     if is_live_terminal():
         return LiveBar(cadence, color=color)
-    return PlainLines(cadence)
+    return StepLines(cadence)
 
 
-class PlainLines:
+class StepLines:
     """One line for each step that is due or was skipped, and for each event."""
 
     def __init__(self, cadence: Cadence) -> None:
@@ -52,7 +52,7 @@ class PlainLines:
 
 
 class LiveBar:
-    """The same lines as `PlainLines`, above a bar that moves with every step.
+    """The same lines as `StepLines`, above a bar that moves with every step.
 
     The step itself draws the bar, not a thread, so it does not compete with training. `console` is
     by default rich's own: standard output.

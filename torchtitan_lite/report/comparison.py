@@ -13,7 +13,7 @@ NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
 
 
 @dataclass(frozen=True)
-class Difference:
+class StepDifference:
     """The values of two runs at one step; None if not finite."""
 
     step: int
@@ -47,16 +47,16 @@ class Comparison:
     """Common steps, ascending."""
     last_steps: tuple[int | None, int | None]
     """Last committed step of the first and of the other run; None: no committed step."""
-    differences: Mapping[str, tuple[Difference, ...]]
+    differences: Mapping[str, tuple[StepDifference, ...]]
     """By name in COMPARED, one per common step."""
     config: tuple[tuple[str, str, str], ...]
     """Keys of the config that differ, with both values; an empty text if not set."""
 
-    def first_difference(self, name: str) -> Difference | None:
+    def first_difference(self, name: str) -> StepDifference | None:
         """Return the values at the first step where the two differ; None if they are equal."""
         return next((one for one in self.differences[name] if one.relative > 0), None)
 
-    def largest(self, name: str) -> Difference | None:
+    def largest(self, name: str) -> StepDifference | None:
         """Return the largest relative difference; None without common steps."""
         return max(self.differences[name], key=lambda one: one.relative, default=None)
 
@@ -100,7 +100,7 @@ def compare(first: RunFiles, other: RunFiles) -> Comparison:
         steps=steps,
         last_steps=(max(left, default=None), max(right, default=None)),
         differences={
-            name: tuple(Difference(step, left[step][name], right[step][name]) for step in steps)
+            name: tuple(StepDifference(step, left[step][name], right[step][name]) for step in steps)
             for name in COMPARED
         },
         config=config_differences(first.config, other.config),

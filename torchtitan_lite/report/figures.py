@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan_lite.report.comparison import COMPARED, NAMES, Comparison
 from torchtitan_lite.report.run_files import Goodput, RunFiles, Step
-from torchtitan_lite.report.timeline import KINDS, ROUTINE, Mark, Timeline
+from torchtitan_lite.report.timeline import KINDS, ROUTINE, Mark, RunTimeline
 
 COLORS = (
     *("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#dc2626"),
@@ -216,7 +216,7 @@ def goodput_figure(runs: Sequence[RunFiles]) -> Figure | None:
     return Figure(title="Wall time by cause", data=data, layout=layout, is_wide=True)
 
 
-def timeline_figure(run: RunFiles, timeline: Timeline) -> Figure | None:
+def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
     """Draw attempts and events over wall time, with a button to switch to steps; over steps only
     if there are no times."""
     if not timeline.marks and not timeline.spans:

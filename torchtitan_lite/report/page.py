@@ -19,7 +19,7 @@ from typing import Any
 
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.extras import require
-from torchtitan_lite.report.comparison import COMPARED, NAMES, Comparison, Difference
+from torchtitan_lite.report.comparison import COMPARED, NAMES, Comparison, StepDifference
 from torchtitan_lite.report.figures import (
     Figure,
     account_label,
@@ -36,7 +36,7 @@ from torchtitan_lite.report.figures import (
     utc,
 )
 from torchtitan_lite.report.run_files import Goodput, RunFiles, encodable
-from torchtitan_lite.report.timeline import KINDS, ROUTINE, Timeline, timeline
+from torchtitan_lite.report.timeline import KINDS, ROUTINE, RunTimeline, timeline
 
 _UNBROKEN = 32
 """Maximum length of cells that stay on one line."""
@@ -228,7 +228,7 @@ def _sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _header(run: RunFiles, run_timeline: Timeline) -> str:
+def _header(run: RunFiles, run_timeline: RunTimeline) -> str:
     """Return the name of a run and its most important numbers."""
     facts = "".join(
         f"<div><dt>{_escaped(name)}</dt><dd>{_escaped(value)}"
@@ -245,7 +245,7 @@ def _header(run: RunFiles, run_timeline: Timeline) -> str:
     )
 
 
-def _facts(run: RunFiles, run_timeline: Timeline) -> Iterator[tuple[str, str, str]]:
+def _facts(run: RunFiles, run_timeline: RunTimeline) -> Iterator[tuple[str, str, str]]:
     """Yield name, value and detail of each known fact."""
     model = [run.setting("model", key) for key in ("name", "flavor")]
     if any(model):
@@ -298,7 +298,7 @@ def _facts(run: RunFiles, run_timeline: Timeline) -> Iterator[tuple[str, str, st
     yield "Faults", str(faults), ", ".join(detail)
 
 
-def _duration_s(run: RunFiles, run_timeline: Timeline) -> tuple[float | None, str]:
+def _duration_s(run: RunFiles, run_timeline: RunTimeline) -> tuple[float | None, str]:
     """Return the wall time of the run, and what it is derived from."""
     if run.goodput:
         return max(one.wall_s for one in run.goodput), "wall time"
@@ -361,7 +361,7 @@ def _comparison(figures: _Figures, comparisons: Sequence[Comparison]) -> str:
     return shown
 
 
-def _difference(one: Difference) -> str:
+def _difference(one: StepDifference) -> str:
     values = (f"{_value(one.first)} and {_value(one.other)}",)
     return f"{values[0]}, relative {one.relative:.3g}" if one.relative < math.inf else values[0]
 
@@ -398,7 +398,9 @@ def _seconds(one: Goodput, kind: str) -> str:
     return f"{seconds:,.1f} s ({seconds / one.wall_s:.1%})" if one.wall_s > 0 and seconds else "0 s"
 
 
-def _timelines(figures: _Figures, runs: Sequence[RunFiles], timelines: Sequence[Timeline]) -> str:
+def _timelines(
+    figures: _Figures, runs: Sequence[RunFiles], timelines: Sequence[RunTimeline]
+) -> str:
     shown = ""
     for run, one in zip(runs, timelines, strict=True):
         figure = timeline_figure(run, one)
@@ -409,7 +411,7 @@ def _timelines(figures: _Figures, runs: Sequence[RunFiles], timelines: Sequence[
     return shown
 
 
-def _recoveries(run_timeline: Timeline) -> str:
+def _recoveries(run_timeline: RunTimeline) -> str:
     if not run_timeline.recoveries:
         return ""
     first = run_timeline.first_time or 0.0
@@ -428,7 +430,7 @@ def _recoveries(run_timeline: Timeline) -> str:
     return f'<div class="card"><h3>Recoveries</h3>{_table(heads, rows)}</div>'
 
 
-def _events(run_timeline: Timeline) -> str:
+def _events(run_timeline: RunTimeline) -> str:
     """Return a table of the events that do not occur in every run."""
     notable = [one for one in run_timeline.marks if one.kind not in ROUTINE]
     if not notable:

@@ -74,7 +74,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Span:
+class AttemptSpan:
     """A period of a replica: "starting", "training" or "down"."""
 
     kind: str
@@ -102,12 +102,12 @@ class Recovery:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class RunTimeline:
     """Marks, spans and recoveries of one run."""
 
     lanes: tuple[str, ...]
     marks: tuple[Mark, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[AttemptSpan, ...]
     recoveries: tuple[Recovery, ...]
     first_time: float | None
     """Earliest time of all marks and spans; None if the records have no times (files of earlier
@@ -116,7 +116,7 @@ class Timeline:
     """Number of marks omitted from `marks`, because there are too many of their kind."""
 
 
-def timeline(run: RunFiles) -> Timeline:
+def timeline(run: RunFiles) -> RunTimeline:
     """Return the timeline of `run`."""
     spans = [span for stream in run.leaders for span in _spans(stream, run.launcher_events)]
     marks = [mark for stream in run.leaders for mark in _marks(stream)]
@@ -125,7 +125,7 @@ def timeline(run: RunFiles) -> Timeline:
     kept = _thinned(marks)
     named = {one.lane for one in (*kept, *spans)} | {stream.label for stream in run.streams}
     times = [one.start for one in spans] + [one.time for one in marks if one.time is not None]
-    return Timeline(
+    return RunTimeline(
         lanes=tuple(sorted(named, key=_lane_order)),
         marks=tuple(kept),
         spans=tuple(spans),
@@ -225,7 +225,7 @@ def _last_step(stream: Stream | None, time: float | None) -> int | None:
     return stream.timed[place - 1][2] if place else None
 
 
-def _spans(stream: Stream, launcher_events: Sequence[RunEvent]) -> Iterator[Span]:
+def _spans(stream: Stream, launcher_events: Sequence[RunEvent]) -> Iterator[AttemptSpan]:
     """Yield the attempts of a replica: its start, its steps, and the time until the next
     attempt."""
     steps, lane = stream.timed, stream.label
@@ -242,11 +242,11 @@ def _spans(stream: Stream, launcher_events: Sequence[RunEvent]) -> Iterator[Span
         begin = max(start, own[0][1]) if own else end
         first, last = (own[0][2], own[-1][2]) if own else (0, 0)
         if begin > start:
-            yield Span("starting", lane, start, begin, first, first)
+            yield AttemptSpan("starting", lane, start, begin, first, first)
         if own:
-            yield Span("training", lane, begin, end, first, last)
+            yield AttemptSpan("training", lane, begin, end, first, last)
         if end < following < math.inf:
-            yield Span("down", lane, end, following, last, last)
+            yield AttemptSpan("down", lane, end, following, last, last)
 
 
 def _attempt_starts(stream: Stream, launcher_events: Sequence[RunEvent]) -> list[float]:
