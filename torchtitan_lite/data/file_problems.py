@@ -82,7 +82,7 @@ def _decoded(file: Path) -> Iterator[tuple[int, str] | str]:
         reason = " ".join(str(error).split()).rstrip(".")
         yield (
             f"{file}: not a {file.suffix} file that can be decompressed ({reason}). Replace it, or "
-            "leave it out of dataset_path."
+            "exclude it from dataset_path."
         )
 
 
@@ -114,7 +114,7 @@ def _json_problem(
         if problem := _record_problem(f"{file}:{number}", record, column, is_chat):
             return problem
     if num_records == 0:
-        return f"{file}: no documents, only blank lines. Write documents to it, or leave it out."
+        return f"{file}: no documents, only blank lines. Write documents to it, or exclude it."
     return None
 
 
@@ -221,7 +221,7 @@ def _parquet_problem(file: Path) -> str | None:
         (first, *_) = str(error).splitlines() or ["unknown cause"]
         return (
             f"{file}: not a Parquet file that can be read ({first.rstrip('.')}). Replace it, or "
-            "leave it out of dataset_path."
+            "exclude it from dataset_path."
         )
     return None
 
