@@ -1,12 +1,12 @@
-"""Inject seeded faults of all kinds into a run, and compare it with an undisturbed one.
+"""Disturb a run with seeded faults of all kinds, and compare it with one that nothing disturbs.
 
 python -m scripts.chaos --faults 200 [--seed 0] [--kinds rank_killed,...] [-- ARGUMENTS]
 python -m scripts.chaos --list
 
 ARGUMENTS are for train.py; without any, the debug config is trained in float64. Replicas run under
-scripts.launch on this machine; faults are injected one after the other, and the run must recover
-from each. The exit status is 0 if the run has finished and every loss, every step's targets and the
-final state equal those of the undisturbed run; 1 otherwise; 2 for an invalid command line.
+scripts.launch on this machine, one fault is done after the other, and each has to be recovered
+from. The exit status is 0 when the run came through and every loss, every step's targets and the
+final state are those of a straight run; 1 when not; 2 where the command line is wrong.
 """
 
 import argparse
@@ -42,15 +42,15 @@ from torchtitan_lite.chaos.verdict import (
 
 _ENDLESS = 1_000_000
 _LOSS_TOLERANCE = 1e-8
-"""Relative, float64: the same terms are added in an order that depends on the participants."""
-_MAX_REPEATED = 6
-"""Maximum number of repeated steps, over all replicas, per fault."""
+"""Relative, float64: the same terms are added in another order by those who are there."""
+_MOST_REPEATED = 6
+"""Steps, of all replicas, that one fault may cost."""
 _STATE_TOLERANCE = 1e-6
 """Relative to the largest element of a tensor. AdamW divides by small second moments."""
 
 
 def main(argv: list[str]) -> int:
-    """Run the command. Returns the exit status."""
+    """Entry of the command. Returns the exit status."""
     place = argv.index("--") if "--" in argv else len(argv)
     options = _parser().parse_args(argv[:place])
     if options.list:
@@ -58,13 +58,13 @@ def main(argv: list[str]) -> int:
         return 0
     unknown = sorted(set(options.kinds) - KINDS.keys())
     if unknown:
-        print(f"chaos: unknown kinds {unknown}: --list shows the valid ones", file=sys.stderr)
+        print(f"chaos: no kinds {unknown}: --list shows those that are there", file=sys.stderr)
         return 2
     kinds = [KINDS[name] for name in options.kinds or sorted(KINDS)]
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     arguments = [
         *(argv[place + 1 :] or _default_arguments(options.nproc_per_replica)),
-        # It must not depend on the end of the runs.
+        # It must not depend on where the runs end.
         f"--lr_scheduler.total_steps={_ENDLESS}",
         "--debug.sample_ledger=true",
     ]
@@ -72,21 +72,21 @@ def main(argv: list[str]) -> int:
     if well and options.folder is None:
         shutil.rmtree(folder)
     elif not well:
-        print(f"Outputs are kept in {folder}.")
+        print(f"What it has left lies in {folder}.")
     return 0 if well else 1
 
 
 def _default_arguments(num_ranks: int) -> list[str]:
-    """Return the arguments for replicas of `num_ranks` ranks."""
+    """For replicas of so many ranks."""
     local_batch = 2
     return [
         "--config=configs/llama3_debug_ft.toml",
         "--training.dtype=float64",
         "--training.seq_len=64",
         f"--training.local_batch_size={local_batch}",
-        # Three rounds, which cannot be divided evenly between two replicas.
+        # Three rounds, which two replicas cannot share evenly.
         f"--training.global_batch_size={3 * local_batch * num_ranks}",
-        # A large one would amplify rounding differences.
+        # Rounding differences would grow with a large one.
         "--optimizer.lr=1e-4",
         "--checkpoint.interval=40",
         "--validation.enable=false",
@@ -97,7 +97,7 @@ def _default_arguments(num_ranks: int) -> list[str]:
 def disturb(
     arguments: Sequence[str], folder: Path, kinds: Sequence[Kind], options: argparse.Namespace
 ) -> bool:
-    """Inject faults into a run in `folder` and judge it. Returns whether it passed."""
+    """Disturb a run in `folder` and judge it. Returns whether it came through."""
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(
         arguments=[
@@ -137,8 +137,10 @@ def disturb(
         print(f"The straight run failed:\n{error}", file=sys.stderr)
         return False
     problems += [f"not done: {_line(one)}" for one in strikes if one.missed]
-    problems += [f"too much: {_line(one)}" for one in strikes if one.repeated_steps > _MAX_REPEATED]
-    # A fault interrupts at most one step of each replica.
+    problems += [
+        f"too much: {_line(one)}" for one in strikes if one.repeated_steps > _MOST_REPEATED
+    ]
+    # At most a step of each replica is cut short by a fault.
     num_deaths = len(strikes) * run.num_replicas
     problems += ledger_differences(run.folder, folder / "straight", num_deaths)
     problems += differences(follower.told, straight, _LOSS_TOLERANCE)
@@ -150,8 +152,7 @@ def disturb(
         print(
             f"{sum(not one.missed for one in strikes)} faults of "
             f"{len({one.kind.name for one in strikes if not one.missed})} kinds in {last} steps: "
-            f"losses differ by at most {furthest(follower.told, straight):.1e}, "
-            f"the state by {off:.1e}"
+            f"losses off by {furthest(follower.told, straight):.1e} at most, the state by {off:.1e}"
         )
     if options.json:
         options.json.write_text(
