@@ -24,7 +24,7 @@ from torchtitan_lite.torch_compat import (
     fake_process_group,
     group_of,
     is_strided_shard,
-    redistributed_on_all,
+    redistribute_on_all_ranks,
     redistribution_steps,
     tensors_in,
 )
@@ -181,7 +181,7 @@ def _is_correct(plan: Plan) -> bool | None:
     sources = [_part(whole, src, holder) for holder in src.mesh.holders]
     with fake_process_group(0, num_ranks):
         try:
-            moved = redistributed_on_all(
+            moved = redistribute_on_all_ranks(
                 sources,
                 src.mesh.shape,
                 plan.shape,

@@ -96,7 +96,7 @@ def detect_device(name: str = "auto") -> Device:
     )
 
 
-def gpus_reach_each_other() -> bool:
+def have_peer_access() -> bool:
     """Whether the GPUs of this node can access each other's memory, as symmetric memory
     requires."""
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -238,7 +238,7 @@ def redistribution_steps(
     return [(step.mesh_dim, *step.src_dst_placements) for step in steps]
 
 
-def redistributed_on_all(
+def redistribute_on_all_ranks(
     parts: Sequence[torch.Tensor],
     mesh_shape: tuple[int, ...],
     shape: Sequence[int],
@@ -357,7 +357,7 @@ def next_node_number() -> int:
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def running_node() -> int | None:
+def current_node_number() -> int | None:
     """Return the number of the autograd node whose backward this thread runs. None outside of
     backward; 0 in backward between nodes, as in the callbacks at its end.
 
@@ -424,7 +424,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def record_entered(operation: Any, args: Sequence[Any]) -> str | None:
+def entered_record_function(operation: Any, args: Sequence[Any]) -> str | None:
     """Return the label of the `torch.profiler.record_function` block that an operation enters.
 
     FSDP2 labels its collectives with their module, which no public hook exposes. Needed until one
@@ -434,8 +434,8 @@ def record_entered(operation: Any, args: Sequence[Any]) -> str | None:
     return str(args[0]) if is_entry else None
 
 
-def record_left(operation: Any) -> bool:
-    """Whether an operation leaves such a block; see `record_entered`."""
+def leaves_record_function(operation: Any) -> bool:
+    """Whether an operation leaves such a block; see `entered_record_function`."""
     return operation is torch.ops.profiler._record_function_exit._RecordFunction
 
 
@@ -516,7 +516,7 @@ def schedule_actions(
     ]
 
 
-def schedule_of_order(
+def schedule_from_order(
     stages: Sequence[Any], rows: Sequence[Sequence[str]], num: int, **options
 ) -> Any:
     """Return a pipeline schedule that runs the actions of `rows`, one row per rank, such as `0F3`.

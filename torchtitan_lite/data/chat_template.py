@@ -70,13 +70,13 @@ class ChatTemplate:
         return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
 
     @property
-    def marks_the_assistant(self) -> bool:
+    def has_generation_blocks(self) -> bool:
         """Whether `{% generation %}` blocks mark the assistant's text."""
         return self._compiled.generation.is_used
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
         """Render a conversation; `add_generation_prompt` appends the header of the assistant's next
-        message. Raises TemplateRefusal."""
+        message. Raises TemplateRejection."""
         template = self._compiled.template
         try:
             return template.render(
@@ -88,11 +88,11 @@ class ChatTemplate:
             )
         # A template is a program: besides Jinja's errors, any expression may raise.
         except Exception as error:
-            raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
+            raise TemplateRejection(f"{type(error).__name__}: {error}") from error
 
     def render_with_spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation, and return the character ranges [begin, end) of its `{% generation
-        %}` blocks. Raises TemplateRefusal."""
+        %}` blocks. Raises TemplateRejection."""
         plain = self.render(messages)
         generation = self._compiled.generation
         generation.marks = (_SPAN_BEGIN, _SPAN_END)
@@ -110,7 +110,7 @@ class ChatTemplate:
                 pieces.append(piece)
                 place += len(piece)
         if "".join(pieces) != plain:
-            raise TemplateRefusal(
+            raise TemplateRejection(
                 "the text changes when the places of {% generation %} blocks are marked in it; "
                 "a filter around such a block, or U+10F5B0 or U+10F5B1 in a message, does that"
             )
@@ -123,7 +123,7 @@ class ChatTemplate:
         return compile_template(self.name, self.source, TODAY)
 
 
-class TemplateRefusal(Exception):
+class TemplateRejection(Exception):
     """The template rejects a conversation; the text says why."""
 
 

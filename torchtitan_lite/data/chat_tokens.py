@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_lite.data.chat_template import ChatTemplate, TemplateRefusal
+from torchtitan_lite.data.chat_template import ChatTemplate, TemplateRejection
 from torchtitan_lite.data.conversations import ASSISTANT, Conversation, Unusable
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError
@@ -38,7 +38,7 @@ def tokenize_conversations(
     for conversation in conversations:
         try:
             text, spans = _assistant_spans(tokenizer, template, conversation)
-        except TemplateRefusal as refusal:
+        except TemplateRejection as refusal:
             unusable.add(conversation.place, f"the template rejects it ({refusal})")
             continue
         rendered.append((conversation, text, spans))
@@ -53,7 +53,7 @@ def _assistant_spans(
     tokenizer: Tokenizer, template: ChatTemplate, conversation: Conversation
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of a conversation, and the character ranges of the assistant."""
-    if template.marks_the_assistant:
+    if template.has_generation_blocks:
         return template.render_with_spans(conversation.messages)
     messages = conversation.messages
     whole = template.render(messages)

@@ -128,8 +128,8 @@ class DataLoader:
         corpora = [self._identity(source) for source in self._sources]
         for corpus, source in enumerate(self._sources):
             if isinstance(source.blocks, StreamedBlocks):
-                own_index = self._order.own_index(cursor, corpus)
-                corpora[corpus]["stream"] = source.blocks.state(own_index)
+                corpus_samples_before = self._order.corpus_samples_before(cursor, corpus)
+                corpora[corpus]["stream"] = source.blocks.state(corpus_samples_before)
         return {"seed": self._seed, "corpora": corpora}
 
     def _identity(self, source: CorpusSource) -> dict[str, Any]:

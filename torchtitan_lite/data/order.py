@@ -71,7 +71,7 @@ class SampleOrder:
             blocks[here] = permute(own[here] % size, size, self._key(corpus, epochs[here]))
         return corpora, epochs, blocks
 
-    def own_index(self, cursor: int, corpus: int) -> int:
+    def corpus_samples_before(self, cursor: int, corpus: int) -> int:
         """Count the samples before `cursor` from `corpus`."""
         left = cursor
         for taken, p, q in self._steps():

@@ -13,7 +13,7 @@ from typing import Any, Self
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from torchtitan_lite.torch_compat import next_node_number, running_node
+from torchtitan_lite.torch_compat import current_node_number, next_node_number
 
 ROOT = "model"
 """What the whole model is called, whose own name is empty."""
@@ -54,7 +54,7 @@ class ModuleTracker:
         """The name of the innermost module at work; None when none is."""
         if self._in_forward:
             return self._in_forward[-1]
-        number = running_node()
+        number = current_node_number()
         if number is None:
             return None
         place = bisect_right(self._numbers, number) - 1
@@ -63,7 +63,7 @@ class ModuleTracker:
     @property
     def phase(self) -> str | None:
         """ "forward", "backward" (what is computed again counts as this), or None for neither."""
-        if running_node() is not None:
+        if current_node_number() is not None:
             return "backward"
         return "forward" if self._in_forward else None
 
@@ -80,6 +80,6 @@ class ModuleTracker:
 
     def _note_owner(self) -> None:
         # Nodes that are made in backward, to compute activations again, never run.
-        if running_node() is None:
+        if current_node_number() is None:
             self._numbers.append(next_node_number())
             self._owners.append(self._in_forward[-1] if self._in_forward else ROOT)

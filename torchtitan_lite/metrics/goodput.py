@@ -25,7 +25,7 @@ from torchtitan_lite.torch_compat import compile_time_ns
 LOST = "lost"
 WORK = ("compute", "communication", "data")
 """Kinds of time that are lost with their step."""
-_KEPT_APART = 32
+_NUM_UNMERGED = 32
 """Number of newest entries that are not merged."""
 _MAX_ENTRIES = 128
 
@@ -90,7 +90,7 @@ class TimeLedger:
 
     def _merge(self) -> None:
         """Merge neighboring entries, except the newest."""
-        old, new = self._entries[:-_KEPT_APART], self._entries[-_KEPT_APART:]
+        old, new = self._entries[:-_NUM_UNMERGED], self._entries[-_NUM_UNMERGED:]
         joined = []
         for place in range(0, len(old), 2):
             pair = old[place : place + 2]

@@ -27,7 +27,7 @@ class JsonLines:
         if is_there and not continues:
             _rotate(path)
         elif is_there and resume_step > 0:
-            _cut_back(path, resume_step)
+            _truncate(path, resume_step)
         # Unbuffered: one line is one write.
         self._file = FileIO(path, "a")
 
@@ -53,7 +53,7 @@ def _rotate(path: Path) -> None:
     logger.info("The metrics of an earlier run are kept in %s.", target)
 
 
-def _cut_back(path: Path, resume_step: int) -> None:
+def _truncate(path: Path, resume_step: int) -> None:
     """Drop damaged lines and those of later steps, in one rename, and log what was dropped."""
     temporary = path.with_name(path.name + ".tmp")
     num_later, damaged = 0, []

@@ -245,7 +245,7 @@ def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
         bases[0].append([elapsed(one.start) for one in spans])
         bases[1].append([one.first_step for one in spans])
         hover = [
-            f"{one.kind} for {duration(one.end - one.start)}, from {utc(one.start)}"
+            f"{one.kind} for {duration(one.end - one.start)}, from {format_utc(one.start)}"
             + (f", steps {one.first_step} to {one.last_step}" if one.kind == "training" else "")
             for one in spans
         ]
@@ -392,14 +392,14 @@ def duration(seconds: float) -> str:
     return f"{hour} h {minute:02} min" if hour else f"{minute} min {second:02} s"
 
 
-def utc(time: float) -> str:
+def format_utc(time: float) -> str:
     """Format a time, such as 2026-05-01 12:00:00 UTC."""
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _mark_hover(mark: Mark) -> str:
     parts = [] if mark.step is None else [f"step {mark.step}"]
-    parts += [] if mark.time is None else [utc(mark.time)]
+    parts += [] if mark.time is None else [format_utc(mark.time)]
     return f"{mark.lane}, {', '.join(parts)}\n{mark.text}" if parts else mark.text
 
 
@@ -452,7 +452,7 @@ def _memory(runs: Sequence[RunFiles]) -> Figure | None:
         label = stream.label if len(runs) == 1 else run.label
         if len(runs) > 1 and len(run.streams) > 1:
             label = f"{run.label}, {stream.label}"
-        points = _broken(_points(stream.committed(), "memory_gib"))
+        points = _with_gaps(_points(stream.committed(), "memory_gib"))
         curves.append(Curve(label, points, COLORS[place % len(COLORS)]))
     return _curves("Peak memory per rank", curves, "GiB", from_zero=True)
 
@@ -494,7 +494,7 @@ def _merged(
     return _curves(title, curves, unit, from_zero=from_zero, digits=digits, shape=shape, span=span)
 
 
-def _broken(points: Sequence[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
+def _with_gaps(points: Sequence[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
     """Insert a point without value into each range of missing steps, to interrupt the line."""
     result: list[tuple[int, float | None]] = []
     for step, value in points:
@@ -528,7 +528,7 @@ def _curves(
         return None
     data = []
     for one in drawn:
-        points = thinned(one.points)
+        points = downsample(one.points)
         data.append(
             {
                 "type": "scatter",
@@ -552,7 +552,7 @@ def _curves(
     return Figure(title=title, data=data, layout=layout, is_wide=is_wide)
 
 
-def thinned(
+def downsample(
     points: Sequence[tuple[int, float | None]], most: int = _MAX_POINTS
 ) -> list[tuple[int, float | None]]:
     """Return at most about `most` points: the minimum and maximum of each interval, so that no

@@ -26,6 +26,7 @@ from torchtitan_lite.report.figures import (
     curve_figures,
     difference_figure,
     duration,
+    format_utc,
     goodput_figure,
     kind_name,
     loss_figure,
@@ -33,7 +34,6 @@ from torchtitan_lite.report.figures import (
     router_figures,
     speed_figures,
     timeline_figure,
-    utc,
 )
 from torchtitan_lite.report.run_files import Goodput, RunFiles, encodable
 from torchtitan_lite.report.timeline import KINDS, ROUTINE, RunTimeline, timeline
@@ -449,7 +449,7 @@ def _events(run_timeline: RunTimeline) -> str:
     more = len(notable) - _MAX_ROWS
     note = f'<p class="note">{more} more are not listed.</p>' if more > 0 else ""
     is_open = " open" if len(rows) <= 12 else ""
-    started = "" if first is None else f", first start {utc(first)}"
+    started = "" if first is None else f", first start {format_utc(first)}"
     return (
         f'<div class="card"><details{is_open}><summary>Events ({len(notable)}{started})</summary>'
         f"{_table(['at', 'where', 'step', 'event', 'details'], rows)}{note}</details></div>"

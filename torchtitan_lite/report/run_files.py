@@ -294,7 +294,7 @@ def _json_lines(path: Path, problems: _Problems) -> Iterator[tuple[str, dict[str
                 if not line.strip():
                     continue
                 try:
-                    values = json.loads(line.decode("utf-8"), parse_constant=_refuse)
+                    values = json.loads(line.decode("utf-8"), parse_constant=_reject_constant)
                     if not isinstance(values, dict):
                         raise ValueError(f"a JSON {type(values).__name__}, not an object")
                 except (ValueError, RecursionError) as error:
@@ -311,7 +311,7 @@ def _json_lines(path: Path, problems: _Problems) -> Iterator[tuple[str, dict[str
         problems.add(f"{path} cannot be read: {error}")
 
 
-def _refuse(constant: str) -> NoReturn:
+def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
@@ -406,7 +406,7 @@ def _goodput(
     path = folder / GOODPUT_FILE
     if path.is_file():
         try:
-            content = json.loads(path.read_bytes(), parse_constant=_refuse)
+            content = json.loads(path.read_bytes(), parse_constant=_reject_constant)
             yield _accounts(_cleaned("the object", content), replica)
             return
         except (OSError, ValueError, RecursionError) as error:

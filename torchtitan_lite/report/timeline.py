@@ -33,7 +33,7 @@ KINDS = {
 """Kinds of marks, the most important first, with their display names."""
 ROUTINE = frozenset({"saved", "validation", "averaged", "quorum"})
 """Kinds that also occur in a run without faults."""
-_OF_EVENT = {
+_KIND_OF_EVENT = {
     "error": "error",
     "replay_differs": "machine_fault",
     "step_failed": "aborted",
@@ -122,7 +122,7 @@ def timeline(run: RunFiles) -> RunTimeline:
     marks = [mark for stream in run.leaders for mark in _marks(stream)]
     marks += _launcher_marks(run)
     marks.sort(key=lambda one: (one.time or 0.0, one.step or 0))
-    kept = _thinned(marks)
+    kept = _downsample(marks)
     named = {one.lane for one in (*kept, *spans)} | {stream.label for stream in run.streams}
     times = [one.start for one in spans] + [one.time for one in marks if one.time is not None]
     return RunTimeline(
@@ -135,7 +135,7 @@ def timeline(run: RunFiles) -> RunTimeline:
     )
 
 
-def described(values: Mapping[str, Any]) -> str:
+def format_values(values: Mapping[str, Any]) -> str:
     """Format the values of an event as one line of limited length."""
     parts = []
     for name, value in values.items():
@@ -154,7 +154,8 @@ def _marks(stream: Stream) -> Iterator[Mark]:
     has_refusals = False
     num_starts = 0
     for event in stream.events:
-        kind, text, lane = _OF_EVENT.get(event.name, "other"), described(event.values), stream.label
+        kind, lane = _KIND_OF_EVENT.get(event.name, "other"), stream.label
+        text = format_values(event.values)
         time = event.time
         has_refusals = has_refusals or event.name == "refused"
         if event.name == "start":
@@ -299,7 +300,7 @@ def _recoveries(run: RunFiles) -> Iterator[Recovery]:
         )
 
 
-def _thinned(marks: Sequence[Mark]) -> list[Mark]:
+def _downsample(marks: Sequence[Mark]) -> list[Mark]:
     by_kind: dict[str, int] = {}
     for one in marks:
         by_kind[one.kind] = by_kind.get(one.kind, 0) + 1

@@ -18,7 +18,7 @@ from tests.unit.data.chat_templates import (
     chat_messages,
     write_tokenizer,
 )
-from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, TemplateRefusal, find_template
+from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, TemplateRejection, find_template
 from torchtitan_lite.data.chat_tokens import ConversationTokens, tokenize_conversations
 from torchtitan_lite.data.conversations import Conversation, Unusable
 from torchtitan_lite.data.corpus import open_corpus
@@ -219,7 +219,7 @@ def test_the_date_is_fixed_and_a_template_has_no_way_out(tmp_path: Path) -> None
         "{{ raise_exception.__globals__['json'] }}",
         "{% include '/etc/passwd' %}",
     ):
-        with pytest.raises(TemplateRefusal):
+        with pytest.raises(TemplateRejection):
             rendered(tmp_path, way_out)
     with pytest.raises(DataError, match=r"jinja is not a chat template .* \(line 2 of"):
         rendered(tmp_path, "{{ bos_token }}\n{% for message %}")
@@ -228,7 +228,7 @@ def test_the_date_is_fixed_and_a_template_has_no_way_out(tmp_path: Path) -> None
 def test_marks_that_change_the_text_are_noticed(tmp_path: Path) -> None:
     counted = "{% set said %}{% generation %}x{% endgeneration %}{% endset %}{{ said | length }}"
     (tmp_path / "chat_template.jinja").write_text(counted)
-    with pytest.raises(TemplateRefusal, match="the text changes"):
+    with pytest.raises(TemplateRejection, match="the text changes"):
         find_template(tmp_path).render_with_spans(chat_messages()[0])
     kept = counted.replace(" | length", "") + "{{ said }}"
     (tmp_path / "chat_template.jinja").write_text(kept)
