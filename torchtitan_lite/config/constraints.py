@@ -171,7 +171,7 @@ def _conversations(config: Config) -> Iterator[str]:
             )
         if not isinstance(section, ValidationConfig) and section.streaming:
             yield (
-                f"{asked} and {name}.streaming = true: conversations are tokenized before the "
+                f"{asked} and {name}.streaming = true: conversations are tokenised before the "
                 "first step, so that all that is wrong with them is told of at once. Set "
                 "streaming = false."
             )

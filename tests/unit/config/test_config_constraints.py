@@ -178,7 +178,7 @@ def test_conversations_need_a_chat_data_set(config, tmp_path: Path) -> None:
     )
     text = refusal(config(chat, asked, "--training.streaming=true", "--training.text_column=body"))
     assert 'training.text_column = "body": a corpus holds either conversations or texts' in text
-    assert "training.streaming = true: conversations are tokenized before the first step" in text
+    assert "training.streaming = true: conversations are tokenised before the first step" in text
 
 
 def test_samples_need_validation_and_weights_that_are_there(config, monkeypatch) -> None:
