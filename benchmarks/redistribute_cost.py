@@ -15,7 +15,7 @@ from benchmarks.dtensor_planners import PLANNERS
 from benchmarks.processes import run
 from benchmarks.rows import Row, compare
 from benchmarks.state_dicts import Case, cases
-from scripts.dtensor_steps import dtensor_way
+from scripts.dtensor_steps import predict_dtensor
 from torchtitan_lite.redistribute import Plan, plan
 from torchtitan_lite.redistribute.explain import lower_bound_bytes, traffic
 
@@ -196,7 +196,7 @@ def _dtensor_bytes(plans: Sequence[Plan]) -> int | None:
     sent: dict[Plan, int] = {}
     for each in plans:
         if each not in sent:
-            way = dtensor_way(each)
+            way = predict_dtensor(each)
             if way.sent is None:
                 return None
             sent[each] = sum(way.sent.values())

@@ -1,1 +1,1 @@
-"""Small commands, run as `python -m scripts.NAME`."""
+"""Developer commands, run as `python -m scripts.NAME`."""

@@ -25,9 +25,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 ENVIRONMENT = ".environment.json"
 LONG = 60
-"""Rows beyond which a file is summarized."""
+"""Number of rows above which a file is summarized."""
 GROUP = 4
-"""Rows of one metric that a summary joins."""
+"""Minimum rows of one metric that a summary joins."""
 
 TITLES = {
     "step": ("Cost of a training step", "a hand-written loop for the same model, one process each"),
@@ -70,7 +70,7 @@ _FIGURE = re.compile(
     r"(?P<number>-?[\d,]*\.?\d+)[^\d<>|]{0,12}<!-- figure: (?P<origin>[^>]*?) -->", re.DOTALL
 )
 _CASES = re.compile(r"(median|worst) of \d+ cases, (\d+ proc)")
-"""Rows that a benchmark itself joins."""
+"""Rows that are already summaries of a benchmark."""
 _MARK = re.compile(r"<!-- figure: ")
 
 
@@ -85,13 +85,13 @@ class Result:
 
 
 def main() -> int:
-    """Entry of the command. Returns the exit status."""
+    """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(description="Write docs/benchmarks.md from the results.")
     parser.add_argument("--check", action="store_true", help="only check page and figures")
-    given = parser.parse_args()
+    options = parser.parse_args()
     results = read_results(RESULTS)
     text = page(results)
-    if not given.check:
+    if not options.check:
         PAGE.write_text(text, encoding="utf-8")
     problems = list(wrong_figures(results))
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def read_results(folder: Path) -> dict[str, Result]:
-    """All results by name, in the order of the page."""
+    """Return all results by name, in the order of the page."""
     order = {name: place for place, name in enumerate(TITLES)}
     names = [path.stem for path in folder.glob("*.json") if not path.name.endswith(ENVIRONMENT)]
     results = {}
@@ -117,7 +117,7 @@ def read_results(folder: Path) -> dict[str, Result]:
 
 
 def page(results: dict[str, Result]) -> str:
-    """The text of docs/benchmarks.md."""
+    """Return the text of docs/benchmarks.md."""
     met = sum(row["met"] for result in results.values() for row in result.rows)
     total = sum(len(result.rows) for result in results.values())
     lines = [
@@ -144,26 +144,26 @@ def page(results: dict[str, Result]) -> str:
 
 
 def wrong_figures(results: dict[str, Result]) -> Iterator[str]:
-    """One line for each figure in the docs that its file does not have."""
+    """Yield one line for each figure in the docs that differs from its file."""
     for path in [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         yield from (f"{path.relative_to(ROOT)}: {problem}" for problem in wrong_in(text, results))
 
 
 def wrong_in(text: str, results: dict[str, Result]) -> Iterator[str]:
-    """One line for each figure in `text` that its file does not have."""
+    """Yield one line for each figure in `text` that differs from its file."""
     figures = list(_FIGURE.finditer(text))
     if len(figures) != len(_MARK.findall(text)):
         yield "a `figure` comment has no number in front of it."
-    for found in figures:
-        number, origin = found["number"].replace(",", ""), " ".join(found["origin"].split())
+    for match in figures:
+        number, origin = match["number"].replace(",", ""), " ".join(match["origin"].split())
         value = _value(origin, results)
         if value is None:
             yield f"no benchmark result has {origin!r}."
             continue
         digits = len(number.partition(".")[2])
         if f"{value:.{digits}f}" != number:
-            yield f"{found['number']} is {value:.{digits}f} in {origin!r}."
+            yield f"{match['number']} is {value:.{digits}f} in {origin!r}."
 
 
 def _value(origin: str, results: dict[str, Result]) -> float | None:
@@ -245,12 +245,12 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _groups(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Rows by number of processes and metric, where a summary joins them."""
+    """Group the rows that a summary joins, by number of processes and metric."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        found = re.search(r"\d+ proc", row["case"])
-        if found and _ratio(row) is not None and not _CASES.fullmatch(row["case"]):
-            groups.setdefault((found[0], row["metric"]), []).append(row)
+        match = re.search(r"\d+ proc", row["case"])
+        if match and _ratio(row) is not None and not _CASES.fullmatch(row["case"]):
+            groups.setdefault((match[0], row["metric"]), []).append(row)
     return {key: group for key, group in groups.items() if len(group) >= GROUP}
 
 
@@ -258,9 +258,9 @@ def _summary(
     groups: dict[tuple[str, str], list[dict[str, Any]]], rows: list[dict[str, Any]]
 ) -> list[str]:
     own = {
-        (found[1], found[2], row["metric"]): f" (goal {_goal(row)}: {_met(row)})"
+        (match[1], match[2], row["metric"]): f" (goal {_goal(row)}: {_met(row)})"
         for row in rows
-        if (found := _CASES.fullmatch(row["case"]))
+        if (match := _CASES.fullmatch(row["case"]))
     }
     lines = [
         "Ratios over all cases of a metric; lower is better. Goals of the benchmark for the median "

@@ -1,9 +1,9 @@
-"""Measure what moving state takes on this machine, and write it down for the planner.
+"""Measure the cost of redistribution on this machine, for the planner's cost model.
 
 torchrun --nproc-per-node N -m scripts.calibrate --out costs.json [--device cpu] [--turns 9]
 
 Times a set of exchanges and collectives in the world that torchrun started, fits `Costs` to them,
-and shows how well these predict other exchanges. Every rank must run it; rank 0 writes the file.
+and reports how well these predict other exchanges. Every rank must run it; rank 0 writes the file.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _HELD_OUT = 40
 
 
 def main(argv: list[str]) -> int:
-    """Entry of the command. Returns the exit status."""
+    """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="scripts.calibrate", allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="write the figures to this file")
     parser.add_argument(
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
             raise UserError(
-                "There is nobody to exchange with. Start at least 2 ranks: "
+                "WORLD_SIZE must be at least 2. Start the ranks with: "
                 "torchrun --nproc-per-node 4 -m scripts.calibrate --out costs.json"
             )
         if not options.out.parent.is_dir():
@@ -79,7 +79,8 @@ def _calibrate(out: Path, kind: str | None, turns: int) -> None:
 
 
 def _table(title: str, samples: Sequence[TimedStep], costs: Costs) -> list[str]:
-    """Measured and predicted times, and what share of the predictions is of use."""
+    """Return measured and predicted times, and the fraction of predictions within a factor of
+    two."""
     lines = [f"{title}:", "measured ms  predicted ms  ratio"]
     for sample in samples:
         told_s = predicted_s(sample.step, costs)

@@ -15,7 +15,7 @@ REFERENCE = Path("docs/configuration.md")
 
 
 def main() -> None:
-    """Entry of the command. The page lies below the working directory, the top of a checkout."""
+    """Run the command, in the top folder of a checkout. Returns the exit status."""
     parser = argparse.ArgumentParser(description="Write docs/configuration.md.")
     parser.add_argument("--check", action="store_true", help="exit 1 if the page is out of date")
     check = parser.parse_args().check
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def is_current(page: Path) -> bool:
-    """Whether the page is what the schema gives now."""
+    """Whether the page equals the one generated from the schema."""
     return page.is_file() and page.read_text(encoding="utf-8") == markdown(Config)
 
 

@@ -1,8 +1,8 @@
-"""What `DTensor.redistribute` would do in place of a plan, on CPUs with gloo.
+"""Prediction of what `DTensor.redistribute` would do instead of a plan, on CPUs with gloo.
 
-Nothing is moved: DTensor runs on tensors without data in a process group that moves nothing, and
-its collectives are written down. Where strided shards make its answer doubtful, a small tensor is
-redistributed with data too, all ranks in this process.
+Nothing is moved: DTensor runs on tensors without data in a fake process group, and its collectives
+are recorded. If strided shards make its result doubtful, a small tensor with data is redistributed
+too, all ranks in this process.
 """
 
 import logging
@@ -24,37 +24,37 @@ from torchtitan_lite.torch_compat import (
     fake_process_group,
     group_of,
     is_strided_shard,
-    redistributed_on_all,
+    redistribute_on_all_ranks,
     redistribution_steps,
     tensors_in,
 )
 
-_MOST_CHECKED = 1 << 24
-"""Elements, of all ranks together, up to which values are checked."""
+_MAX_CHECKED = 1 << 24
+"""Maximum number of elements, over all ranks, for which values are checked."""
 
-# DTensor raises any of these where it cannot or will not.
+# DTensor raises any of these if it does not support a redistribution.
 _REFUSALS = (RuntimeError, NotImplementedError, ValueError, AssertionError)
 
-# It raises only where the placements differ (2.13).
-_ANOTHER_MESH = "asked for equal placements on another mesh, it returns the tensor on its old mesh"
+# It raises only if the placements differ (2.13).
+_ANOTHER_MESH = "for equal placements on another mesh, it returns the tensor on its old mesh"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DTensorWay:
-    """What DTensor would do. Made by `dtensor_way`."""
+class DTensorPrediction:
+    """Redistribution by DTensor. Created by `predict_dtensor`."""
 
-    refusal: str | None = None
-    """Why it would not or where it would fail, in its words if it has any."""
+    unsupported_reason: str | None = None
+    """The reason why it does not support the redistribution, in its own words if it gives any."""
     steps: tuple[str, ...] = ()
     collectives: tuple[str, ...] = ()
     sent: dict[int, int] | None = None
-    """By rank, the bytes that it sends, and receives as well."""
-    is_right: bool | None = None
-    """Whether every rank gets its boxes; None where that was not checked."""
+    """By rank, the bytes that it sends, and also receives."""
+    is_correct: bool | None = None
+    """Whether every rank gets its boxes; None if that was not checked."""
 
 
-def dtensor_way(plan: Plan) -> DTensorWay:
-    """What `DTensor.redistribute` would do. The process must have no process group."""
+def predict_dtensor(plan: Plan) -> DTensorPrediction:
+    """Return what `DTensor.redistribute` would do. The process must have no process group."""
     ranks = _ranks(plan.src)
     sent: dict[int, int] = {}
     steps: tuple[str, ...] = ()
@@ -62,42 +62,42 @@ def dtensor_way(plan: Plan) -> DTensorWay:
     with _quiet():
         for rank in ranks:
             try:
-                found = _as_rank(plan, rank)
+                result = _as_rank(plan, rank)
             except _REFUSALS as error:
-                # A check of torch's without a message of its own adds one about itself.
-                words = str(error).partition("\n")[0].partition(" (Could this")[0]
-                return DTensorWay(refusal=words or type(error).__name__)
-            sent[rank] = found[2]
+                # torch's assertions without a message have a generic one.
+                message = str(error).partition("\n")[0].partition(" (Could this")[0]
+                return DTensorPrediction(unsupported_reason=message or type(error).__name__)
+            sent[rank] = result[2]
             if rank == ranks[0]:
-                steps, collectives = found[:2]
-        is_right = _is_right(plan)
-    return DTensorWay(steps=steps, collectives=collectives, sent=sent, is_right=is_right)
+                steps, collectives = result[:2]
+        is_correct = _is_correct(plan)
+    return DTensorPrediction(steps=steps, collectives=collectives, sent=sent, is_correct=is_correct)
 
 
-def way_in_words(way: DTensorWay, plan: Plan) -> list[str]:
-    """Lines for people."""
-    lines = ["", "DTensor.redistribute on gloo, in place of that:"]
-    if way.refusal is not None:
-        return [*lines, f"  does not do it: {way.refusal}"]
+def describe_dtensor(way: DTensorPrediction, plan: Plan) -> list[str]:
+    """Describe it in lines of text."""
+    lines = ["", "DTensor.redistribute on gloo, instead:"]
+    if way.unsupported_reason is not None:
+        return [*lines, f"  not supported: {way.unsupported_reason}"]
     lines.append(f"  steps: {'; '.join(way.steps) or 'none'}")
-    lines += [f"  {words}" for words in way.collectives]
+    lines += [f"  {collective}" for collective in way.collectives]
     sent = way.sent or {}
     total, most = sum(sent.values()), max(sent.values())
     compared = ""
     if total == plan.moved_bytes:
-        compared = ", as many"
+        compared = ", the same"
     elif plan.moved_bytes:
-        compared = f", {total / plan.moved_bytes:.3g} times as many"
+        compared = f", {total / plan.moved_bytes:.3g} times the bytes of the plan"
     elif total:
-        compared = ", where the plan moves none"
+        compared = ", and the plan moves none"
     lines.append(
-        f"  moved in all: {total:,} bytes ({format_bytes(total)}){compared}; at most "
-        f"{format_bytes(most)} sent by a rank, and as many received"
+        f"  moved in total: {total:,} bytes ({format_bytes(total)}){compared}; at most "
+        f"{format_bytes(most)} sent and received per rank"
     )
-    if way.is_right is not None:
+    if way.is_correct is not None:
         lines.append(
             "  checked with data: every rank gets its part"
-            if way.is_right
+            if way.is_correct
             else "  WRONG: checked with data, some ranks do not get their part"
         )
     elif _is_doubtful(plan):
@@ -106,7 +106,7 @@ def way_in_words(way: DTensorWay, plan: Plan) -> list[str]:
 
 
 def _as_rank(plan: Plan, rank: int) -> tuple[tuple[str, ...], tuple[str, ...], int]:
-    """The steps, the collectives, and the bytes sent."""
+    """Return the steps, the collectives, and the bytes sent."""
     world_size = max(_ranks(plan.src) + _ranks(plan.dst)) + 1
     with fake_process_group(rank, world_size):
         source = _device_mesh(plan.src.mesh)
@@ -144,17 +144,17 @@ def _ranks(layout: Layout) -> list[int]:
 
 
 def _steps(tensor: DTensor, dst: Layout) -> Iterator[str]:
-    for axis, given, wanted in redistribution_steps(tensor, dst.dtensor_placements):
-        yield f"{dst.mesh.axes[axis]}: {given} to {wanted}"
+    for axis, source, target in redistribution_steps(tensor, dst.dtensor_placements):
+        yield f"{dst.mesh.axes[axis]}: {source} to {target}"
 
 
 def _sent(name: str, given_bytes: int, num_ranks: int) -> int:
-    """What each rank sends in a collective that it gives so many bytes to."""
+    """Return the bytes that each rank sends in a collective with the given number of bytes."""
     others = num_ranks - 1
     if name == "all_gather_into_tensor":
         return given_bytes * others
     if name in ("all_reduce", "reduce_scatter_tensor"):
-        # gloo reduces all everywhere and keeps a part: measured with 4 ranks, 1.50 times the bytes.
+        # gloo all-reduces and keeps a part: 1.50 times the bytes, measured with 4 ranks.
         return 2 * given_bytes * others // num_ranks
     if name == "wait_tensor":
         return 0
@@ -169,20 +169,20 @@ def _is_doubtful(plan: Plan) -> bool:
     )
 
 
-def _is_right(plan: Plan) -> bool | None:
+def _is_correct(plan: Plan) -> bool | None:
     src, dst = plan.src, plan.dst
     num_ranks, size = len(src.mesh.holders), prod(plan.shape)
     partial = any(isinstance(p, Partial) for p in (*src.placements, *dst.placements))
     if src.mesh != dst.mesh or not _is_doubtful(plan) or partial:
         return None
-    if size * num_ranks > _MOST_CHECKED:
+    if size * num_ranks > _MAX_CHECKED:
         return None
     whole = torch.arange(size, dtype=torch.int32).reshape(plan.shape)
-    given = [_part(whole, src, holder) for holder in src.mesh.holders]
+    sources = [_part(whole, src, holder) for holder in src.mesh.holders]
     with fake_process_group(0, num_ranks):
         try:
-            moved = redistributed_on_all(
-                given,
+            moved = redistribute_on_all_ranks(
+                sources,
                 src.mesh.shape,
                 plan.shape,
                 src.dtensor_placements,
@@ -191,8 +191,8 @@ def _is_right(plan: Plan) -> bool | None:
         except _REFUSALS:
             return False
     return all(
-        part.shape == wanted.shape and torch.equal(part, wanted)
-        for part, wanted in zip(
+        part.shape == expected.shape and torch.equal(part, expected)
+        for part, expected in zip(
             moved, (_part(whole, dst, holder) for holder in src.mesh.holders), strict=True
         )
     )
@@ -202,8 +202,8 @@ def _part(whole: torch.Tensor, layout: Layout, holder: Any) -> torch.Tensor:
     coordinate = layout.mesh.coordinate(holder)
     assert coordinate is not None
     for dim, length in enumerate(whole.shape):
-        found = intervals(length, layout.splits.get(dim, ()), layout.shard_index(dim, coordinate))
-        index = [at for start, count in found for at in range(start, start + count)]
+        ranges = intervals(length, layout.splits.get(dim, ()), layout.shard_index(dim, coordinate))
+        index = [at for start, count in ranges for at in range(start, start + count)]
         whole = whole.index_select(dim, torch.tensor(index, dtype=torch.int64))
     return whole
 
@@ -215,7 +215,7 @@ def _device_mesh(mesh: HolderMesh) -> DeviceMesh:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DTensor warns that its own ways are slow, which is what this tells anyway."""
+    """Suppress DTensor's warnings about its slow paths, which the output describes anyway."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,9 +1,9 @@
-"""Tell how a tensor gets from one layout to another, who sends what, and draw it.
+"""Explain the plan that moves a tensor from one layout to another, and draw it.
 
 python -m scripts.explain_reshard --shape 1024x4096 --src "mesh=dp:2,tp:2 placements=S0,R"
     --dst "mesh=dp:4 placements=S0" [--dtype bfloat16] [--svg PATH] [--torch] [--json]
 
-Nothing is started, and no tensor is needed.
+Starts no processes and needs no tensor.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from scripts.dtensor_steps import DTensorWay, dtensor_way, way_in_words
+from scripts.dtensor_steps import DTensorPrediction, describe_dtensor, predict_dtensor
 from scripts.layout_syntax import EXAMPLE, parse_dtype, parse_layout, parse_shape
 from scripts.reshard_svg import as_svg
 from torchtitan_lite.errors import UserError
@@ -29,59 +29,68 @@ from torchtitan_lite.redistribute.explain import (
 
 
 def main(argv: list[str]) -> int:
-    """Entry of the command. Returns the exit status."""
+    """Run the command. Returns the exit status."""
     try:
         options = _parser().parse_args(argv)
         svg: Path | None = options.svg
-        found = plan(
+        exchange_plan = plan(
             parse_layout(options.src, "--src"),
             parse_layout(options.dst, "--dst"),
             parse_shape(options.shape),
             parse_dtype(options.dtype),
             costs=_costs(options),
         )
-        # All is made before anything is written.
-        drawing = as_svg(found) if svg is not None else None
-        way = dtensor_way(found) if options.torch else None
-        said = _as_json(found, way) if options.json else _as_text(found, way, options.transport)
+        # All output is computed before any is written.
+        drawing = as_svg(exchange_plan) if svg is not None else None
+        dtensor = predict_dtensor(exchange_plan) if options.torch else None
+        output = (
+            _as_json(exchange_plan, dtensor)
+            if options.json
+            else _as_text(exchange_plan, dtensor, options.transport)
+        )
         if svg is not None and drawing is not None:
             _write(svg, drawing)
     except UserError as error:
         print(f"explain_reshard: {error}", file=sys.stderr)
         return 2
-    print(said)
+    print(output)
     return 0
 
 
 def _costs(options: argparse.Namespace) -> Costs:
-    """The figures to predict with."""
+    """Return the cost model for the predictions."""
     costs = Costs.load(options.costs) if options.costs else default_costs(options.device)
     return costs.with_ranks_per_node(options.ranks_per_node) if options.ranks_per_node else costs
 
 
-def _as_text(found: Plan, way: DTensorWay | None, transport: Transport | None) -> str:
-    lines = [explain(found, transport=transport)]
-    if way is not None:
-        lines += way_in_words(way, found)
+def _as_text(
+    exchange_plan: Plan, dtensor: DTensorPrediction | None, transport: Transport | None
+) -> str:
+    lines = [explain(exchange_plan, transport=transport)]
+    if dtensor is not None:
+        lines += describe_dtensor(dtensor, exchange_plan)
     return "\n".join(lines)
 
 
-def _as_json(found: Plan, way: DTensorWay | None) -> str:
+def _as_json(exchange_plan: Plan, dtensor: DTensorPrediction | None) -> str:
     record: dict[str, Any] = {
-        "src": str(found.src),
-        "dst": str(found.dst),
-        "shape": found.shape,
-        "dtype": str(found.dtype).removeprefix("torch."),
-        "rounds": [] if found.is_noop else found.rounds,
-        "legs": [step.kind if isinstance(step, Collective) else "exchange" for step in found.steps],
-        "predicted_s": found.predicted_s,
-        "moved_bytes": found.moved_bytes,
-        "lower_bound_bytes": lower_bound_bytes(found),
-        "temporary_bytes": temporary_bytes(found, BUCKET_BYTES),
-        "holders": {str(holder): asdict(t) for holder, t in traffic(found).items()},
+        "src": str(exchange_plan.src),
+        "dst": str(exchange_plan.dst),
+        "shape": exchange_plan.shape,
+        "dtype": str(exchange_plan.dtype).removeprefix("torch."),
+        "rounds": [] if exchange_plan.is_noop else exchange_plan.rounds,
+        "steps": [
+            step.kind if isinstance(step, Collective) else "exchange"
+            for step in exchange_plan.steps
+        ],
+        "predicted_s": exchange_plan.predicted_s,
+        "moved_bytes": exchange_plan.moved_bytes,
+        "lower_bound_bytes": lower_bound_bytes(exchange_plan),
+        "temporary_bytes": temporary_bytes(exchange_plan, BUCKET_BYTES),
+        "holders": {str(holder): asdict(t) for holder, t in traffic(exchange_plan).items()},
     }
-    if way is not None:
-        record["dtensor"] = asdict(way)
+    if dtensor is not None:
+        record["dtensor"] = asdict(dtensor)
     return json.dumps(record, indent=2)
 
 
@@ -102,31 +111,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m scripts.explain_reshard",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Tell how a tensor gets from one layout to another, who sends what, and draw\n"
-        "it. Starts no ranks.",
+        description="Explain the plan that moves a tensor from one layout to another, and\n"
+        "draw it. Starts no ranks.",
         epilog="A LAYOUT has the axes of a mesh with their sizes and a placement for each:\n"
         f'  "{EXAMPLE}"\n'
-        "  ranks=4-7 or ranks=4,5,8-9   where the mesh is not of the first ranks\n"
+        "  ranks=4-7 or ranks=4,5,8-9   if the mesh does not have the first ranks\n"
         "Placements:\n"
-        "  R          the same on all ranks of the axis\n"
-        "  S0, S1     cut along dim 0, dim 1\n"
-        "  S0#1,S0#0  cut by the second axis first: #k is an axis's place among the cuts of a dim\n"
+        "  R          replicated\n"
+        "  S0, S1     sharded along dim 0, dim 1\n"
+        "  S0#1,S0#0  sharded by the second axis first: #k is an axis's place in the shard order\n"
         "  S0/2       a strided shard with split factor 2\n"
-        "  P, P(max)  contributions, joined by sum, avg, product, min or max",
+        "  P, P(max)  partial values, reduced by sum, avg, product, min or max",
         allow_abbrev=False,
     )
-    parser.add_argument("--shape", required=True, help="of the tensor: 1024x4096, or scalar")
-    parser.add_argument("--src", required=True, metavar="LAYOUT", help="where it lies")
-    parser.add_argument("--dst", required=True, metavar="LAYOUT", help="where it shall lie")
+    parser.add_argument("--shape", required=True, help="tensor shape: 1024x4096, or scalar")
+    parser.add_argument("--src", required=True, metavar="LAYOUT", help="source layout")
+    parser.add_argument("--dst", required=True, metavar="LAYOUT", help="destination layout")
     parser.add_argument("--dtype", default="float32", help="as torch names it (default: float32)")
     parser.add_argument("--svg", type=Path, metavar="PATH", help="write a drawing there too")
     parser.add_argument(
-        "--torch", action="store_true", help="tell what DTensor.redistribute would do instead"
+        "--torch", action="store_true", help="show what DTensor.redistribute would do instead"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="whose default costs to assume"
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of the default cost model"
     )
-    parser.add_argument("--costs", type=Path, metavar="FILE", help="what scripts.calibrate wrote")
+    parser.add_argument(
+        "--costs", type=Path, metavar="FILE", help="cost model from scripts.calibrate"
+    )
     parser.add_argument(
         "--ranks-per-node", type=int, default=0, metavar="N", help="0: all are on one node"
     )

@@ -1,4 +1,4 @@
-"""What the drawings of a pipeline show: a simulated step, and the words for it."""
+"""Contents of the pipeline drawings: a simulated step, and its description."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A step of a pipeline, to be drawn."""
+    """A pipeline step, to be drawn."""
 
     schedule: str
     timeline: Timeline
@@ -22,11 +22,11 @@ class Chart:
     """The rank that holds each stage."""
     num_microbatches: int
     note: str
-    """What the actions cost."""
+    """The costs of the actions."""
 
     @property
     def facts(self) -> str:
-        """The numbers of the pipeline, in a line."""
+        """Return the numbers of the pipeline, in one line."""
         return (
             f"{len(self.timeline.rows)} ranks, {len(self.ranks)} stages, "
             f"{self.num_microbatches} microbatch{'es' if self.num_microbatches > 1 else ''}, "
@@ -35,27 +35,27 @@ class Chart:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of action that occur, in the order of `KINDS`."""
-        found = {span.action.kind for row in self.timeline.rows for span in row}
-        return [kind for kind in KINDS if kind in found]
+        """Return the kinds of action that occur, in the order of `KINDS`."""
+        used = {span.action.kind for row in self.timeline.rows for span in row}
+        return [kind for kind in KINDS if kind in used]
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in rising order."""
+        """Return the stages that a rank holds, in ascending order."""
         return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
 
     def shade_of(self, action: Action) -> int:
-        """The place of an action's stage among those of its rank, from 0."""
+        """Return the position of an action's stage among those of its rank, from 0."""
         return self.stages_of(self.ranks[action.stage]).index(action.stage)
 
     @property
     def num_shades(self) -> int:
-        """The most stages that a rank holds."""
+        """Return the maximum number of stages of a rank."""
         return max(len(self.stages_of(rank)) for rank in range(len(self.timeline.rows)))
 
 
 def tick_step(room: float) -> int:
-    """The least of 1, 2, 5, 10, 20, ... that is not below `room`: how far apart numbers on the axis
-    of time stand, when each needs that much time's room."""
+    """Return the smallest of 1, 2, 5, 10, 20, ... that is at least `room`: the distance between
+    labels on the time axis, each of which occupies that much time."""
     step, factors = 1, (2, 2.5, 2)
     for index in range(60):
         if step >= room:

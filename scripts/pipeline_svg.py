@@ -1,4 +1,5 @@
-"""A pipeline's step as an SVG: a row a rank, a color a kind of action, a shade a stage."""
+"""A pipeline step as an SVG: one row per rank, one color per kind of action, one shade per
+stage."""
 
 import math
 from xml.etree.ElementTree import Element, SubElement
@@ -7,24 +8,24 @@ from scripts.pipeline_chart import KINDS, Chart, tick_step
 from scripts.svg import GRAY, INK, as_text, box, channels, document, is_light, text
 from torchtitan_lite.parallel.pipeline_order import Span
 
-# Colors that people with any kind of color vision tell apart.
+# Colors that can be distinguished with any kind of color vision.
 _COLORS = {"F": "#0072b2", "B": "#d55e00", "I": "#e69f00", "W": "#009e73"}
 _WAITING = "#eceff3"
 _EDGE, _LEFT, _TOP = 24, 104, 92
 _ROW, _GAP = 34, 8
-_LEAST_WIDTH, _MOST_WIDTH, _CELL = 640, 1800, 26
+_LEAST_WIDTH, _MAX_WIDTH, _CELL = 640, 1800, 26
 _FONT, _LEAST_FONT = 12, 6.5
 _GLYPH = 0.6
-"""Width of a digit, in sizes of its font."""
+"""Width of a digit, relative to the font size."""
 _ORDINALS = ("a rank's first stage", "its second", "its third")
 
 
 def as_svg(chart: Chart) -> str:
-    """The drawing. It holds no script and asks for no font or file."""
+    """Return the drawing, without scripts and external fonts or files."""
     makespan, num_rows = chart.timeline.makespan, len(chart.timeline.rows)
     spans = [span for row in chart.timeline.rows for span in row if span.end > span.start]
     shortest = min(span.end - span.start for span in spans)
-    pixels = min(max(_CELL / shortest, _LEAST_WIDTH / makespan), _MOST_WIDTH / makespan)
+    pixels = min(max(_CELL / shortest, _LEAST_WIDTH / makespan), _MAX_WIDTH / makespan)
     bottom = _TOP + num_rows * (_ROW + _GAP)
     width, height = _LEFT + makespan * pixels + _EDGE, bottom + 76
     svg = document(width, height, f"{chart.schedule}: {chart.facts}")
@@ -40,7 +41,7 @@ def as_svg(chart: Chart) -> str:
 
 
 def _fonts(spans: list[Span], pixels: float) -> dict[str, float]:
-    """The size of the numbers in the cells of each kind: one with which all of them fit."""
+    """Return, by kind, the largest font size at which the numbers fit into all cells."""
     sizes: dict[str, float] = {}
     for span in spans:
         kind, digits = span.action.kind, len(str(span.action.microbatch))
@@ -112,6 +113,6 @@ def _legend(svg: Element, chart: Chart, y: float) -> None:
 
 
 def _shade(color: str, place: int, num_shades: int) -> str:
-    """`color` mixed with white, the more the later the place."""
+    """Mix `color` with white, the more the higher the position."""
     part = 0.55 * place / max(1, num_shades - 1)
     return "#" + "".join(f"{round(c + (255 - c) * part):02x}" for c in channels(color))

@@ -1,5 +1,5 @@
-"""A pipeline's step as text that fits a terminal: labelled actions over several bands of time, or,
-where those would be too many, one letter for each slice of time."""
+"""A pipeline step as text that fits a terminal: labeled actions over several bands of time or,
+if that needs too many, one letter per time slice."""
 
 import math
 from itertools import groupby
@@ -9,17 +9,17 @@ from torchtitan_lite.parallel.pipeline_order import Span
 
 _MAX_LINES = 60
 _WAITING = "."
-# Black on a light background, in the 256 colors that terminals share.
+# Black on a light background, in the standard 256 terminal colors.
 _COLORS = {"F": "30;48;5;111", "B": "30;48;5;215", "I": "30;48;5;222", "W": "30;48;5;115"}
 _DIM = "2"
 
 
 def as_text(chart: Chart, num_columns: int, *, in_color: bool) -> str:
-    """The drawing, at most `num_columns` wide where that is not below 40."""
+    """Return the drawing, at most `num_columns` wide if that is at least 40."""
     names = [f"rank {rank}" for rank in range(len(chart.timeline.rows))]
     margin = max(map(len, names)) + 2
     room = max(num_columns, 40) - margin
-    scale = _columns_a_unit(chart)
+    scale = _columns_per_unit(chart)
     band = room // scale * scale
     num_bands = math.ceil(chart.timeline.makespan * scale / band) if band else math.inf
     is_scaled = num_bands * (len(names) + 2) > _MAX_LINES
@@ -47,8 +47,9 @@ def _label(chart: Chart, span: Span) -> str:
     return str(action) if chart.num_shades > 1 else f"{action.kind}{action.microbatch}"
 
 
-def _columns_a_unit(chart: Chart) -> int:
-    """Columns for a unit of time, so that each action has room for its label and a blank."""
+def _columns_per_unit(chart: Chart) -> int:
+    """Return the columns per unit of time, so that each action has room for its label and a
+    blank."""
     return math.ceil(
         max(
             (len(_label(chart, span)) + 1) / (span.end - span.start)
@@ -69,7 +70,7 @@ def _labels(chart: Chart, row: tuple[Span, ...], scale: float) -> list[Cell]:
 
 
 def _letters(chart: Chart, row: tuple[Span, ...], scale: float) -> list[Cell]:
-    """What the rank does for the most part of each column."""
+    """Return the main activity of the rank in each column."""
     columns: list[dict[str, float]] = [{} for _ in range(round(chart.timeline.makespan * scale))]
     for span in row:
         start, end = span.start * scale, span.end * scale
@@ -85,7 +86,7 @@ def _letters(chart: Chart, row: tuple[Span, ...], scale: float) -> list[Cell]:
 
 
 def _axis(makespan: float, scale: float, band: int) -> str:
-    """Times above the columns, each whole within its band."""
+    """Return time labels above the columns, each within its band."""
     axis = [" "] * round(makespan * scale)
     for time in range(0, math.ceil(makespan), tick_step((len(f"{makespan:.0f}") + 2) / scale)):
         at, text = round(time * scale), str(time)

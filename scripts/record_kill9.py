@@ -33,7 +33,7 @@ SESSION = "kill9"
 INTERVAL_S = 0.5
 LIMIT_S = 240.0
 LAST_SCREEN_S = 4.0
-"""How long the animation stays on the last screen."""
+"""Time that the animation shows the last screen."""
 
 CHAR_WIDTH, LINE_HEIGHT, MARGIN = 7.2, 15.0, 10.0
 _PAGE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}">
@@ -46,7 +46,7 @@ _PAGE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {hei
 
 @dataclass(frozen=True)
 class Screen:
-    """What both panes showed at one moment."""
+    """The contents of both panes at one time."""
 
     time_s: float
     rows: tuple[str, ...]
@@ -54,24 +54,26 @@ class Screen:
 
     @property
     def plain(self) -> str:
-        """Without colors."""
+        """Return the screen without colors."""
         return "\n".join(Text.from_ansi(row).plain for row in self.rows)
 
 
 def main() -> int:
-    """Entry of the command. Returns the exit status."""
+    """Run the command. Returns the exit status."""
     parser = argparse.ArgumentParser(description="Record the kill -9 demonstration as an SVG.")
     parser.add_argument("--svg", type=Path, default=Path("docs/images/kill9.svg"))
     parser.add_argument("--text", type=Path, help="also write the last screen as text")
     parser.add_argument("--speed", type=float, default=6.0, help="of the animation (default 6)")
     parser.add_argument("--launch", default=LAUNCH, help="the command of the upper pane")
-    given = parser.parse_args()
-    screens = record(given.launch)
-    given.svg.parent.mkdir(parents=True, exist_ok=True)
-    given.svg.write_text(animation(screens, given.speed), encoding="utf-8")
-    if given.text:
-        given.text.write_text(screens[-1].plain + "\n", encoding="utf-8")
-    print(f"{given.svg}: {len(screens)} screens of {screens[-1].time_s - screens[0].time_s:.0f} s")
+    options = parser.parse_args()
+    screens = record(options.launch)
+    options.svg.parent.mkdir(parents=True, exist_ok=True)
+    options.svg.write_text(animation(screens, options.speed), encoding="utf-8")
+    if options.text:
+        options.text.write_text(screens[-1].plain + "\n", encoding="utf-8")
+    print(
+        f"{options.svg}: {len(screens)} screens of {screens[-1].time_s - screens[0].time_s:.0f} s"
+    )
     return 0
 
 
@@ -96,7 +98,7 @@ def record(launch: str) -> list[Screen]:
         _watch(screens, lambda screen: both_train.search(screen) is not None)
         _watch(screens, _passed(8))
         _tmux("send-keys", "-t", f"{SESSION}:0.0", "C-c")
-        # What the run prints at its end is not part of the recording.
+        # The final output of the run is not part of the recording.
         _watch([*screens], lambda screen: screen.count("goodput") >= 2)
     finally:
         _tmux("kill-session", "-t", SESSION)
@@ -104,7 +106,7 @@ def record(launch: str) -> list[Screen]:
 
 
 def animation(screens: list[Screen], speed: float) -> str:
-    """The recording as an SVG. A viewer without animations shows the last screen."""
+    """Return the recording as an SVG. A viewer without animations shows the last screen."""
     starts_s = [(screen.time_s - screens[0].time_s) / speed for screen in screens]
     total_s = starts_s[-1] + LAST_SCREEN_S
     lines = []
@@ -128,7 +130,7 @@ def animation(screens: list[Screen], speed: float) -> str:
 
 
 def _shown(drawn: str, begin: float, end: float, total_s: float) -> str:
-    """`drawn` from `begin` to `end`, as shares of the animation."""
+    """Show `drawn` from `begin` to `end`, as fractions of the animation."""
     if begin == 0 and end == 1:
         return f"<g>{drawn}</g>"
     values, times = ("0;1;0", f"0;{begin:.4f};{end:.4f}")
@@ -154,12 +156,12 @@ def _draw(ansi: str, row: int) -> str:
         if style is not None and style.color is not None and not style.color.is_default:
             color = style.color.get_truecolor(theme).hex
         weight = ' font-weight="bold"' if style is not None and style.bold else ""
-        # Viewers differ in what they make of several spaces.
-        for words in re.finditer(r"\S+(?: \S+)*", text):
+        # Viewers render consecutive spaces differently.
+        for match in re.finditer(r"\S+(?: \S+)*", text):
             drawn.append(
-                f'<text x="{MARGIN + (column + words.start()) * CHAR_WIDTH:.1f}" y="{y:.1f}" '
-                f'fill="{color}"{weight} textLength="{len(words[0]) * CHAR_WIDTH:.1f}">'
-                f"{html.escape(words[0])}</text>"
+                f'<text x="{MARGIN + (column + match.start()) * CHAR_WIDTH:.1f}" y="{y:.1f}" '
+                f'fill="{color}"{weight} textLength="{len(match[0]) * CHAR_WIDTH:.1f}">'
+                f"{html.escape(match[0])}</text>"
             )
         column += len(text)
     return "".join(drawn)
@@ -171,7 +173,7 @@ def _passed(duration_s: float) -> Callable[[str], bool]:
 
 
 def _watch(screens: list[Screen], ends: Callable[[str], bool]) -> None:
-    """Keep each new screen until one `ends` it."""
+    """Record each new screen until `ends` is true for one."""
     until_s = time.monotonic() + LIMIT_S
     while time.monotonic() < until_s:
         screen = _screen()

@@ -1,6 +1,6 @@
-"""Where the boxes of a plan lie in the plane of a tensor's first two dims, to be drawn.
+"""Positions of a plan's boxes in the plane of a tensor's first two dims, to be drawn.
 
-A tensor of one dim is a row. Boxes that differ in further dims only fall on each other.
+A 1-D tensor is one row. Boxes that differ only in further dims overlap.
 """
 
 from collections.abc import Iterator
@@ -29,56 +29,56 @@ class Area(NamedTuple):
 
 @dataclass(frozen=True)
 class Patch:
-    """An area of a holder's part of the destination, and whence it comes."""
+    """An area of a holder's part of the destination, and its sources."""
 
     area: Area
     sources: tuple[tuple[Holder, int], ...]
-    """With the elements of each. Several where areas of further dims fall on each other, or where
-    contributions are joined."""
+    """With the number of elements from each. Several if areas of further dims overlap, or
+    partial values are reduced."""
     is_joined: bool
 
 
 def plane(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a tensor."""
+    """Return the rows and columns of a tensor."""
     return plane_of(shape, 1)
 
 
 def areas(layout: Layout, shape: tuple[int, ...]) -> dict[Area, list[Holder]]:
-    """The areas into which a layout cuts the plane, and who holds each."""
-    found: dict[Area, list[Holder]] = {}
+    """Return the areas into which a layout splits the plane, and their holders."""
+    by_area: dict[Area, list[Holder]] = {}
     for holder in layout.mesh.holders:
         for box in layout.boxes(shape, holder):
             area = Area(*plane_of(box.offset, 0), *plane_of(box.size, 1))
-            holders = found.setdefault(area, [])
+            holders = by_area.setdefault(area, [])
             if holder not in holders:
                 holders.append(holder)
-    return found
+    return by_area
 
 
 def plane_of(numbers: tuple[int, ...], missing: int) -> tuple[int, int]:
-    """Those of `numbers`, one a dim, that belong to the plane's rows and columns."""
+    """Return the entries of `numbers`, one per dim, that belong to the plane's rows and columns."""
     padded = (missing,) * (2 - len(numbers)) + numbers
     return padded[0], padded[1]
 
 
 def patches(plan: Plan, holder: Holder) -> list[Patch]:
-    """What a holder's part of the destination is made of, in the order of the rounds."""
-    found: list[Patch] = []
+    """Return the patches of a holder's part of the destination, in the order of the rounds."""
+    result: list[Patch] = []
     for kind, part in zip(plan.rounds, plan.transfers(holder), strict=True):
         by_area: dict[Area, dict[Holder, int]] = {}
         for piece in (*part.copies, *part.receives):
             for area, count in _landing(plan, holder, piece):
                 sources = by_area.setdefault(area, {})
                 sources[piece.peer] = sources.get(piece.peer, 0) + count
-        found += [
+        result += [
             Patch(area, tuple(sources.items()), kind == "reduce")
             for area, sources in by_area.items()
         ]
-    return found
+    return result
 
 
 def _landing(plan: Plan, holder: Holder, piece: Transfer) -> Iterator[tuple[Area, int]]:
-    """The areas where a piece lands, with its elements there."""
+    """Return the destination areas of a piece, with the number of elements in each."""
     coordinate = plan.dst.mesh.coordinate(holder)
     assert coordinate is not None
     held = [
@@ -88,8 +88,8 @@ def _landing(plan: Plan, holder: Holder, piece: Transfer) -> Iterator[tuple[Area
     for block in rectangles(piece.segments, piece.start, piece.stop):
         further = prod(block.shape[2:])
         spans = [
-            list(_in_tensor(mine, start, length))
-            for mine, start, length in zip(held, block.dst, block.shape, strict=True)
+            list(_in_tensor(held_intervals, start, length))
+            for held_intervals, start, length in zip(held, block.dst, block.shape, strict=True)
         ]
         rows, columns = ([[(0, 1)]] * (2 - len(spans)) + spans)[:2]
         for top, height in rows:
@@ -98,7 +98,7 @@ def _landing(plan: Plan, holder: Holder, piece: Transfer) -> Iterator[tuple[Area
 
 
 def _in_tensor(held: Intervals, start: int, length: int) -> Iterator[tuple[int, int]]:
-    """Where elements [start, start + length) of a part lie in the tensor."""
+    """Return the position in the tensor of the elements [start, start + length) of a part."""
     for first, size in held:
         if start < size and length > 0:
             count = min(length, size - start)

@@ -1,4 +1,4 @@
-"""A plan as an SVG: who holds what before and after, and whence each holder's part comes."""
+"""A plan as an SVG: the holders before and after, and the sources of each holder's part."""
 
 from collections.abc import Sequence
 from xml.etree.ElementTree import SubElement
@@ -10,7 +10,7 @@ from torchtitan_lite.redistribute import Layout, Plan
 from torchtitan_lite.redistribute.explain import format_bytes, holders_of, traffic
 from torchtitan_lite.redistribute.placements import Holder
 
-# Neighbours in the list differ in lightness as well as in hue.
+# Neighbors in the list differ in lightness as well as in hue.
 _COLORS = (
     *("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7b4fa3"),
     *("#8fd3a8", "#8c4a1f", "#a9c4f5", "#b3123f", "#c5d93c", "#3c4f8f", "#f5b7a0", "#4d6b2f"),
@@ -20,14 +20,14 @@ _WIDTH, _EDGE = 1000, 28
 _PANEL, _INSET, _COLUMNS = 420, 220, 4
 _CHIP_WIDTH, _CHIP_HEIGHT = 24, 17
 _GLYPH = 0.6
-"""Width of a digit, in sizes of its font."""
-_MOST_INSETS, _MOST_AREAS = 16, 20_000
+"""Width of a digit, relative to the font size."""
+_MAX_INSETS, _MAX_AREAS = 16, 20_000
 
 
 def as_svg(plan: Plan) -> str:
-    """The drawing. It holds no script and asks for no font or file.
+    """Return the drawing, without scripts and external fonts or files.
 
-    Raises UserError where it would have too many boxes to be seen.
+    Raises UserError if it would have too many boxes to be legible.
     """
     return as_text(_Drawing(plan).svg)
 
@@ -40,14 +40,14 @@ class _Drawing:
         self._traffic = traffic(plan)
         held = [areas(layout, plan.shape) for layout in (plan.src, plan.dst)]
         shown = list(plan.dst.mesh.holders)
-        if len(shown) > _MOST_INSETS:
+        if len(shown) > _MAX_INSETS:
             shown.sort(key=lambda holder: -self._traffic[holder].received)
-        self._shown = shown[:_MOST_INSETS]
-        made = {holder: patches(plan, holder) for holder in self._shown}
-        count = sum(map(len, held)) + sum(map(len, made.values()))
-        if count > _MOST_AREAS:
+        self._shown = shown[:_MAX_INSETS]
+        by_holder = {holder: patches(plan, holder) for holder in self._shown}
+        count = sum(map(len, held)) + sum(map(len, by_holder.values()))
+        if count > _MAX_AREAS:
             raise UserError(
-                f"The drawing would have {count:,} boxes, and at most {_MOST_AREAS:,} can be seen. "
+                f"The drawing would have {count:,} boxes, and at most {_MAX_AREAS:,} can be seen. "
                 "Draw a smaller tensor, or one with smaller split factors."
             )
         aspect = min(max(self._rows / self._columns, 0.12), 1)
@@ -77,7 +77,7 @@ class _Drawing:
         for number, holder in enumerate(self._shown):
             row, column = divmod(number, _COLUMNS)
             x, y = _EDGE + column * step, insets_top + 32 + row * per_inset
-            self._inset(x, y, inset, holder, made[holder])
+            self._inset(x, y, inset, holder, by_holder[holder])
         self._legend(legend_top)
 
     def _note(self) -> str:
@@ -121,7 +121,7 @@ class _Drawing:
     def _chips(
         self, x: float, y: float, width: float, height: float, holders: list[Holder], plus: str
     ) -> None:
-        """All that hold the same area, in rows that fit it; none where they do not."""
+        """Draw all holders of the same area, in rows that fit it; nothing if they do not fit."""
         per_row = max(1, int((width - 4) // (_CHIP_WIDTH + 3)))
         per_row = min(per_row, len(holders))
         rows = -(-len(holders) // per_row)
@@ -150,7 +150,7 @@ class _Drawing:
         text(self.svg, middle, y - 14, words, size=11, color=GRAY, anchor="middle")
 
     def _inset(
-        self, x: float, y: float, height: float, holder: Holder, made: Sequence[Patch]
+        self, x: float, y: float, height: float, holder: Holder, parts: Sequence[Patch]
     ) -> None:
         color = self._color[holder]
         box(self.svg, x, y, _CHIP_WIDTH, _CHIP_HEIGHT, color, rx="4")
@@ -158,11 +158,11 @@ class _Drawing:
         received, stays = self._traffic[holder].received, self._traffic[holder].stays
         words = [f"receives {format_bytes(received)}"] if received else []
         words += [f"keeps {format_bytes(stays)}"] if stays else []
-        said = ", ".join(words) or "begins as nothing"
-        text(self.svg, x + _CHIP_WIDTH + 8, y + 13, said, size=11.5)
+        caption = ", ".join(words) or "begins as nothing"
+        text(self.svg, x + _CHIP_WIDTH + 8, y + 13, caption, size=11.5)
         top = y + _CHIP_HEIGHT + 6
         box(self.svg, x, top, _INSET, height, _PAPER, stroke=_LINE)
-        for patch in made:
+        for patch in parts:
             self._patch(patch, self._pixels(patch.area, x, top, _INSET, height), holder)
 
     def _patch(self, patch: Patch, at: tuple[float, float, float, float], holder: Holder) -> None:
@@ -229,7 +229,7 @@ class _Drawing:
     def _label(
         self, x: float, y: float, width: float, height: float, words: str, color: str, most: float
     ) -> None:
-        """Words in the middle of a box, where they fit."""
+        """Draw text in the middle of a box if it fits."""
         size = min(most, (width - 2) / (_GLYPH * len(words)), height * 0.85)
         if size >= 6.5:
             ink = INK if is_light(color) else "#ffffff"
@@ -243,7 +243,7 @@ class _Drawing:
                 weight="bold",
                 anchor="middle",
             )
-            # A rim keeps it apart from a hatch.
+            # An outline separates it from a hatch.
             label.set("stroke", color)
             label.set("stroke-width", "3")
             label.set("paint-order", "stroke")

@@ -1,8 +1,8 @@
-"""Draw the order in which a config's pipeline runs a step, and tell how much its ranks wait.
+"""Draw the order in which a config's pipeline runs a step, and report how long its ranks wait.
 
 python -m scripts.show_pipeline --config FILE [--svg PATH] [--section.key value ...]
 
-Nothing is started: the order is that of torch's schedule or of the config's file, and the time is
+Starts no processes: the order is that of torch's schedule or of the config's file, and the time is
 simulated.
 """
 
@@ -29,7 +29,7 @@ from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
 def main(argv: list[str]) -> int:
-    """Entry of the command. Returns the exit status."""
+    """Run the command. Returns the exit status."""
     configure_logging()
     options, rest = _parser().parse_known_args(argv)
     try:
@@ -84,7 +84,7 @@ def _smallest_world_size(parallelism: ParallelismConfig) -> int:
     shards = parallelism.data_parallel_shard_degree
     others = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
     if shards == -1:
-        # As many as the experts' view of the ranks needs.
+        # The number that the experts' mesh requires.
         experts = parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree
         shards = experts // math.gcd(experts, others)
     copies = parallelism.pipeline_parallel_degree * parallelism.data_parallel_replicate_degree

@@ -1,4 +1,4 @@
-"""What drawings in SVG are made of: the document, boxes, words."""
+"""Elements of SVG drawings: the document, boxes, text."""
 
 from typing import Literal
 from xml.etree import ElementTree
@@ -8,7 +8,7 @@ INK, GRAY = "#1f2430", "#667085"
 
 
 def document(width: float, height: float, title: str) -> Element:
-    """A white page. It asks for no font or file."""
+    """Return a white page, without external fonts or files."""
     svg = Element(
         "svg",
         {
@@ -25,7 +25,7 @@ def document(width: float, height: float, title: str) -> Element:
 
 
 def as_text(svg: Element) -> str:
-    """The document, to be written to a file."""
+    """Return the document as text."""
     ElementTree.indent(svg)
     return ElementTree.tostring(svg, encoding="unicode") + "\n"
 
@@ -33,7 +33,7 @@ def as_text(svg: Element) -> str:
 def box(
     svg: Element, x: float, y: float, width: float, height: float, color: str, **more: str
 ) -> Element:
-    """A filled box; `more` are further attributes, with _ for -."""
+    """Return a filled box; `more` are further attributes, with _ for -."""
     numbers = {"x": x, "y": y, "width": width, "height": height}
     attributes = {name: f"{number:.2f}" for name, number in numbers.items()}
     others = {name.replace("_", "-"): value for name, value in more.items()}
@@ -51,7 +51,7 @@ def text(
     weight: str = "normal",
     anchor: Literal["start", "middle", "end"] = "start",
 ) -> Element:
-    """Words whose base line begins, ends or has its middle at (x, y)."""
+    """Return text whose baseline begins, ends or has its middle at (x, y)."""
     attributes = {"x": f"{x:.2f}", "y": f"{y:.2f}", "font-size": f"{size:.1f}", "fill": color}
     if weight != "normal":
         attributes["font-weight"] = weight
@@ -69,5 +69,5 @@ def is_light(color: str) -> bool:
 
 
 def channels(color: str) -> tuple[int, int, int]:
-    """Red, green and blue of a color such as #0072b2, from 0 to 255."""
+    """Return red, green and blue of a color such as #0072b2, from 0 to 255."""
     return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)

@@ -1,9 +1,9 @@
 """Check that the two symbolic links of the package survived the checkout.
 
-`torchtitan_lite/models` and `torchtitan_lite/checkpoint` are links to the folders of the same
-name at the top of the repository. Git checks them out as small text files where links are
-switched off (core.symlinks = false), and some archivers drop them; the import error that follows
-would name a missing module instead of the cause. Layer: imports nothing of the project.
+`torchtitan_lite/models` and `torchtitan_lite/checkpoint` are links to the folders of the same name
+at the top of the repository. Git checks them out as small text files if links are disabled
+(core.symlinks = false), and some archivers drop them; the resulting import error would name a
+missing module instead of the cause. Layer: imports nothing of the project.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ LINKED_FOLDERS = ("models", "checkpoint")
 
 
 def require_links(package: Path = Path(__file__).parent) -> None:
-    """Raise ImportError with the remedy when one of the linked folders is not a folder."""
+    """Raise ImportError with the remedy if one of the linked folders is not a folder."""
     lost = [name for name in LINKED_FOLDERS if not (package / name / "__init__.py").is_file()]
     if lost:
         links = " ".join(f"torchtitan_lite/{name}" for name in lost)
@@ -25,10 +25,10 @@ def require_links(package: Path = Path(__file__).parent) -> None:
 
 
 def refuse_other_name(module_name: str) -> None:
-    """Raise ImportError when a linked package is imported under another name than its own.
+    """Raise ImportError if a linked package is imported under a name other than its own.
 
-    The same files imported as `models` and as `torchtitan_lite.models` would be two sets of
-    modules with two registries.
+    The same files imported as `models` and as `torchtitan_lite.models` would be two sets of modules
+    with two registries.
     """
     if not module_name.startswith("torchtitan_lite."):
         raise ImportError(

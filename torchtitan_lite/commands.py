@@ -1,4 +1,5 @@
-"""Commands to copy, as this environment can call them. Layer: imports nothing of the project."""
+"""Commands for users to copy, in the form that works in this environment. Layer: imports nothing
+of the project."""
 
 import shutil
 import sys
@@ -9,7 +10,8 @@ _STEPS = "--training.steps"
 
 
 def torchtitan_lite() -> list[str]:
-    """The words that call `torchtitan-lite`: by name if it is installed, else as a module."""
+    """Return the words that call `torchtitan-lite`: by name if it is installed, otherwise as a
+    module."""
     name = "torchtitan-lite"
     if shutil.which(name) or Path(sys.executable).with_name(name).exists():
         return [program(name)]
@@ -17,7 +19,7 @@ def torchtitan_lite() -> list[str]:
 
 
 def program(name: str) -> str:
-    """The word that calls a program of this environment, which may not be on the PATH."""
+    """Return the path of a program of this environment, which may not be on the PATH."""
     beside = Path(sys.executable).with_name(name)
     if shutil.which(name) == str(beside) or not beside.exists():
         return name
@@ -26,7 +28,7 @@ def program(name: str) -> str:
 
 
 def with_steps(arguments: Sequence[str], steps: int) -> list[str]:
-    """The arguments of `train` with another number of steps."""
+    """Return the arguments of `train` with another number of steps."""
     kept = [argument for argument in arguments if not argument.startswith(f"{_STEPS}=")]
     if _STEPS in kept:
         place = kept.index(_STEPS)

@@ -1,6 +1,6 @@
-"""What follows from the kind of device. Layer: above errors and log only.
+"""Properties of the device kind. Layer: above errors and log only.
 
-The rest of the code asks here and never tests for CUDA by itself.
+Other code uses these and never checks for CUDA itself.
 """
 
 import os
@@ -17,40 +17,40 @@ from torchtitan_lite.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The device that this process computes on."""
+    """The device of this process."""
 
     torch_device: torch.device
     backend: str
-    """torch.distributed backend; CPU tensors always have gloo beside it."""
+    """torch.distributed backend; gloo is always available for CPU tensors too."""
     pin_memory: bool
     fused_optimizer: bool
     peak_flops: float | None
-    """Dense bf16 FLOP/s of one device, None where it is not known (every CPU)."""
+    """Dense bf16 FLOP/s of one device; None if unknown (every CPU)."""
 
     @property
     def kind(self) -> str:
-        """ "cpu" or "cuda"."""
+        """Return "cpu" or "cuda"."""
         return self.torch_device.type
 
     def peak_memory_gib(self) -> float:
-        """Peak since the start: of the allocator on a GPU, of the process on a CPU."""
+        """Return the peak since the start: of the allocator on a GPU, of the process on a CPU."""
         if self.kind == "cuda":
             return torch.cuda.max_memory_reserved() / 2**30
         return _peak_resident_kib() / 2**20
 
     @property
     def has_allocator_peak(self) -> bool:
-        """Whether `take_allocator_peak` has something to tell."""
+        """Whether `take_allocator_peak` is supported."""
         return self.kind == "cuda"
 
     def take_allocator_peak(self) -> int:
-        """Peak of the allocator since the last call, in bytes; a GPU's only."""
+        """Return the peak of the allocator since the last call, in bytes; on a GPU only."""
         peak = torch.cuda.max_memory_allocated(self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         return peak
 
 
-# Vendors' data sheets, dense bf16 without sparsity; the first name contained in the device's wins.
+# From data sheets, dense bf16; the first name contained in the device's name applies.
 _PEAK_BF16_FLOPS = (
     ("H100 NVL", 835e12),
     ("H100 PCIe", 756e12),
@@ -63,9 +63,9 @@ _PEAK_BF16_FLOPS = (
 
 
 def detect_device(name: str = "auto") -> Device:
-    """The device of this process: its own GPU by LOCAL_RANK, or the CPU.
+    """Return the device of this process: its own GPU by LOCAL_RANK, or the CPU.
 
-    Raises UserError when `name` is "cuda" and there is none, or fewer than processes.
+    Raises UserError if `name` is "cuda" and there is no GPU, or fewer than processes.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return Device(
@@ -96,9 +96,9 @@ def detect_device(name: str = "auto") -> Device:
     )
 
 
-def gpus_reach_each_other() -> bool:
-    """Whether the GPUs of this node read and write each other's memory, as symmetric memory
-    needs."""
+def have_peer_access() -> bool:
+    """Whether the GPUs of this node can access each other's memory, as symmetric memory
+    requires."""
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return num_devices > 1 and all(
         torch.cuda.can_device_access_peer(0, other) for other in range(1, num_devices)
@@ -106,10 +106,11 @@ def gpus_reach_each_other() -> bool:
 
 
 def _peak_resident_kib() -> int:
-    """Of this process. Linux lets what `getrusage` tells begin with the peak of who started it."""
+    """Return the peak of this process. On Linux, `getrusage` starts from the peak of the parent
+    process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":
         return peak // 1024
-    # Some sandboxes do not tell it.
-    told = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    return int(told[1]) if told else peak
+    # Some sandboxes do not report it.
+    match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(match[1]) if match else peak

@@ -1,4 +1,4 @@
-"""Durations: estimated from past steps, and written for people. Layer: imports nothing of the
+"""Durations: estimated from past steps, and formatted for display. Layer: imports nothing of the
 project."""
 
 import math
@@ -10,22 +10,22 @@ _RECENT_STEPS = 50
 
 
 def recent_steps() -> deque[float]:
-    """Make an empty list for the seconds of the most recent steps, which drops the oldest ones.
-    `time_left_s` estimates from it."""
+    """Return an empty list for the seconds of the most recent steps, which drops the oldest
+    ones. `time_left_s` estimates from it."""
     return deque(maxlen=_RECENT_STEPS)
 
 
 def time_left_s(recent_step_s: Iterable[float], num_steps_left: int) -> float | None:
-    """Seconds until the last step has ended; None before the first step.
+    """Estimate the seconds until the end of the last step; None before the first step.
 
-    From the median, so that one slow step (a compilation, a save) does not count for all.
+    Uses the median, so that a single slow step (a compilation, a save) has no effect.
     """
     times_s = list(recent_step_s)
     return median(times_s) * num_steps_left if times_s else None
 
 
 def clock(seconds: float | None) -> str:
-    """`0:42`, `1:02:03`, `2d 03:04:05`; `?` for None, infinity and NaN."""
+    """Format seconds as `0:42`, `1:02:03`, `2d 03:04:05`; `?` for None, infinity and NaN."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
     minutes, second = divmod(round(seconds), 60)

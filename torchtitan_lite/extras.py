@@ -15,15 +15,15 @@ EXTRAS = {
     "torchft": "ft",
     "wandb": "wandb",
 }
-"""By import name. `[project.optional-dependencies]` of pyproject.toml has the versions."""
+"""By import name. The versions are in `[project.optional-dependencies]` of pyproject.toml."""
 
 _DISTRIBUTIONS = {"google.protobuf": "protobuf", "grpc": "grpcio"}
 """Names on PyPI that differ from the import name."""
 
 
 def missing(package: str, needed_by: str) -> str | None:
-    """The error for a feature whose optional `package` is not installed, or None if it is. Imports
-    nothing."""
+    """Return the error for a feature whose optional `package` is not installed, or None if it
+    is. Imports nothing."""
     try:
         spec = find_spec(package)
     except ModuleNotFoundError:

@@ -29,7 +29,7 @@ def configure_logging(level: str | None = None) -> None:
 
 
 class _Wrapping(logging.Formatter):
-    """Wraps long lines for a terminal; a file keeps one line per message."""
+    """Formatter that wraps long lines for a terminal; a file keeps one line per message."""
 
     def format(self, record: logging.LogRecord) -> str:
         width = shutil.get_terminal_size().columns
@@ -56,9 +56,9 @@ def wrapped(line: str, width: int) -> str:
 
 
 def log_once(error: Exception) -> None:
-    """Log an error once that every rank found alike."""
+    """Log an error that occurred on every rank only once."""
     if os.environ.get("RANK", "0") == "0":
         logger.error("%s", error)
     else:
-        # torchrun ends the others as soon as one has failed: let rank 0 speak first.
+        # torchrun terminates the others as soon as one has failed: let rank 0 log first.
         time.sleep(5)

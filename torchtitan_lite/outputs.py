@@ -1,9 +1,9 @@
-"""Names of files and log lines that other programs follow."""
+"""Names of files and log lines that other programs parse."""
 
 from pathlib import Path
 
 METRICS = "metrics.jsonl"
-BOOKS = "books.json"
+GOODPUT_FILE = "books.json"
 LAUNCH_LOGS = "launch_logs"
 """The launcher's folder, below the run's."""
 LAUNCH_EVENTS = "events.jsonl"
@@ -12,13 +12,13 @@ LAUNCH_EVENTS = "events.jsonl"
 LAUNCHER_STARTED = "launcher started"
 """First event of each launcher."""
 RECEIVES_STATE = "Receiving the state of another replica"
-"""Start of the leader's log line when it heals."""
+"""Prefix of the leader's log line when it heals."""
 SAMPLE = "A sample of the model:"
 """Line before the sample at the end of a run."""
 STARTING = "Starting: "
-"""Start of the leader's log lines during startup under the launcher."""
+"""Prefix of the leader's log lines during startup under the launcher."""
 TAKES_PART = "Replicas that take part from sample"
-"""Start of the leader's log line when it takes part."""
+"""Prefix of the leader's log line when it participates in a quorum."""
 
 
 def replica_folder(dump_folder: Path, replica: int) -> Path:

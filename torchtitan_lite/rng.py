@@ -1,10 +1,10 @@
 """Randomness that does not depend on the rank. Layer: imports nothing of the project.
 
-Invariant: every random number that can change the mathematics is a pure function of the seed
-and of what it is for (a parameter's name and row block, a sample's index and position), so that
-no mesh, resume or fault changes it. Numbers come from splitmix64 (Steele, Lea and Flood, "Fast
-splittable pseudorandom number generators", 2014), which is a bijection of 64-bit integers and
-can be evaluated anywhere in its sequence.
+Invariant: every random number that can change the mathematics is a pure function of the seed and
+its purpose (a parameter's name and row block, a sample's index and position), so that no mesh,
+resume or fault changes it. Numbers come from splitmix64 (Steele, Lea and Flood, "Fast splittable
+pseudorandom number generators", 2014), which is a bijection of 64-bit integers and can be evaluated
+at any position of its sequence.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ def fold(seed: int, *parts: int | str) -> int:
 
 
 def generator(seed: int, *parts: int | str) -> torch.Generator:
-    """Return a CPU generator keyed by `fold(seed, *parts)`. Every draw is on the CPU, so that a GPU
-    run starts from the same bits."""
+    """Return a CPU generator keyed by `fold(seed, *parts)`. All draws are on the CPU, so that a
+    GPU run starts from the same bits."""
     return torch.Generator().manual_seed(fold(seed, *parts) >> 1)
 
 
@@ -57,7 +57,7 @@ def _signed(value: int) -> int:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift right logically: torch's `>>` on int64 copies the sign bit."""
+    """Shift right logically: torch's `>>` on int64 is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -77,7 +77,7 @@ def capture() -> dict[str, Any]:
         "numpy": [np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
-    # Only where this process uses a GPU: asking would make it use one.
+    # Only if this process already uses a GPU: querying the state would initialize CUDA.
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
     return states

@@ -1,5 +1,5 @@
-"""What a run prints at its start (what is trained, on what) and at its end (goodput, a sample of
-the model, where the outputs are, how to resume).
+"""Summaries of a run at its start (model, mesh, data) and at its end (goodput, a sample of the
+model, outputs, how to resume).
 
 Layer: the top.
 """
@@ -25,11 +25,11 @@ from torchtitan_lite.parallel.fsdp import compute_dtype_of
 
 _SAMPLE_TOKENS = 80
 _SAMPLE_MAX_PARAMS = 2_000_000_000
-"""Of larger models a copy that generates text might not fit beside the training state."""
+"""A generating copy of a larger model might not fit into memory next to the training state."""
 
 
 def print_start(built: Built, config: Config) -> None:
-    """Print what is trained, on what, and from where. The leader does."""
+    """Print model, mesh, batch and initial state, on the leader."""
     job = built.job
     if job.mesh.is_leader:
         rows = _start_rows(built, config)
@@ -75,38 +75,38 @@ def _origin(built: Built) -> str:
 
 
 @contextmanager
-def last_words(built: Built) -> Iterator[None]:
-    """Whatever ends the training in this block: record the last events, an error included, close
-    the metrics, and print the goodput on the leader."""
+def report_at_exit(built: Built) -> Iterator[None]:
+    """On exit from this block: record the last events, including an error, close the metrics,
+    and print the goodput on the leader."""
     metrics, job = built.metrics, built.job
     try:
         yield
     except UserError as error:
-        _tell_news(built)
+        _record_events(built)
         metrics.event(Event(name="error", step=job.state.step, values={"reason": str(error)}))
         raise
     else:
         metrics.saved(job.checkpoints.saved_step, job.state.step)
     finally:
-        _tell_news(built)
+        _record_events(built)
         values = None if built.goodput_tracker is None else built.goodput_tracker.totals().values()
         if values is not None:
             metrics.event(Event(name="books", step=job.state.step, values=values))
-        # The live bar would break long lines, so that they could not be copied.
+        # The live bar wraps long lines, which makes them hard to copy.
         metrics.close()
         if values is not None:
             print("\n" + "\n".join(goodput.table(values)), flush=True)
 
 
-def _tell_news(built: Built) -> None:
-    """Of a step that was not finished, so that no hook was called."""
-    for news in built.job.replicas.events():
-        built.metrics.event(Event(name=news.name, step=built.job.state.step, values=news.values))
+def _record_events(built: Built) -> None:
+    """Record the events of an unfinished step, for which no hook was called."""
+    for event in built.job.replicas.events():
+        built.metrics.event(Event(name=event.name, step=built.job.state.step, values=event.values))
 
 
 def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bool) -> None:
-    """Print the end of the run. `argv` are the arguments it was started with. Every rank must call
-    it, because all ranks generate the sample."""
+    """Print the end of the run. `argv` are its command-line arguments. Every rank must call it,
+    because all ranks generate the sample."""
     job = built.job
     lines = [""]
     if finished:
@@ -130,7 +130,7 @@ def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bo
 
 
 def _sample(built: Built, config: Config) -> str | None:
-    """Generate a text; None if the model is too large for it, or has no KV cache."""
+    """Generate a text; None if the model is too large or has no KV cache."""
     job, spec = built.job, built.spec
     sampler = built.sampler
     if sampler is None:
@@ -151,7 +151,7 @@ def _indented(text: str) -> str:
 
 
 def _resume_command(argv: Sequence[str], world_size: int, steps: int, finished: bool) -> str:
-    """The same command; a finished run needs more steps to continue."""
+    """Return the command that resumes the run; a finished run needs more steps to continue."""
     arguments = with_steps(argv, 2 * steps) if finished else list(argv)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if Path(sys.argv[0]).name != "train.py":

@@ -1,7 +1,7 @@
-"""The one file that touches private parts of torch. Layer: imports nothing of the project.
+"""The only module that uses private APIs of torch. Layer: imports nothing of the project.
 
-Each function says why the public API does not serve, and until when it is needed. `pyproject.toml`
-admits torch 2.11 to 2.13; the tests run on 2.13.0.
+Each docstring states why the public API is not sufficient, and until when the function is needed.
+`pyproject.toml` allows torch 2.11 to 2.13; the tests run on 2.13.0.
 """
 
 import hashlib
@@ -37,15 +37,16 @@ ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
 }
-"""The kernels behind scaled_dot_product_attention on each device. Selective recomputation sees
-these names and not the public function's; needed as long as its policy is asked about kernels."""
+"""The kernels behind scaled_dot_product_attention on each device. The policy of selective
+activation checkpointing receives these names instead of the public function; needed until it
+does not."""
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Change the timeout of a running process group.
 
-    There is no public way: `init_process_group(timeout=)` holds for the whole life of a group.
-    Needed until torch.distributed offers one.
+    There is no public way: `init_process_group(timeout=)` applies to the whole life of a group.
+    Needed until torch.distributed has one.
     """
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -53,11 +54,11 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def new_local_group(ranks: Sequence[int], timeout: timedelta, name: str) -> dist.ProcessGroup:
-    """A process group to whose making only its own ranks come; once for each `ranks` and `name`.
+    """Create a process group collectively on its own ranks only; once per `ranks` and `name`.
 
-    torch names such a group by its ranks and by how many groups this process has made before, so
-    that ranks with another past wait for each other for ever (2.13). Needed until a group can be
-    given a name.
+    torch names such a group by its ranks and the number of groups that this process has created
+    before, so ranks with different histories wait for each other forever (2.13). Needed until a
+    group can be given a name.
     """
     from torch.distributed import distributed_c10d
 
@@ -81,19 +82,18 @@ _naming = Lock()
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply many tensors in place in one call.
+    """Multiply many tensors in place in one call instead of one call per tensor.
 
-    One call instead of one per tensor; the optimizers of torch use it and no public function
-    offers it. Needed until there is one.
+    The optimizers of torch use it, but there is no public function. Needed until there is one.
     """
     if tensors:
         torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def foreach_norm(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The 2-norm of each tensor, float32 at least, in one call.
+    """Return the 2-norm of each tensor, in at least float32, in one call.
 
-    `torch.nn.utils.get_total_norm` computes in the tensors' own dtype. Needed until it can be told
+    `torch.nn.utils.get_total_norm` computes in the dtype of the tensors. Needed until it accepts
     another.
     """
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -101,12 +101,12 @@ def foreach_norm(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 class RepeatableRecomputation:
-    """The recomputation context of selective activation checkpointing, for regions that are
-    recomputed more than once.
+    """Recomputation context of selective activation checkpointing, for regions that are recomputed
+    more than once.
 
-    torch's own hands out each saved output once and then fails with "Trying to backward an extra
+    torch's context returns each saved output once and then fails with "Trying to backward an extra
     time", but a pipeline schedule that splits the backward recomputes a region in each part. The
-    outputs are freed with the graph that holds the region. Needed until torch can keep them.
+    outputs are freed with the graph of the region. Needed until torch can keep them.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -123,9 +123,9 @@ class RepeatableRecomputation:
 
 
 def record_cuda_memory_history(max_entries: int | None) -> None:
-    """Record the last `max_entries` allocations and frees on the GPU; None stops it.
+    """Record the last `max_entries` allocations and frees on the GPU; None stops the recording.
 
-    The documentation of torch teaches these two functions for memory snapshots, but they are
+    The documentation of torch recommends these two functions for memory snapshots, but they are
     underscored. Needed until they have public names.
     """
     if max_entries is None:
@@ -137,7 +137,7 @@ def record_cuda_memory_history(max_entries: int | None) -> None:
 def dump_cuda_memory_snapshot(path: str) -> None:
     """Write what `record_cuda_memory_history` recorded, for pytorch.org/memory_viz.
 
-    The file is a pickle because that viewer wants one; nothing here ever reads it.
+    The file is a pickle because that viewer requires one; this project never reads it.
     """
     torch.cuda.memory._dump_snapshot(path)
 
@@ -148,34 +148,36 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_strided_shard(placement: Placement) -> TypeGuard[Shard]:
-    """Whether a placement is the private one by which FSDP2 marks that it cut a tensor which an
-    inner axis had cut before. It has a `dim` as Shard does.
+    """Whether a placement is the private one by which FSDP2 marks a tensor that an inner axis had
+    already sharded. It has a `dim` as Shard does.
 
-    Needed until DTensor tells the order of its cuts in public.
+    Needed until DTensor's order of sharding is public.
     """
     return isinstance(placement, _StridedShard)
 
 
 def split_factor(placement: Placement) -> int:
-    """Of a strided shard: into how many pieces the dim is divided before each is cut."""
+    """Return the number of pieces into which a strided shard splits the dim before it shards
+    each."""
     assert isinstance(placement, _StridedShard)
     return int(placement.split_factor)
 
 
 def strided_shard(dim: int, factor: int) -> Placement:
-    """The placement that `is_strided_shard` recognises."""
+    """Return the placement that `is_strided_shard` recognizes."""
     return _StridedShard(dim, split_factor=factor)
 
 
 def as_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size
 ) -> DTensor:
-    """A part as a contiguous DTensor of global `shape`, outside of autograd; a rank that is not in
-    the mesh gets one without elements, or with a meaningless scalar. It has as many dims as the
-    tensor, without which the backward of `to_local` fails.
+    """Wrap a shard as a contiguous DTensor of global `shape`, outside of autograd; a rank outside
+    of the mesh gets one without elements, or with a meaningless scalar. It has as many dims as the
+    tensor; otherwise the backward of `to_local` fails.
 
-    `DTensor.from_local` takes ten times as long, half the time of moving a small state dict, and
-    takes the shape of a scalar for none. Needed until there is a public way without autograd.
+    `DTensor.from_local` takes ten times as long, which is half the time of moving a small state
+    dict, and treats the shape of a scalar as missing. Needed until there is a public way without
+    autograd.
     """
     if mesh.get_coordinate() is None:
         local = local.new_zeros((0,) * len(shape))
@@ -189,15 +191,16 @@ def _contiguous(shape: torch.Size, dtype: torch.dtype) -> TensorMeta:
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:
-    """Mesh, placements, shape and dtype of a DTensor as the one value by which DTensor itself
-    compares them. Needed until DTensor offers it in public."""
+    """Return mesh, placements, shape and dtype of a DTensor as the single value by which DTensor
+    compares them. Needed until it is public."""
     return tensor._spec
 
 
 def shard_order_of(spec: DTensorSpec) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """For each dim that axes cut, the order in which they do; empty where strided shards tell it.
+    """Return, for each sharded dim, the order in which axes shard it; empty if strided shards
+    express it.
 
-    DTensor keeps it in its private spec (from torch 2.10 on). Needed until it is public.
+    DTensor stores it in its private spec (since torch 2.10). Needed until it is public.
     """
     order = getattr(spec, "shard_order", None)
     return tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in order or ())
@@ -205,11 +208,11 @@ def shard_order_of(spec: DTensorSpec) -> tuple[tuple[int, tuple[int, ...]], ...]
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """A default process group that believes to be rank `rank` of many and moves nothing.
+    """Create a default process group that acts as rank `rank` of many and moves nothing.
 
-    With it one process can ask DTensor what it would do on any mesh. It comes from torch's own
-    tests; needed until a mesh can be made without processes. DTensor remembers plans by mesh, and
-    equal meshes of different ranks have different ones: it is made to forget them.
+    With it one process can query DTensor about any mesh. It comes from torch's own tests; needed
+    until a mesh can be created without processes. DTensor caches plans by mesh, but equal meshes
+    have different plans on different ranks, so the caches are cleared.
     """
     from torch.distributed.tensor import _redistribute
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -226,32 +229,32 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 def redistribution_steps(
     tensor: DTensor, placements: Placements
 ) -> list[tuple[int, Placement, Placement]]:
-    """What DTensor would do to lay `tensor` out anew on its mesh: (axis, from, to), in order.
+    """Return the steps by which DTensor would redistribute `tensor` on its mesh: (axis, from, to).
 
-    Its planner is private, and the collectives do not tell of steps that need none. Needed until
-    DTensor tells its plan in public.
+    Its planner is private, and the collectives do not show steps without communication. Needed
+    until DTensor's plan is public.
     """
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._redistribute import _gen_transform_infos_non_cached
 
-    given = tensor._spec
-    wanted = DTensorSpec(given.mesh, placements, tensor_meta=given.tensor_meta)
-    steps = _gen_transform_infos_non_cached(given, wanted)
+    source = tensor._spec
+    target = DTensorSpec(source.mesh, placements, tensor_meta=source.tensor_meta)
+    steps = _gen_transform_infos_non_cached(source, target)
     return [(step.mesh_dim, *step.src_dst_placements) for step in steps]
 
 
-def redistributed_on_all(
+def redistribute_on_all_ranks(
     parts: Sequence[torch.Tensor],
     mesh_shape: tuple[int, ...],
     shape: Sequence[int],
     given: Placements,
     wanted: Placements,
 ) -> list[torch.Tensor]:
-    """What `DTensor.redistribute` makes of the parts of all ranks, computed in this process. The
-    world is that of `fake_process_group`, and the mesh holds its ranks in their order.
+    """Return the result of `DTensor.redistribute` on the shards of all ranks, computed in this
+    process. The world is that of `fake_process_group`, and the mesh contains its ranks in order.
 
-    Values tell whether DTensor does what its placements say, which no plan does. The mode that
-    simulates ranks is private; needed until it is public.
+    Only values show whether DTensor implements its placements correctly. The mode that simulates
+    ranks is private; needed until it is public.
     """
     from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
@@ -274,7 +277,8 @@ def redistributed_on_all(
 def attention_with_lse(
     q_BHSE: torch.Tensor, k_BHSE: torch.Tensor, v_BHSE: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention, and the log-sum-exp [B, H, S] of its scores, by which parts are merged.
+    """Return attention, and the log-sum-exp [B, H, S] of its scores, by which partial results are
+    merged.
 
     scaled_dot_product_attention does not return the latter, so the kernels behind it are called:
     the CPU's, and FlashAttention on a GPU (float16 and bfloat16 only). Needed until the public
@@ -300,7 +304,7 @@ def attention_backward(
     lse_BHS: torch.Tensor,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients for q, k and v of a part, given the output and log-sum-exp of the whole.
+    """Return the gradients of q, k and v for a part, given the output and log-sum-exp of the whole.
 
     See `attention_with_lse`.
     """
@@ -319,20 +323,20 @@ def attention_backward(
 
 
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
-    """Several axes of a mesh as one, with the mesh still as its root.
+    """Flatten several axes of a mesh into one that still has the mesh as its root.
 
-    FSDP2 wants one axis to shard over, of the same root mesh as that of the tensors it shards.
-    Needed until DeviceMesh flattens in public.
+    FSDP2 requires one axis to shard over, with the same root mesh as the tensors it shards. Needed
+    until flattening a DeviceMesh is public.
     """
     return mesh[axes]._flatten(name)
 
 
 def shards_on(mesh: DeviceMesh, dims: Sequence[int]) -> dict[int, Any]:
-    """By dim, what a `shard_placement_fn` of `fully_shard` returns for a parameter that is to be
+    """Return, by dim, the result of a `shard_placement_fn` of `fully_shard` for a parameter that is
     sharded along it over another mesh than the rest of its unit: 1-D, or 2-D with replicas first.
 
-    The classes are described in fully_shard's documentation but not exported (torch 2.13; older
-    ones do not have them). Needed until they are.
+    The classes are described in the documentation of fully_shard but not exported (torch 2.13;
+    older versions do not have them). Needed until they are.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
         FSDPMeshInfo,
@@ -340,7 +344,7 @@ def shards_on(mesh: DeviceMesh, dims: Sequence[int]) -> dict[int, Any]:
         ShardPlacementResult,
     )
 
-    # One object for all, by which FSDP knows that the parameters belong together.
+    # One object for all, by which FSDP groups the parameters.
     info = (
         FSDPMeshInfo(mesh, shard_mesh_dim=0)
         if mesh.ndim == 1
@@ -350,16 +354,16 @@ def shards_on(mesh: DeviceMesh, dims: Sequence[int]) -> dict[int, Any]:
 
 
 def next_node_number() -> int:
-    """The number that autograd gives to the next node of this thread.
+    """Return the number that autograd gives to the next node of this thread.
 
-    Numbers rise in the order in which nodes are made. Needed until autograd tells which module
-    made a node.
+    Numbers increase in the order in which nodes are created. Needed until autograd exposes which
+    module created a node.
     """
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def running_node() -> int | None:
-    """The number of the autograd node that this thread runs the backward of. None outside of
+def current_node_number() -> int | None:
+    """Return the number of the autograd node whose backward this thread runs. None outside of
     backward; 0 in backward between nodes, as in the callbacks at its end.
 
     See `next_node_number`.
@@ -371,9 +375,9 @@ def running_node() -> int | None:
 
 
 class Operations(TorchDispatchMode):
-    """Inside its `with` block, hands every operation on plain tensors to `run(operation, args,
-    kwargs)`, which must call it and return its result. DTensor's come as those on its local
-    tensors; backward's come too, in whichever thread.
+    """Context manager that passes every operation on plain tensors to `run(operation, args,
+    kwargs)`, which must call it and return its result. DTensor operations appear as operations on
+    local tensors; those of backward are included, in any thread.
 
     Needed until dispatch modes are public.
     """
@@ -390,11 +394,11 @@ class Operations(TorchDispatchMode):
 def group_of(
     operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dist.ProcessGroup | None:
-    """The process group that an operation communicates over; None where it does not.
+    """Return the process group over which an operation communicates; None if it does not.
 
-    Every collective reaches the dispatcher as an operation with its group among the arguments:
-    c10d's as a boxed object, a functional one's by name. Needed as long as operations do not tell
-    in public what they communicate over.
+    Every collective reaches the dispatcher as an operation with its group among the arguments: that
+    of c10d as a boxed object, that of a functional collective by name. Needed until operations
+    expose their group publicly.
     """
     place = _group_argument(operation) if isinstance(operation, OpOverload) else None
     if place is None:
@@ -410,7 +414,7 @@ def group_of(
 
 @cache
 def _group_argument(operation: OpOverload) -> tuple[int, str] | None:
-    """Position and name of the argument that is a process group."""
+    """Return position and name of the argument that is a process group."""
     for position, argument in enumerate(operation._schema.arguments):
         if argument.name in ("process_group", "group_name"):
             return position, argument.name
@@ -418,35 +422,35 @@ def _group_argument(operation: OpOverload) -> tuple[int, str] | None:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts.
+    """Return the tensors in nested lists, tuples and dicts.
 
     Needed until torch has a public pytree.
     """
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def record_entered(operation: Any, args: Sequence[Any]) -> str | None:
-    """The label of the `torch.profiler.record_function` block that an operation enters.
+def entered_record_function(operation: Any, args: Sequence[Any]) -> str | None:
+    """Return the label of the `torch.profiler.record_function` block that an operation enters.
 
-    FSDP2 labels its collectives with the module that they are for, which no public hook tells.
-    Needed until one does.
+    FSDP2 labels its collectives with their module, which no public hook exposes. Needed until one
+    does.
     """
     is_entry = operation is torch.ops.profiler._record_function_enter_new.default
     return str(args[0]) if is_entry else None
 
 
-def record_left(operation: Any) -> bool:
-    """Whether an operation leaves such a block; see `record_entered`."""
+def leaves_record_function(operation: Any) -> bool:
+    """Whether an operation leaves such a block; see `entered_record_function`."""
     return operation is torch.ops.profiler._record_function_exit._RecordFunction
 
 
 class ImplicitRedistributions(DebugMode):
-    """Inside its `with` block, calls `found(operation, given, wanted)` before DTensor moves data
-    that nobody asked it to move: to compute an operation, or for the gradient of `from_local`.
+    """Context manager that calls `found(operation, given, wanted)` before DTensor redistributes
+    data implicitly: to compute an operation, or for the gradient of `from_local`.
 
-    `ExplicitRedistributionContext` is a private switch too. It tells neither what was wanted nor of
-    `from_local`, and it belongs to one thread, which is not that of backward on a GPU. A debug mode
-    goes along with backward. Needed until DTensor offers such a switch in public.
+    `ExplicitRedistributionContext` is a private switch too. It does not report the target
+    placements, does not cover `from_local`, and applies to one thread, which on a GPU is not that
+    of backward. A debug mode also covers backward. Needed until DTensor has such a public switch.
     """
 
     def __init__(self, found: Callable[[str, Placements, Placements], None]) -> None:
@@ -455,7 +459,7 @@ class ImplicitRedistributions(DebugMode):
         self._operation = ""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Note the operation, and record nothing as the base class would."""
+        """Remember the operation, without the recording of the base class."""
         if DTensor in types:
             self._operation = str(func)
             return NotImplemented
@@ -465,18 +469,18 @@ class ImplicitRedistributions(DebugMode):
     def record_redistribute_calls(
         self, arg, src_placement, dst_placement, transform_info_str=None, is_explicit=False
     ) -> Iterator[None]:
-        """DTensor calls this around each redistribution: first with the number of an operation's
+        """Handle a redistribution. DTensor calls this first with the index of an operation's
         argument, if it is for one, and then with the local tensor."""
         if isinstance(arg, int):
-            given, wanted = src_placement.placements, dst_placement.placements
-            if given != wanted:
-                self._found(self._operation, given, wanted)
+            source, target = src_placement.placements, dst_placement.placements
+            if source != target:
+                self._found(self._operation, source, target)
         elif not is_explicit and _node_is_from_local():
             self._found("the gradient of DTensor.from_local", src_placement, dst_placement)
         yield
 
     def record_output_placements(self, output_spec: object) -> None:
-        """Nothing is recorded."""
+        """Record nothing."""
 
 
 def _node_is_from_local() -> bool:
@@ -487,12 +491,12 @@ def _node_is_from_local() -> bool:
 def schedule_actions(
     name: str, num_ranks: int, num_stages: int, num: int
 ) -> list[list[tuple[int, str, int]]]:
-    """What each rank does under torch's schedule `name` with `num` microbatches: (stage, one of F,
-    B, I and W, microbatch). Raises ValueError where torch refuses the numbers.
+    """Return the actions of each rank under torch's schedule `name` with `num` microbatches:
+    (stage, one of F, B, I and W, microbatch). Raises ValueError if torch rejects the numbers.
 
-    The schedules offer their order only as an attribute of private actions, and only to whoever
-    has stages, which need a process group; what stands here for the stages has the attributes
-    that are read. Needed until torch gives the order of a schedule in public.
+    The schedules expose their order only as a private attribute, and only with stages, which need a
+    process group; the stand-ins for the stages have the attributes that are read. Needed until the
+    order of a schedule is public.
     """
     from torch.distributed.pipelining import schedules
 
@@ -500,9 +504,9 @@ def schedule_actions(
         SimpleNamespace(num_stages=num_stages, group_size=num_ranks, group_rank=0, submod=None)
         for _ in range(num_stages // num_ranks)
     ]
-    made = schedules.get_schedule_class(name)
-    single = issubclass(made, schedules.PipelineScheduleSingle)
-    order = made(stages[0] if single else stages, num).pipeline_order or {}
+    schedule_class = schedules.get_schedule_class(name)
+    single = issubclass(schedule_class, schedules.PipelineScheduleSingle)
+    order = schedule_class(stages[0] if single else stages, num).pipeline_order or {}
     flat = [
         [part for action in order[rank] if action for part in action.sub_actions or (action,)]
         for rank in range(num_ranks)
@@ -517,14 +521,14 @@ def schedule_actions(
     ]
 
 
-def schedule_of_order(
+def schedule_from_order(
     stages: Sequence[Any], rows: Sequence[Sequence[str]], num: int, **options
 ) -> Any:
-    """A pipeline schedule that runs the actions of `rows`, one row a rank, such as `0F3`. `num` is
-    the number of microbatches.
+    """Return a pipeline schedule that runs the actions of `rows`, one row per rank, such as `0F3`.
+    `num` is the number of microbatches.
 
-    torch's public schedules work out their order themselves, and its reader of orders, private
-    too, wants a file. Needed until a public schedule takes an order.
+    torch's public schedules compute their order themselves, and its private reader of orders
+    requires a file. Needed until a public schedule accepts an order.
     """
     from torch.distributed.pipelining import schedules
 
@@ -539,13 +543,13 @@ def schedule_of_order(
 def forward_schedule(
     stages: Sequence[Any], rows: Sequence[Sequence[str]], ranks: Sequence[int], num: int, **options
 ) -> Any:
-    """A pipeline schedule for `eval` only: each rank runs the forwards of its row, such as `0F3`.
-    `ranks` holds the rank of each stage, `num` is the number of microbatches.
+    """Return a pipeline schedule for `eval` only: each rank runs the forwards of its row, such as
+    `0F3`. `ranks` contains the rank of each stage, `num` is the number of microbatches.
 
-    `eval` of torch's own schedules walks through backward too, and in a V-shaped one it fails
-    there, since neighbouring stages of a rank hand on gradients that do not exist; and torch's
-    check of an order wants each backward. Needed until torch has a schedule of several stages
-    without backward.
+    `eval` of torch's own schedules includes backward actions, and fails in a V-shaped schedule,
+    because neighboring stages of a rank pass gradients that do not exist; and torch's check of an
+    order requires each backward. Needed until torch has a schedule of several stages without
+    backward.
     """
     from torch.distributed.pipelining import schedules
 
@@ -565,10 +569,10 @@ def forward_schedule(
 
 
 def overlap_collectives(group: dist.ProcessGroup) -> None:
-    """Let the compiler split matrix products and run them beside the collectives of `group` that
-    they wait for (async tensor parallelism).
+    """Let the compiler split matrix products and overlap them with the collectives of `group` that
+    they depend on (async tensor parallelism).
 
-    A switch of inductor for the whole process. Needed until torch offers it in public.
+    A switch of inductor for the whole process. Needed until torch has a public one.
     """
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -578,18 +582,18 @@ def overlap_collectives(group: dist.ProcessGroup) -> None:
 
 
 def foreach_copy_(
-    outs: list[torch.Tensor], given: list[torch.Tensor], *, non_blocking: bool = False
+    outs: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False
 ) -> None:
-    """Copy many tensors in one call, in which other threads run. Private in torch 2.13, without a
-    public equal."""
-    torch._foreach_copy_(outs, given, non_blocking)  # pyright: ignore[reportPrivateImportUsage]
+    """Copy many tensors in one call that releases the GIL. Private in torch 2.13, without a
+    public equivalent."""
+    torch._foreach_copy_(outs, sources, non_blocking)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def compile_time_ns() -> int:
-    """What dynamo and the compiler behind it have taken in this process up to now (nanoseconds).
+    """Return the time that dynamo and its backend have spent in this process so far (nanoseconds).
 
-    `torch._dynamo.utils.compile_times` gives it as a text, or per call. Needed until torch gives
-    the sum in public. Nothing is imported for it: without the module nothing was compiled.
+    `torch._dynamo.utils.compile_times` returns it as text, or per call. Needed until torch exposes
+    the sum publicly. Imports nothing: without the module nothing was compiled.
     """
     module = sys.modules.get("torch._dynamo.utils")
     if module is None:
@@ -599,10 +603,11 @@ def compile_time_ns() -> int:
 
 
 def flight_record() -> dict[str, Any]:
-    """What the flight recorder holds of the collectives of this process: torch's own keys.
+    """Return the flight recorder's entries about the collectives of this process, with torch's
+    keys.
 
-    torch writes it by itself for NCCL only, when a collective is late, and as a pickle; the private
-    function gives JSON, and of gloo's too (2.13). Needed until a public one does.
+    torch writes them itself for NCCL only, when a collective times out, and as a pickle; the
+    private function returns JSON, also for gloo (2.13). Needed until there is a public one.
     """
     dump = _distributed_c10d._dump_fr_trace_json  # pyright: ignore[reportAttributeAccessIssue]
     return json.loads(dump(includeCollectives=True, onlyActive=False))

@@ -83,20 +83,20 @@ def test_numbers_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("mesh=a:4 placements=S0", "mesh=a:4 placements=S1", "64x64", ("49,152 bytes", "4 times")),
         # As reduce-scatter, gloo reduces all: measured with 4 ranks.
         ("mesh=a:4 placements=P", "mesh=a:4 placements=S0", "64x64", ("98,304 bytes", "2 times")),
-        (SRC, DST, "64x64", ("does not do it: Cross device mesh",)),
+        (SRC, DST, "64x64", ("not supported: Cross device mesh",)),
         (
             "mesh=dp:4 placements=S0",
             "mesh=dp:2 placements=S0",
             "64x64",
-            ("does not do it: asked for equal placements on another mesh",),
+            ("not supported: for equal placements on another mesh",),
         ),
         (
             "mesh=dp:2 placements=R",
             "mesh=dp:2 placements=R ranks=2-3",
             "64x64",
-            ("does not do it: asked for equal placements on another mesh",),
+            ("not supported: for equal placements on another mesh",),
         ),
-        ("mesh=a:2 placements=R", "mesh=a:2 placements=P", "4", ("does not do it: Can not",)),
+        ("mesh=a:2 placements=R", "mesh=a:2 placements=P", "4", ("not supported: Can not",)),
         (
             "mesh=a:2,b:2 placements=S0#1,S0#0",
             "mesh=a:2,b:2 placements=R,R",
@@ -128,7 +128,7 @@ def test_what_dtensor_would_do(
         ("mesh=dp:2 placements=X0", (), '"X0" in placements must be R, S0, S0/2, S0#1'),
         ("mesh=dp:4 placements=R ranks=0-2", (), "needs 4 ranks, and ranks=0-2 gives 3"),
         ("mesh=dp:2 placements=R ranks=1,1", (), "Holder 1 is twice"),
-        ("mesh=a:2,b:2 placements=S0#0,S0#0", (), "Two cuts of dim 0 are both #0"),
+        ("mesh=a:2,b:2 placements=S0#0,S0#0", (), "Two shards of dim 0 are both #0"),
         ("mesh=a:2,b:2 placements=S0#1,S0#2", (), "must be #0 to #1"),
         ("mesh=dp:2 placements=S2", (), "has 2 dims"),
         ("mesh=dp:2 placement=S0", (), '"placement=S0" must be mesh='),

@@ -75,7 +75,7 @@ def test_what_cannot_be_answered_is_told_in_a_line(
         ([], "Give either PATH or --shm"),
         ([tmp_path, "--shm"], "Give either PATH or --shm"),
         ([tmp_path, "--free"], "--free needs --shm"),
-        ([tmp_path / "nothing"], "holds no checkpoint"),
+        ([tmp_path / "nothing"], "contains no checkpoint"),
         ([tmp_path / "step-3"], "has format version 9"),
         (["--shm", "--free", "0" * 32], "No run"),
         ([tmp_path, "--quick"], "unrecognized arguments: --quick"),

@@ -1,7 +1,7 @@
 """The command `torchtitan-lite`: one function per command, and one parser for all.
 
-`parsers.py` defines the options; the module of a command is imported once its options are known to
-be right. Layer: the top.
+`parsers.py` defines the options; the module of a command is imported after its options have been
+parsed successfully. Layer: the top.
 """
 
 import importlib
@@ -16,19 +16,19 @@ from torchtitan_lite.extension import import_module
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command that `argv` asks for. Returns the exit status."""
+    """Run the command in `argv`. Returns the exit status."""
     try:
         if list(argv[:1]) == ["train"]:
-            # Every argument but one belongs to the configuration.
+            # All arguments except one belong to the configuration.
             from torchtitan_lite.cli.train import train
 
             return train(argv[1:])
         return _run_parsed(argv)
     except SystemExit as left:
-        # argparse ends so after --help (0) and for a wrong command line (2).
+        # argparse exits with 0 after --help and with 2 for an invalid command line.
         if left.code is None or isinstance(left.code, int):
             return left.code or 0
-        # A module of the user's, whose message Python would print.
+        # Raised by a user module; Python would print its message.
         print(left.code, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -62,11 +62,12 @@ def _run_parsed(argv: Sequence[str]) -> int:
 
 
 def versions() -> str:
-    """This package, Python and the libraries that decide what a run computes, in one line."""
-    found = [f"torchtitan_lite {__version__}", f"Python {sys.version.split()[0]}"]
+    """Return the versions of this package, Python and the libraries that determine results, in
+    one line."""
+    parts = [f"torchtitan_lite {__version__}", f"Python {sys.version.split()[0]}"]
     for name in ("torch", "torchft"):
         try:
-            found.append(f"{name} {version(name)}")
+            parts.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"{name} not installed")
-    return ", ".join(found)
+            parts.append(f"{name} not installed")
+    return ", ".join(parts)

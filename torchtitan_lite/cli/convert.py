@@ -46,7 +46,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def from_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Make a checkpoint from a Hugging Face folder. Returns the exit status."""
+    """Convert a Hugging Face folder to a checkpoint. Returns the exit status."""
     configure_logging()
     try:
         conversion = _prepare(options)
@@ -71,7 +71,7 @@ def _prepare(options: argparse.Namespace) -> HuggingFaceImport:
             f"{folder} is not a Hugging Face folder: it has neither model.safetensors nor "
             "model.safetensors.index.json."
         )
-    # An object store has no place for what is read from a folder.
+    # Assets are read from a local folder, so they cannot be in an object store.
     assets = None if "://" in options.out_dir else local_path(options.out_dir) / "assets"
     model = hugging_face_model(read_config(storage, name), str(assets or folder))
     return HuggingFaceImport(
@@ -84,7 +84,7 @@ def _prepare(options: argparse.Namespace) -> HuggingFaceImport:
 
 
 def to_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Make a Hugging Face folder from a checkpoint. Returns the exit status."""
+    """Convert a checkpoint to a Hugging Face folder. Returns the exit status."""
     configure_logging()
     try:
         source, config = _open_step(options.checkpoint)
@@ -119,10 +119,11 @@ def to_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
 
 
 def _tokenizer_folder(weights: Weights) -> Path | None:
-    """The folder of the tokenizer that the weights were trained with, where it is in reach."""
-    given = weights.config.model.hf_assets_path
-    if given is not None and Path(given).expanduser().is_dir():
-        return Path(given).expanduser()
+    """Return the folder of the tokenizer with which the weights were trained, if it is
+    accessible."""
+    folder = weights.config.model.hf_assets_path
+    if folder is not None and Path(folder).expanduser().is_dir():
+        return Path(folder).expanduser()
     try:
         return find_tokenizer(weights, None).folder
     except DataError as error:
@@ -131,8 +132,8 @@ def _tokenizer_folder(weights: Weights) -> Path | None:
 
 
 def from_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Make a checkpoint from a torch DCP checkpoint, of the model that the configuration in
-    `others` names. Returns the exit status."""
+    """Convert a torch DCP checkpoint, of the model configured in `others`, to a checkpoint.
+    Returns the exit status."""
     configure_logging()
     try:
         config, _ = parse_command_line(others)
@@ -149,14 +150,14 @@ def from_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
     print(f"{done.where}: {done.num_tensors} tensors, {kind}.")
     if done.skipped:
         print(
-            f"Not taken over: {', '.join(done.skipped)}. Learning rate and optimizer follow the "
-            "configuration, and the data begins anew."
+            f"Not converted: {', '.join(done.skipped)}. Learning rate and optimizer follow the "
+            "configuration, and the data starts from its beginning."
         )
     return 0
 
 
 def to_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Make a torch DCP checkpoint with torchtitan's names. Returns the exit status."""
+    """Convert a checkpoint to torch DCP with torchtitan's names. Returns the exit status."""
     configure_logging()
     try:
         source, config = _open_step(options.checkpoint, needs_flavor=True)
@@ -175,7 +176,8 @@ def to_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
 
 
 def _open_step(path: str, *, needs_flavor: bool = False) -> tuple[StoredSnapshot, Config]:
-    """The checkpoint of a step, and the configuration that it records. Raises as `run_config`."""
+    """Open the checkpoint of a step, with the configuration that it records. Raises as
+    `run_config`."""
     storage, name = open_parent_storage(path)
     reject_external(storage, name)
     source = StoredSnapshot(storage, name)
@@ -187,8 +189,8 @@ def _dtype(options: argparse.Namespace) -> torch.dtype | None:
 
 
 def _run_with_bar(num_bytes: int, run: Callable[[Callable[[int], None]], Any]) -> Any:
-    """Run a conversion, which reports the bytes it has written. An interrupt ends the program and
-    says how to continue."""
+    """Run a conversion, which reports the bytes it has written. An interrupt ends the program
+    with a message that explains how to resume."""
     columns = (
         TextColumn("{task.description}"),
         *(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()),
@@ -204,7 +206,7 @@ def _run_with_bar(num_bytes: int, run: Callable[[Callable[[int], None]], Any]) -
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """Treat SIGTERM, with which batch systems end jobs, as Ctrl-C."""
+    """Handle SIGTERM, which batch systems send to end jobs, like Ctrl-C."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     try:
         yield
@@ -213,8 +215,8 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 
 def _param_group(source: StoredSnapshot, config: Config) -> dict[str, Any]:
-    """What torch's optimizer keeps of every parameter, with the learning rate of the next step.
-    torchtitan has one weight decay for all."""
+    """Return the parameter group of torch's optimizer, with the learning rate of the next step.
+    torchtitan has one weight decay for all parameters."""
     optimizer = build_optimizer(
         config.optimizer, nn.Linear(1, 1, bias=False), (), detect_device("cpu")
     )

@@ -44,11 +44,11 @@ _KEYS = {
 """Option -> the keys that it sets."""
 _DATA = ("dataset", "dataset_path")
 _OF_TRAINING = ("dtype", "mixed_precision_param", "cache_folder", "seq_len")
-"""Keys of the run's [training] that hold for any data."""
+"""Keys of the run's [training] that apply to any data."""
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Evaluate as `options` ask, with overrides `others`. Returns the exit status."""
+    """Evaluate according to `options`, with overrides `others`. Returns the exit status."""
     configure_logging()
     try:
         with start_mesh(ParallelismConfig(), CommConfig(), detect_device(options.device)) as mesh:
@@ -62,8 +62,8 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
 
 
 def evaluate(options: argparse.Namespace, others: Sequence[str], world: Mesh) -> dict[str, Any]:
-    """Loss, perplexity and speed, on every rank; `others` are overrides as of `train`. Every rank
-    must call it."""
+    """Compute loss, perplexity and speed, on every rank; `others` are overrides as for `train`.
+    Every rank must call it."""
     weights = open_weights(options.checkpoint, world)
     config = _config(weights, options, others)
     check_against(config, world.world_size)
@@ -97,7 +97,8 @@ def evaluate(options: argparse.Namespace, others: Sequence[str], world: Mesh) ->
 def _measured(
     weights: Weights, config: Config, tokenizer: TokenizerFiles, mesh: Mesh, stride: int | None
 ) -> tuple[HeldOutLoss, float]:
-    """The loss, and the seconds it took after the model was loaded. Every rank must call it."""
+    """Return the loss, and the seconds it took after the model was loaded. Every rank must call
+    it."""
     spec = model_spec(config.model)
     data = run_on_all_ranks(
         lambda: open_validation(
@@ -127,10 +128,10 @@ def _measured(
 
 
 def _config(weights: Weights, options: argparse.Namespace, others: Sequence[str]) -> Config:
-    """What the command line asks for, over what the run of the weights says of the model and the
-    precision, and of the data where none are asked for."""
+    """Return the configuration: the command line, over the model and precision recorded with the
+    weights, and over the recorded data unless the command line names a data set."""
     run = weights.config
-    given = [
+    overrides = [
         f"--{key}={getattr(options, option)}"
         for option, keys in _KEYS.items()
         if getattr(options, option) is not None
@@ -153,7 +154,7 @@ def _config(weights: Weights, options: argparse.Namespace, others: Sequence[str]
                 f"{weights.snapshot.where} is of a run without validation data, and none are "
                 "given. Give --dataset NAME or --dataset-path FILES."
             )
-    config = config_from(tables, weights.snapshot.where, [*given, *others])
+    config = config_from(tables, weights.snapshot.where, [*overrides, *others])
     if config.parallelism.pipeline_parallel_degree > 1:
         raise ConfigError(
             f"parallelism.pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}:"
@@ -175,7 +176,7 @@ def _part_of(section: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
 
 
 def perplexity(loss: float) -> float:
-    """Of a mean loss in nats; infinite where no float is as large."""
+    """Return the perplexity of a mean loss in nats; infinite if it exceeds the range of a float."""
     try:
         return math.exp(loss)
     except OverflowError:

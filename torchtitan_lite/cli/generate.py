@@ -39,11 +39,11 @@ class Text:
     text: str
     ids: list[int]
     ended_by: str
-    """ "stop" (the end of a document) or "length"."""
+    """"stop" (the end of a document) or "length"."""
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Generate what `options` ask for. Returns the exit status."""
+    """Generate according to `options`. Returns the exit status."""
     if any(other.startswith("--parallelism.") for other in others):
         options.parser.error(
             f"{' '.join(others)}: text is generated under tensor parallelism alone, neither under "
@@ -66,31 +66,31 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
 
 
 def generate(options: argparse.Namespace, world: Mesh) -> tuple[list[Text], float]:
-    """The text of each prompt, on every rank, and the seconds it took after the model was loaded.
-    Every rank must call it."""
+    """Return the text of each prompt, on every rank, and the seconds it took after the model was
+    loaded. Every rank must call it."""
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
-    wanted = [prompt for prompt in _prompts(options) for _ in range(options.num_samples)]
+    requested = [prompt for prompt in _prompts(options) for _ in range(options.num_samples)]
     weights = open_weights(options.checkpoint, world)
     files = tokenizer_of(weights, options.tokenizer)
     tokenizer = files.load()
     check_vocab_size(files.folder, tokenizer.vocab_size, weights.spec.vocab_size)
     prompts = [
         Prompt(prompt_ids(tokenizer, text), sample=number % options.num_samples)
-        for number, text in enumerate(wanted)
+        for number, text in enumerate(requested)
     ]
     check_prompts(prompts, weights.spec)
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     model, mesh = serve(weights, world, dtype=dtype, tensor_parallel=options.tensor_parallel)
     generator = BatchGenerator(model, weights.spec, mesh)
     on_token, stream = _ignore, None
-    if len(wanted) == 1 and mesh.is_leader:
+    if len(requested) == 1 and mesh.is_leader:
         # A single text is streamed.
         stream = TextStream(tokenizer, sys.stdout)
-        sys.stdout.write(wanted[0])
+        sys.stdout.write(requested[0])
         on_token = _streamed(stream)
     own = slice(mesh.batch_rank, None, mesh.degrees.batch)
     begin = time.perf_counter()
-    found = generator.generate(
+    results = generator.generate(
         prompts[own],
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
@@ -103,18 +103,19 @@ def generate(options: argparse.Namespace, world: Mesh) -> tuple[list[Text], floa
         stream.close()
     texts = [
         asdict(Text(text, tokenizer.decode(one.ids), one.ids, "stop" if one.stopped else "length"))
-        for text, one in zip(wanted[own], found, strict=True)
+        for text, one in zip(requested[own], results, strict=True)
     ]
     is_first = mesh.device_mesh.get_local_rank("tp") == 0
     gathered = gather_texts(json.dumps(texts).encode() if is_first else b"")
     copies = [json.loads(text) for text in gathered if text]
     return [
-        Text(**copies[number % len(copies)][number // len(copies)]) for number in range(len(wanted))
+        Text(**copies[number % len(copies)][number // len(copies)])
+        for number in range(len(requested))
     ], seconds
 
 
 def _ignore(number: int, token: int) -> None:
-    """No text is streamed."""
+    """Discard a token: no text is streamed."""
 
 
 def _streamed(stream: TextStream) -> Callable[[int, int], None]:

@@ -40,7 +40,7 @@ from torchtitan_lite.errors import (
 def run(
     options: argparse.Namespace, others: Sequence[str], shared_memory: Path = SHARED_MEMORY
 ) -> int:
-    """Inspect what `options` name. Returns the exit status."""
+    """Inspect the target of `options`. Returns the exit status."""
     try:
         if (options.path is None) != options.shm or (options.free is not None and not options.shm):
             raise UserError("Give either PATH or --shm; --free needs --shm.")
@@ -49,7 +49,7 @@ def run(
         storage, names = _steps(options.path)
         records = [_record(storage, name, options) for name in names]
         shown = records[0] if _is_step(options.path) else {"root": storage.root, "steps": records}
-        _print(options, shown, "\n\n".join(map(_in_words, records)))
+        _print(options, shown, "\n\n".join(map(_format_record, records)))
         return int(any(record["damage"] for record in records))
     except (UserError, OSError) as error:
         print(f"inspect: {error}", file=sys.stderr)
@@ -59,23 +59,23 @@ def run(
 def _inspect_memory(options: argparse.Namespace, base: Path) -> int:
     freed: list[str] = []
     if options.free is not None:
-        found = {run.run_id: run for run in list_runs(base=base)}
-        ids = [options.free] if options.free else [i for i, run in found.items() if not run.owners]
-        unused = [_memory_record(found[run_id]) for run_id in ids if run_id in found]
+        runs = {run.run_id: run for run in list_runs(base=base)}
+        ids = [options.free] if options.free else [i for i, run in runs.items() if not run.owners]
+        unused = [_memory_record(runs[run_id]) for run_id in ids if run_id in runs]
         if not options.free and unused and not options.yes and not _confirmed(unused):
             return 2
         for run_id in ids:
-            # Raises CheckpointError for an unknown run, and for one that a process writes to.
+            # Raises CheckpointError for an unknown run, and for one that is in use.
             free_run(run_id, base=base)
         freed = ids
     left = [_memory_record(run) for run in list_runs(base=base)]
-    _print(options, {"freed": freed, "runs": left}, _memory_in_words(left, freed))
+    _print(options, {"freed": freed, "runs": left}, _format_memory(left, freed))
     return 0
 
 
 def _confirmed(unused: Sequence[Mapping[str, Any]]) -> bool:
-    """Show what would be freed and ask. Raises UserError where nobody can answer."""
-    print(_memory_in_words(unused, []), file=sys.stderr)
+    """Show what would be freed and ask for confirmation. Raises UserError without a terminal."""
+    print(_format_memory(unused, []), file=sys.stderr)
     if not sys.stdin.isatty():
         raise UserError(
             f"--free without RUN_ID would free the snapshots of {len(unused)} runs listed above. "
@@ -89,8 +89,8 @@ def _confirmed(unused: Sequence[Mapping[str, Any]]) -> bool:
     return is_confirmed
 
 
-def _print(options: argparse.Namespace, record: Mapping[str, Any], words: str) -> None:
-    print(json.dumps(record, indent=2) if options.json else words)
+def _print(options: argparse.Namespace, record: Mapping[str, Any], text: str) -> None:
+    print(json.dumps(record, indent=2) if options.json else text)
 
 
 def _is_step(path: str) -> bool:
@@ -99,7 +99,8 @@ def _is_step(path: str) -> bool:
 
 
 def _steps(path: str) -> tuple[Storage, list[str]]:
-    """Where the checkpoints lie, and their names. Raises CheckpointError when there are none."""
+    """Return the location of the checkpoints, and their names. Raises CheckpointError if there
+    are none."""
     whole = path.rstrip("/") if "://" in path else str(Path(path).absolute())
     if _is_step(path):
         root, _, name = whole.rpartition("/")
@@ -108,21 +109,21 @@ def _steps(path: str) -> tuple[Storage, list[str]]:
     names = [step_name(step) for step in storage.steps()]
     if not names:
         raise CheckpointError(
-            f"{path} holds no checkpoint. Give the folder of a step, which contains "
+            f"{path} contains no checkpoint. Give the folder of a step, which contains "
             f"{MANIFEST}, or a folder of steps."
         )
     return storage, names
 
 
 def _record(storage: Storage, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What there is to say of one checkpoint."""
+    """Describe one checkpoint."""
     record: dict[str, Any] = {"path": f"{storage.root}/{name}", "verified": options.verify}
     try:
         manifest = read_manifest_alone(storage, name)
     except DamagedCheckpoint as error:
         return record | {"damage": [{"file": MANIFEST, "tensor": None, "problem": str(error)}]}
-    found = verify(storage, name) if options.verify else []
-    record |= {"damage": [asdict(one) for one in found]} | _contents(manifest)
+    problems = verify(storage, name) if options.verify else []
+    record |= {"damage": [asdict(one) for one in problems]} | _contents(manifest)
     if options.tensors:
         record["tensors"] = _tensors(manifest)
     return record
@@ -167,7 +168,7 @@ def _tensors(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _in_words(record: Mapping[str, Any]) -> str:
+def _format_record(record: Mapping[str, Any]) -> str:
     lines = [record["path"]]
     if "step" in record:
         written = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
@@ -202,9 +203,9 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 1 << 20 else f"{num_bytes:,} bytes"
 
 
-def _memory_in_words(found: Sequence[Mapping[str, Any]], freed: Sequence[str]) -> str:
+def _format_memory(runs: Sequence[Mapping[str, Any]], freed: Sequence[str]) -> str:
     lines = [f"Freed run {run_id}." for run_id in freed]
-    for run in found:
+    for run in runs:
         lines += [
             f"run {run['run_id']}",
             f"  {run['bytes'] / 2**20:,.1f} MiB of {len(run['ranks'])} ranks",
@@ -222,7 +223,7 @@ def _memory_record(run: SharedMemoryRun) -> dict[str, Any]:
     roots: set[str] = set()
     steps: list[set[int]] = []
     for path in region_files(run.path).values():
-        # One that is damaged has no step.
+        # A damaged one has no step.
         held: set[int] = set()
         with suppress(DamagedSnapshot):
             region = Region.open(path)

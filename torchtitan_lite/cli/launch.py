@@ -1,5 +1,5 @@
-"""`torchtitan-lite launch`. Imports no torch, because the launcher runs as long as the run.
-Layer: below cli."""
+"""`torchtitan-lite launch`. Imports no torch, because the launcher stays resident for the whole
+run. Layer: below cli."""
 
 import argparse
 import shlex
@@ -53,15 +53,22 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
 def _print_end(
     plan: LaunchPlan, launcher: Launcher, options: argparse.Namespace, others: Sequence[str]
 ) -> None:
-    """Print what a run without replicas prints at its end."""
+    """Print the same summary as a run without replicas at its end."""
     values = {
         number: goodput.read(plan.goodput_file(number)) for number in range(plan.num_replicas)
     }
-    known = {number: found for number, found in values.items() if found is not None}
-    lines = [f"replica {number}: {goodput.line(found)}" for number, found in known.items()]
-    if known:
-        number, found = next(iter(known.items()))
-        lines += ["", f"Replica {number}:", *goodput.table(found)]
+    by_replica = {
+        number: replica_goodput
+        for number, replica_goodput in values.items()
+        if replica_goodput is not None
+    }
+    lines = [
+        f"replica {number}: {goodput.line(replica_goodput)}"
+        for number, replica_goodput in by_replica.items()
+    ]
+    if by_replica:
+        number, replica_goodput = next(iter(by_replica.items()))
+        lines += ["", f"Replica {number}:", *goodput.table(replica_goodput)]
     lines += ["", *launcher.sample()]
     folder = plan.dump_folder
     steps = launcher.finished_steps
@@ -76,7 +83,7 @@ def _print_end(
 
 
 def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:
-    """Raise ConfigError if the options contradict each other or this machine."""
+    """Raise ConfigError if the options contradict each other or the resources of this machine."""
     if sys.platform != "linux":
         raise ConfigError(f"The launcher needs Linux, but this is {sys.platform}.")
     minimums = {
@@ -88,10 +95,10 @@ def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:
         "max_restart_delay_s": 0,
     }
     for name, minimum in minimums.items():
-        given = getattr(options, name)
-        if given < minimum:
+        value = getattr(options, name)
+        if value < minimum:
             option = "--" + name.replace("_", "-")
-            raise ConfigError(f"{option} is {given}, but must be at least {minimum}.")
+            raise ConfigError(f"{option} is {value}, but must be at least {minimum}.")
     if options.slots_file is not None and len(ranks) == 1:
         raise ConfigError(
             "--slots-file has no effect while every replica has one fixed number of processes: "

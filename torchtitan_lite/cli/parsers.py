@@ -1,7 +1,7 @@
 """The options of every command. Layer: imports argparse and nothing heavier.
 
-The commands themselves import torch, which takes seconds; parsing, `--help` and completion must
-not wait for it.
+The commands themselves import torch, which takes seconds; parsing, `--help` and completion must not
+depend on it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a wrong command line in one line, with status 2."""
+    """Parser that reports an invalid command line in one line, with status 2."""
 
     def __init__(self, **options) -> None:
         options.setdefault("allow_abbrev", False)
@@ -29,8 +29,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """All commands. Each sets `module` and `function`, which implement it, and `passes_on` if it
-    takes `--section.key value` too."""
+    """Return the parser of all commands. Each sets `module` and `function`, which implement it,
+    and `passes_on` if it accepts `--section.key value` too."""
     top = Parser(
         prog=PROGRAM,
         description="Fault-tolerant distributed training of language models on PyTorch.",
@@ -66,7 +66,7 @@ def _train(commands) -> None:
         module="train",
         passes_on=True,
     )
-    # Read by cli.train, since every other argument belongs to the configuration.
+    # Read by cli.train, because every other argument belongs to the configuration.
     train.add_argument("--nproc", metavar="N", help="processes to start on this machine")
     train.add_argument("--config", metavar="FILE", help="the TOML file")
 
@@ -80,7 +80,8 @@ def _launch(commands) -> None:
         "Arguments after -- are those of `train`. Each replica is a torchrun of its own; one\n"
         "whose ranks die or hang is restarted while the others keep training. SIGTERM or Ctrl-C:\n"
         "all replicas save and leave; a second Ctrl-C kills them. Exit status 0: all replicas\n"
-        "finished or left; 1: a replica was given up or killed; 2: wrong command line or config.",
+        "finished or left; 1: a replica failed permanently or was killed; 2: invalid command line\n"
+        "or config.",
         module="launch",
     )
     add = launch.add_argument
@@ -181,8 +182,8 @@ def _evaluate(commands) -> None:
         "Measure the loss of a checkpoint on a data set.",
         "torchtitan-lite evaluate CHECKPOINT [--dataset NAME] [--section.key value ...]\n"
         "torchrun --nproc-per-node 2 -m torchtitan_lite evaluate CHECKPOINT ...\n\n"
-        "CHECKPOINT as for `generate`. Of a data set that is given, every token of every document\n"
-        "is a target once, and each document is seen by itself. If none is given: the run's\n"
+        "CHECKPOINT as for `generate`. With a data set, every token of every document is a target\n"
+        "once, and each document is evaluated separately. Without one: the run's\n"
         "validation set, packed as in training. Keys of [validation], [training] and\n"
         "[parallelism] are accepted as for `train`; the model is that of the checkpoint.",
         module="evaluate",
@@ -194,7 +195,7 @@ def _evaluate(commands) -> None:
     add("--dataset-path", help="a local file, folder or glob")
     add("--dataset-config", help="configuration (subset) of a data set on the hub")
     add("--dataset-split", help="split of a data set on the hub")
-    add("--text-column", help="column that holds the text")
+    add("--text-column", help="text column")
     add("--seq-len", help="tokens per window (default: as in the run)")
     add(
         "--stride",
@@ -232,7 +233,7 @@ def _convert(commands) -> None:
         module="convert",
         function="from_hugging_face",
     )
-    from_hf.add_argument("hf_dir", type=local_path, help="the folder that holds config.json")
+    from_hf.add_argument("hf_dir", type=local_path, help="the folder with config.json")
     from_hf.add_argument("out_dir", help="folder or URL in which step-0 is written")
     _add_conversion(from_hf)
     to_hf = _add(
@@ -265,7 +266,7 @@ def _convert(commands) -> None:
         function="from_dcp",
         passes_on=True,
     )
-    from_dcp.add_argument("dcp_dir", type=Path, help="the folder that holds .metadata")
+    from_dcp.add_argument("dcp_dir", type=Path, help="the folder with .metadata")
     from_dcp.add_argument("out_dir", help="folder or URL in which step-N is written")
     to_dcp = _add(
         kinds,
@@ -276,7 +277,7 @@ def _convert(commands) -> None:
         function="to_dcp",
     )
     to_dcp.add_argument("checkpoint", help='folder of a step, such as ".../step-1000"')
-    to_dcp.add_argument("out_dir", type=Path, help="a folder that holds no checkpoint yet")
+    to_dcp.add_argument("out_dir", type=Path, help="a folder without a checkpoint")
     to_dcp.add_argument(
         "--torchtitan",
         choices=("0.2", "0.3"),
@@ -294,7 +295,7 @@ def _inspect(commands) -> None:
         "torchtitan-lite inspect PATH [--verify] [--tensors] [--json]\n"
         "torchtitan-lite inspect --shm [--free [RUN_ID] [--yes]] [--json]\n\n"
         "PATH is the folder or URL of a step, or of all steps of a run. Exit status 1: damage was\n"
-        "found; 2: the command could not be carried out.",
+        "found; 2: the command failed.",
         module="inspect",
     )
     add = inspect.add_argument
@@ -382,22 +383,21 @@ def _add_conversion(parser: Parser) -> None:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1. Raises ArgumentTypeError."""
+    """Parse an integer of at least 1. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def local_path(text: str) -> Path:
-    """A path on this machine, absolute. Raises ArgumentTypeError for a URL."""
+    """Parse a local path and make it absolute. Raises ArgumentTypeError for a URL."""
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text} is a URL; a folder on this machine is needed")
     return Path(text).expanduser().absolute()
 
 
 def size(text: str) -> int:
-    """Bytes, from a number and a unit as transformers writes them ("5GB"). Raises
-    ArgumentTypeError."""
+    """Parse a number of bytes with a unit, as in transformers ("5GB"). Raises ArgumentTypeError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]B)", text.upper())
     if match is None or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")

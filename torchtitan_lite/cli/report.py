@@ -1,5 +1,5 @@
-"""`torchtitan-lite report`: one HTML page about one run, or about several side by side. Layer:
-above report; torch-free, so that it starts at once."""
+"""`torchtitan-lite report`: one HTML page about one run, or a comparison of several. Layer:
+above report; torch-free, so that it starts fast."""
 
 import argparse
 import sys
@@ -52,7 +52,7 @@ def _verdict(comparisons: Sequence[Comparison], limit: float) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise UserError for options that make no sense together."""
+    """Raise UserError for options that cannot be combined."""
     if options.fail_above is not None:
         if len(options.runs) < 2:
             raise UserError("--fail-above compares runs: give two or more dump folders.")

@@ -1,8 +1,8 @@
-"""`torchtitan-lite train`, and what every rank runs. Layer: below cli.
+"""`torchtitan-lite train`, and the entry point of every rank. Layer: below cli.
 
 With --nproc the configuration is checked once, before any process starts; ranks are started by
-torch's own process context, as torchrun does, and Ctrl-C reaches them as SIGINT, so that they save
-and leave.
+torch's own process context, as torchrun does, and receive Ctrl-C as SIGINT, so that they save and
+exit.
 """
 
 import logging
@@ -20,13 +20,14 @@ from torchtitan_lite.launcher.processes import die_with_parent
 from torchtitan_lite.log import configure_logging, log_once, logger
 
 _PARENT = "TORCHTITAN_LITE_PARENT_PID"
-"""Environment variable: the process of --nproc, with which its ranks die."""
+"""Environment variable: the process of --nproc; its ranks die with it."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train as `argv` asks, in this process or in --nproc processes. Returns the exit status."""
+    """Train according to `argv`, in this process or in --nproc processes. Returns the exit
+    status."""
     configure_logging()
     try:
         num_processes, arguments = _split_nproc(argv)
@@ -57,7 +58,7 @@ def train_rank(argv: Sequence[str]) -> int:
         from torchtitan_lite.last_export import export_last_save
         from torchtitan_lite.mesh import start_mesh
         from torchtitan_lite.preemption import StopRequest, stop_on_signals
-        from torchtitan_lite.summary import last_words, print_end, print_start
+        from torchtitan_lite.summary import print_end, print_start, report_at_exit
         from torchtitan_lite.trainer import train as train_job
 
         device = detect_device(config.job.device)
@@ -68,11 +69,11 @@ def train_rank(argv: Sequence[str]) -> int:
             stop_on_signals(stop),
         ):
             print_start(built, config)
-            with last_words(built):
+            with report_at_exit(built):
                 finished = train_job(built.job)
             print_end(built, config, argv, finished=finished)
         if finished and config.checkpoint.last_save_in_hf and mesh.is_leader:
-            # The other ranks have left: they would wait too long.
+            # After the other ranks have exited, because they would wait too long.
             folder = built.data.tokenizer_files.folder
             export_last_save(config, built.job.checkpoints.root, folder)
     except UserError as error:
@@ -83,7 +84,7 @@ def train_rank(argv: Sequence[str]) -> int:
 
 def _checked(argv: Sequence[str], world_size: int) -> tuple[Config, Path]:
     config, file = parse_command_line(argv)
-    # Imports torch; typos in the file are reported before.
+    # Imports torch, so typos in the file are reported before.
     from torchtitan_lite.config.constraints import check_against
 
     check_against(config, world_size)
@@ -105,35 +106,35 @@ def _log_about_keys(config: Config, file: Path) -> None:
 
 
 def _split_nproc(argv: Sequence[str]) -> tuple[int, list[str]]:
-    """The number of processes, and the arguments without it. Raises ConfigError."""
-    rest, given = [], None
-    words = iter(argv)
-    for word in words:
+    """Return the number of processes, and the arguments without it. Raises ConfigError."""
+    rest, nproc = [], None
+    arguments = iter(argv)
+    for word in arguments:
         name, has_value, value = word.partition("=")
         if name not in ("--nproc", "--nproc-per-node", "--nproc_per_node"):
             rest.append(word)
         else:
-            given = value if has_value else next(words, "")
-    if given is None:
+            nproc = value if has_value else next(arguments, "")
+    if nproc is None:
         return 1, rest
     if "RANK" in os.environ:
         raise ConfigError(
             "--nproc is given, but torchrun has already started the processes: omit it."
         )
-    if given == "auto":
+    if nproc == "auto":
         import torch
 
         return max(1, torch.cuda.device_count()), rest
-    if not given.isdecimal() or int(given) < 1:
+    if not nproc.isdecimal() or int(nproc) < 1:
         raise ConfigError(
-            f'--nproc is "{given}", but must be a number of at least 1, or "auto" for one process '
+            f'--nproc is "{nproc}", but must be a number of at least 1, or "auto" for one process '
             "per GPU."
         )
-    return int(given), rest
+    return int(nproc), rest
 
 
 def _die_with_nproc() -> None:
-    """A rank whose parent was killed must not keep training unsupervised."""
+    """Kill this rank when its parent dies, so that it does not keep training unsupervised."""
     parent = os.environ.pop(_PARENT, None)
     if parent is not None:
         die_with_parent()
@@ -142,7 +143,7 @@ def _die_with_nproc() -> None:
 
 
 def _train_ranks(arguments: Sequence[str], num_processes: int, config: Config) -> int:
-    """Start the ranks, pass signals on to them, and return the exit status of the first that
+    """Start the ranks, forward signals to them, and return the exit status of the first that
     failed, or 0."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.multiprocessing import (
@@ -151,18 +152,18 @@ def _train_ranks(arguments: Sequence[str], num_processes: int, config: Config) -
         start_processes,
     )
 
-    # It logs each closing signal, and each failure with a table of its own.
+    # torch logs each forwarded signal, and each failure as a table.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # Port 0: the kernel chooses a free one, and nobody can take it before the ranks connect.
+    # Port 0: the kernel chooses a free one, which stays bound until the ranks connect.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    words = ("-m", "torchtitan_lite", "train", *arguments)
-    # torch would replace the handlers by some that raise.
+    command = ("-m", "torchtitan_lite", "train", *arguments)
+    # torch would replace the handlers by ones that raise.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "NONE"
     with _received_signals() as received:
         ranks: PContext = start_processes(
             "train",
             sys.executable,
-            args=dict.fromkeys(range(num_processes), words),
+            args=dict.fromkeys(range(num_processes), command),
             envs={
                 rank: _environment(rank, num_processes, store.port) for rank in range(num_processes)
             },
@@ -176,7 +177,7 @@ def _train_ranks(arguments: Sequence[str], num_processes: int, config: Config) -
             result = ranks.wait(timeout=_POLL_S, period=_POLL_S)
     if not result.is_failed():
         return 0
-    # The others were sent SIGTERM when the first had failed; timestamps are whole seconds.
+    # The others received SIGTERM after the first failed; timestamps are whole seconds.
     rank, first = min(
         result.failures.items(),
         key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp, one[0]),
@@ -189,7 +190,7 @@ def _train_ranks(arguments: Sequence[str], num_processes: int, config: Config) -
 
 
 def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank on one machine."""
+    """Return the environment variables that torchrun sets for a rank on one machine."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -208,9 +209,9 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def _received_signals() -> Iterator[list[int]]:
-    """The signals that arrive until the end of the block. SIGHUP stays ignored under nohup; the
-    others are requests also where a shell has started this process in the background, and so
-    ignoring SIGINT."""
+    """Collect the signals that arrive until the end of the block. SIGHUP stays ignored under
+    nohup; the others are requests even if a shell has started this process in the background and
+    it therefore ignores SIGINT."""
     received: list[int] = []
     before = {number: signal.getsignal(number) for number in _FORWARDED}
     for number, handler in before.items():
@@ -224,7 +225,8 @@ def _received_signals() -> Iterator[list[int]]:
 
 
 def _forward(number: int, pids: Iterable[int]) -> None:
-    """Ask the ranks to save and leave. A terminal that is closed (SIGHUP) asks so too."""
+    """Forward a request to save and exit to the ranks. A closed terminal (SIGHUP) is such a
+    request too."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)

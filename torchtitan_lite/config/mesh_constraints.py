@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from torchtitan_lite.config.schema import Config
-from torchtitan_lite.device import gpus_reach_each_other
+from torchtitan_lite.device import have_peer_access
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import Degrees
 from torchtitan_lite.parallel.pipeline_stages import StagePlan, plan_stages, step_order
@@ -253,7 +253,7 @@ def _async_tensor_parallel(config: Config) -> Iterator[str]:
         missing.append("tensor_parallel_degree above 1")
     if not config.compile.covers("model"):
         missing.append('compile.enable = true with "model" among compile.components')
-    if not (on_gpu(config) and gpus_reach_each_other()):
+    if not (on_gpu(config) and have_peer_access()):
         missing.append("GPUs that reach each other's memory (CUDA symmetric memory)")
     if missing:
         yield (

@@ -1,9 +1,9 @@
-"""Folders that are built once, by one of several processes, and seen only when whole.
+"""Folders that are built once, by one of several processes, and visible only when complete.
 
-Layer: above errors and log. Invariant: a folder under its final name is complete, for it gets
-that name by a rename after everything in it has reached the disk. Whoever finds it missing takes
-a file lock; the kernel drops the lock of a process that dies, and what that process left behind
-lies under another name, which the next builder removes.
+Layer: above errors and log. Invariant: a folder under its final name is complete, because it is
+renamed after all its contents have reached the disk. A process that does not find it takes a file
+lock; the kernel releases the lock of a process that dies, and its leftovers are under another name,
+which the next builder removes.
 """
 
 import fcntl
@@ -19,7 +19,8 @@ from torchtitan_lite.log import logger
 
 def build_once(folder: Path, what: str, build: Callable[[Path], None]) -> None:
     """Create `folder` by calling `build(temporary_folder)`, unless it exists. Any number of
-    processes may call this at once: one builds while the others wait. `what` is for messages."""
+    processes may call this concurrently: one builds while the others wait. `what` is for
+    messages."""
     if folder.is_dir():
         return
     try:

@@ -1,10 +1,10 @@
-"""The chat template of a tokenizer: how a conversation becomes one text.
+"""The chat template of a tokenizer, which renders a conversation as one text.
 
-Owns finding a template and rendering it. Layer: above errors. Invariants: what is rendered is what
-`apply_chat_template` of transformers renders, so that a model sees in training what it is asked
-with later; it depends on the files and the messages alone, not on the day; and a template runs in
-Jinja's sandbox, which gives it neither files nor Python's internals. `jinja2` is imported when
-a template is compiled, so that a start with a warm token cache does not pay for it.
+Finds and renders templates. Layer: above errors. Invariants: the rendered text equals that of
+`apply_chat_template` of transformers, so that training and inference use the same prompts; it
+depends on the files and the messages only, not on the date; and a template runs in Jinja's sandbox,
+without access to files or Python's internals. `jinja2` is imported when a template is compiled, so
+that a start with a warm token cache does not import it.
 """
 
 import hashlib
@@ -65,18 +65,18 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """Changes if the rendered text may have changed."""
+        """Return a hash that changes if the rendered text may have changed."""
         parts = [self.source, json.dumps(dict(self.special_tokens), sort_keys=True), str(TODAY)]
         return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
 
     @property
-    def marks_the_assistant(self) -> bool:
+    def has_generation_blocks(self) -> bool:
         """Whether `{% generation %}` blocks mark the assistant's text."""
         return self._compiled.generation.is_used
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
         """Render a conversation; `add_generation_prompt` appends the header of the assistant's next
-        message. Raises TemplateRefusal."""
+        message. Raises TemplateRejection."""
         template = self._compiled.template
         try:
             return template.render(
@@ -86,13 +86,13 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
-        # A template is a program: besides Jinja's errors it can meet those of any expression.
+        # A template is a program: besides Jinja's errors, any expression may raise.
         except Exception as error:
-            raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
+            raise TemplateRejection(f"{type(error).__name__}: {error}") from error
 
     def render_with_spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation, and return the character ranges [begin, end) of its `{% generation
-        %}` blocks. Raises TemplateRefusal."""
+        %}` blocks. Raises TemplateRejection."""
         plain = self.render(messages)
         generation = self._compiled.generation
         generation.marks = (_SPAN_BEGIN, _SPAN_END)
@@ -110,7 +110,7 @@ class ChatTemplate:
                 pieces.append(piece)
                 place += len(piece)
         if "".join(pieces) != plain:
-            raise TemplateRefusal(
+            raise TemplateRejection(
                 "the text changes when the places of {% generation %} blocks are marked in it; "
                 "a filter around such a block, or U+10F5B0 or U+10F5B1 in a message, does that"
             )
@@ -123,7 +123,7 @@ class ChatTemplate:
         return compile_template(self.name, self.source, TODAY)
 
 
-class TemplateRefusal(Exception):
+class TemplateRejection(Exception):
     """The template rejects a conversation; the text says why."""
 
 
@@ -144,7 +144,7 @@ def find_template(folder: Path) -> ChatTemplate:
             f'version, which then has the tokens that it uses), or "chat_template" to '
             f"tokenizer_config.json."
         )
-    # Older folders name the tokens in a file of their own.
+    # Older folders define the tokens in a separate file.
     named = _read_json(folder / "special_tokens_map.json") | config
     special_tokens = {
         f"{kind}_token": _content(named[f"{kind}_token"])
@@ -154,11 +154,11 @@ def find_template(folder: Path) -> ChatTemplate:
     return ChatTemplate(name=name, source=source, special_tokens=special_tokens)
 
 
-def _in_config(given: Any, config_file: Path) -> str | None:
+def _in_config(value: Any, config_file: Path) -> str | None:
     """Return the template in `tokenizer_config.json`: a text, or the "default" one in a list."""
-    if given is None or isinstance(given, str):
-        return given
-    named = given if isinstance(given, dict) else {t["name"]: t["template"] for t in given}
+    if value is None or isinstance(value, str):
+        return value
+    named = value if isinstance(value, dict) else {t["name"]: t["template"] for t in value}
     if "default" not in named:
         raise DataError(
             f"{config_file} has the chat templates {', '.join(map(repr, sorted(named)))}, but "

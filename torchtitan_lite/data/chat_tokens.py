@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_lite.data.chat_template import ChatTemplate, TemplateRefusal
+from torchtitan_lite.data.chat_template import ChatTemplate, TemplateRejection
 from torchtitan_lite.data.conversations import ASSISTANT, Conversation, Unusable
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError
@@ -26,7 +26,7 @@ class ConversationTokens(NamedTuple):
     """int64, ascending: targets are the ids [b0, b1), [b2, b3) and so on; may be empty."""
 
 
-def tokenise_conversations(
+def tokenize_conversations(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     conversations: Sequence[Conversation],
@@ -38,8 +38,8 @@ def tokenise_conversations(
     for conversation in conversations:
         try:
             text, spans = _assistant_spans(tokenizer, template, conversation)
-        except TemplateRefusal as refusal:
-            unusable.add(conversation.place, f"the template refuses it ({refusal})")
+        except TemplateRejection as refusal:
+            unusable.add(conversation.place, f"the template rejects it ({refusal})")
             continue
         rendered.append((conversation, text, spans))
     encoded = tokenizer.encode_rendered([text for _, text, _ in rendered])
@@ -53,7 +53,7 @@ def _assistant_spans(
     tokenizer: Tokenizer, template: ChatTemplate, conversation: Conversation
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of a conversation, and the character ranges of the assistant."""
-    if template.marks_the_assistant:
+    if template.has_generation_blocks:
         return template.render_with_spans(conversation.messages)
     messages = conversation.messages
     whole = template.render(messages)
@@ -65,11 +65,11 @@ def _assistant_spans(
         through = template.render(messages[: place + 1])
         if not (whole.startswith(through) and through.startswith(before)):
             raise DataError(
-                f"{template.name} does not tell where message {place + 1} of {conversation.place} "
-                f"begins and ends: what it makes of the first messages is no beginning of what it "
-                f"makes of all {len(messages)}, since it writes earlier ones in another way when "
-                f"more follow. Put {{% generation %}} and {{% endgeneration %}} around what the "
-                f"assistant says in the template, or leave such conversations out."
+                f"{template.name} does not show where message {place + 1} of {conversation.place} "
+                f"begins and ends: the text of the first messages is not a prefix of the text of "
+                f"all {len(messages)}, because the template renders earlier messages differently "
+                f"if more follow. Put {{% generation %}} and {{% endgeneration %}} around the "
+                f"assistant's text in the template, or remove such conversations."
             )
         spans.append((len(before), _end_of_turn(through, len(before), tokenizer.special_texts)))
     return whole, spans
@@ -78,8 +78,8 @@ def _assistant_spans(
 def _end_of_turn(text: str, begin: int, special_texts: tuple[str, ...]) -> int:
     """Return the end of the assistant's text that begins at `begin`: with the token that ends the
     turn, without the line break that many templates add, which no model generates."""
-    said = text[begin:].rstrip()
-    return begin + len(said) if said.endswith(special_texts) else len(text)
+    stripped = text[begin:].rstrip()
+    return begin + len(stripped) if stripped.endswith(special_texts) else len(text)
 
 
 def _token_bounds(
@@ -87,14 +87,14 @@ def _token_bounds(
 ) -> np.ndarray:
     """Return the tokens that contain characters of `spans`, as ascending bounds. `begins` and
     `ends` are the characters of each token."""
-    # A token's space before a word may be missing from its place: it reaches back to the last one.
+    # The offsets may exclude the space before a word: extend the token to the previous one.
     ends = np.maximum.accumulate(ends)
     begins = np.minimum(begins, np.concatenate([[0], ends[:-1]]))
     bounds: list[int] = []
     for begin, end in spans:
         first = int(np.searchsorted(ends, begin, side="right"))
         last = int(np.searchsorted(begins, end, side="left"))
-        # A token may hold the end of one span and the beginning of the next.
+        # A token may contain the end of one span and the beginning of the next.
         first = max(first, bounds[-1] if bounds else 0)
         if begin < end and first < last:
             bounds += [first, last]

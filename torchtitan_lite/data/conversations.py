@@ -29,7 +29,7 @@ class Conversation:
     """Return the messages as JSON, which decides whether the conversation is held out, independent
     of template and tokenizer."""
 
-    def said(self) -> Iterator[str]:
+    def message_texts(self) -> Iterator[str]:
         """Return the texts of the messages, to train a tokenizer."""
         for message in self.messages:
             content = message.get("content")
@@ -82,10 +82,10 @@ def read_conversations(corpus: Corpus, unusable: Unusable) -> Iterator[Conversat
             text = json.dumps(messages, ensure_ascii=False, sort_keys=True)
             text.encode()
         except UnicodeEncodeError as error:
-            unusable.add(place, f"it holds half a character ({error.reason})")
+            unusable.add(place, f"it contains an unpaired surrogate ({error.reason})")
             continue
         except (TypeError, ValueError) as error:
-            unusable.add(place, f"it holds what JSON has no form for ({error})")
+            unusable.add(place, f"it contains a value that is not valid JSON ({error})")
             continue
         if not unusable:
             yield Conversation(place=place, messages=messages, text=text)
@@ -97,7 +97,7 @@ def _values(corpus: Corpus, unusable: Unusable) -> Iterator[tuple[str, Any]]:
         for number, value in enumerate(corpus.values(), start=1):
             yield f"row {number}", value
         return
-    # Read here and not by `datasets`, which tells neither all bad lines nor where they are.
+    # Not read by `datasets`, which reports neither all invalid lines nor their positions.
     corpus.check_not_empty()
     for file in corpus.files:
         for place, text in _examples(file):
@@ -124,7 +124,7 @@ def _values(corpus: Corpus, unusable: Unusable) -> Iterator[tuple[str, Any]]:
 
 def _examples(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the lines of a file as bytes, or the values of a single JSON list."""
-    # Imported here: a start with a warm token cache does not pay for it.
+    # Imported here, because a start with a warm token cache does not need it.
     import fsspec
 
     try:

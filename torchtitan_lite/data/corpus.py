@@ -1,8 +1,8 @@
 """The documents of a corpus, read through the `datasets` library.
 
-Owns which files or hub data set a `CorpusConfig` means, and the errors of reading them. Layer:
-above errors, log and section. Invariant: `open_corpus` and the fingerprint of local files need
-no import of `datasets`, so that a start with a warm token cache does not pay for it.
+Resolves the files or the hub data set of a `CorpusConfig`, and reports errors of reading them.
+Layer: above errors, log and section. Invariant: `open_corpus` and the fingerprint of local files do
+not import `datasets`, so that a start with a warm token cache is fast.
 """
 
 import glob
@@ -129,7 +129,7 @@ class Corpus:
             return ""
         if not isinstance(value, str):
             raise DataError(
-                f"{self.name}: column {self.column!r} holds {type(value).__name__}, but a "
+                f"{self.name}: column {self.column!r} contains {type(value).__name__}, but a "
                 f"document is text. Set text_column to a column of strings."
             )
         return value
@@ -161,9 +161,9 @@ class Corpus:
             raise DataError(problem)
         if self.column not in names:
             remedy = (
-                "messages_column to the one that holds the messages"
+                "messages_column to the one with the messages"
                 if self.is_chat
-                else "text_column to the one that holds the text, or messages_column to one of "
+                else "text_column to the one with the text, or messages_column to one of "
                 "conversations"
             )
             raise DataError(
@@ -232,10 +232,10 @@ def open_corpus(config: CorpusConfig, cache_folder: Path) -> Corpus:
 
 def _registered(config: CorpusConfig, column: str, cache_folder: Path, *, is_chat: bool) -> Corpus:
     dataset = REGISTRY.datasets[config.dataset]
-    words = ("registered", config.dataset, dataset.version, column, repr(is_chat))
+    parts = ("registered", config.dataset, dataset.version, column, repr(is_chat))
     return Corpus(
         name=config.dataset,
-        fingerprint=hashlib.sha256("\x1f".join(words).encode()).hexdigest(),
+        fingerprint=hashlib.sha256("\x1f".join(parts).encode()).hexdigest(),
         column=column,
         is_chat=is_chat,
         format=None,
@@ -251,8 +251,8 @@ def _registered(config: CorpusConfig, column: str, cache_folder: Path, *, is_cha
 
 def _local_files(dataset: str, dataset_path: str) -> tuple[str, tuple[Path, ...]]:
     """Return the format and the sorted files of `dataset_path`."""
-    wanted = dataset if dataset in FORMATS else None
-    if wanted is None and dataset != DEFAULT_DATASET and dataset not in _C4_SPLITS:
+    format_name = dataset if dataset in FORMATS else None
+    if format_name is None and dataset != DEFAULT_DATASET and dataset not in _C4_SPLITS:
         raise DataError(
             f'dataset = "{dataset}" names a data set on the hub and dataset_path = '
             f'"{dataset_path}" names local files. Leave dataset out, or set it to the format of '
@@ -260,34 +260,36 @@ def _local_files(dataset: str, dataset_path: str) -> tuple[str, tuple[Path, ...]
         )
     path = Path(dataset_path).expanduser().absolute()
     if path.is_file():
-        found = [path]
+        matches = [path]
     elif path.is_dir():
-        extensions = FORMATS[wanted] if wanted else tuple(sum(FORMATS.values(), ()))
-        found = [file for file in path.rglob("*") if _extension(file) in extensions]
+        extensions = FORMATS[format_name] if format_name else tuple(sum(FORMATS.values(), ()))
+        matches = [file for file in path.rglob("*") if _extension(file) in extensions]
     else:
-        found = [Path(file) for file in glob.glob(str(path), recursive=True)]
-    # `Dataset.save_to_disk` puts two descriptions beside its data.
+        matches = [Path(file) for file in glob.glob(str(path), recursive=True)]
+    # `Dataset.save_to_disk` writes two metadata files next to its data.
     files = tuple(
         sorted(
             file
-            for file in found
+            for file in matches
             if file.is_file() and file.name not in ("dataset_info.json", "state.json")
         )
     )
     if not files:
-        kind = f" with the extensions {', '.join(FORMATS[wanted])}" if wanted else ""
+        kind = f" with the extensions {', '.join(FORMATS[format_name])}" if format_name else ""
         raise DataError(
             f'dataset_path = "{dataset_path}" (that is, {path}) matches no file{kind}. Name a '
             f"file, a folder or a glob; a relative path is taken from the working directory."
         )
-    return wanted or _format_of(dataset_path, files), files
+    return format_name or _format_of(dataset_path, files), files
 
 
 def _format_of(dataset_path: str, files: tuple[Path, ...]) -> str:
     formats: dict[str, str] = {}
     for file in files:
         extension = _extension(file)
-        formats[extension] = next((f for f, known in FORMATS.items() if extension in known), "")
+        formats[extension] = next(
+            (f for f, extensions in FORMATS.items() if extension in extensions), ""
+        )
     if len(set(formats.values())) != 1 or "" in formats.values():
         raise DataError(
             f'the files of dataset_path = "{dataset_path}" have the extensions '
@@ -363,8 +365,8 @@ def _reading(name: str, problem_of: Callable[[], str | None] = lambda: None) -> 
         yield
     except DataError:
         raise
-    # `datasets` documents no common base: a name that is unknown, a hub that cannot be reached,
-    # a damaged file and a wrong split each raise another class.
+    # `datasets` documents no common base class: an unknown name, an unreachable hub,
+    # a damaged file and a wrong split raise different classes.
     except Exception as error:
         if problem := problem_of():
             raise DataError(problem) from error
@@ -375,9 +377,9 @@ def _reading(name: str, problem_of: Callable[[], str | None] = lambda: None) -> 
             if isinstance(error, ConnectionError | FileNotFoundError)
             else ""
         )
-        told = " ".join(str(cause).split()).rstrip(".")
+        message = " ".join(str(cause).split()).rstrip(".")
         raise DataError(
-            f"cannot read the corpus {name!r}: {type(cause).__name__}: {told}.{offline}"
+            f"cannot read the corpus {name!r}: {type(cause).__name__}: {message}.{offline}"
         ) from error
     finally:
         datasets.logging.set_verbosity(verbosity)

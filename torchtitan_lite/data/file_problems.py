@@ -1,8 +1,8 @@
-"""Why local data files cannot be read: the file, the line, what is there and what is needed.
+"""Diagnosis of unreadable local data files: file, line, content, and expected content.
 
 `datasets` reports the position in a chunk, not the line of a file. The files are read here only
-after it has failed. Layer: above errors; imported by corpus. Invariant: no file is changed, and
-None is returned where nothing is found.
+after it has failed. Layer: above errors; imported by corpus. Invariant: no file is changed, and the
+result is None if no problem is found.
 """
 
 import json
@@ -30,7 +30,7 @@ def first_problem(
                 return problem
         return _differing_keys(files) if format == "json" else None
     except (OSError, EOFError, RecursionError):
-        # `datasets` has said as much.
+        # `datasets` has already reported it.
         return None
 
 
@@ -60,7 +60,7 @@ def _problem_of(file: Path, format: str, column: str, is_chat: bool) -> str | No
 
 def _decoded(file: Path) -> Iterator[tuple[int, str] | str]:
     """Yield the numbered lines of a file until a problem."""
-    # Imported here: a start with a warm token cache does not pay for it.
+    # Imported here, because a start with a warm token cache does not need it.
     import fsspec
 
     try:
@@ -76,13 +76,13 @@ def _decoded(file: Path) -> Iterator[tuple[int, str] | str]:
                     return
                 yield number, text
     except DECOMPRESSION_ERRORS as error:
-        # The operating system's errors have a number, those of gzip and bz2 have none.
+        # Errors of the operating system have a number, those of gzip and bz2 do not.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = " ".join(str(error).split()).rstrip(".")
         yield (
             f"{file}: not a {file.suffix} file that can be decompressed ({reason}). Replace it, or "
-            "leave it out of dataset_path."
+            "exclude it from dataset_path."
         )
 
 
@@ -114,7 +114,7 @@ def _json_problem(
         if problem := _record_problem(f"{file}:{number}", record, column, is_chat):
             return problem
     if num_records == 0:
-        return f"{file}: no documents, only blank lines. Write documents to it, or leave it out."
+        return f"{file}: no documents, only blank lines. Write documents to it, or exclude it."
     return None
 
 
@@ -140,11 +140,11 @@ def _list_problem(
         )
     except ValueError:
         return f"{file}: {_too_many_digits()} Correct it."
-    found = (
+    description = (
         _record_problem(f"{file}, item {place}", record, column, is_chat)
         for place, record in enumerate(records, start=1)
     )
-    return next((problem for problem in found if problem), None)
+    return next((problem for problem in description if problem), None)
 
 
 def _too_many_digits() -> str:
@@ -221,7 +221,7 @@ def _parquet_problem(file: Path) -> str | None:
         (first, *_) = str(error).splitlines() or ["unknown cause"]
         return (
             f"{file}: not a Parquet file that can be read ({first.rstrip('.')}). Replace it, or "
-            "leave it out of dataset_path."
+            "exclude it from dataset_path."
         )
     return None
 

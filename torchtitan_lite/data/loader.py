@@ -22,7 +22,7 @@ _Request = tuple[tuple[tuple[int, ...], ...], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class CorpusSource:
     """A corpus of the blend, with its weight."""
 
     name: str
@@ -38,7 +38,7 @@ class DataLoader:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[CorpusSource],
         *,
         seq_len: int,
         seed: int,
@@ -128,11 +128,11 @@ class DataLoader:
         corpora = [self._identity(source) for source in self._sources]
         for corpus, source in enumerate(self._sources):
             if isinstance(source.blocks, StreamedBlocks):
-                own_index = self._order.own_index(cursor, corpus)
-                corpora[corpus]["stream"] = source.blocks.state(own_index)
+                corpus_samples_before = self._order.corpus_samples_before(cursor, corpus)
+                corpora[corpus]["stream"] = source.blocks.state(corpus_samples_before)
         return {"seed": self._seed, "corpora": corpora}
 
-    def _identity(self, source: Source) -> dict[str, Any]:
+    def _identity(self, source: CorpusSource) -> dict[str, Any]:
         """Return what must not change for the order of samples to be the same."""
         kind = "stream" if source.digest is None else "table"
         return {
@@ -145,7 +145,7 @@ class DataLoader:
         }
 
     def _check_same_data(self, state: dict[str, Any]) -> None:
-        # A corpus may have moved to another folder; a stream is known by its name alone.
+        # A corpus may have moved to another folder; a stream is identified by its name only.
         saved = [
             {k: v for k, v in corpus.items() if k != "stream" and _counts(corpus, k)}
             for corpus in state["corpora"]
@@ -168,9 +168,9 @@ class DataLoader:
                 if before.get(key) != after.get(key)
             ]
         raise DataError(
-            f"the data are not those of the checkpoint: {'; '.join(differences)}. Restore the "
-            f'data settings and files to go on in the same order, or add "dataloader" to '
-            f"checkpoint.exclude_from_loading to begin with the new data."
+            f"the data differ from those of the checkpoint: {'; '.join(differences)}. Restore the "
+            f'data settings and files to continue in the same order, or add "dataloader" to '
+            f"checkpoint.exclude_from_loading to start the new data from its beginning."
         )
 
     def _load_state(self, state: dict[str, Any]) -> None:

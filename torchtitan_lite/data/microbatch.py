@@ -1,5 +1,5 @@
 """Building a `Microbatch` from blocks of tokens. A sample's tensors are a function of its block,
-its index and the step, independent of the samples beside it. Layer: above rng, spec and packing."""
+its index and the step, independent of the other samples. Layer: above rng, spec and packing."""
 
 from collections.abc import Sequence
 
@@ -35,8 +35,8 @@ def collate(
     batch_size, seq_len = targets.shape
 
     def tensor(array: np.ndarray) -> torch.Tensor:
-        made = torch.from_numpy(np.ascontiguousarray(array))
-        return made.pin_memory() if pin_memory else made
+        as_tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return as_tensor.pin_memory() if pin_memory else as_tensor
 
     return Microbatch(
         tokens_BS=tensor(tokens[:, :-1]),

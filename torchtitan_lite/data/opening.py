@@ -1,4 +1,4 @@
-"""Builds the data loader and the validation set from the settings.
+"""Building the data loader and the validation set from the settings.
 
 Every process that calls `open_data` with the same settings gets the same data, and with a warm
 cache none of them imports `datasets` or `tokenizers` (unless a corpus is streamed). Layer: the top
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_lite.data.corpus import Corpus, open_corpus
-from torchtitan_lite.data.loader import DataLoader, Source
+from torchtitan_lite.data.loader import CorpusSource, DataLoader
 from torchtitan_lite.data.packing import PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
-from torchtitan_lite.data.token_cache import CachedTokens, TokenisedCorpus, open_token_cache
+from torchtitan_lite.data.token_cache import CachedTokens, TokenizedCorpus, open_token_cache
 from torchtitan_lite.data.tokenizer import (
     Tokenizer,
     TokenizerFiles,
@@ -54,7 +54,7 @@ def open_data(
     document_mask: bool,
     pin_memory: bool,
 ) -> OpenedData:
-    """Open, tokenize (once) and pack the data of a run. Every rank calls this alike.
+    """Open, tokenize (once) and pack the data of a run. Every rank must call it.
 
     `vocab_size` is the model's; without `hf_assets_path` a tokenizer of that size is trained on the
     corpora. Raises DataError.
@@ -68,15 +68,15 @@ def open_data(
     )
     if not document_mask and any(corpus.is_chat for corpus in corpora):
         logger.warning(
-            "without document masks the model sees the conversations before, in the same block, as "
-            'if they were one: set model.attention_mask = "document" to keep them apart'
+            "without document masks the model attends to preceding conversations in the same "
+            'block: set model.attention_mask = "document" to separate them'
         )
-    tokenised = [None if corpus.streaming else opened.tokenise(corpus) for corpus in corpora]
+    tokenized = [None if corpus.streaming else opened.tokenize(corpus) for corpus in corpora]
     sources = [
         opened.stream(corpus, setting.weight)
         if part is None
         else opened.table(part, setting.weight)
-        for corpus, setting, part in zip(corpora, settings, tokenised, strict=True)
+        for corpus, setting, part in zip(corpora, settings, tokenized, strict=True)
     ]
     loader = DataLoader(
         sources,
@@ -88,7 +88,7 @@ def open_data(
     validation_data = None
     if validation.enable:
         validation_data = opened.validation_data(
-            validation, tokenised, seed=seed, document_mask=document_mask, pin_memory=pin_memory
+            validation, tokenized, seed=seed, document_mask=document_mask, pin_memory=pin_memory
         )
     return OpenedData(loader=loader, validation=validation_data, tokenizer_files=files)
 
@@ -104,20 +104,20 @@ def open_validation(
     pin_memory: bool,
     stride: int | None = None,
 ) -> ValidationData:
-    """Open the validation set alone: the held-out documents of the training corpora, unless
+    """Open the validation set only: the held-out documents of the training corpora, unless
     `validation` names a set. With `stride` it is read document by document, in windows
-    (`DocumentWindows`). Every rank calls this alike. Raises DataError."""
+    (`DocumentWindows`). Every rank must call it. Raises DataError."""
     cache_folder = Path(config.cache_folder).expanduser().absolute()
     opened = _Opener(
         config=config, tokenizer=tokenizer, vocab_size=vocab_size, cache_folder=cache_folder
     )
-    tokenised: list[TokenisedCorpus | None] = []
+    tokenized: list[TokenizedCorpus | None] = []
     if validation.corpus() is None and config.held_out_fraction:
         corpora = [open_corpus(corpus, cache_folder) for corpus in config.resolved_corpora()]
-        tokenised = [None if corpus.streaming else opened.tokenise(corpus) for corpus in corpora]
+        tokenized = [None if corpus.streaming else opened.tokenize(corpus) for corpus in corpora]
     return opened.validation_data(
         validation,
-        tokenised,
+        tokenized,
         seed=seed,
         document_mask=document_mask,
         pin_memory=pin_memory,
@@ -134,7 +134,7 @@ class _Opener:
     vocab_size: int
     cache_folder: Path
 
-    def tokenise(self, corpus: Corpus, held_out_fraction: float | None = None) -> TokenisedCorpus:
+    def tokenize(self, corpus: Corpus, held_out_fraction: float | None = None) -> TokenizedCorpus:
         if held_out_fraction is None:
             held_out_fraction = self.config.held_out_fraction
         return open_token_cache(
@@ -145,28 +145,28 @@ class _Opener:
             cache_folder=self.cache_folder,
         )
 
-    def table(self, tokenised: TokenisedCorpus, weight: float) -> Source:
-        part = tokenised.train
+    def table(self, tokenized: TokenizedCorpus, weight: float) -> CorpusSource:
+        part = tokenized.train
         blocks = PackedBlocks(
             part.tokens,
             part.document_starts,
             self.config.seq_len,
             target_bounds=part.target_bounds,
-            name=f"the corpus {tokenised.name!r}",
+            name=f"the corpus {tokenized.name!r}",
             remedy="lower training.seq_len or add documents",
         )
         logger.info(
             "corpus %s: %s tokens%s in %s documents, %s blocks of %d",
-            tokenised.name,
+            tokenized.name,
             f"{len(part.tokens):,}",
             "" if part.target_bounds is None else f" ({part.num_targets:,} of them targets)",
             f"{len(part.document_starts):,}",
             f"{blocks.num_blocks:,}",
             self.config.seq_len,
         )
-        return Source(name=tokenised.name, weight=weight, digest=part.digest, blocks=blocks)
+        return CorpusSource(name=tokenized.name, weight=weight, digest=part.digest, blocks=blocks)
 
-    def stream(self, corpus: Corpus, weight: float) -> Source:
+    def stream(self, corpus: Corpus, weight: float) -> CorpusSource:
         tokenizer = self.tokenizer.load()
         check_vocab_size(self.tokenizer.folder, tokenizer.vocab_size, self.vocab_size)
         blocks = StreamedBlocks(
@@ -176,12 +176,12 @@ class _Opener:
             held_out_fraction=self.config.held_out_fraction,
         )
         logger.info("corpus %s: a stream, in blocks of %d", corpus.name, self.config.seq_len)
-        return Source(name=corpus.name, weight=weight, digest=None, blocks=blocks)
+        return CorpusSource(name=corpus.name, weight=weight, digest=None, blocks=blocks)
 
     def validation_data(
         self,
         validation: ValidationConfig,
-        tokenised: list[TokenisedCorpus | None],
+        tokenized: list[TokenizedCorpus | None],
         *,
         seed: int,
         document_mask: bool,
@@ -190,7 +190,7 @@ class _Opener:
     ) -> ValidationData:
         seq_len = validation.seq_len or self.config.seq_len
         return ValidationData(
-            self.validation_parts(validation, tokenised, seq_len, stride),
+            self.validation_parts(validation, tokenized, seq_len, stride),
             seq_len=seq_len,
             local_batch_size=validation.local_batch_size,
             steps=validation.steps,
@@ -202,27 +202,27 @@ class _Opener:
     def validation_parts(
         self,
         validation: ValidationConfig,
-        tokenised: list[TokenisedCorpus | None],
+        tokenized: list[TokenizedCorpus | None],
         seq_len: int,
         stride: int | None,
     ) -> Sequence[PackedBlocks | DocumentWindows]:
         own = validation.corpus()
         if own is not None:
             corpus = open_corpus(own, self.cache_folder)
-            whole = self.tokenise(corpus, held_out_fraction=0.0)
+            whole = self.tokenize(corpus, held_out_fraction=0.0)
             part = _Part(whole.train, f"the validation set {whole.name!r}", "add documents")
             return [self.blocks(part, seq_len, stride)]
         fraction = self.config.held_out_fraction
         if fraction == 0:
             raise DataError(
-                "validation.enable = true without a validation.dataset means the held-out "
+                "validation.enable = true without a validation.dataset uses the held-out "
                 "documents of the training corpus, but training.held_out_fraction = 0.0. Set it, "
                 "for example to 0.01, or set validation.dataset."
             )
-        if None in tokenised:
+        if None in tokenized:
             raise DataError(
-                "the held-out documents of a corpus with streaming = true are not known before "
-                "all of it was read, so they cannot be validated on. Set validation.dataset."
+                "the held-out documents of a corpus with streaming = true are not known in "
+                "advance, so they cannot be used for validation. Set validation.dataset."
             )
         return [
             self.blocks(
@@ -234,7 +234,7 @@ class _Opener:
                 seq_len,
                 stride,
             )
-            for corpus in tokenised
+            for corpus in tokenized
             if corpus is not None
         ]
 
@@ -258,7 +258,7 @@ class _Opener:
             tokens.document_starts,
             seq_len,
             stride=stride,
-            # lm-eval too takes the end of a text where a tokenizer has no beginning.
+            # Like lm-eval: the end token if the tokenizer has no begin token.
             prefix=tokenizer.eos_id if tokenizer.bos_id is None and not is_chat else None,
             num_after=int(tokenizer.eos_id is not None and not is_chat),
             target_bounds=tokens.target_bounds,
@@ -269,9 +269,9 @@ class _Opener:
 
 @dataclass(frozen=True)
 class _Part:
-    """Documents to validate on."""
+    """Validation documents."""
 
     tokens: CachedTokens
     name: str
     remedy: str
-    """What to change if they are too few for a block."""
+    """Remedy if they are too few for a block."""

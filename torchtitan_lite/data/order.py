@@ -1,15 +1,14 @@
-"""The sample order: which block of which corpus sample i of the run is.
+"""The sample order: the block and corpus of sample i of the run.
 
 Layer: above rng. Invariant: it is a pure function of the seed and the index, evaluated in O(1)
-memory anywhere in the run. Neither the number of ranks, nor the batch size, nor a restart changes
-it, so a cursor is all that a restart needs.
+memory at any position of the run. It does not depend on the number of ranks, the batch size, or
+restarts, so a resume needs only a cursor.
 
-Within a corpus each epoch is a keyed permutation: a balanced Feistel network over the next power
-of four, with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
-Corpora are blended by Bresenham sequences: of the samples that are left after the heavier corpora
-took theirs, number i goes to a corpus of share p/q when round(i*p/q) rises after it. A corpus's
-count after any number of samples is thus a closed form, within two of its exact share for up to
-ten corpora.
+Within a corpus each epoch is a keyed permutation: a balanced Feistel network over the next power of
+four, with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Corpora
+are blended by Bresenham sequences: of the samples that the heavier corpora leave, number i belongs
+to a corpus of share p/q if round(i*p/q) increases after it. A corpus's count after any number of
+samples is therefore a closed form, within two of its exact share for up to ten corpora.
 """
 
 from collections.abc import Sequence
@@ -33,8 +32,8 @@ def share_of_step(
 ) -> list[range]:
     """Return the sample indices of one rank's microbatches in a step.
 
-    Microbatch m of rank r holds first + m*local*ranks + r*local + [0, local). The samples are a
-    multiple of local*ranks, which the config has checked.
+    Microbatch m of rank r contains first + m*local*ranks + r*local + [0, local). The number of
+    samples is a multiple of local*ranks, which the config has checked.
     """
     round_size = local_batch_size * num_batch_ranks
     if len(samples) % round_size:
@@ -72,7 +71,7 @@ class SampleOrder:
             blocks[here] = permute(own[here] % size, size, self._key(corpus, epochs[here]))
         return corpora, epochs, blocks
 
-    def own_index(self, cursor: int, corpus: int) -> int:
+    def corpus_samples_before(self, cursor: int, corpus: int) -> int:
         """Count the samples before `cursor` from `corpus`."""
         left = cursor
         for taken, p, q in self._steps():
@@ -96,7 +95,7 @@ class SampleOrder:
         return corpora, own
 
     def _steps(self) -> list[tuple[int, int, int]]:
-        """(corpus, p, q): the corpus takes p of q of the remaining samples."""
+        """Yield (corpus, p, q): the corpus takes p of q of the remaining samples."""
         steps, q = [], sum(self._weights)
         for corpus in self._chain:
             steps.append((corpus, self._weights[corpus], q))
@@ -113,8 +112,8 @@ def permute(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     half_bits = max(1, -(-(size - 1).bit_length() // 2))
     values = indices.astype(np.uint64)
     outside = np.ones(len(values), dtype=bool)
-    # Cycle walking: the network permutes [0, 4**half_bits); walking on until the value lies in
-    # [0, size) gives a permutation of that, after fewer than four steps on average.
+    # Cycle walking: the network permutes [0, 4**half_bits); iterating until the value is in
+    # [0, size) gives a permutation of that range, after fewer than four steps on average.
     while outside.any():
         values[outside] = _feistel(values[outside], half_bits, keys[outside])
         outside = values >= np.uint64(size)

@@ -1,8 +1,8 @@
-"""Blocks of `seq_len` + 1 tokens cut from one long row of documents.
+"""Blocks of `seq_len` + 1 tokens from the concatenated documents.
 
-Layer: above errors. Invariant: block i is tokens [i*S, i*S + S], so neighbours share one token
-and every token but the first (and a tail shorter than a block) is a target exactly once, unless
-its document says that it is none.
+Layer: above errors. Invariant: block i is tokens [i*S, i*S + S], so neighbors share one token and
+every token except the first (and a tail shorter than a block) is a target exactly once, unless its
+document excludes it.
 """
 
 from typing import NamedTuple
@@ -67,7 +67,7 @@ class PackedBlocks:
         return self._num_blocks
 
     def read(self, blocks: np.ndarray) -> Blocks:
-        """The blocks with these numbers (int64 [n]); see `cut_blocks`."""
+        """Return the blocks with these numbers (int64 [n]); see `cut_blocks`."""
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self._num_blocks:
             raise IndexError(f"blocks {blocks} of a corpus with {self._num_blocks}")
         starts = blocks * self._seq_len

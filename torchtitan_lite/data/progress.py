@@ -1,6 +1,6 @@
-"""Progress of work that takes seconds to hours, before there is a first step.
+"""Progress of work before the first step, which takes seconds to hours.
 
-Layer: above log. A bar where stderr is a terminal, else a log line now and then.
+Layer: above log. A bar if stderr is a terminal, otherwise a log line at intervals.
 """
 
 import sys
@@ -15,7 +15,7 @@ _LOG_INTERVAL_S = 10.0
 
 @contextmanager
 def progress(description: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields `advance(num_items, num_tokens)`, which adds to what has been done."""
+    """Yield `advance(num_items, num_tokens)`, which adds to the progress."""
     if sys.stderr.isatty():
         with _bar(description, unit) as advance:
             yield advance

@@ -1,12 +1,12 @@
 """Blocks of a streaming data set, in the order of the stream.
 
-Layer: above corpus, tokenizer, token_cache and packing. Every rank reads and tokenises the whole
-stream and keeps only its own blocks: that costs each rank the work of all, and it is what makes
-the samples of a step independent of the number of ranks. Invariant: block i is the same tokens
-however the reading came to it: straight, after a step back, or from a saved state.
+Layer: above corpus, tokenizer, token_cache and packing. Every rank reads and tokenizes the whole
+stream and keeps only its own blocks: each rank does the work of all, which makes the samples of a
+step independent of the number of ranks. Invariant: block i has the same tokens on any path:
+sequential reading, after a step back, or from a saved state.
 
-The stream is read in runs of a few documents. The state that is saved is the data set's own state
-before the run in which a block starts, and the number of tokens before that run.
+The stream is read in runs of a few documents. The saved state is the data set's own state before
+the run in which a block starts, and the number of tokens before that run.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ import numpy as np
 
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.packing import Blocks, cut_blocks
-from torchtitan_lite.data.token_cache import is_held_out, tokenise
+from torchtitan_lite.data.token_cache import is_held_out, tokenize
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.log import logger
@@ -84,8 +84,8 @@ class StreamedBlocks:
             starts - base,
             self._seq_len,
         )
-        # The other ranks' blocks of the same steps lie around these; a rank that takes over for
-        # another may be asked for them.
+        # The other ranks' blocks of the same steps are close to these; a rank that replaces
+        # another may need them.
         self._recent_firsts.append(max(0, 2 * first - last))
         self._forget_before(min(self._recent_firsts))
         return result
@@ -125,7 +125,7 @@ class StreamedBlocks:
         while not self._runs or self._runs[-1].end <= last:
             self._runs.append(next(self._reader))
             if not self._recent_firsts:
-                # Skipping forward to the first block asked for; nothing before it is wanted.
+                # Skip forward to the first requested block; nothing before it is needed.
                 self._forget_before(first)
 
     def _forget_before(self, position: int) -> None:
@@ -163,14 +163,14 @@ class StreamedBlocks:
                 batch = list(islice(examples, _DOCUMENTS_PER_RUN))
             if not batch:
                 return
-            run = self._tokenise(origin, [self._corpus.text_of(example) for example in batch])
+            run = self._tokenize(origin, [self._corpus.text_of(example) for example in batch])
             state = dataset.state_dict()
             yield run, state
             origin = _Origin(position=run.end, epoch=origin.epoch, dataset_state=state)
 
-    def _tokenise(self, origin: _Origin, texts: list[str]) -> _Run:
+    def _tokenize(self, origin: _Origin, texts: list[str]) -> _Run:
         kept = [text for text in texts if text and not is_held_out(text, self._held_out_fraction)]
-        documents = tokenise(self._tokenizer, kept)
+        documents = tokenize(self._tokenizer, kept)
         lengths = np.array([len(ids) for ids in documents], dtype=np.int64)
         return _Run(
             origin=origin,

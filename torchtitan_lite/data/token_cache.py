@@ -1,15 +1,16 @@
-"""A corpus as token ids in memory-mapped files, made once.
+"""A corpus as token ids in memory-mapped files, created once.
 
-Layer: above corpus, tokenizer, chat_tokens and atomic_folder. Invariants: what is in the cache is
-complete; its name is a hash of everything that its content depends on; and no process, whatever
-its rank, does anything that the others do not. One pass over the documents writes two parts: the
-documents to train on, and those held out. A conversation is a document.
+Layer: above corpus, tokenizer, chat_tokens and atomic_folder. Invariants: a cache entry is
+complete; its name is a hash of everything that its content depends on; and every process, whatever
+its rank, does the same. One pass over the documents writes two parts: the training documents and
+the held-out ones. A conversation is a document.
 
     CACHE/tokens/KEY/meta.json
-    CACHE/tokens/KEY/{train,held_out}/tokens.bin      uint16 or uint32, one after the other
-    CACHE/tokens/KEY/{train,held_out}/documents.bin   int64, where each document starts
-    CACHE/tokens/KEY/{train,held_out}/targets.bin     int64, of conversations: where runs of targets
-                                                      begin and end; of texts all tokens are targets
+    CACHE/tokens/KEY/{train,held_out}/tokens.bin      uint16 or uint32, concatenated
+    CACHE/tokens/KEY/{train,held_out}/documents.bin   int64, start of each document
+    CACHE/tokens/KEY/{train,held_out}/targets.bin     int64, for conversations: start and end of
+                                                      each run of targets; in texts all tokens
+                                                      are targets
 """
 
 import hashlib
@@ -24,7 +25,7 @@ import numpy as np
 
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.chat_template import ChatTemplate, find_template
-from torchtitan_lite.data.chat_tokens import tokenise_conversations
+from torchtitan_lite.data.chat_tokens import tokenize_conversations
 from torchtitan_lite.data.conversations import Unusable, read_conversations
 from torchtitan_lite.data.corpus import Corpus
 from torchtitan_lite.data.progress import progress
@@ -59,7 +60,7 @@ class CachedTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenisedCorpus:
+class TokenizedCorpus:
     """Both parts of a tokenized corpus."""
 
     name: str
@@ -74,7 +75,7 @@ def open_token_cache(
     held_out_fraction: float,
     vocab_size: int,
     cache_folder: Path,
-) -> TokenisedCorpus:
+) -> TokenizedCorpus:
     """Open the tokens of `corpus` from the cache, or create it. Every process calls this alike."""
     parts = [str(_FORMAT), corpus.fingerprint, tokenizer.fingerprint, repr(held_out_fraction)]
     template = None
@@ -98,7 +99,7 @@ def open_token_cache(
     check_vocab_size(tokenizer.folder, meta["vocab_size"], vocab_size)
     dtype = _token_dtype(meta["vocab_size"])
     train, held_out = (_open_part(folder / part, meta["parts"][part], dtype) for part in _PARTS)
-    return TokenisedCorpus(name=corpus.name, train=train, held_out=held_out)
+    return TokenizedCorpus(name=corpus.name, train=train, held_out=held_out)
 
 
 def is_held_out(text: str, fraction: float) -> bool:
@@ -110,7 +111,7 @@ def is_held_out(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
-def tokenise(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+def tokenize(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
     """Yield each document as uint32 ids, with begin and end tokens if the tokenizer has them."""
     before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
@@ -132,7 +133,7 @@ def _texts(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[_Document]]:
     for texts in _batches(corpus.documents(), len):
         yield [
             _Document(text, ids, None)
-            for text, ids in zip(texts, tokenise(tokenizer, texts), strict=True)
+            for text, ids in zip(texts, tokenize(tokenizer, texts), strict=True)
         ]
 
 
@@ -145,19 +146,19 @@ def _conversations(
     count = left_out = 0
     conversations = read_conversations(corpus, unusable)
     for batch in _batches(conversations, lambda conversation: len(conversation.text)):
-        made = tokenise_conversations(tokenizer, template, batch, unusable)
+        tokenized = tokenize_conversations(tokenizer, template, batch, unusable)
         documents = [
             _Document(one.conversation.text, one.ids, one.target_bounds)
-            for one in made
+            for one in tokenized
             if len(one.target_bounds)
         ]
-        count += len(made)
-        left_out += len(made) - len(documents)
+        count += len(tokenized)
+        left_out += len(tokenized) - len(documents)
         yield documents
     unusable.check()
     if left_out:
         logger.warning(
-            "corpus %s: %s of %s conversations have no token of the assistant and are left out",
+            "corpus %s: %s of %s conversations have no assistant token and are skipped",
             corpus.name,
             f"{left_out:,}",
             f"{count:,}",
@@ -186,7 +187,7 @@ def _write(
                 writers[part].add(document)
             advance(len(documents), sum(len(document.ids) for document in documents))
     if not any(writer.num_documents for writer in writers.values()):
-        raise DataError(_nothing_in(corpus))
+        raise DataError(_empty_corpus_error(corpus))
     meta = {
         "format": _FORMAT,
         "corpus": corpus.name,
@@ -197,11 +198,11 @@ def _write(
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def _nothing_in(corpus: Corpus) -> str:
+def _empty_corpus_error(corpus: Corpus) -> str:
     if corpus.is_chat:
         return (
-            f"the corpus {corpus.name!r} has no conversation in which the assistant says "
-            f"something. Check dataset_path, messages_column and the roles of the messages."
+            f"the corpus {corpus.name!r} has no conversation with an assistant message. "
+            f"Check dataset_path, messages_column and the roles of the messages."
         )
     return (
         f"the corpus {corpus.name!r} has no text in column {corpus.column!r}. Check "
@@ -213,7 +214,7 @@ _Item = TypeVar("_Item")
 
 
 def _batches(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
-    """Batch items to about `_BATCH_BYTES`, for the tokenizer's threads."""
+    """Yield batches of about `_BATCH_BYTES`, for the tokenizer's threads."""
     batch: list[_Item] = []
     size = 0
     for item in items:
@@ -241,8 +242,8 @@ class _PartWriter:
         self.num_documents = 0
 
     def add(self, document: _Document) -> None:
-        # The digest is of uint32 ids and of where documents start, whatever the file's dtype; of
-        # conversations also of where targets are.
+        # The digest covers uint32 ids and the starts of documents, whatever the file's dtype; for
+        # conversations also the positions of targets.
         ids, target_bounds = document.ids, document.target_bounds
         start = np.int64(self._num_tokens)
         self._digest.update(start.tobytes())

@@ -40,15 +40,15 @@ class Tokenizer:
 
     def __init__(self, inner: Any, bos_id: int | None, eos_id: int | None) -> None:
         self._inner = inner
-        # Text of a corpus is only text: what looks like a special token in it is spelt out, so
-        # that no document can forge a border.
+        # Text that looks like a special token is encoded as ordinary text, so
+        # that no document can forge a document boundary.
         self._inner.encode_special_tokens = True
         self.bos_id = bos_id
         self.eos_id = eos_id
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         added = inner.get_added_tokens_decoder().values()
         self.special_texts = tuple(str(token.content) for token in added if token.special)
-        """Return the text of special tokens."""
+        """The texts of special tokens."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text, without special tokens."""
@@ -60,7 +60,7 @@ class Tokenizer:
     ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Encode rendered conversations: ids (uint32), with special tokens as spelled in the text,
         and the characters [begin, end) of each token (int64)."""
-        # As transformers does, whatever the file of the tokenizer says.
+        # As transformers does, whatever the tokenizer file specifies.
         self._inner.no_truncation()
         self._inner.no_padding()
         self._inner.encode_special_tokens = False
@@ -217,13 +217,13 @@ def _trained_folder(corpora: Sequence[Corpus], vocab_size: int, cache_folder: Pa
 def _require_file(folder: Path) -> Path:
     file = folder / "tokenizer.json"
     if not file.is_file():
-        found = "that folder does not exist"
+        problem = "that folder does not exist"
         if folder.is_dir():
             names = sorted(path.name for path in folder.iterdir())[:8]
-            found = f"that folder holds {', '.join(names) or 'nothing'}"
+            problem = f"that folder contains {', '.join(names) or 'nothing'}"
         raise DataError(
-            f'model.hf_assets_path = "{folder}" has no tokenizer.json ({found}). Set it to a '
-            f"folder with the tokenizer files of a Hugging Face model, or leave it out to train a "
+            f'model.hf_assets_path = "{folder}" has no tokenizer.json ({problem}). Set it to a '
+            f"folder with the tokenizer files of a Hugging Face model, or omit it to train a "
             f"tokenizer on the corpus."
         )
     return file
@@ -237,7 +237,7 @@ def _fingerprint(folder: Path) -> str:
         digest.update(content)
         digest.update(b"\x1f")
         if b'"added_tokens_decoder"' in content:
-            # Earlier releases did not add these tokens: what they encoded is of no use.
+            # Earlier releases did not add these tokens, so their encodings are invalid.
             digest.update(b"added")
     return digest.hexdigest()
 
@@ -256,13 +256,13 @@ def _add_tokens_of_config(inner: Any, config: Any, config_file: Path) -> None:
         more = config.get("extra_special_tokens") or ()
         named += [*(more.values() if isinstance(more, dict) else more)]
         named = [{"content": one} if isinstance(one, str) else one for one in named]
-        # A name makes a token special; a listed one says so itself.
-        given = [*by_id, *({**one, "special": True} for one in named)]
-        known = {token.content for token in inner.get_added_tokens_decoder().values()}
-        for token in given:
-            if token["content"] in known:
+        # A named token is special; a listed one has its own flag.
+        candidates = [*by_id, *({**one, "special": True} for one in named)]
+        existing = {token.content for token in inner.get_added_tokens_decoder().values()}
+        for token in candidates:
+            if token["content"] in existing:
                 continue
-            known.add(token["content"])
+            existing.add(token["content"])
             is_special = token.get("special", False)
             options = {option: token[option] for option in _TOKEN_OPTIONS if option in token}
             added = AddedToken(token["content"], special=is_special, **options)
@@ -287,8 +287,8 @@ def _special_id(
 
 
 def _first_documents(corpora: Sequence[Corpus]) -> Iterator[str]:
-    """Yield the first documents of each corpus, `_TRAINING_BYTES` in all: more text hardly changes
-    the merges, and a stream may be infinite."""
+    """Yield the first documents of each corpus, `_TRAINING_BYTES` in total: more text hardly
+    changes the merges, and a stream may be infinite."""
     return chain.from_iterable(
         _up_to(_texts(corpus), _TRAINING_BYTES // len(corpora)) for corpus in corpora
     )
@@ -296,16 +296,16 @@ def _first_documents(corpora: Sequence[Corpus]) -> Iterator[str]:
 
 def _texts(corpus: Corpus) -> Iterator[str]:
     if corpus.is_chat:
-        return _said(corpus)
+        return _message_texts(corpus)
     if corpus.streaming:
         return map(corpus.text_of, corpus.stream())
     return corpus.documents()
 
 
-def _said(corpus: Corpus) -> Iterator[str]:
+def _message_texts(corpus: Corpus) -> Iterator[str]:
     unusable = Unusable(corpus)
     for conversation in read_conversations(corpus, unusable):
-        yield from conversation.said()
+        yield from conversation.message_texts()
     unusable.check()
 
 

@@ -1,8 +1,9 @@
-"""The validation set, in rounds that every rank takes part in.
+"""The validation set, in rounds in which every rank participates.
 
 Layer: above packing, windows and microbatch. Invariant: every rank gets the same number of rounds,
-each of `local_batch_size` samples; over all ranks each sample is used once. Where the samples do
-not divide by the ranks, fillers without targets take the free places.
+each of `local_batch_size` samples; over all ranks each sample is used once. If the number of
+samples is not a multiple of the number of ranks, filler samples without targets complete the last
+round.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,7 @@ class ValidationData:
         return int(self._ends[-1])
 
     def num_rounds(self, num_batch_ranks: int) -> int:
-        """Rounds per rank: all blocks, or at most `steps`."""
+        """Return the rounds per rank: all blocks, or at most `steps`."""
         whole = -(-self.num_blocks // (self._local_batch_size * num_batch_ranks))
         return whole if self._steps == -1 else min(self._steps, whole)
 
@@ -56,8 +57,10 @@ class ValidationData:
         used = min(places, self.num_blocks)
         samples = np.full(places, FILLER, dtype=np.int64)
         samples[:used] = np.arange(used) * self.num_blocks // used
-        mine = samples.reshape(rounds, num_batch_ranks, self._local_batch_size)[:, batch_rank]
-        for indices in mine:
+        own_samples = samples.reshape(rounds, num_batch_ranks, self._local_batch_size)[
+            :, batch_rank
+        ]
+        for indices in own_samples:
             yield [
                 collate(
                     self._read(indices),

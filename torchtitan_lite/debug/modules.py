@@ -12,7 +12,7 @@ from typing import Any, Self
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from torchtitan_lite.torch_compat import next_node_number, running_node
+from torchtitan_lite.torch_compat import current_node_number, next_node_number
 
 ROOT = "model"
 """Name of the entire model, whose own name is empty."""
@@ -53,7 +53,7 @@ class ModuleTracker:
         """Name of the innermost running module; None if none runs."""
         if self._in_forward:
             return self._in_forward[-1]
-        number = running_node()
+        number = current_node_number()
         if number is None:
             return None
         place = bisect_right(self._numbers, number) - 1
@@ -62,7 +62,7 @@ class ModuleTracker:
     @property
     def phase(self) -> str | None:
         """ "forward", "backward" (including recomputed activations), or None for neither."""
-        if running_node() is not None:
+        if current_node_number() is not None:
             return "backward"
         return "forward" if self._in_forward else None
 
@@ -79,6 +79,6 @@ class ModuleTracker:
 
     def _note_owner(self) -> None:
         # Nodes created in backward, by recomputation, never run.
-        if running_node() is None:
+        if current_node_number() is None:
             self._numbers.append(next_node_number())
             self._owners.append(self._in_forward[-1] if self._in_forward else ROOT)

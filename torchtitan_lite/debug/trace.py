@@ -24,7 +24,12 @@ from torchtitan_lite.debug.modules import ROOT, ModuleTracker
 from torchtitan_lite.debug.table import folded, table
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.torch_compat import Operations, group_of, record_entered, record_left
+from torchtitan_lite.torch_compat import (
+    Operations,
+    entered_record_function,
+    group_of,
+    leaves_record_function,
+)
 
 _FSDP_COLLECTIVE = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.+)\))?")
 """Labels of FSDP2's communication; the root's label has no name in brackets."""
@@ -165,10 +170,10 @@ class _Recorder:
         return result
 
     def _follow_labels(self, operation: Any, args: Sequence[Any]) -> None:
-        label = record_entered(operation, args)
+        label = entered_record_function(operation, args)
         if label is not None:
             self._labels.append(label)
-        elif record_left(operation):
+        elif leaves_record_function(operation):
             self._labels.pop()
             # FSDP frees and refills its parameters under labels.
             self._peaks.measure_again()

@@ -12,7 +12,13 @@ import tomli
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.worker_group import torchrun_command
-from torchtitan_lite.outputs import BOOKS, LAUNCH_EVENTS, LAUNCH_LOGS, METRICS, replica_folder
+from torchtitan_lite.outputs import (
+    GOODPUT_FILE,
+    LAUNCH_EVENTS,
+    LAUNCH_LOGS,
+    METRICS,
+    replica_folder,
+)
 
 _TORCHRUN_VARIABLES = (
     "RANK",
@@ -77,7 +83,7 @@ class LaunchPlan:
 
     def goodput_file(self, replica: int) -> Path:
         """Return the file with a replica's goodput."""
-        return replica_folder(self.dump_folder, replica) / BOOKS
+        return replica_folder(self.dump_folder, replica) / GOODPUT_FILE
 
     def log_folder(self, replica: int) -> Path:
         """Return the folder that holds a log folder per attempt of a replica."""

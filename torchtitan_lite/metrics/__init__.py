@@ -1,9 +1,8 @@
-"""Metrics: what is told of a run while it goes on. Layer: above device and mesh, below config.
+"""Metrics: the records and events of a run. Layer: above device and mesh, below config.
 
-`open_metrics` opens what `[metrics]` asks for; the loop hands a `StepRecord` a step to the result.
-Metrics read and never change the run, and no call of theirs waits for another rank. What is
-heavy (TensorBoard, rich, wandb, prometheus_client, the profiler) is imported where it is first
-used.
+`open_metrics` opens the sinks configured in `[metrics]`; the loop passes a `StepRecord` per step to
+them. Metrics read and never change the run, and no call of theirs waits for another rank. Heavy
+packages (TensorBoard, rich, wandb, prometheus_client, the profiler) are imported on first use.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +46,7 @@ class SinkContext:
     """The parts of a run that a registered metrics sink may use."""
 
     folder: Path
-    """Where this rank's replica writes."""
+    """Output folder of this rank's replica."""
     resume_step: int
     """The last step of the state that training starts from; 0 for a fresh run."""
     total_steps: int
@@ -56,7 +55,8 @@ class SinkContext:
 
 
 class Metrics:
-    """The open sinks of this rank. Made by `open_metrics`; a context manager that closes them."""
+    """The open sinks of this rank, created by `open_metrics`; a context manager that closes
+    them."""
 
     def __init__(self, every_step: Sequence[Sink], when_due: Sequence[Sink], cadence: Cadence):
         self._every_step = every_step
@@ -68,7 +68,7 @@ class Metrics:
             self._open.callback(sink.close)
 
     def step(self, record: StepRecord) -> None:
-        """Tell of a step that has ended."""
+        """Record a completed step."""
         for sink in self._every_step:
             sink.step(record)
         if self._cadence.is_due(record.step):
@@ -76,20 +76,20 @@ class Metrics:
                 sink.step(record)
 
     def event(self, event: Event) -> None:
-        """Tell of something that happened beside the steps."""
+        """Record an event."""
         for sink in (*self._every_step, *self._when_due):
             sink.event(event)
 
     def saved(self, checkpoint_step: int | None, step: int) -> None:
         """Record that the checkpoint of `checkpoint_step` (None: there is none) is durable after
-        `step`, unless the newest `saved` event has said so."""
+        `step`, unless the newest `saved` event has already recorded it."""
         if checkpoint_step not in (None, self._saved_step):
             self._saved_step = checkpoint_step
             values = {"checkpoint_step": checkpoint_step}
             self.event(Event(name="saved", step=step, values=values))
 
     def close(self) -> None:
-        """Close every sink, also when one of them fails. Idempotent."""
+        """Close every sink, even if one of them fails. Idempotent."""
         self._open.close()
 
     def __enter__(self) -> Self:
@@ -112,18 +112,16 @@ def open_metrics(
     world_size: int = 1,
     replica: int | None = None,
 ) -> Metrics:
-    """Open the sinks of this rank: on the leader `folder/metrics.jsonl`, the console and what
-    `config` switches on; on the others nothing, or the same files with the rank in their names
-    when `config.save_for_all_ranks`.
+    """Open the sinks of this rank: on the leader `folder/metrics.jsonl`, the console and those
+    enabled in `config`; on the others nothing, or the same files with the rank in their names if
+    `config.save_for_all_ranks`.
 
-    `resume_step` is the last step of the state that training starts from, 0 for a fresh run. A run
-    that `continues` the one whose files lie there (if omitted: one that resumes) drops what they
-    hold after that step; any other
-    keeps them under another name. `run_config` is shown by Weights & Biases. `world_size`
-    (ranks per replica) and `replica` (None without replicas) give each rank its own port for
-    Prometheus.
-    Raises UserError if wandb or prometheus_client is needed and missing, on every rank, and if the
-    port for Prometheus cannot be opened.
+    `resume_step` is the last step of the state from which training starts, 0 for a fresh run. A run
+    that `continues` the one whose files are there (if omitted: one that resumes) drops their
+    records after that step; any other run keeps them under another name. Weights & Biases shows
+    `run_config`. `world_size` (ranks per replica) and `replica` (None without replicas) determine
+    the Prometheus port of each rank. Raises UserError if wandb or prometheus_client is needed and
+    missing, on every rank, and if the port for Prometheus cannot be opened.
     """
     if config.enable_wandb:
         require("wandb", "metrics.enable_wandb = true")

@@ -1,8 +1,8 @@
 """The console: a live bar on a terminal, plain lines elsewhere. Layer: above record, sink, log.
 
-Invariant: what others print is never garbled. While the bar is on screen, standard output, standard
-error and the project's logger print above it; closing puts the streams back. rich is imported at
-the first step, and only for the bar.
+Invariant: output of other code is never garbled. While the bar is on screen, standard output,
+standard error and the project's logger print above it; closing restores the streams. rich is
+imported at the first step, and only for the bar.
 """
 
 import logging
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _NOT_SHOWN = {"books", "initial_load", "resume", "saved", "start"}
-"""Events for files: the console shows the same at the start, at each save and at the end."""
+"""Events for files: the console shows their content at the start, at each save and at the end."""
 
 
 def open_console(cadence: Cadence, *, color: bool) -> Sink:
-    """The live bar when standard output is a terminal that can move its cursor, else lines."""
+    """Return the live bar if standard output is a terminal that can move its cursor, otherwise
+    plain lines."""
     if is_live_terminal():
         return LiveBar(cadence, color=color)
-    return PlainLines(cadence)
+    return StepLines(cadence)
 
 
-class PlainLines:
+class StepLines:
     """One line for each step that is due or was skipped, and for each event."""
 
     def __init__(self, cadence: Cadence) -> None:
@@ -47,14 +48,14 @@ class PlainLines:
             print(event_line(event), flush=True)
 
     def close(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: no output is pending."""
 
 
 class LiveBar:
-    """The same lines as `PlainLines`, above a bar that moves with every step.
+    """The same lines as `StepLines`, above a bar that moves with every step.
 
-    The bar is drawn by the step itself and not by a thread, so it takes nothing from training.
-    `console` is rich's own by default: standard output.
+    The step itself draws the bar, not a thread, so it does not compete with training. `console` is
+    by default rich's own: standard output.
     """
 
     def __init__(self, cadence: Cadence, *, color: bool, console: "Console | None" = None) -> None:
@@ -86,7 +87,7 @@ class LiveBar:
             self._print(event_line(event))
 
     def close(self) -> None:
-        """Leave the bar as it is on screen and give the streams back. Idempotent."""
+        """Leave the bar on screen and restore the streams. Idempotent."""
         for handler, stream in self._redirected:
             handler.setStream(stream)
         self._redirected.clear()
@@ -98,18 +99,18 @@ class LiveBar:
         if self._progress is None:
             print(line, flush=True)
         else:
-            # Continued lines are indented, so that each line of a record begins at the margin.
+            # Continuation lines are indented, so that each line of a record begins at the margin.
             text = wrapped(line, self._progress.console.width)
             self._progress.console.print(text, highlight=self._color, markup=False, soft_wrap=True)
 
     def _start(self) -> "Progress":
-        """The bar, put on screen at the first call."""
+        """Return the bar, shown at the first call."""
         if self._progress is not None:
             return self._progress
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        # None leaves the decision to rich, which honours NO_COLOR.
+        # None leaves the decision to rich, which honors NO_COLOR.
         console = self._console or Console(no_color=None if self._color else True)
         stderr = sys.stderr
         progress = Progress(
@@ -123,7 +124,7 @@ class LiveBar:
         )
         progress.add_task("", total=self._cadence.last_step, status="")
         progress.start()
-        # The logger's handler holds the stream itself, which rich can only replace by name.
+        # The logger's handler has the stream object, but rich replaces streams by name.
         if sys.stderr is not stderr:
             for handler in logger.handlers:
                 if isinstance(handler, logging.StreamHandler) and handler.stream is stderr:
@@ -139,8 +140,9 @@ def step_line(
     recent_step_s: Iterable[float],
     width: int | None = None,
 ) -> str:
-    """One line about a step. The time left is estimated from the seconds of recent steps. On a
-    terminal of `width` columns, what the live bar shows too is omitted where it does not fit."""
+    """Format a step in one line. The time left is estimated from the seconds of recent steps. On
+    a terminal of `width` columns, parts that the live bar shows too are omitted if they do not
+    fit."""
     parts = {
         "step": f"step {record.step}/{last_step}",
         "loss": f"loss {record.loss:.4f}",
@@ -164,7 +166,7 @@ def step_line(
 
 
 def event_line(event: Event) -> str:
-    """One line about an event."""
+    """Format an event in one line."""
     shown = [f"{name} {_shown(value)}" for name, value in event.values.items()]
     return "  ".join([event.name, f"step {event.step}", *shown])
 
@@ -172,6 +174,6 @@ def event_line(event: Event) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
-    # Text of several lines, or with what a terminal would obey, on one line and escaped.
+    # Line breaks and terminal control sequences are escaped.
     is_plain = not isinstance(value, str) or value.isprintable()
     return str(value) if is_plain else repr(value)

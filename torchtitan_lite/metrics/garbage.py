@@ -1,8 +1,8 @@
-"""Garbage collection on a schedule. Layer: above log only.
+"""Scheduled garbage collection. Layer: above log only.
 
-Python collects whenever its counters say so, at another moment on every rank, and then all other
-ranks wait. Here every rank collects in the same steps, so they wait once and the time is known.
-Invariant: what was on before is on again afterwards.
+Python's automatic collection runs at different times on each rank, and then all other ranks wait.
+Here every rank collects in the same steps, so they wait once. Invariant: closing restores automatic
+collection if it was enabled before.
 """
 
 import gc
@@ -16,11 +16,11 @@ from torchtitan_lite.log import logger
 
 
 class ScheduledGarbageCollection:
-    """Turns automatic collection off until closed.
+    """Disables automatic collection until closed.
 
-    Every `freq` steps the young generations are collected. With `debug`, everything in every step,
-    and what was found is logged: those objects are in reference cycles, which hold memory (tensors
-    above all) until they are collected.
+    Every `freq` steps the young generations are collected. With `debug`, everything is collected in
+    every step, and the objects found are logged: they are in reference cycles, which hold memory
+    (above all tensors) until they are collected.
     """
 
     def __init__(self, freq: int, debug: bool = False) -> None:
@@ -31,14 +31,14 @@ class ScheduledGarbageCollection:
         gc.collect(1)
 
     def step(self, step: int) -> float:
-        """Collect if it is time. Returns the seconds it took."""
+        """Collect if it is due. Returns the seconds it took."""
         if not self._debug and step % self._freq != 0:
             return 0.0
         start_s = time.perf_counter()
         if self._debug:
-            found = _collect_and_describe()
-            if found:
-                logger.info(f"Garbage of step {step}: {found}.")
+            description = _collect_and_describe()
+            if description:
+                logger.info(f"Garbage of step {step}: {description}.")
         else:
             gc.collect(1)
         return time.perf_counter() - start_s
@@ -56,17 +56,17 @@ class ScheduledGarbageCollection:
 
 
 def _collect_and_describe() -> str:
-    """Collect everything; says how many objects of which types it was, "" for none."""
+    """Collect everything and describe the number and types of the objects; "" for none."""
     flags = gc.get_debug()
-    # Keeps what would be freed in gc.garbage, so that it can be looked at.
+    # Keeps unreachable objects in gc.garbage, so that they can be inspected.
     gc.set_debug(flags | gc.DEBUG_SAVEALL)
     try:
         gc.collect()
-        types = Counter(type(found).__name__ for found in gc.garbage)
+        types = Counter(type(unreachable).__name__ for unreachable in gc.garbage)
         tensor_bytes = sum(
-            found.untyped_storage().nbytes()
-            for found in gc.garbage
-            if issubclass(type(found), torch.Tensor)
+            unreachable.untyped_storage().nbytes()
+            for unreachable in gc.garbage
+            if issubclass(type(unreachable), torch.Tensor)
         )
     finally:
         gc.set_debug(flags)

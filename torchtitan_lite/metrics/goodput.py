@@ -18,16 +18,16 @@ from typing import Any
 import psutil
 
 from torchtitan_lite.log import logger
-from torchtitan_lite.outputs import BOOKS
+from torchtitan_lite.outputs import GOODPUT_FILE
 from torchtitan_lite.phases import Phase
 from torchtitan_lite.torch_compat import compile_time_ns
 
 LOST = "lost"
 WORK = ("compute", "communication", "data")
 """Kinds of time that are lost with their step."""
-_KEPT_APART = 32
-"""Newest entries, which are not merged."""
-_MOST_ENTRIES = 128
+_NUM_UNMERGED = 32
+"""Number of newest entries that are not merged."""
+_MAX_ENTRIES = 128
 
 
 @dataclass
@@ -42,8 +42,8 @@ class Entry:
 class TimeLedger:
     """The time of a run by step.
 
-    The newest steps have an entry each; older entries hold more steps. A run that returns into such
-    an entry loses its share of it, as if all its steps had taken equally long.
+    The newest steps have an entry each; older entries cover more steps. A run that rolls back into
+    such an entry loses a proportional share of it.
     """
 
     def __init__(self, entries: Sequence[Entry] = ()) -> None:
@@ -53,7 +53,7 @@ class TimeLedger:
 
     @property
     def highest(self) -> int:
-        """The last step with time of its own."""
+        """The last step that has its own time."""
         return self._entries[-1].last if self._entries else 0
 
     def add(self, step: int, ns: Mapping[str, int]) -> None:
@@ -62,10 +62,10 @@ class TimeLedger:
         if not self._entries or self._entries[-1].first != step:
             self._entries.append(Entry(step, step, Counter()))
         entry, totals = self._entries[-1].ns, self.totals
-        for kind, taken in ns.items():
-            entry[kind] += taken
-            totals[kind] += taken
-        if len(self._entries) > _MOST_ENTRIES:
+        for kind, elapsed in ns.items():
+            entry[kind] += elapsed
+            totals[kind] += elapsed
+        if len(self._entries) > _MAX_ENTRIES:
             self._merge()
 
     def lose_after(self, step: int) -> None:
@@ -90,7 +90,7 @@ class TimeLedger:
 
     def _merge(self) -> None:
         """Merge neighboring entries, except the newest."""
-        old, new = self._entries[:-_KEPT_APART], self._entries[-_KEPT_APART:]
+        old, new = self._entries[:-_NUM_UNMERGED], self._entries[-_NUM_UNMERGED:]
         joined = []
         for place in range(0, len(old), 2):
             pair = old[place : place + 2]
@@ -107,17 +107,17 @@ class TimeLedger:
     def from_json(entries: Any) -> "TimeLedger":
         """Restore from `to_json`. Raises ValueError for anything else."""
         if not isinstance(entries, list):
-            raise ValueError("the entries are no list")
-        made: list[Entry] = []
+            raise ValueError("entries is not a list")
+        parsed: list[Entry] = []
         for entry in entries:
             match entry:
                 case [int(first), int(last), dict(ns)] if (
-                    made[-1].last if made else 0
+                    parsed[-1].last if parsed else 0
                 ) <= first <= last and all(type(one) is int and one >= 0 for one in ns.values()):
-                    made.append(Entry(first, last, Counter(ns)))
+                    parsed.append(Entry(first, last, Counter(ns)))
                 case _:
-                    raise ValueError(f"{entry!r:.80} is no entry")
-        return TimeLedger(made)
+                    raise ValueError(f"{entry!r:.80} is not an entry")
+        return TimeLedger(parsed)
 
 
 def lose_work(ns: Counter[str], share: int = 1, of: int = 1) -> None:
@@ -135,12 +135,12 @@ USEFUL = (Phase.COMPUTE.value, Phase.COMMUNICATION.value)
 """Kinds that count as goodput, if their step was committed and kept."""
 _VERSION = 1
 _WRITE_EVERY_S = 1.0
-"""Time that a killed process may not have recorded, and that then counts as idle."""
+"""Time that a killed process may not have recorded; it counts as idle."""
 
 
 @dataclass(frozen=True)
 class TimeTotals:
-    """Totals at one moment."""
+    """Totals at one point in time."""
 
     ns: Mapping[str, int]
     """By kind, in the order of KINDS."""
@@ -173,15 +173,15 @@ class GoodputTracker:
         clock: Callable[[], int],
         compiled_ns: Callable[[], int] = compile_time_ns,
     ) -> None:
-        """Continue the record at `path` if this process `resumes` its run, else start anew.
-        `started_ns` is the start of the process by `clock`, nanoseconds since 1970 that never go
-        back; `compiled_ns` is the compiler's time so far."""
+        """Continue the record at `path` if this process `resumes` its run, otherwise start a new
+        one. `started_ns` is the start of the process by `clock`, nanoseconds since 1970 that
+        never decrease; `compiled_ns` is the compiler's time so far."""
         self._path, self._clock, self._compiled_ns = path, clock, compiled_ns
         self._ledger, first_ns, until_ns = TimeLedger(), started_ns, started_ns
         if resumes and path.exists():
             self._ledger, first_ns, until_ns = _read(path, started_ns)
         self._first_ns = first_ns
-        # A clock that was set back since must not make time twice.
+        # If the clock was set back in the meantime, no time must be counted twice.
         self._ahead_ns = max(0, until_ns - started_ns)
         self._open: Counter[str] = Counter({IDLE: max(0, started_ns - until_ns)})
         """Time of the current attempt at a step."""
@@ -203,7 +203,7 @@ class GoodputTracker:
             self._before, self._is_kept = step, False
         elif phase is Phase.DATA:
             if step < self._ledger.highest:
-                # The run has gone back: an earlier attempt has taken these steps.
+                # The run was rolled back: an earlier attempt has run these steps.
                 self._ledger.lose_after(step)
         elif phase in (Phase.CHECKPOINT, Phase.END) and not self._is_kept:
             self._is_kept = True
@@ -214,7 +214,7 @@ class GoodputTracker:
             self._write()
 
     def goodput(self) -> float:
-        """Return `totals().goodput`, cheaper."""
+        """Return `totals().goodput`, at a lower cost."""
         self._count()
         booked, attempt = self._ledger.totals, self._open
         useful = sum(booked[kind] for kind in USEFUL)
@@ -261,7 +261,7 @@ class GoodputTracker:
             "version": _VERSION,
             "first_start_ns": self._first_ns,
             "until_ns": self._since_ns,
-            # For whoever only wants to know how it went.
+            # For readers of the file.
             **self._totals(attempt).values(),
             "entries": [*self._ledger.to_json(), [step, step, attempt]],
         }
@@ -272,19 +272,19 @@ class GoodputTracker:
             os.replace(temporary, self._path)
         except OSError as error:
             if not self._has_failed:
-                logger.warning("The books of the run cannot be written: %s", error)
+                logger.warning("The goodput file cannot be written: %s", error)
             self._has_failed = True
 
 
 def open_goodput_tracker(folder: Path, *, resumes: bool) -> GoodputTracker:
-    """The goodput_tracker in `folder`, of a run that this process began or, where `resumes`,
-    continues."""
+    """Return the tracker of the record in `folder`, of a run that this process started or, if
+    `resumes`, continues."""
     began_ns = time.time_ns() - time.monotonic_ns()
     return GoodputTracker(
-        folder / BOOKS,
+        folder / GOODPUT_FILE,
         started_ns=time.time_ns() - round(process_age_s() * 1e9),
         resumes=resumes,
-        # Within a process a clock that nobody sets.
+        # Monotonic within a process.
         clock=lambda: began_ns + time.monotonic_ns(),
     )
 
@@ -293,27 +293,28 @@ def process_age_s() -> float:
     """Return the seconds since the process was started, interpreter start and imports included."""
     created_s = psutil.Process().create_time()
     if hasattr(time, "CLOCK_BOOTTIME"):
-        # Linux tells when it booted in whole seconds only, and psutil has added that.
+        # psutil adds the boot time, which Linux reports in whole seconds only.
         up_s = time.clock_gettime(time.CLOCK_BOOTTIME)
         return max(0.0, up_s - (created_s - psutil.boot_time()))
     return max(0.0, time.time() - created_s)
 
 
 def _read(path: Path, now_ns: int) -> tuple[TimeLedger, int, int]:
-    """Read the ledger, the first start and the last entry; start anew if the file is damaged."""
+    """Read the ledger, the first start and the last entry; start a new record if the file is
+    damaged."""
     try:
         content: Any = json.loads(path.read_text())
         if not isinstance(content, dict) or content.get("version") != _VERSION:
-            raise ValueError(f"it has not version {_VERSION}")
+            raise ValueError(f"its version is not {_VERSION}")
         ledger = TimeLedger.from_json(content.get("entries"))
         first_ns, until_ns = content.get("first_start_ns"), content.get("until_ns")
         if not isinstance(first_ns, int) or not isinstance(until_ns, int):
-            raise ValueError("it does not say when it begins and ends")
+            raise ValueError("first_start_ns or until_ns is missing")
         if unknown := ledger.totals.keys() - set(KINDS):
-            raise ValueError(f"{min(unknown)} is no kind of time")
+            raise ValueError(f"{min(unknown)} is not a kind of time")
         if ledger.totals.total() != until_ns - first_ns:
             raise ValueError("its seconds do not add up")
     except (OSError, ValueError, RecursionError) as error:
-        logger.warning("%s is damaged, and the books begin anew: %s", path, error)
+        logger.warning("%s is damaged, and time accounting starts again: %s", path, error)
         return TimeLedger(), now_ns, now_ns
     return ledger, first_ns, until_ns

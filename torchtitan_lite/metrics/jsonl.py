@@ -1,9 +1,9 @@
 """`metrics.jsonl`: the whole history of a run, one JSON object per line. Layer: above record, log.
 
-Invariant: the file holds one history. A run that resumes at step N first drops the lines that an
-earlier process wrote after N, so every step stands in it once and in order; another run renames an
-earlier run's file to `metrics.1.jsonl`, or the next free number. Each line is handed to the
-operating system whole, so a killed process loses at most the line in progress.
+Invariant: the file contains one history. A run that resumes at step N first drops the lines that an
+earlier process wrote after N, so every step is in it once and in order; another run renames an
+earlier run's file to `metrics.1.jsonl`, or the next free number. Each line is passed to the
+operating system in one write, so a killed process loses at most the line in progress.
 """
 
 import json
@@ -16,18 +16,18 @@ from torchtitan_lite.metrics.record import Event, StepRecord
 
 
 class JsonLines:
-    """Appends to the file at `path`. A run that `continues` the one that wrote it first drops what
-    is after `resume_step`, if it resumes from a step; any other run renames the file."""
+    """Appends to the file at `path`. A run that `continues` the one that wrote it first drops
+    the lines after `resume_step`, if it resumes from a step; any other run renames the file."""
 
     def __init__(self, path: Path, resume_step: int, *, continues: bool | None = None) -> None:
-        """`continues` is whether `resume_step` is above 0, if omitted."""
+        """Open the file. `continues` is by default whether `resume_step` is above 0."""
         path.parent.mkdir(parents=True, exist_ok=True)
         continues = resume_step > 0 if continues is None else continues
         is_there = path.exists() and path.stat().st_size > 0
         if is_there and not continues:
             _rotate(path)
         elif is_there and resume_step > 0:
-            _cut_back(path, resume_step)
+            _truncate(path, resume_step)
         # Unbuffered: one line is one write.
         self._file = FileIO(path, "a")
 
@@ -45,16 +45,16 @@ class JsonLines:
 
 
 def _rotate(path: Path) -> None:
-    """Keep an earlier run's file under the next free number."""
+    """Rename an earlier run's file to the next free number."""
     numbers = (other.name.split(".")[-2] for other in path.parent.glob(f"{path.stem}.*.jsonl"))
-    taken = max((int(number) for number in numbers if number.isdecimal()), default=0)
-    target = path.with_name(f"{path.stem}.{taken + 1}.jsonl")
+    highest = max((int(number) for number in numbers if number.isdecimal()), default=0)
+    target = path.with_name(f"{path.stem}.{highest + 1}.jsonl")
     path.rename(target)
     logger.info("The metrics of an earlier run are kept in %s.", target)
 
 
-def _cut_back(path: Path, resume_step: int) -> None:
-    """Drop the lines of later steps and the damaged ones, in one rename. Says what it dropped."""
+def _truncate(path: Path, resume_step: int) -> None:
+    """Drop damaged lines and those of later steps, in one rename, and log what was dropped."""
     temporary = path.with_name(path.name + ".tmp")
     num_later, damaged = 0, []
     ends_whole = True
@@ -82,7 +82,7 @@ def _cut_back(path: Path, resume_step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a line; None when the line is not a whole record."""
+    """Return the step of a line; None if the line is not a complete record."""
     try:
         values = json.loads(line)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Traces of time and snapshots of memory. Layer: above config, log, errors, torch_compat.
+"""Profiler traces and memory snapshots. Layer: above config, log, errors, torch_compat.
 
-Cycles are aligned to the step number, not to the start of the process: with `profile_freq = 10`
-a trace ends at steps 10, 20, 30 also after a resume at step 7. With everything off each call does
-nothing.
+Cycles are aligned to the step number, not to the start of the process: with `profile_freq = 10` a
+trace ends at steps 10, 20, 30 also after a resume at step 7. If everything is disabled, each call
+does nothing.
 """
 
 import time
@@ -19,16 +19,16 @@ from torchtitan_lite.schema.profiling import ProfilingConfig
 from torchtitan_lite.torch_compat import dump_cuda_memory_snapshot, record_cuda_memory_history
 
 _SNAPSHOT_MAX_ENTRIES = 100_000
-"""Allocations and frees that a snapshot goes back."""
+"""Maximum number of allocations and frees in a snapshot."""
 
 
 class StepProfiler:
     """Profiles steps inside its `with` block; call `step(number)` at the end of each.
 
-    Writes `folder/SAVE_TRACES_FOLDER/iteration_N/rankR_trace.json`, and snapshots likewise. When
-    the block ends while steps are recorded, or for want of GPU memory, what there is goes to
-    `iteration_N_exit`. `device_kind` is "cpu" or "cuda".
-    Raises UserError when memory snapshots are asked for on a CPU.
+    Writes `folder/SAVE_TRACES_FOLDER/iteration_N/rankR_trace.json`, and snapshots likewise. If the
+    block ends during a recording, or with an out-of-memory error of the GPU, the partial recording
+    is written to `iteration_N_exit`. `device_kind` is "cpu" or "cuda". Raises UserError if memory
+    snapshots are requested on a CPU.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class StepProfiler:
         self._profile = self._make_profile(device_kind) if config.enable_profiling else None
 
     def step(self, step: int) -> None:
-        """Step number `step` has ended."""
+        """Notify the profiler of the end of step `step`."""
         self._step = step
         if self._profile is not None:
             with warnings.catch_warnings():
-                # torch warns that a cycle forgets the one before; that one is on disk already.
+                # torch warns that a cycle discards the previous one, which is already written.
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events")
                 self._profile.step()
         if self._config.enable_memory_snapshot and step % self._config.profile_freq == 0:

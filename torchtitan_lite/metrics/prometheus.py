@@ -1,7 +1,7 @@
 """Prometheus: the newest values of a rank, scraped over HTTP. Layer: above record and extras.
 
 The server listens on one interface, without a password and without encryption. A thread of
-prometheus_client answers scrapes; it reads values that are on the host already, so training never
+prometheus_client answers scrapes; it reads values that are already on the host, so training never
 waits for it.
 """
 
@@ -34,7 +34,7 @@ _GAUGES: dict[str, tuple[str, Callable[[StepRecord], float | None]]] = {
     "idle_experts": ("Experts without any token, over all routers.", lambda o: o.idle_experts),
     "last_step_timestamp_seconds": ("Unix time of the newest step.", lambda one: one.time),
 }
-"""By name: the text for HELP, and the value of a record. None leaves the gauge without a sample."""
+"""By name: the HELP text, and the value of a record. With None the gauge has no sample."""
 
 
 class Prometheus:
@@ -106,7 +106,8 @@ class Prometheus:
         self._thread.join()
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> "Gauge":
-        """Made at its first value, so that nothing is reported as 0 before it is known."""
+        """Return a gauge, created at its first value, so that unknown values are not reported as
+        0."""
         if name not in self._gauges:
             from prometheus_client import Gauge
 
@@ -115,7 +116,7 @@ class Prometheus:
 
 
 def port_of(config: MetricsConfig, *, rank: int, world_size: int, replica: int | None) -> int:
-    """The port of one rank. Raises UserError if there is no such port."""
+    """Return the port of one rank. Raises UserError if there is no such port."""
     number = replica or 0
     offset = number * world_size + rank if config.save_for_all_ranks else number
     port = config.prometheus_port + offset

@@ -1,8 +1,8 @@
-"""What is told of a run: one `StepRecord` a step, and `Event`s between them.
+"""The records of a run: one `StepRecord` per step, and `Event`s between them.
 
-Layer: imports nothing of the project. A record is plain data that is on the host already, so a
-sink never makes the host wait for the device. As JSON it is always well-formed: a number that is
-not finite becomes null.
+Layer: imports nothing of the project. A record is plain data that is already on the host, so a sink
+never makes the host wait for the device. Its JSON is always valid: a number that is not finite
+becomes null.
 """
 
 import json
@@ -18,7 +18,7 @@ _NOT_DRAWN = frozenset({"step", "time"})
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step of training. All values are global unless they say otherwise."""
+    """One step of training. All values are global unless stated otherwise."""
 
     step: int
     """Number of the step, from 1."""
@@ -28,74 +28,75 @@ class StepRecord:
     """Before clipping."""
     lr: float
     tokens: int
-    """Tokens seen since the start of training, this step's included."""
+    """Tokens since the start of training, including this step."""
     num_target_tokens: int
-    """Tokens of this step that count in its loss."""
+    """Tokens of this step that contribute to the loss."""
     tokens_per_second: float
-    """Of this step."""
+    """In this step."""
     mfu: float | None
-    """Share of the devices' peak that the model's arithmetic used, 0 to 1; None where the peak
-    is not known."""
+    """Fraction of the devices' peak that the model's arithmetic used, 0 to 1; None if the peak
+    is unknown."""
     memory_gib: float
-    """Peak of this rank."""
+    """Peak memory of this rank."""
     step_time_s: float
     """From the start of the step to its end: data, computation, save and garbage collection;
-    validation and metrics are not in it."""
+    without validation and metrics."""
     data_time_s: float
-    """Waiting for microbatches."""
+    """Time waiting for microbatches."""
     checkpoint_stall_s: float
-    """Held up by a save."""
+    """Time blocked by a save."""
     gc_time_s: float
-    """Collecting garbage."""
+    """Time of garbage collection."""
     num_replicas: int
-    """Replicas that took part."""
+    """Participating replicas."""
     goodput: float | None = None
-    """Share of the wall time since the run's first start that went into steps which were committed
-    and are kept, 0 to 1; None of ranks that keep no books."""
+    """Fraction of the wall time since the run's first start that was spent in steps that were
+    committed and kept, 0 to 1; None on ranks without time accounting."""
     router_load: Mapping[str, float] | None = None
-    """By router of a mixture of experts: the tokens of its busiest expert, as a multiple of a fair
-    share; 1 is even."""
+    """By MoE router: the tokens of its busiest expert, as a multiple of the mean; 1 is balanced."""
     idle_experts: int | None = None
-    """Experts that no token of the step chose, over all routers."""
+    """Experts without tokens in this step, over all routers."""
     skipped: bool = False
-    """True when the step was refused for its loss or gradient, so that no weight changed."""
+    """Whether the step was skipped for its loss or gradient, so that no weight changed."""
     time: float = field(default_factory=unix_time)
-    """When the step ended: Unix time, in seconds."""
+    """End of the step: Unix time, in seconds."""
 
     def values(self) -> dict[str, Any]:
-        """The fields in their order, by name."""
+        """Return the fields in their order, by name."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     def to_json(self) -> str:
-        """One line, without the line end."""
+        """Return one line, without the line end."""
         return _json_line(self.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happens beside the steps: "validation", "skip", "resume", ..."""
+    """An event between steps: "validation", "skip", "resume", ..."""
 
     name: str
     step: int
-    """The last step that had ended."""
+    """Last completed step."""
     values: Mapping[str, Any]
-    """What there is to tell, in types that JSON has. May not contain "event", "step" or "time"."""
+    """Details, in JSON types. Must not contain "event", "step" or "time"."""
     time: float = field(default_factory=unix_time)
-    """When it happened: Unix time, in seconds."""
+    """Time of the event: Unix time, in seconds."""
 
     def __post_init__(self) -> None:
-        taken = {"event", "step", "time"} & self.values.keys()
-        if taken:
-            raise ValueError(f"Event {self.name!r} has values named {sorted(taken)}; rename them.")
+        reserved = {"event", "step", "time"} & self.values.keys()
+        if reserved:
+            raise ValueError(
+                f"Event {self.name!r} has values named {sorted(reserved)}; rename them."
+            )
 
     def to_json(self) -> str:
-        """One line, without the line end."""
+        """Return one line, without the line end."""
         return _json_line({"event": self.name, "step": self.step, "time": self.time, **self.values})
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those of `values` that can be drawn over the steps, one level down too, as `NAME/INNER`,
-    without the step and the time."""
+    """Return the `values` that can be plotted over steps, including one nested level as
+    `NAME/INNER`, without the step and the time."""
     inner = {
         f"{name}/{key}": value
         for name, several in values.items()
@@ -114,7 +115,7 @@ def _json_line(values: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null for every number that JSON cannot hold."""
+    """Return `value` with null for every number that JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

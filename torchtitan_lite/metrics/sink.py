@@ -1,4 +1,4 @@
-"""What takes records, and when. Layer: above record only.
+"""The interface of metrics sinks. Layer: above record only.
 
 A sink reads and never changes the run.
 """
@@ -10,24 +10,24 @@ from torchtitan_lite.metrics.record import Event, StepRecord
 
 
 class Sink(Protocol):
-    """A file, a screen or a service that records go to."""
+    """A file, a screen or a service that receives records."""
 
     def step(self, record: StepRecord) -> None:
-        """Take one step."""
+        """Record one step."""
         ...
 
     def event(self, event: Event) -> None:
-        """Take something that happened beside the steps."""
+        """Record an event."""
         ...
 
     def close(self) -> None:
-        """Write what is pending and let go. Nothing may be given after it."""
+        """Write pending output and release resources. Nothing may be recorded afterwards."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """Which steps are shown: every `log_freq`, and the first and last of this process."""
+    """Steps that are shown: every `log_freq`, and the first and last of this process."""
 
     log_freq: int
     first_step: int

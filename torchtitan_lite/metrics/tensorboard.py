@@ -1,8 +1,8 @@
 """TensorBoard files. Layer: above record.
 
-TensorBoard is imported and its file opened at the first write, since the import takes longer than
-a small step. A run that resumes marks its file so that TensorBoard hides what an earlier process
-wrote beyond the resumed step.
+TensorBoard is imported and its file opened at the first write, because the import takes longer than
+a small step. A run that resumes marks its file so that TensorBoard hides the records of an earlier
+process after the resumed step.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 _FLUSH_SECS = 10
-"""What a killed process can lose."""
+"""Records that a killed process can lose, in seconds."""
 
 
 class TensorBoard:
@@ -34,7 +34,7 @@ class TensorBoard:
         self._write(event.name, event.step, event.values)
         for name, value in event.values.items():
             if isinstance(value, str):
-                # Indented, Markdown leaves text as it is.
+                # Markdown renders indented text verbatim.
                 text = "\n".join(f"    {line}" for line in value.splitlines())
                 self._open().add_text(f"{event.name}/{name}", text, event.step)
 

@@ -1,7 +1,7 @@
-"""Weights & Biases, an option beside TensorBoard. Layer: above record and extras.
+"""Weights & Biases, as an alternative to TensorBoard. Layer: above record and extras.
 
-The run is opened at the start, so that a missing login shows before the first step and not after
-it. Project, entity, group and mode come from wandb's own environment variables.
+The run is opened at the start, so that a missing login is reported before the first step. Project,
+entity, group and mode come from wandb's own environment variables.
 """
 
 import os
@@ -17,10 +17,10 @@ from torchtitan_lite.metrics.record import Event, StepRecord, scalars
 
 class WeightsAndBiases:
     """Sends scalars `train/FIELD` and `EVENT/VALUE` to one run, which a resume continues. Local
-    files go to `folder/wandb`.
+    files are in `folder/wandb`.
 
-    `run_config` is the resolved config, shown beside the curves. `label` tells ranks apart.
-    Raises UserError when the package is missing.
+    `run_config` is the resolved config, shown with the curves. `label` distinguishes ranks. Raises
+    UserError if the package is missing.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class WeightsAndBiases:
     ) -> None:
         require("wandb", "metrics.enable_wandb = true")
         wandb: Any = import_module("wandb")
-        # wandb makes this folder by itself, but only after it was told the id.
+        # wandb creates this folder itself, but only after it has received the id.
         id_path = folder / "wandb" / "run_id"
         id_path.parent.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
@@ -39,7 +39,7 @@ class WeightsAndBiases:
             dir=str(folder),
             config=dict(run_config),
         )
-        # Our own axis: wandb's counter only grows, and a resume may go back.
+        # A separate axis: wandb's counter only increases, but a resume may go back.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -58,7 +58,7 @@ class WeightsAndBiases:
 
 
 def _run_id(path: Path, resume_step: int) -> str:
-    """The id kept in `path` when the run resumes, otherwise a new one."""
+    """Return the id in `path` if the run resumes, otherwise a new one."""
     if resume_step == 0 or not path.exists():
         path.write_text(uuid.uuid4().hex[:12])
     return path.read_text().strip()

@@ -24,7 +24,7 @@ from torchtitan_lite.parallel.pipeline_stages import StagePlan, unsupported_micr
 from torchtitan_lite.redistribute import align_gradient
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import Microbatch, ModelSpec, TokenLoss
-from torchtitan_lite.torch_compat import forward_schedule, local_tensor, schedule_of_order
+from torchtitan_lite.torch_compat import forward_schedule, local_tensor, schedule_from_order
 
 
 class Pipeline:
@@ -124,7 +124,7 @@ class Pipeline:
 
     def _forward_and_backward(self, stages: list[PipelineStage], num: int, **options: Any) -> Any:
         if self._plan.order is not None:
-            return schedule_of_order(stages, self._plan.order.cells(), num, **options)
+            return schedule_from_order(stages, self._plan.order.cells(), num, **options)
         single = issubclass(self._schedule_class, PipelineScheduleSingle)
         try:
             return self._schedule_class(stages[0] if single else stages, num, **options)

@@ -1,8 +1,8 @@
 """Reports of runs: one HTML page from the files that a run has written. Layer: above extras and
 outputs; torch-free.
 
-`read_run` reads a dump folder, `compare` compares two runs, `write_page` makes the page. Files are
-untrusted input: what is not a valid record is skipped and listed, and text is escaped.
+`read_run` reads a dump folder, `compare` compares two runs, `write_page` writes the page. Files are
+untrusted input: invalid records are skipped and listed, and text is escaped.
 """
 
 from torchtitan_lite.report.comparison import Comparison, compare

@@ -13,8 +13,8 @@ NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The values of two runs at one step. None: not finite."""
+class StepDifference:
+    """The values of two runs at one step; None if not finite."""
 
     step: int
     first: float | None
@@ -22,15 +22,15 @@ class Difference:
 
     @property
     def absolute(self) -> float:
-        """Infinite if one of the two is not finite."""
+        """Return |a - b|, or infinity if one of the two is not finite."""
         if self.first is None or self.other is None:
             return 0.0 if self.first is self.other else math.inf
         return abs(self.first - self.other)
 
     @property
     def relative(self) -> float:
-        """|a - b| / max(|a|, |b|): 0 for equal values, at most 2, infinite if one of the two is
-        not finite."""
+        """Return |a - b| / max(|a|, |b|): 0 for equal values, at most 2, infinity if one of the
+        two is not finite."""
         if self.first is None or self.other is None or self.first == self.other:
             return self.absolute
         largest = max(abs(self.first), abs(self.other))
@@ -39,7 +39,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The first run against another one, over the committed steps that both have."""
+    """Comparison of another run with the first, over their common committed steps."""
 
     first: str
     other: str
@@ -47,28 +47,28 @@ class Comparison:
     """Common steps, ascending."""
     last_steps: tuple[int | None, int | None]
     """Last committed step of the first and of the other run; None: no committed step."""
-    differences: Mapping[str, tuple[Difference, ...]]
-    """By name in COMPARED: one for each common step."""
+    differences: Mapping[str, tuple[StepDifference, ...]]
+    """By name in COMPARED, one per common step."""
     config: tuple[tuple[str, str, str], ...]
-    """Keys of the config that differ, with both values; empty text: not set."""
+    """Keys of the config that differ, with both values; an empty text if not set."""
 
-    def first_difference(self, name: str) -> Difference | None:
-        """At the first step where the two differ; None if they are equal."""
+    def first_difference(self, name: str) -> StepDifference | None:
+        """Return the values at the first step where the two differ; None if they are equal."""
         return next((one for one in self.differences[name] if one.relative > 0), None)
 
-    def largest(self, name: str) -> Difference | None:
-        """The largest relative difference; None without common steps."""
+    def largest(self, name: str) -> StepDifference | None:
+        """Return the largest relative difference; None without common steps."""
         return max(self.differences[name], key=lambda one: one.relative, default=None)
 
     def exceeds(self, limit: float) -> str | None:
-        """Why the runs differ by more than `limit` or end at different steps, as one line; None if
-        they do not."""
+        """Return why the runs differ by more than `limit` or end at different steps, as one
+        line; None if they do not."""
         if not self.steps:
             return f"{self.other} and {self.first} have no step in common"
         return "; ".join(filter(None, (self.different_ends(), self._too_large(limit)))) or None
 
     def different_ends(self) -> str | None:
-        """The last committed steps of both, as one line; None if they are equal."""
+        """Return the last committed steps of both, as one line; None if they are equal."""
         first, other = self.last_steps
         if first == other:
             return None
@@ -77,9 +77,11 @@ class Comparison:
         )
 
     def _too_large(self, limit: float) -> str | None:
-        """The largest difference, if it exceeds `limit`."""
-        found = [(name, worst) for name in COMPARED if (worst := self.largest(name)) is not None]
-        name, worst = max(found, key=lambda one: one[1].relative)
+        """Describe the largest difference if it exceeds `limit`."""
+        differences = [
+            (name, worst) for name in COMPARED if (worst := self.largest(name)) is not None
+        ]
+        name, worst = max(differences, key=lambda one: one[1].relative)
         if worst.relative <= limit:
             return None
         return (
@@ -98,7 +100,7 @@ def compare(first: RunFiles, other: RunFiles) -> Comparison:
         steps=steps,
         last_steps=(max(left, default=None), max(right, default=None)),
         differences={
-            name: tuple(Difference(step, left[step][name], right[step][name]) for step in steps)
+            name: tuple(StepDifference(step, left[step][name], right[step][name]) for step in steps)
             for name in COMPARED
         },
         config=config_differences(first.config, other.config),
@@ -108,7 +110,7 @@ def compare(first: RunFiles, other: RunFiles) -> Comparison:
 def config_differences(
     first: Mapping[str, Any], other: Mapping[str, Any]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Keys whose values differ, with both values as text."""
+    """Return the keys whose values differ, with both values as text."""
     left, right = dict(_flat(first)), dict(_flat(other))
     keys = [*left, *(key for key in right if key not in left)]
     pairs = ((key, left.get(key, ""), right.get(key, "")) for key in keys)

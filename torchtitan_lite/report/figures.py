@@ -1,7 +1,7 @@
-"""The figures of a report, as the JSON that plotly.js draws. Pure. Layer: above comparison and
-timeline.
+"""The figures of a report, as JSON for plotly.js. Pure. Layer: above comparison and timeline.
 
-Text from files is escaped here too, because plotly.js reads a subset of HTML in names and labels.
+Text from files is escaped here too, because plotly.js interprets a subset of HTML in names and
+labels.
 """
 
 import html
@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan_lite.report.comparison import COMPARED, NAMES, Comparison
 from torchtitan_lite.report.run_files import Goodput, RunFiles, Step
-from torchtitan_lite.report.timeline import KINDS, ROUTINE, Mark, Timeline
+from torchtitan_lite.report.timeline import KINDS, ROUTINE, Mark, RunTimeline
 
 COLORS = (
     *("#2563eb", "#ea580c", "#16a34a", "#9333ea", "#0891b2", "#dc2626"),
@@ -64,11 +64,11 @@ _MARKERS = {
 }
 _SPAN_COLORS = {"starting": "#cbd5e1", "training": "#bbf7d0", "down": "#fecaca"}
 _ABOVE, _BELOW = 0.3, -0.3
-"""Routine marks are drawn beside the middle of a lane, which faults have for themselves."""
+"""Offsets of routine marks from the middle of a lane, which is reserved for faults."""
 _OFFSETS = {"saved": _BELOW, "validation": _ABOVE, "quorum": _BELOW, "averaged": _ABOVE}
-_MOST_POINTS = 3000
-"""Of a curve; beyond it the smallest and the largest value of each interval are drawn."""
-_MOST_LINES = 10
+_MAX_POINTS = 3000
+"""Maximum points of a curve; beyond it, only the minimum and maximum of each interval are drawn."""
+_MAX_LINES = 10
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 _GRID, _TEXT = "#e5e7eb", "#334155"
 
@@ -96,26 +96,26 @@ class Curve:
 
 
 def loss_figure(runs: Sequence[RunFiles]) -> Figure | None:
-    """Training and validation loss."""
+    """Draw training and validation loss."""
     curves = []
     for place, run in enumerate(runs):
         color = COLORS[place % len(COLORS)]
         name = run.label if len(runs) > 1 else "training"
         curves.append(Curve(name, _points(run.merged, "loss"), color))
-        found: dict[int, float | None] = {}
+        by_step: dict[int, float | None] = {}
         for event in run.events("validation"):
             loss = event.values.get("loss")
             if event.step is not None and isinstance(loss, int | float):
-                found.setdefault(event.step, float(loss))
-        if found:
+                by_step.setdefault(event.step, float(loss))
+        if by_step:
             name = f"{run.label}, validation" if len(runs) > 1 else "validation"
             color = color if len(runs) > 1 else COLORS[1]
-            curves.append(Curve(name, sorted(found.items()), color, "dot", has_markers=True))
+            curves.append(Curve(name, sorted(by_step.items()), color, "dot", has_markers=True))
     return _curves("Loss", curves, "loss (nats per token)", is_wide=True, height=380)
 
 
 def curve_figures(runs: Sequence[RunFiles]) -> list[Figure]:
-    """Learning rate and gradient norm."""
+    """Draw learning rate and gradient norm."""
     return _known(
         _merged("Gradient norm (before clipping)", runs, "grad_norm", "L2 norm"),
         _merged("Learning rate", runs, "lr", "learning rate", from_zero=True),
@@ -123,7 +123,7 @@ def curve_figures(runs: Sequence[RunFiles]) -> list[Figure]:
 
 
 def speed_figures(runs: Sequence[RunFiles]) -> list[Figure]:
-    """Throughput, MFU, step time, memory and replicas."""
+    """Draw throughput, MFU, step time, memory and replicas."""
     has_replicas = any((one["num_replicas"] or 1) > 1 for run in runs for one in run.merged)
     return _known(
         _merged("Throughput", runs, "tokens_per_second", "tokens/s", from_zero=True, digits="~s"),
@@ -162,7 +162,7 @@ def router_figures(runs: Sequence[RunFiles]) -> list[Figure]:
         return _known(_curves("Router load, the most uneven router", curves, label), *figures)
     (run,) = loaded
     names = list(dict.fromkeys(name for one in run.merged for name in one.router_load))
-    if len(names) > _MOST_LINES:
+    if len(names) > _MAX_LINES:
         return _known(_router_heatmap(run, names, label), *figures)
     curves = [
         Curve(
@@ -176,7 +176,7 @@ def router_figures(runs: Sequence[RunFiles]) -> list[Figure]:
 
 
 def goodput_figure(runs: Sequence[RunFiles]) -> Figure | None:
-    """Wall time by what it went into, one bar per replica."""
+    """Draw wall time by cause, one bar per replica."""
     rows = [
         (account_label(run, one, len(runs) > 1), one)
         for run in runs
@@ -216,14 +216,15 @@ def goodput_figure(runs: Sequence[RunFiles]) -> Figure | None:
     return Figure(title="Wall time by cause", data=data, layout=layout, is_wide=True)
 
 
-def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
-    """Attempts and events over wall time; over steps by a button, or where there are no times."""
-    if not found.marks and not found.spans:
+def timeline_figure(run: RunFiles, timeline: RunTimeline) -> Figure | None:
+    """Draw attempts and events over wall time, with a button to switch to steps; over steps only
+    if there are no times."""
+    if not timeline.marks and not timeline.spans:
         return None
-    places = {lane: len(found.lanes) - 1 - place for place, lane in enumerate(found.lanes)}
-    first, unit, per_unit = found.first_time, "s", 1.0
-    times = [one.end for one in found.spans] + [
-        one.time for one in found.marks if one.time is not None
+    places = {lane: len(timeline.lanes) - 1 - place for place, lane in enumerate(timeline.lanes)}
+    first, unit, per_unit = timeline.first_time, "s", 1.0
+    times = [one.end for one in timeline.spans] + [
+        one.time for one in timeline.marks if one.time is not None
     ]
     if first is not None:
         unit, per_unit = time_unit(max(times) - first)
@@ -236,7 +237,7 @@ def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
     by_step: list[Any] = []
     bases: tuple[list[Any], list[Any]] = ([], [])
     for kind, color in _SPAN_COLORS.items():
-        spans = [one for one in found.spans if one.kind == kind]
+        spans = [one for one in timeline.spans if one.kind == kind]
         if not spans:
             continue
         by_time.append([(one.end - one.start) / per_unit for one in spans])
@@ -244,7 +245,7 @@ def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
         bases[0].append([elapsed(one.start) for one in spans])
         bases[1].append([one.first_step for one in spans])
         hover = [
-            f"{one.kind} for {duration(one.end - one.start)}, from {utc(one.start)}"
+            f"{one.kind} for {duration(one.end - one.start)}, from {format_utc(one.start)}"
             + (f", steps {one.first_step} to {one.last_step}" if one.kind == "training" else "")
             for one in spans
         ]
@@ -262,7 +263,7 @@ def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
             }
         )
     for kind, name in KINDS.items():
-        marks = [one for one in found.marks if one.kind == kind]
+        marks = [one for one in timeline.marks if one.kind == kind]
         if not marks:
             continue
         symbol, color, size = _MARKERS[kind]
@@ -293,7 +294,7 @@ def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
             trace["base"] = begin
     by_time_title, by_step_title = f"time since the first start ({unit})", "step"
     layout = _layout(by_step_title if first is None else by_time_title, "")
-    lanes_px, below_px = 62 * len(found.lanes), 62 + 20 * -(-len(data) // 5)
+    lanes_px, below_px = 62 * len(timeline.lanes), 62 + 20 * -(-len(data) // 5)
     layout |= {
         "height": 56 + lanes_px + below_px,
         "margin": {"l": 64, "r": 20, "t": 56, "b": below_px},
@@ -312,19 +313,24 @@ def timeline_figure(run: RunFiles, found: Timeline) -> Figure | None:
     }
     if first is not None:
         layout["updatemenus"] = [_axis_buttons(by_time, by_step, bases, by_time_title)]
-    note = f"{found.num_thinned} events of frequent kinds are not drawn." * bool(found.num_thinned)
+    note = f"{timeline.num_thinned} events of frequent kinds are not drawn." * bool(
+        timeline.num_thinned
+    )
     return Figure(title=run.label, data=data, layout=layout, note=note, is_wide=True)
 
 
 def difference_figure(comparisons: Sequence[Comparison]) -> Figure | None:
-    """Relative differences from the first run over steps, on a logarithmic axis."""
+    """Draw relative differences from the first run over steps, on a logarithmic axis."""
     curves = []
     for place, one in enumerate(comparisons):
         color = COLORS[(place + 1) % len(COLORS)]
         for name in COMPARED:
             points = [
-                (found.step, found.relative if 0 < found.relative < math.inf else None)
-                for found in one.differences[name]
+                (
+                    difference.step,
+                    difference.relative if 0 < difference.relative < math.inf else None,
+                )
+                for difference in one.differences[name]
             ]
             style = "solid" if name == "loss" else "dot"
             label = NAMES[name] if len(comparisons) == 1 else f"{one.other}, {NAMES[name]}"
@@ -348,18 +354,19 @@ _LOG_AXIS = {"type": "log", "exponentformat": "power", "dtick": 1}
 
 
 def ordered_kinds(accounts: Sequence[Goodput]) -> list[str]:
-    """Kinds of time that took any, in the order of the bar; unknown ones last."""
+    """Return the kinds of time with nonzero duration, in the order of the bar; unknown ones
+    last."""
     used = {kind for one in accounts for kind, seconds in one.seconds.items() if seconds > 0}
     return [*(kind for kind in KIND_COLORS if kind in used), *sorted(used - KIND_COLORS.keys())]
 
 
 def kind_name(kind: str) -> str:
-    """A kind of time, for people."""
+    """Return the display name of a kind of time."""
     return KIND_NAMES.get(kind, kind.replace("_", " "))
 
 
 def account_label(run: RunFiles, one: Goodput, is_named: bool) -> str:
-    """The replica, after its run if there are several."""
+    """Return the replica, prefixed by its run if there are several."""
     own = "all ranks" if one.replica is None else f"replica {one.replica}"
     if not is_named:
         return own
@@ -367,14 +374,14 @@ def account_label(run: RunFiles, one: Goodput, is_named: bool) -> str:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit of an axis of that length, and its seconds."""
+    """Return the unit of an axis of that length, and its seconds."""
     if seconds < 300:
         return "s", 1.0
     return ("min", 60.0) if seconds < 3 * 3600 else ("h", 3600.0)
 
 
 def duration(seconds: float) -> str:
-    """Such as 41.2 s, 12 min 03 s, 5 h 12 min."""
+    """Format a duration, such as 41.2 s, 12 min 03 s, 5 h 12 min."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes, second = divmod(round(seconds), 60)
@@ -385,14 +392,14 @@ def duration(seconds: float) -> str:
     return f"{hour} h {minute:02} min" if hour else f"{minute} min {second:02} s"
 
 
-def utc(time: float) -> str:
-    """A moment, such as 2026-05-01 12:00:00 UTC."""
+def format_utc(time: float) -> str:
+    """Format a time, such as 2026-05-01 12:00:00 UTC."""
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _mark_hover(mark: Mark) -> str:
     parts = [] if mark.step is None else [f"step {mark.step}"]
-    parts += [] if mark.time is None else [utc(mark.time)]
+    parts += [] if mark.time is None else [format_utc(mark.time)]
     return f"{mark.lane}, {', '.join(parts)}\n{mark.text}" if parts else mark.text
 
 
@@ -438,20 +445,20 @@ def _step_time(runs: Sequence[RunFiles]) -> Figure | None:
 
 
 def _memory(runs: Sequence[RunFiles]) -> Figure | None:
-    """Of each rank that writes metrics."""
+    """Draw the peak memory of each rank that writes metrics."""
     streams = [(run, stream) for run in runs for stream in run.streams]
     curves = []
     for place, (run, stream) in enumerate(streams):
         label = stream.label if len(runs) == 1 else run.label
         if len(runs) > 1 and len(run.streams) > 1:
             label = f"{run.label}, {stream.label}"
-        points = _broken(_points(stream.committed(), "memory_gib"))
+        points = _with_gaps(_points(stream.committed(), "memory_gib"))
         curves.append(Curve(label, points, COLORS[place % len(COLORS)]))
     return _curves("Peak memory per rank", curves, "GiB", from_zero=True)
 
 
 def _router_heatmap(run: RunFiles, names: Sequence[str], label: str) -> Figure | None:
-    steps = run.merged[:: max(1, -(-len(run.merged) // (_MOST_POINTS // 10)))]
+    steps = run.merged[:: max(1, -(-len(run.merged) // (_MAX_POINTS // 10)))]
     layout = _layout("step", "", height=140 + 14 * len(names))
     layout["yaxis"] |= {"automargin": True, "type": "category"}
     layout |= {"hovermode": "closest"}
@@ -479,7 +486,7 @@ def _merged(
     shape: str = "linear",
     span: Sequence[float] | None = None,
 ) -> Figure | None:
-    """One curve per run."""
+    """Draw one curve per run."""
     curves = [
         Curve(run.label, _points(run.merged, name, factor), COLORS[place % len(COLORS)])
         for place, run in enumerate(runs)
@@ -487,14 +494,14 @@ def _merged(
     return _curves(title, curves, unit, from_zero=from_zero, digits=digits, shape=shape, span=span)
 
 
-def _broken(points: Sequence[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
-    """With a point without value in each range of missing steps, where the line breaks."""
-    made: list[tuple[int, float | None]] = []
+def _with_gaps(points: Sequence[tuple[int, float | None]]) -> list[tuple[int, float | None]]:
+    """Insert a point without value into each range of missing steps, to interrupt the line."""
+    result: list[tuple[int, float | None]] = []
     for step, value in points:
-        if made and step > made[-1][0] + 1:
-            made.append((step - 1, None))
-        made.append((step, value))
-    return made
+        if result and step > result[-1][0] + 1:
+            result.append((step - 1, None))
+        result.append((step, value))
+    return result
 
 
 def _points(
@@ -515,13 +522,13 @@ def _curves(
     shape: str = "linear",
     span: Sequence[float] | None = None,
 ) -> Figure | None:
-    """None without a single value."""
+    """Draw the curves; None if they have no value."""
     drawn = [one for one in curves if any(value is not None for _, value in one.points)]
     if not drawn:
         return None
     data = []
     for one in drawn:
-        points = thinned(one.points)
+        points = downsample(one.points)
         data.append(
             {
                 "type": "scatter",
@@ -545,10 +552,10 @@ def _curves(
     return Figure(title=title, data=data, layout=layout, is_wide=is_wide)
 
 
-def thinned(
-    points: Sequence[tuple[int, float | None]], most: int = _MOST_POINTS
+def downsample(
+    points: Sequence[tuple[int, float | None]], most: int = _MAX_POINTS
 ) -> list[tuple[int, float | None]]:
-    """At most about `most` points: of each interval the smallest and the largest value, so that no
+    """Return at most about `most` points: the minimum and maximum of each interval, so that no
     spike is hidden, and one point that is not finite."""
     if len(points) <= most:
         return list(points)
@@ -585,5 +592,5 @@ def _known(*figures: Figure | None) -> list[Figure]:
 
 
 def _text(text: str) -> str:
-    """Escaped for plotly.js, which reads tags and entities; with its line breaks."""
+    """Escape text for plotly.js, which interprets tags and entities; line breaks are kept."""
     return html.escape(text, quote=False).replace("\n", "<br>")

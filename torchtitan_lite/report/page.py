@@ -1,8 +1,8 @@
 """The HTML page of a report, in one file that needs no network. Layer: above figures, extras.
 
-Invariant: text from files reaches the page only escaped, as text between tags or inside JSON
-without the character "<". A content security policy allows the two scripts of the page, by their
-hashes, and no request at all.
+Invariant: text from files is always escaped in the page, as text between tags or inside JSON
+without the character "<". A content security policy allows only the two scripts of the page, by
+their hashes, and no requests.
 """
 
 import base64
@@ -19,13 +19,14 @@ from typing import Any
 
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.extras import require
-from torchtitan_lite.report.comparison import COMPARED, NAMES, Comparison, Difference
+from torchtitan_lite.report.comparison import COMPARED, NAMES, Comparison, StepDifference
 from torchtitan_lite.report.figures import (
     Figure,
     account_label,
     curve_figures,
     difference_figure,
     duration,
+    format_utc,
     goodput_figure,
     kind_name,
     loss_figure,
@@ -33,15 +34,14 @@ from torchtitan_lite.report.figures import (
     router_figures,
     speed_figures,
     timeline_figure,
-    utc,
 )
 from torchtitan_lite.report.run_files import Goodput, RunFiles, encodable
-from torchtitan_lite.report.timeline import KINDS, ROUTINE, Timeline, timeline
+from torchtitan_lite.report.timeline import KINDS, ROUTINE, RunTimeline, timeline
 
 _UNBROKEN = 32
-"""Length of cells that stay on one line."""
-_MOST_ROWS = 200
-"""Of the table of events."""
+"""Maximum length of cells that stay on one line."""
+_MAX_ROWS = 200
+"""Maximum rows of the table of events."""
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -113,13 +113,13 @@ class _Section:
 
 
 class _Figures:
-    """Figures of the page: their places in it, and the JSON of all of them."""
+    """Figures of the page: their containers, and the JSON of all of them."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
     def place(self, figure: Figure | None, *, is_titled: bool = True) -> str:
-        """The card of a figure; nothing for None."""
+        """Return the card of a figure; an empty text for None."""
         if figure is None:
             return ""
         name = f"figure-{len(self._made)}"
@@ -134,23 +134,23 @@ class _Figures:
         )
 
     def grid(self, figures: Sequence[Figure | None]) -> str:
-        """Two figures per row; one that is left over takes all of its row."""
-        known = [one for one in figures if one is not None]
-        narrow = [one for one in known if not one.is_wide]
+        """Lay out two figures per row; a single last one fills its row."""
+        existing = [one for one in figures if one is not None]
+        narrow = [one for one in existing if not one.is_wide]
         if len(narrow) % 2:
-            known[known.index(narrow[-1])] = replace(narrow[-1], is_wide=True)
-        cards = "".join(self.place(one) for one in known)
+            existing[existing.index(narrow[-1])] = replace(narrow[-1], is_wide=True)
+        cards = "".join(self.place(one) for one in existing)
         return f'<div class="grid">{cards}</div>' if cards else ""
 
     def json(self) -> str:
-        """Safe between script tags: no tag and no comment can begin in it."""
+        """Return JSON that is safe between script tags: it cannot contain a tag or a comment."""
         text = json.dumps(self._made, allow_nan=False, separators=(",", ":"))
         return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def write_page(path: Path, runs: Sequence[RunFiles], comparisons: Sequence[Comparison]) -> None:
-    """Write the report of `runs` to `path`; `comparisons` are those of the first with each other
-    one. Raises UserError if plotly is missing or the file cannot be written."""
+    """Write the report of `runs` to `path`; `comparisons` compare the first with each other run.
+    Raises UserError if plotly is missing or the file cannot be written."""
     text = page(runs, comparisons)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -162,7 +162,7 @@ def write_page(path: Path, runs: Sequence[RunFiles], comparisons: Sequence[Compa
 
 
 def page(runs: Sequence[RunFiles], comparisons: Sequence[Comparison]) -> str:
-    """The page as text. Raises UserError if plotly is missing."""
+    """Return the page as text. Raises UserError if plotly is missing."""
     library = _library()
     figures, timelines = _Figures(), [timeline(run) for run in runs]
     sections = [
@@ -185,7 +185,9 @@ def page(runs: Sequence[RunFiles], comparisons: Sequence[Comparison]) -> str:
         f'<section id="{one.anchor}"><h2>{_escaped(one.title)}</h2>{one.content}</section>'
         for one in shown
     )
-    cards = "".join(_header(run, found) for run, found in zip(runs, timelines, strict=True))
+    cards = "".join(
+        _header(run, one_timeline) for run, one_timeline in zip(runs, timelines, strict=True)
+    )
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -215,7 +217,7 @@ requests.</footer>
 
 
 def _library() -> str:
-    """plotly.js, to embed. Raises UserError if it is missing."""
+    """Return the source of plotly.js, to embed. Raises UserError if it is missing."""
     require("plotly", "torchtitan-lite report")
     from plotly.offline import get_plotlyjs
 
@@ -226,13 +228,13 @@ def _sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-def _header(run: RunFiles, found: Timeline) -> str:
-    """The name of a run and its most important numbers."""
+def _header(run: RunFiles, run_timeline: RunTimeline) -> str:
+    """Return the name of a run and its most important numbers."""
     facts = "".join(
         f"<div><dt>{_escaped(name)}</dt><dd>{_escaped(value)}"
         + (f" <small>{_escaped(detail)}</small>" if detail else "")
         + "</dd></div>"
-        for name, value, detail in _facts(run, found)
+        for name, value, detail in _facts(run, run_timeline)
     )
     description = run.setting("job", "description")
     about = f'<div class="note">{_escaped(str(description))}</div>' if description else ""
@@ -243,8 +245,8 @@ def _header(run: RunFiles, found: Timeline) -> str:
     )
 
 
-def _facts(run: RunFiles, found: Timeline) -> Iterator[tuple[str, str, str]]:
-    """Name, value and detail of each; only those that are known."""
+def _facts(run: RunFiles, run_timeline: RunTimeline) -> Iterator[tuple[str, str, str]]:
+    """Yield name, value and detail of each known fact."""
     model = [run.setting("model", key) for key in ("name", "flavor")]
     if any(model):
         yield "Model", " ".join(str(one) for one in model if one), ""
@@ -269,7 +271,7 @@ def _facts(run: RunFiles, found: Timeline) -> Iterator[tuple[str, str, str]]:
         yield "Steps", f"{newest.step:,}", detail
         if newest["tokens"] is not None:
             yield "Tokens", _si(newest["tokens"]), ""
-        duration_s, basis = _duration_s(run, found)
+        duration_s, basis = _duration_s(run, run_timeline)
         if duration_s is not None:
             yield "Duration", duration(duration_s), basis
         loss = newest["loss"]
@@ -288,31 +290,31 @@ def _facts(run: RunFiles, found: Timeline) -> Iterator[tuple[str, str, str]]:
         best = max(one.goodput for one in run.goodput)
         shown = f"{best:.1%}" if best - worst < 0.0005 else f"{worst:.1%} to {best:.1%}"
         yield "Goodput", shown, "by replica" if len(run.goodput) > 1 else ""
-    faults = sum(mark.kind in ("fault", "error", "machine_fault") for mark in found.marks)
-    aborted = sum(mark.kind == "aborted" for mark in found.marks)
-    skipped = sum(mark.kind == "skipped" for mark in found.marks)
+    faults = sum(mark.kind in ("fault", "error", "machine_fault") for mark in run_timeline.marks)
+    aborted = sum(mark.kind == "aborted" for mark in run_timeline.marks)
+    skipped = sum(mark.kind == "skipped" for mark in run_timeline.marks)
     counts = [(aborted, "aborted"), (skipped, "skipped")]
     detail = [f"{count} {name} step{'s' * (count > 1)}" for count, name in counts if count]
     yield "Faults", str(faults), ", ".join(detail)
 
 
-def _duration_s(run: RunFiles, found: Timeline) -> tuple[float | None, str]:
-    """Wall time of the run, and what it is taken from."""
+def _duration_s(run: RunFiles, run_timeline: RunTimeline) -> tuple[float | None, str]:
+    """Return the wall time of the run, and what it is derived from."""
     if run.goodput:
         return max(one.wall_s for one in run.goodput), "wall time"
     times = run.known("time")
-    if times and found.first_time is not None:
-        return max(times) - found.first_time, "wall time"
+    if times and run_timeline.first_time is not None:
+        return max(times) - run_timeline.first_time, "wall time"
     steps = run.known("step_time_s")
     return (sum(steps), "sum of steps") if steps else (None, "")
 
 
 def _problems(runs: Sequence[RunFiles]) -> str:
-    found = [problem for run in runs for problem in run.problems]
-    if not found:
+    problems = [problem for run in runs for problem in run.problems]
+    if not problems:
         return ""
-    lines = _escaped("\n".join(found))
-    count = f"{len(found)} problem{'s' * (len(found) > 1)} in the files"
+    lines = _escaped("\n".join(problems))
+    count = f"{len(problems)} problem{'s' * (len(problems) > 1)} in the files"
     return (
         f'<div class="card warn"><details><summary>{count}</summary><pre>{lines}</pre></details>'
         "</div>"
@@ -359,7 +361,7 @@ def _comparison(figures: _Figures, comparisons: Sequence[Comparison]) -> str:
     return shown
 
 
-def _difference(one: Difference) -> str:
+def _difference(one: StepDifference) -> str:
     values = (f"{_value(one.first)} and {_value(one.other)}",)
     return f"{values[0]}, relative {one.relative:.3g}" if one.relative < math.inf else values[0]
 
@@ -396,9 +398,11 @@ def _seconds(one: Goodput, kind: str) -> str:
     return f"{seconds:,.1f} s ({seconds / one.wall_s:.1%})" if one.wall_s > 0 and seconds else "0 s"
 
 
-def _timelines(figures: _Figures, runs: Sequence[RunFiles], found: Sequence[Timeline]) -> str:
+def _timelines(
+    figures: _Figures, runs: Sequence[RunFiles], timelines: Sequence[RunTimeline]
+) -> str:
     shown = ""
-    for run, one in zip(runs, found, strict=True):
+    for run, one in zip(runs, timelines, strict=True):
         figure = timeline_figure(run, one)
         if figure is None:
             continue
@@ -407,10 +411,10 @@ def _timelines(figures: _Figures, runs: Sequence[RunFiles], found: Sequence[Time
     return shown
 
 
-def _recoveries(found: Timeline) -> str:
-    if not found.recoveries:
+def _recoveries(run_timeline: RunTimeline) -> str:
+    if not run_timeline.recoveries:
         return ""
-    first = found.first_time or 0.0
+    first = run_timeline.first_time or 0.0
     rows = [
         [
             f"replica {one.replica}",
@@ -420,18 +424,18 @@ def _recoveries(found: Timeline) -> str:
             "did not return" if one.seconds is None else duration(one.seconds),
             "" if one.resumed_at is None else f"step {one.resumed_at:,}",
         ]
-        for one in found.recoveries[:_MOST_ROWS]
+        for one in run_timeline.recoveries[:_MAX_ROWS]
     ]
     heads = ["", "at", "failure", "last step before it", "recovered after", "next step"]
     return f'<div class="card"><h3>Recoveries</h3>{_table(heads, rows)}</div>'
 
 
-def _events(found: Timeline) -> str:
-    """A table of what does not belong to every run."""
-    notable = [one for one in found.marks if one.kind not in ROUTINE]
+def _events(run_timeline: RunTimeline) -> str:
+    """Return a table of the events that do not occur in every run."""
+    notable = [one for one in run_timeline.marks if one.kind not in ROUTINE]
     if not notable:
         return ""
-    first = found.first_time
+    first = run_timeline.first_time
     rows = [
         [
             "" if one.time is None or first is None else duration(one.time - first),
@@ -440,12 +444,12 @@ def _events(found: Timeline) -> str:
             KINDS[one.kind],
             one.text,
         ]
-        for one in notable[:_MOST_ROWS]
+        for one in notable[:_MAX_ROWS]
     ]
-    more = len(notable) - _MOST_ROWS
+    more = len(notable) - _MAX_ROWS
     note = f'<p class="note">{more} more are not listed.</p>' if more > 0 else ""
     is_open = " open" if len(rows) <= 12 else ""
-    started = "" if first is None else f", first start {utc(first)}"
+    started = "" if first is None else f", first start {format_utc(first)}"
     return (
         f'<div class="card"><details{is_open}><summary>Events ({len(notable)}{started})</summary>'
         f"{_table(['at', 'where', 'step', 'event', 'details'], rows)}{note}</details></div>"
@@ -467,7 +471,7 @@ def _configs(runs: Sequence[RunFiles]) -> str:
 def _table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers_from: int | None = None
 ) -> str:
-    """A table of text; columns from `numbers_from` on are numbers."""
+    """Return a table of text; columns from `numbers_from` on are numbers."""
     start = len(heads) if numbers_from is None else numbers_from
 
     def cell(tag: str, place: int, text: str) -> str:
@@ -495,7 +499,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _si(value: Any) -> str:
-    """Such as 1.31 M."""
+    """Format a number with an SI prefix, such as 1.31 M."""
     number = float(value)
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= limit:

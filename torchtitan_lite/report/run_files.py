@@ -1,8 +1,8 @@
 """The files of a run: metrics of each replica and rank, goodput, launcher events, config. Layer:
 above errors and outputs.
 
-Invariant: whatever the files contain, each value that is kept has the type that its field declares.
-A line that is not a valid record is skipped and listed in `problems`, with its file and number.
+Invariant: whatever the files contain, each returned value has the declared type of its field. A
+line that is not a valid record is skipped and listed in `problems`, with its file and number.
 """
 
 import json
@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.outputs import BOOKS, LAUNCH_EVENTS, LAUNCH_LOGS, LAUNCHER_STARTED, METRICS
+from torchtitan_lite.outputs import (
+    GOODPUT_FILE,
+    LAUNCH_EVENTS,
+    LAUNCH_LOGS,
+    LAUNCHER_STARTED,
+    METRICS,
+)
 
 NUMBERS = (
     "loss",
@@ -34,20 +40,20 @@ NUMBERS = (
     "idle_experts",
     "time",
 )
-"""Fields of a step that the report reads. A missing one is None, so that files of earlier versions
-stay readable."""
+"""Fields of a step that the report reads. A missing one is None, so that files of earlier
+versions remain readable."""
 _CONFIG = "config.toml"
 _REPLICA = re.compile(r"replica_(\d{1,9})")
 _RANK_METRICS = re.compile(r"metrics_rank_(\d{1,9})\.jsonl")
 _LAUNCHED_REPLICA = re.compile(r"replica (\d{1,9}): (.*)", re.DOTALL)
 _LARGEST_STEP = 2**53
 _LATEST_TIME = 253_402_300_800
-"""The year 10000, which no date can show."""
+"""The year 10000, which `datetime` cannot represent."""
 _LARGEST_NUMBER = 1e100
-"""Sums and multiples of smaller numbers are finite. float32 values are at most 3.4e38."""
-_DEEPEST = 32
-"""Nesting of JSON and TOML values."""
-_MOST_PROBLEMS = 200
+"""Limit below which sums and multiples are finite. float32 values are at most 3.4e38."""
+_MAX_DEPTH = 32
+"""Maximum nesting of JSON and TOML values."""
+_MAX_PROBLEMS = 200
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class RunEvent:
 
     name: str
     step: int | None
-    """Last step that had ended; None for the launcher's."""
+    """Last completed step; None for events of the launcher."""
     time: float | None
     """Unix time, in seconds."""
     values: Mapping[str, Any]
@@ -89,7 +95,8 @@ class Stream:
 
     @property
     def label(self) -> str:
-        """Such as "replica 1, rank 3"; "leader" for the one stream of a run without replicas."""
+        """Return a label such as "replica 1, rank 3"; "leader" for the only stream of a run
+        without replicas."""
         parts = [] if self.replica is None else [f"replica {self.replica}"]
         parts += [] if self.rank is None else [f"rank {self.rank}"]
         return ", ".join(parts) or "leader"
@@ -98,27 +105,27 @@ class Stream:
     def timed(self) -> list[tuple[float, float, int]]:
         """End and start (Unix times, in seconds) and number of each step whose time is known,
         ascending."""
-        found = []
+        times = []
         for one in self.steps:
             end = one["time"]
             if end is not None:
-                found.append((end, max(0.0, end - (one["step_time_s"] or 0.0)), one.step))
-        return sorted(found)
+                times.append((end, max(0.0, end - (one["step_time_s"] or 0.0)), one.step))
+        return sorted(times)
 
     def committed(self) -> list[Step]:
-        """The steps that were committed and are kept, ascending; of a step that was taken twice,
-        the last record."""
+        """Return the committed steps that were not rolled back, ascending; of a step that was
+        run twice, the last record."""
         newest = {one.step: one for one in self.steps if not one.skipped}
         return [newest[number] for number in sorted(newest)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Where the wall time of one replica went."""
+    """Time accounting of one replica."""
 
     replica: int | None
     goodput: float
-    """Share of useful time, 0 to 1."""
+    """Fraction of useful time, 0 to 1."""
     wall_s: float
     seconds: Mapping[str, float]
     """By kind of time."""
@@ -126,7 +133,7 @@ class Goodput:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """Everything that was read of one run."""
+    """All records and settings of one run."""
 
     folder: Path
     label: str
@@ -134,35 +141,36 @@ class RunFiles:
     """Leaders first, by replica; then other ranks."""
     goodput: Sequence[Goodput]
     launcher_events: Sequence[RunEvent]
-    """With `values` of `replica` (None: the launcher or the lighthouse) and `text`."""
+    """Their `values` are `replica` (None: the launcher or the lighthouse) and `text`."""
     config: Mapping[str, Any]
     config_text: str
     problems: Sequence[str]
     merged: Sequence[Step] = field(init=False)
-    """The committed steps of all replicas: of each step, the record of the first that has it."""
+    """The committed steps of all replicas: for each step, the record of the first replica that
+    has it."""
 
     def __post_init__(self) -> None:
-        found: dict[int, Step] = {}
+        by_step: dict[int, Step] = {}
         for stream in self.leaders:
             for one in stream.committed():
-                found.setdefault(one.step, one)
-        object.__setattr__(self, "merged", [found[number] for number in sorted(found)])
+                by_step.setdefault(one.step, one)
+        object.__setattr__(self, "merged", [by_step[number] for number in sorted(by_step)])
 
     @property
     def leaders(self) -> list[Stream]:
-        """One stream per replica."""
+        """Return one stream per replica."""
         return [one for one in self.streams if one.rank is None]
 
     def known(self, name: str) -> list[float]:
-        """The values of a field, of all committed steps that have one."""
+        """Return the values of a field in all committed steps that have one."""
         return [value for one in self.merged if (value := one[name]) is not None]
 
     def events(self, name: str) -> list[RunEvent]:
-        """All events of that name, by leaders."""
+        """Return all events of that name, by leader."""
         return [one for stream in self.leaders for one in stream.events if one.name == name]
 
     def setting(self, table: str, key: str) -> Any:
-        """A value of the resolved config; None if it is not there."""
+        """Return a value of the resolved config; None if it is missing."""
         section = self.config.get(table)
         return section.get(key) if isinstance(section, dict) else None
 
@@ -189,10 +197,10 @@ def _run_files(folder: Path) -> RunFiles:
     places = [(None, folder), *replicas]
     streams = [stream for replica, path in places for stream in _streams(path, replica, problems)]
     if not any(one.steps or one.events for one in streams):
-        found = "have no valid record" if streams else "do not exist"
+        problem = "have no valid record" if streams else "do not exist"
         raise UserError(
             f"{folder} is not the dump folder of a run with steps: {METRICS} and "
-            f"replica_NNN/{METRICS} {found}.{problems.first()}"
+            f"replica_NNN/{METRICS} {problem}.{problems.first()}"
         )
     config_text, config = _config([path for _, path in places], problems)
     return RunFiles(
@@ -210,30 +218,30 @@ def _run_files(folder: Path) -> RunFiles:
 
 
 def unique_labels(runs: Sequence[RunFiles]) -> list[RunFiles]:
-    """The runs with labels that differ: those that share a folder name get more of their path, and
-    a number if that is not enough."""
-    taken: dict[str, int] = {}
-    made = []
+    """Return the runs with unique labels: those with equal folder names get more of their path,
+    and a number if that is not enough."""
+    counts: dict[str, int] = {}
+    labeled = []
     names = [one.label for one in runs]
     for one in runs:
         label = one.label
         if names.count(label) > 1:
             label = encodable("/".join(one.folder.resolve().parts[-2:]).lstrip("/"))
-        taken[label] = taken.get(label, 0) + 1
-        label = f"{label} ({taken[label]})" if taken[label] > 1 else label
-        made.append(replace(one, label=label))
-    return made
+        counts[label] = counts.get(label, 0) + 1
+        label = f"{label} ({counts[label]})" if counts[label] > 1 else label
+        labeled.append(replace(one, label=label))
+    return labeled
 
 
 class _Problems:
-    """What was wrong in the files."""
+    """Problems in the files."""
 
     def __init__(self) -> None:
         self._found: list[str] = []
         self._more = 0
 
     def add(self, text: str) -> None:
-        if len(self._found) < _MOST_PROBLEMS:
+        if len(self._found) < _MAX_PROBLEMS:
             self._found.append(encodable(text))
         else:
             self._more += 1
@@ -248,17 +256,18 @@ class _Problems:
 
 def _replica_folders(folder: Path) -> Iterator[tuple[int, Path]]:
     for path in folder.iterdir():
-        found = _REPLICA.fullmatch(path.name)
-        if found and path.is_dir():
-            yield int(found[1]), path
+        match = _REPLICA.fullmatch(path.name)
+        if match and path.is_dir():
+            yield int(match[1]), path
 
 
 def _streams(folder: Path, replica: int | None, problems: _Problems) -> Iterator[Stream]:
-    """Of the current attempt: rotated files (metrics.1.jsonl) are those of earlier runs."""
+    """Yield the streams of the current run; rotated files (metrics.1.jsonl) belong to earlier
+    runs."""
     ranks = sorted(
-        (int(found[1]), path)
+        (int(match[1]), path)
         for path in folder.iterdir()
-        if (found := _RANK_METRICS.fullmatch(path.name))
+        if (match := _RANK_METRICS.fullmatch(path.name))
     )
     for rank, path in [(None, folder / METRICS), *ranks]:
         if not path.is_file():
@@ -277,7 +286,7 @@ def _streams(folder: Path, replica: int | None, problems: _Problems) -> Iterator
 
 
 def _json_lines(path: Path, problems: _Problems) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file of JSON lines, as `_cleaned` returns them, each with FILE:LINE."""
+    """Yield the objects of a JSON Lines file, as `_cleaned` returns them, each with FILE:LINE."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -285,7 +294,7 @@ def _json_lines(path: Path, problems: _Problems) -> Iterator[tuple[str, dict[str
                 if not line.strip():
                     continue
                 try:
-                    values = json.loads(line.decode("utf-8"), parse_constant=_refuse)
+                    values = json.loads(line.decode("utf-8"), parse_constant=_reject_constant)
                     if not isinstance(values, dict):
                         raise ValueError(f"a JSON {type(values).__name__}, not an object")
                 except (ValueError, RecursionError) as error:
@@ -302,15 +311,15 @@ def _json_lines(path: Path, problems: _Problems) -> Iterator[tuple[str, dict[str
         problems.add(f"{path} cannot be read: {error}")
 
 
-def _refuse(constant: str) -> NoReturn:
+def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
 def _cleaned(name: str, value: Any, *, is_json: bool = True, depth: int = 0) -> Any:
     """Return a value of JSON or TOML without lone surrogates. Raises ValueError for numbers that
     are too large and for deep nesting. Floats of TOML are not limited: `inf` is valid there."""
-    if depth > _DEEPEST:
-        raise ValueError(f"more than {_DEEPEST} levels of nesting")
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"more than {_MAX_DEPTH} levels of nesting")
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, dict):
@@ -328,7 +337,7 @@ def _cleaned(name: str, value: Any, *, is_json: bool = True, depth: int = 0) -> 
 
 
 def _step(line: Mapping[str, Any]) -> Step:
-    """Raises ValueError with what is wrong."""
+    """Parse a step. Raises ValueError with the problem."""
     skipped = line.get("skipped", False)
     if not isinstance(skipped, bool):
         raise ValueError(f"skipped must be true or false, got {_short(skipped)}")
@@ -350,7 +359,7 @@ def _step(line: Mapping[str, Any]) -> Step:
 
 
 def _event(line: Mapping[str, Any]) -> RunEvent:
-    """Raises ValueError with what is wrong."""
+    """Parse an event. Raises ValueError with the problem."""
     name = line["event"]
     if not isinstance(name, str):
         raise ValueError(f"event must be a string, got {_short(name)}")
@@ -373,7 +382,8 @@ def _time(line: Mapping[str, Any]) -> float | None:
 
 
 def _number(name: str, value: Any) -> float | None:
-    """Of a value that `_cleaned` has returned."""
+    """Return a value that `_cleaned` has returned as a float. Raises ValueError if it is not a
+    number."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -382,7 +392,7 @@ def _number(name: str, value: Any) -> float | None:
 
 
 def _short(value: Any) -> str:
-    """A value in an error."""
+    """Format a value for an error message."""
     if isinstance(value, int) and abs(value) >= _LARGEST_NUMBER:
         return f"an integer of {value.bit_length()} bits"
     text = json.dumps(value, default=str)
@@ -392,12 +402,12 @@ def _short(value: Any) -> str:
 def _goodput(
     folder: Path, replica: int | None, streams: Sequence[Stream], problems: _Problems
 ) -> Iterator[Goodput]:
-    """From the goodput file, else from the newest event that has the same values."""
-    path = folder / BOOKS
+    """Read the goodput file, or else the newest event with the same values."""
+    path = folder / GOODPUT_FILE
     if path.is_file():
         try:
-            found = json.loads(path.read_bytes(), parse_constant=_refuse)
-            yield _accounts(_cleaned("the object", found), replica)
+            content = json.loads(path.read_bytes(), parse_constant=_reject_constant)
+            yield _accounts(_cleaned("the object", content), replica)
             return
         except (OSError, ValueError, RecursionError) as error:
             problems.add(f"{path}: not a goodput file: {error}; it is skipped")
@@ -413,7 +423,7 @@ def _goodput(
 
 
 def _accounts(values: Any, replica: int | None) -> Goodput:
-    """Raises ValueError with what is wrong."""
+    """Parse time accounting. Raises ValueError with the problem."""
     if not isinstance(values, dict):
         raise ValueError("it is not a JSON object")
     numbers = {
@@ -434,7 +444,7 @@ def _accounts(values: Any, replica: int | None) -> Goodput:
 def _launcher_events(path: Path, streams: Sequence[Stream], problems: _Problems) -> list[RunEvent]:
     if not path.is_file():
         return []
-    found = []
+    events = []
     for where, line in _json_lines(path, problems):
         try:
             text, time = line.get("text"), _time(line)
@@ -445,13 +455,13 @@ def _launcher_events(path: Path, streams: Sequence[Stream], problems: _Problems)
             continue
         named = _LAUNCHED_REPLICA.fullmatch(text)
         values = {"replica": int(named[1]) if named else None, "text": named[2] if named else text}
-        found.append(RunEvent("launcher", None, time, values))
-    return _of_this_run(sorted(found, key=lambda one: one.time or 0.0), streams)
+        events.append(RunEvent("launcher", None, time, values))
+    return _of_this_run(sorted(events, key=lambda one: one.time or 0.0), streams)
 
 
 def _of_this_run(events: list[RunEvent], streams: Sequence[Stream]) -> list[RunEvent]:
-    """Without those of launchers that ended before the first record: they launched an earlier run,
-    whose metrics are in rotated files."""
+    """Return the events without those of launchers that ended before the first record: they
+    launched an earlier run, whose metrics are in rotated files."""
     first = min((stream.timed[0][0] for stream in streams if stream.timed), default=math.inf)
     starts = [
         place
@@ -462,7 +472,7 @@ def _of_this_run(events: list[RunEvent], streams: Sequence[Stream]) -> list[RunE
 
 
 def _config(folders: Sequence[Path], problems: _Problems) -> tuple[str, dict[str, Any]]:
-    """The first resolved config: its text, and its tables."""
+    """Return the first resolved config: its text, and its tables."""
     for folder in folders:
         path = folder / _CONFIG
         if not path.is_file():

@@ -1,4 +1,4 @@
-"""The timeline of a run: attempts of each replica, and what happened when. Pure. Layer: above
+"""The timeline of a run: attempts of each replica, and events over time. Pure. Layer: above
 run_files."""
 
 import json
@@ -30,10 +30,10 @@ KINDS = {
     "averaged": "replicas averaged",
     "other": "other event",
 }
-"""Kinds of marks, the most important first, with their names for the legend."""
+"""Kinds of marks, the most important first, with their display names."""
 ROUTINE = frozenset({"saved", "validation", "averaged", "quorum"})
-"""Kinds that a run without any fault has too."""
-_OF_EVENT = {
+"""Kinds that also occur in a run without faults."""
+_KIND_OF_EVENT = {
     "error": "error",
     "replay_differs": "machine_fault",
     "step_failed": "aborted",
@@ -51,17 +51,17 @@ _OF_EVENT = {
 }
 _NOT_SHOWN = frozenset({"books", "goodput", "sample", "samples", "start"})
 _LAUNCHER_KINDS = {"failed": "fault", "given up": "fault", "makes no progress": "hang"}
-"""By the beginning of the launcher's text."""
+"""By prefix of the launcher's text."""
 _EXPECTED = (LAUNCHER_STARTED, "lighthouse: listening")
-"""Beginnings of the launcher's texts that each run has."""
-_LONGEST_TEXT = 300
-_MOST_MARKS = 1000
-"""Of one kind; beyond it they are thinned out evenly."""
+"""Prefixes of the launcher's texts that occur in every run."""
+_MAX_TEXT_LENGTH = 300
+_MAX_MARKS = 1000
+"""Maximum marks per kind; beyond it they are thinned out evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened at one moment."""
+    """An event at one point in time."""
 
     kind: str
     """One of KINDS."""
@@ -69,13 +69,13 @@ class Mark:
     time: float | None
     """Unix time, in seconds."""
     step: int | None
-    """Last step that had ended."""
+    """Last completed step."""
     text: str
 
 
 @dataclass(frozen=True)
-class Span:
-    """What a replica did for a while: "starting", "training" or "down"."""
+class AttemptSpan:
+    """A period of a replica: "starting", "training" or "down"."""
 
     kind: str
     lane: str
@@ -88,7 +88,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """A failure of a replica, and its return."""
+    """A failure of a replica, and its recovery."""
 
     replica: int
     reason: str
@@ -96,35 +96,36 @@ class Recovery:
     failed_after: int | None
     """Last step of the replica before the failure."""
     seconds: float | None
-    """Until its next step began; None if it took none."""
+    """Until its next step began; None if it ran none."""
     resumed_at: int | None
-    """That step."""
+    """The first step after the recovery."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """Everything of one run."""
+class RunTimeline:
+    """Marks, spans and recoveries of one run."""
 
     lanes: tuple[str, ...]
     marks: tuple[Mark, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[AttemptSpan, ...]
     recoveries: tuple[Recovery, ...]
     first_time: float | None
-    """Of all marks and spans; None if the records have no times (files of earlier versions)."""
+    """Earliest time of all marks and spans; None if the records have no times (files of earlier
+    versions)."""
     num_thinned: int
-    """Marks that are not in `marks`, because there are too many of their kind."""
+    """Number of marks omitted from `marks`, because there are too many of their kind."""
 
 
-def timeline(run: RunFiles) -> Timeline:
-    """The timeline of `run`."""
+def timeline(run: RunFiles) -> RunTimeline:
+    """Return the timeline of `run`."""
     spans = [span for stream in run.leaders for span in _spans(stream, run.launcher_events)]
     marks = [mark for stream in run.leaders for mark in _marks(stream)]
     marks += _launcher_marks(run)
     marks.sort(key=lambda one: (one.time or 0.0, one.step or 0))
-    kept = _thinned(marks)
+    kept = _downsample(marks)
     named = {one.lane for one in (*kept, *spans)} | {stream.label for stream in run.streams}
     times = [one.start for one in spans] + [one.time for one in marks if one.time is not None]
-    return Timeline(
+    return RunTimeline(
         lanes=tuple(sorted(named, key=_lane_order)),
         marks=tuple(kept),
         spans=tuple(spans),
@@ -134,8 +135,8 @@ def timeline(run: RunFiles) -> Timeline:
     )
 
 
-def described(values: Mapping[str, Any]) -> str:
-    """The values of an event as one line of limited length."""
+def format_values(values: Mapping[str, Any]) -> str:
+    """Format the values of an event as one line of limited length."""
     parts = []
     for name, value in values.items():
         if isinstance(value, float):
@@ -146,14 +147,15 @@ def described(values: Mapping[str, Any]) -> str:
             shown = json.dumps(value)
         parts.append(f"{name.replace('_', ' ')} {shown}")
     text = " ".join(", ".join(parts).split())
-    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
+    return text if len(text) <= _MAX_TEXT_LENGTH else text[: _MAX_TEXT_LENGTH - 3] + "..."
 
 
 def _marks(stream: Stream) -> Iterator[Mark]:
     has_refusals = False
     num_starts = 0
     for event in stream.events:
-        kind, text, lane = _OF_EVENT.get(event.name, "other"), described(event.values), stream.label
+        kind, lane = _KIND_OF_EVENT.get(event.name, "other"), stream.label
+        text = format_values(event.values)
         time = event.time
         has_refusals = has_refusals or event.name == "refused"
         if event.name == "start":
@@ -180,7 +182,7 @@ def _marks(stream: Stream) -> Iterator[Mark]:
 
 
 def _process_start(event: RunEvent) -> float | None:
-    """When the process began that wrote a `start` event."""
+    """Return when the process that wrote a `start` event began."""
     age_s = event.values.get("process_age_s", 0.0)
     if event.time is None or isinstance(age_s, bool) or not isinstance(age_s, int | float):
         return event.time
@@ -188,7 +190,7 @@ def _process_start(event: RunEvent) -> float | None:
 
 
 def _lane_of_rank(event: RunEvent, stream: Stream) -> str:
-    """The lane of the rank that an event of the leader names."""
+    """Return the lane of the rank that an event of the leader names."""
     replica, rank = event.values.get("replica"), event.values.get("rank")
     if not isinstance(rank, int) or isinstance(rank, bool):
         return stream.label
@@ -213,42 +215,43 @@ def _launcher_marks(run: RunFiles) -> Iterator[Mark]:
 
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= _LONGEST_TEXT else line[: _LONGEST_TEXT - 3] + "..."
+    return line if len(line) <= _MAX_TEXT_LENGTH else line[: _MAX_TEXT_LENGTH - 3] + "..."
 
 
 def _last_step(stream: Stream | None, time: float | None) -> int | None:
-    """The last step that a replica had taken at `time`."""
+    """Return the last step that a replica had run at `time`."""
     if stream is None or time is None:
         return None
     place = bisect_right(stream.timed, time, key=lambda one: one[0])
     return stream.timed[place - 1][2] if place else None
 
 
-def _spans(stream: Stream, launcher_events: Sequence[RunEvent]) -> Iterator[Span]:
-    """Attempts of a replica: its start, its steps, and the time until the next attempt."""
-    taken, lane = stream.timed, stream.label
-    ends = [end for end, _, _ in taken]
+def _spans(stream: Stream, launcher_events: Sequence[RunEvent]) -> Iterator[AttemptSpan]:
+    """Yield the attempts of a replica: its start, its steps, and the time until the next
+    attempt."""
+    steps, lane = stream.timed, stream.label
+    ends = [end for end, _, _ in steps]
     failures = _launcher_times(stream, launcher_events, "failed")
     starts = _attempt_starts(stream, launcher_events)
     for place, start in enumerate(starts):
         following = starts[place + 1] if place + 1 < len(starts) else math.inf
-        own = taken[bisect_left(ends, start) : bisect_left(ends, following)]
+        own = steps[bisect_left(ends, start) : bisect_left(ends, following)]
         stops = [one for one in failures if start <= one < following][:1]
         stops += [own[-1][0]] if own else []
-        # What took no step and has not failed is starting still, or was replaced.
+        # An attempt without steps and failures is still starting, or was replaced.
         end = max(stops) if stops else (start if math.isinf(following) else following)
         begin = max(start, own[0][1]) if own else end
         first, last = (own[0][2], own[-1][2]) if own else (0, 0)
         if begin > start:
-            yield Span("starting", lane, start, begin, first, first)
+            yield AttemptSpan("starting", lane, start, begin, first, first)
         if own:
-            yield Span("training", lane, begin, end, first, last)
+            yield AttemptSpan("training", lane, begin, end, first, last)
         if end < following < math.inf:
-            yield Span("down", lane, end, following, last, last)
+            yield AttemptSpan("down", lane, end, following, last, last)
 
 
 def _attempt_starts(stream: Stream, launcher_events: Sequence[RunEvent]) -> list[float]:
-    """When each attempt began, as the launcher or the process itself recorded it."""
+    """Return when each attempt began, as recorded by the launcher or the process itself."""
     starts = _launcher_times(stream, launcher_events, "started")
     ends = [end for end, _, _ in stream.timed]
     for event in stream.events:
@@ -256,7 +259,7 @@ def _attempt_starts(stream: Stream, launcher_events: Sequence[RunEvent]) -> list
         if event.name != "start" or began is None:
             continue
         before = [one for one in starts if one <= began]
-        # The launcher's start of the same attempt is a little earlier, with no step in between.
+        # The launcher records the same start slightly earlier, with no step in between.
         if not before or bisect_left(ends, began) != bisect_left(ends, max(before)):
             starts.append(began)
     if not starts and stream.timed:
@@ -267,7 +270,7 @@ def _attempt_starts(stream: Stream, launcher_events: Sequence[RunEvent]) -> list
 def _launcher_times(
     stream: Stream, launcher_events: Sequence[RunEvent], beginning: str
 ) -> list[float]:
-    """When the launcher recorded a text with that beginning about a replica."""
+    """Return when the launcher recorded texts with that prefix about a replica."""
     return [
         event.time
         for event in launcher_events
@@ -284,9 +287,9 @@ def _recoveries(run: RunFiles) -> Iterator[Recovery]:
         if replica is None or time is None or not text.startswith("failed"):
             continue
         stream = streams.get(replica)
-        taken = [] if stream is None else stream.timed
-        place = bisect_right(taken, time, key=lambda one: one[0])
-        begun = taken[place][1:] if place < len(taken) else None
+        steps = [] if stream is None else stream.timed
+        place = bisect_right(steps, time, key=lambda one: one[0])
+        begun = steps[place][1:] if place < len(steps) else None
         yield Recovery(
             replica=replica,
             reason=_one_line(text.removeprefix("failed, ")),
@@ -297,11 +300,11 @@ def _recoveries(run: RunFiles) -> Iterator[Recovery]:
         )
 
 
-def _thinned(marks: Sequence[Mark]) -> list[Mark]:
+def _downsample(marks: Sequence[Mark]) -> list[Mark]:
     by_kind: dict[str, int] = {}
     for one in marks:
         by_kind[one.kind] = by_kind.get(one.kind, 0) + 1
-    strides = {kind: -(-count // _MOST_MARKS) for kind, count in by_kind.items()}
+    strides = {kind: -(-count // _MAX_MARKS) for kind, count in by_kind.items()}
     seen: dict[str, int] = {}
     kept = []
     for one in marks:
@@ -312,6 +315,6 @@ def _thinned(marks: Sequence[Mark]) -> list[Mark]:
 
 
 def _lane_order(lane: str) -> tuple[bool, list[int]]:
-    """Replicas and their ranks by number, the launcher last."""
+    """Return the sort key: replicas and their ranks by number, the launcher last."""
     numbers = [int(word.strip(",")) for word in lane.split() if word.strip(",").isdigit()]
     return lane == "launcher", numbers

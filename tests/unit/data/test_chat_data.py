@@ -180,10 +180,10 @@ def test_conversations_without_the_assistant_are_counted(
     file = tmp_path / "some.jsonl"
     file.write_text(f"{alone}\n{CHAT.read_text()}{alone}\n")
     found = blocks_of(opened_chat(dataset_path=str(file)))
-    assert "2 of 62 conversations have no token of the assistant and are left out" in caplog.text
+    assert "2 of 62 conversations have no assistant token and are skipped" in caplog.text
     assert found == blocks_of(opened_chat())
     file.write_text(f"{alone}\n{alone}\n")
-    with pytest.raises(DataError, match="no conversation in which the assistant says"):
+    with pytest.raises(DataError, match="no conversation with an assistant message"):
         opened_chat(dataset_path=str(file))
 
 

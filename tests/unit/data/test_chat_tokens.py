@@ -18,8 +18,8 @@ from tests.unit.data.chat_templates import (
     chat_messages,
     write_tokenizer,
 )
-from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, TemplateRefusal, find_template
-from torchtitan_lite.data.chat_tokens import ConversationTokens, tokenise_conversations
+from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE, TemplateRejection, find_template
+from torchtitan_lite.data.chat_tokens import ConversationTokens, tokenize_conversations
 from torchtitan_lite.data.conversations import Conversation, Unusable
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import load_tokenizer
@@ -49,7 +49,7 @@ def tokens_of(
         for number, one in enumerate(messages, start=1)
     ]
     refused = unusable(folder) if refused is None else refused
-    return tokenise_conversations(
+    return tokenize_conversations(
         load_tokenizer(folder), find_template(folder), conversations, refused
     )
 
@@ -165,7 +165,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> No
     [tokens] = tokens_of(folder, [once])
     assert len(tokens.target_bounds) == 2
     message = (
-        r"chat_template.jinja does not tell where message 2 of chat.jsonl:2 begins.*generation"
+        r"chat_template.jinja does not show where message 2 of chat.jsonl:2 begins.*generation"
     )
     with pytest.raises(DataError, match=message):
         tokens_of(folder, [once, twice])
@@ -177,7 +177,7 @@ def test_what_a_template_refuses_is_collected(tmp_path: Path) -> None:
     refused = unusable(folder)
     kept = tokens_of(folder, messages, refused)
     assert len(kept) == len(without_system(messages)) == len(messages) - len(refused)
-    with pytest.raises(DataError, match=r"chat.jsonl:4: the template refuses it.*No system here!"):
+    with pytest.raises(DataError, match=r"chat.jsonl:4: the template rejects it.*No system here!"):
         refused.check()
 
 
@@ -219,7 +219,7 @@ def test_the_date_is_fixed_and_a_template_has_no_way_out(tmp_path: Path) -> None
         "{{ raise_exception.__globals__['json'] }}",
         "{% include '/etc/passwd' %}",
     ):
-        with pytest.raises(TemplateRefusal):
+        with pytest.raises(TemplateRejection):
             rendered(tmp_path, way_out)
     with pytest.raises(DataError, match=r"jinja is not a chat template .* \(line 2 of"):
         rendered(tmp_path, "{{ bos_token }}\n{% for message %}")
@@ -228,7 +228,7 @@ def test_the_date_is_fixed_and_a_template_has_no_way_out(tmp_path: Path) -> None
 def test_marks_that_change_the_text_are_noticed(tmp_path: Path) -> None:
     counted = "{% set said %}{% generation %}x{% endgeneration %}{% endset %}{{ said | length }}"
     (tmp_path / "chat_template.jinja").write_text(counted)
-    with pytest.raises(TemplateRefusal, match="the text changes"):
+    with pytest.raises(TemplateRejection, match="the text changes"):
         find_template(tmp_path).render_with_spans(chat_messages()[0])
     kept = counted.replace(" | length", "") + "{{ said }}"
     (tmp_path / "chat_template.jinja").write_text(kept)

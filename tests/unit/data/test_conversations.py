@@ -76,7 +76,7 @@ WRONG = {
     ),
     '{"messages": [{"role": "assistant"}]}': "message 1 has no content",
     '{"messages": [{"role": "user", "content": 3}]}': "message 1 has a number as its content",
-    '{"messages": [{"role": "user", "content": "\\ud83d"}]}': "it holds half a character",
+    '{"messages": [{"role": "user", "content": "\\ud83d"}]}': "it contains an unpaired surrogate",
 }
 
 
@@ -116,7 +116,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         read(table, tmp_path / "cache")
     at = [{"role": "user", "content": "x", "at": datetime.datetime(2024, 1, 1)}]
     datasets.Dataset.from_dict({"messages": [at]}).to_parquet(str(table))
-    with pytest.raises(DataError, match=r"row 1: it holds what JSON has no form for \(Object of"):
+    with pytest.raises(
+        DataError, match=r"row 1: it contains a value that is not valid JSON \(Object of"
+    ):
         read(table, tmp_path / "cache")
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError, match=r"the files of .*a.txt are text. Set dataset_path"):

@@ -69,7 +69,7 @@ def test_a_glob_a_file_and_another_column(tmp_path: Path) -> None:
     file.write_text('{"body": "x", "n": 1}\n{"body": null, "n": 2}\n{"body": "", "n": 3}\n')
     corpus = open_corpus(CorpusConfig(dataset_path=str(file), text_column="body"), tmp_path / "c")
     assert list(corpus.documents()) == ["x"]
-    with pytest.raises(DataError, match="column 'n' holds int"):
+    with pytest.raises(DataError, match="column 'n' contains int"):
         wrong = CorpusConfig(dataset_path=str(file), text_column="n")
         list(open_corpus(wrong, tmp_path / "c").documents())
 

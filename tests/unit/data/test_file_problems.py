@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "blank lines": (
         {"a.jsonl": b"\n\n"},
-        "DIR/a.jsonl: no documents, only blank lines. Write documents to it, or leave it out.",
+        "DIR/a.jsonl: no documents, only blank lines. Write documents to it, or exclude it.",
     ),
     "a line that is not JSON": (
         {"a.jsonl": GOOD, "b.jsonl": GOOD + b"oops\n" + GOOD},
@@ -84,32 +84,32 @@ CASES: dict[str, tuple[dict[str, bytes], str]] = {
     "no xz": (
         {"a.jsonl.xz": GOOD},
         "DIR/a.jsonl.xz: not a .xz file that can be decompressed (Input format not supported by "
-        "decoder). Replace it, or leave it out of dataset_path.",
+        "decoder). Replace it, or exclude it from dataset_path.",
     ),
     "no gzip": (
         {"a.jsonl.gz": GOOD},
         "DIR/a.jsonl.gz: not a .gz file that can be decompressed (Not a gzipped file (b'{\"')). "
-        "Replace it, or leave it out of dataset_path.",
+        "Replace it, or exclude it from dataset_path.",
     ),
     "damaged gzip": (
         {"a.jsonl.gz": GZIP[:10] + b"\xff" * 10 + GZIP[20:]},
         "DIR/a.jsonl.gz: not a .gz file that can be decompressed (Error -3 while decompressing "
-        "data: invalid block type). Replace it, or leave it out of dataset_path.",
+        "data: invalid block type). Replace it, or exclude it from dataset_path.",
     ),
     "a gzip file that is cut off": (
         {"a.txt.gz": GZIP[:-12]},
         "DIR/a.txt.gz: not a .gz file that can be decompressed (Compressed file ended before the "
-        "end-of-stream marker was reached). Replace it, or leave it out of dataset_path.",
+        "end-of-stream marker was reached). Replace it, or exclude it from dataset_path.",
     ),
     "no bz2": (
         {"a.txt.bz2": GOOD},
         "DIR/a.txt.bz2: not a .bz2 file that can be decompressed (Invalid data stream). Replace "
-        "it, or leave it out of dataset_path.",
+        "it, or exclude it from dataset_path.",
     ),
     "no Parquet": (
         {"a.parquet": b"none"},
         "DIR/a.parquet: not a Parquet file that can be read (Parquet file size is 4 bytes, smaller "
-        "than the minimum file footer (8 bytes)). Replace it, or leave it out of dataset_path.",
+        "than the minimum file footer (8 bytes)). Replace it, or exclude it from dataset_path.",
     ),
 }
 

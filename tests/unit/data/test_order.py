@@ -54,7 +54,7 @@ def test_blend_keeps_shares_and_has_no_gaps(weights: list[float]) -> None:
         share = np.arange(num_samples + 1) * weight / sum(weights)
         assert np.abs(used - share).max() <= 2
         for cursor in (0, 1, 2, 999, num_samples):
-            assert order.own_index(cursor, corpus) == used[cursor]
+            assert order.corpus_samples_before(cursor, corpus) == used[cursor]
 
 
 @pytest.mark.parametrize(("local", "steps_of"), [(2, 8), (1, 12), (3, 12)])

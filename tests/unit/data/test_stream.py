@@ -9,7 +9,7 @@ import pytest
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.packing import PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
-from torchtitan_lite.data.token_cache import tokenise
+from torchtitan_lite.data.token_cache import tokenize
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig
@@ -44,7 +44,7 @@ def stream_of(path: Path, tokenizer_folder: Path, cache: Path, fraction: float =
 
 
 def straight(documents: list[str], tokenizer_folder: Path, epochs: int) -> PackedBlocks:
-    ids = tokenise(load_tokenizer(tokenizer_folder), documents * epochs)
+    ids = tokenize(load_tokenizer(tokenizer_folder), documents * epochs)
     lengths = np.array([len(document) for document in ids])
     return PackedBlocks(np.concatenate(ids), np.cumsum(lengths) - lengths, SEQ_LEN)
 

@@ -13,7 +13,7 @@ from tests.forks import FORKS
 from torchtitan_lite.data import open_data
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.corpus import open_corpus
-from torchtitan_lite.data.token_cache import TokenisedCorpus, open_token_cache
+from torchtitan_lite.data.token_cache import TokenizedCorpus, open_token_cache
 from torchtitan_lite.data.tokenizer import load_tokenizer, open_tokenizer
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig, DataConfig
@@ -60,7 +60,7 @@ def finish(started: tuple[Any, Connection]) -> tuple[str, set[str]]:
     return reported
 
 
-def tokenised(folder: Path, cache: Path, fraction: float, path: Path = FIXTURE) -> TokenisedCorpus:
+def tokenized(folder: Path, cache: Path, fraction: float, path: Path = FIXTURE) -> TokenizedCorpus:
     corpus = open_corpus(CorpusConfig(dataset_path=str(path)), cache)
     tokenizer = open_tokenizer(str(folder), [corpus], 300, cache)
     return open_token_cache(
@@ -76,7 +76,7 @@ def test_documents_are_kept_whole_and_in_order(
     tmp_path: Path, tokenizer_folder: Path, documents: list[str]
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_folder)
-    part = tokenised(tokenizer_folder, tmp_path, 0.0).train
+    part = tokenized(tokenizer_folder, tmp_path, 0.0).train
     assert texts_of(part, tokenizer) == documents
     assert (part.tokens[part.document_starts] == tokenizer.bos_id).all()
     assert (part.tokens[part.document_starts[1:] - 1] == tokenizer.eos_id).all()
@@ -87,14 +87,14 @@ def test_held_out_documents_are_in_one_part_only(
     tmp_path: Path, tokenizer_folder: Path, documents: list[str]
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_folder)
-    both = tokenised(tokenizer_folder, tmp_path, 0.3)
+    both = tokenized(tokenizer_folder, tmp_path, 0.3)
     train, held_out = texts_of(both.train, tokenizer), texts_of(both.held_out, tokenizer)
     assert sorted(train + held_out) == sorted(documents)
     assert 4 <= len(held_out) <= 20
     # The choice follows the text, so that it is the same in a shuffled copy of the corpus.
     copy = tmp_path / "copy.jsonl"
     copy.write_text("\n".join(reversed(FIXTURE.read_text().splitlines())))
-    again = tokenised(tokenizer_folder, tmp_path, 0.3, copy)
+    again = tokenized(tokenizer_folder, tmp_path, 0.3, copy)
     assert sorted(texts_of(again.held_out, tokenizer)) == sorted(held_out)
 
 
@@ -124,7 +124,7 @@ def test_a_build_that_is_killed_leaves_nothing(tmp_path: Path, tokenizer_folder:
     process.join()
     assert [p for p in cache.glob("tokens/*") if p.is_dir() and ".building-" not in p.name] == []
     big.write_text(FIXTURE.read_text())
-    assert tokenised(tokenizer_folder, cache, 0.2, big).train.tokens.size > 1000
+    assert tokenized(tokenizer_folder, cache, 0.2, big).train.tokens.size > 1000
 
 
 def test_what_a_dead_builder_left_is_removed(tmp_path: Path) -> None:
@@ -145,22 +145,22 @@ def test_what_a_dead_builder_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_damaged_or_unwritable_cache_is_named(tmp_path: Path, tokenizer_folder: Path) -> None:
-    tokenised(tokenizer_folder, tmp_path, 0.0)
+    tokenized(tokenizer_folder, tmp_path, 0.0)
     [file] = tmp_path.glob("tokens/*/train/tokens.bin")
     with file.open("ab") as end:
         end.write(b"x")
     with pytest.raises(DataError, match="was changed after it was made. Delete"):
-        tokenised(tokenizer_folder, tmp_path, 0.0)
+        tokenized(tokenizer_folder, tmp_path, 0.0)
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"set training.cache_folder"):
-        tokenised(tokenizer_folder, tmp_path / "file", 0.0)
+        tokenized(tokenizer_folder, tmp_path / "file", 0.0)
 
 
 def test_a_corpus_without_text_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"text": ""}\n{"text": null}\n')
     with pytest.raises(DataError, match="no text in column 'text'"):
-        tokenised(tokenizer_folder, tmp_path, 0.0, empty)
+        tokenized(tokenizer_folder, tmp_path, 0.0, empty)
 
 
 @pytest.mark.parametrize("warm", [False, True])

@@ -80,7 +80,9 @@ def test_errors_name_the_folder_and_the_remedy(tokenizer_folder: Path, tmp_path:
     with pytest.raises(DataError, match="does not exist"):
         load_tokenizer(tmp_path / "none")
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(DataError, match=r"has no tokenizer.json \(that folder holds vocab.json\)"):
+    with pytest.raises(
+        DataError, match=r"has no tokenizer.json \(that folder contains vocab.json\)"
+    ):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="not a tokenizer that can be read"):

@@ -74,5 +74,5 @@ def test_only_an_assistants_tokens_are_targets() -> None:
 
 
 def test_documents_without_a_target_are_refused() -> None:
-    with pytest.raises(DataError, match="the set has no token"):
+    with pytest.raises(DataError, match="the set has no document of at least two tokens"):
         windows([np.array([BOS, EOS])])

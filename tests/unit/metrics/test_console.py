@@ -14,7 +14,7 @@ from tests.forks import FORKS, send_output_to
 from torchtitan_lite.durations import clock
 from torchtitan_lite.log import configure_logging, logger
 from torchtitan_lite.metrics import Event, StepRecord
-from torchtitan_lite.metrics.console import LiveBar, PlainLines, open_console
+from torchtitan_lite.metrics.console import LiveBar, StepLines, open_console
 from torchtitan_lite.metrics.sink import Cadence
 
 
@@ -59,7 +59,7 @@ def cadence(last_step, first_step=1, log_freq=10):
 
 
 def test_a_plain_line(capsys, make_record):
-    lines = PlainLines(cadence(288))
+    lines = StepLines(cadence(288))
     lines.step(make_record(120, mfu=0.1234))
     lines.step(make_record(130))
     assert capsys.readouterr().out.splitlines() == [
@@ -71,7 +71,7 @@ def test_a_plain_line(capsys, make_record):
 
 
 def test_lines_at_the_first_step_every_log_freq_and_the_last(capsys, make_record):
-    lines = PlainLines(cadence(25, first_step=3))
+    lines = StepLines(cadence(25, first_step=3))
     for step in range(3, 26):
         lines.step(make_record(step))
     shown = re.findall(r"step (\d+)/25", capsys.readouterr().out)
@@ -79,25 +79,25 @@ def test_lines_at_the_first_step_every_log_freq_and_the_last(capsys, make_record
 
 
 def test_a_skipped_step_is_always_shown(capsys, make_record):
-    PlainLines(cadence(25)).step(make_record(7, loss=float("nan"), skipped=True))
+    StepLines(cadence(25)).step(make_record(7, loss=float("nan"), skipped=True))
     out = capsys.readouterr().out
     assert "step 7/25" in out and "loss nan" in out and "skipped" in out
 
 
 def test_an_event_line(capsys):
-    PlainLines(cadence(9)).event(Event(name="validation", step=5, values={"loss": 4.25, "n": 3}))
+    StepLines(cadence(9)).event(Event(name="validation", step=5, values={"loss": 4.25, "n": 3}))
     assert capsys.readouterr().out == "validation  step 5  loss 4.2500  n 3\n"
 
 
 def test_text_of_an_event_stays_on_its_line_and_commands_no_terminal(capsys):
     values = {"1": "größer 字", "2": "a\nb", "3": "\x1b[2J\x9b"}
-    PlainLines(cadence(9)).event(Event(name="sample", step=5, values=values))
+    StepLines(cadence(9)).event(Event(name="sample", step=5, values=values))
     expected = "sample  step 5  1 größer 字  2 'a\\nb'  3 '\\x1b[2J\\x9b'\n"
     assert capsys.readouterr().out == expected
 
 
 def test_no_terminal_gets_plain_lines(capsys):
-    assert isinstance(open_console(cadence(9), color=True), PlainLines)
+    assert isinstance(open_console(cadence(9), color=True), StepLines)
 
 
 def test_the_bar_moves_with_every_step(make_record):

@@ -158,7 +158,7 @@ def test_damaged_books_are_told_of_and_begun_anew(
     run = Run(tmp_path)
     run.path.write_bytes(content)
     goodput_tracker = run.start()
-    assert "is damaged, and the books begin anew" in caplog.text
+    assert "is damaged, and time accounting starts again" in caplog.text
     run.take(goodput_tracker, 0)
     assert goodput_tracker.totals().wall_s == 1.25
 

@@ -10,7 +10,13 @@ import pytest
 from torchtitan_lite.metrics import Event, StepRecord
 from torchtitan_lite.metrics.goodput import GoodputTracker
 from torchtitan_lite.metrics.jsonl import JsonLines
-from torchtitan_lite.outputs import BOOKS, LAUNCH_EVENTS, LAUNCH_LOGS, METRICS, replica_folder
+from torchtitan_lite.outputs import (
+    GOODPUT_FILE,
+    LAUNCH_EVENTS,
+    LAUNCH_LOGS,
+    METRICS,
+    replica_folder,
+)
 from torchtitan_lite.phases import Phase
 
 START = 1_700_000_000.0
@@ -75,7 +81,11 @@ def write_goodput(folder: Path, *, compute_s: int, startup_s: int) -> None:
     """With the time accounting of a run."""
     now_ns = 0
     books = GoodputTracker(
-        folder / BOOKS, started_ns=0, resumes=False, clock=lambda: now_ns, compiled_ns=lambda: 0
+        folder / GOODPUT_FILE,
+        started_ns=0,
+        resumes=False,
+        clock=lambda: now_ns,
+        compiled_ns=lambda: 0,
     )
     now_ns = startup_s * 10**9
     books.entered(Phase.QUORUM, 0)

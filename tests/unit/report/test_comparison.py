@@ -3,7 +3,7 @@ import math
 import pytest
 
 from torchtitan_lite.report import compare, read_run
-from torchtitan_lite.report.comparison import Difference, config_differences
+from torchtitan_lite.report.comparison import StepDifference, config_differences
 
 
 def compared(first, other):
@@ -73,7 +73,7 @@ def test_without_common_steps_any_limit_is_exceeded(make_run, tmp_path):
     ],
 )
 def test_relative_differences(first, other, relative):
-    assert Difference(1, first, other).relative == relative
+    assert StepDifference(1, first, other).relative == relative
 
 
 def test_configs_are_compared_key_by_key():

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.report.conftest import CONFIG, event, record, write_metrics
 from torchtitan_lite.report import compare, read_run, unique_labels
-from torchtitan_lite.report.figures import duration, thinned
+from torchtitan_lite.report.figures import downsample, duration
 from torchtitan_lite.report.page import page
 
 VOID = {"meta", "br", "link", "img"}
@@ -224,7 +224,7 @@ def test_long_curves_keep_their_spikes():
     points: list[tuple[int, float | None]] = [(step, 1.0) for step in range(100_000)]
     points[54_321] = (54_321, 99.0)
     points[60_000] = (60_000, None)
-    kept = thinned(points)
+    kept = downsample(points)
     assert len(kept) <= 3001
     assert (54_321, 99.0) in kept and (60_000, None) in kept
     assert [step for step, _ in kept] == sorted(step for step, _ in kept)
