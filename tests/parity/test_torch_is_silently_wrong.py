@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tests.pool import WorkerPool
-from tests.redistribution.indices import elements_of
+from tests.redistribution.reference import elements_of
 from torchtitan_lite.redistribute import Layout, redistribute
 from torchtitan_lite.torch_compat import flatten_axes, strided_shard
 
