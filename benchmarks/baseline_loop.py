@@ -41,7 +41,7 @@ class BaselineLoop:
         axis = _only_axis(degrees.shape)
         recipe = recipe_of(config)
         self._max_norm = recipe.max_norm
-        self._lrs = [job.state.schedule.lr(step) for step in range(num_steps)]
+        self._lrs = [job.state.lr_scheduler.lr(step) for step in range(num_steps)]
         samples = job.global_batch_size // degrees.batch
         # Loaded before the measurement.
         self._batches = batches_of(
@@ -159,7 +159,7 @@ def _write_inputs(path: Path, config: Config, built: Built, batches: Any) -> Non
     inputs = {
         "dims": asdict(built.spec.dims),
         "recipe": asdict(recipe_of(config)),
-        "lr": built.job.state.schedule.lr(0),
+        "lr": built.job.state.lr_scheduler.lr(0),
         "weights": built.job.state.model.state_dict(),
         "batches": batches,
     }

@@ -21,7 +21,8 @@ from torch import nn
 
 from tests.dying_points import die_at
 from tests.snapshots import starts_of
-from torchtitan_lite import build, trainer
+from torchtitan_lite import trainer
+from torchtitan_lite.build import state as build_state
 from torchtitan_lite.checkpoint import sync_saver
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.memory.folder import region_files
@@ -219,17 +220,17 @@ def _flip(strikes: Callable[[int], bool]) -> None:
     """Make a gradient infinite in the first of a step's layers, where the place of the step
     `strikes`."""
     state: list[Any] = []
-    build_ = build.TrainState
+    build = build_state.TrainState
 
     def remembered(**parts: Any) -> Any:
-        state[:] = [build_(**parts)]
+        state[:] = [build(**parts)]
         return state[0]
 
     def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         if isinstance(module, FeedForward) and output.requires_grad and strikes(state[0].cursor):
             output.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
 
-    build.TrainState = remembered  # pyright: ignore[reportAttributeAccessIssue]
+    build_state.TrainState = remembered  # pyright: ignore[reportAttributeAccessIssue]
     nn.modules.module.register_module_forward_hook(hook)
 
 

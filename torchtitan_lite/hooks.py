@@ -18,7 +18,7 @@ from torchtitan_lite.metrics import Event, GoodputTracker, Metrics, StepRecord
 from torchtitan_lite.metrics.goodput import process_age_s
 from torchtitan_lite.metrics.jsonl import JsonLines
 from torchtitan_lite.metrics.throughput import mfu
-from torchtitan_lite.spec import ModelCost, ModelSpec, Schedule
+from torchtitan_lite.spec import ModelCost, ModelSpec, PipelineSchedule
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, StepReport
 from torchtitan_lite.validation import validate
@@ -44,7 +44,7 @@ def registered_hooks(context: HookContext) -> list[Hook]:
 
 def _without_aborted(registered: Hook) -> Hook:
     def hook(state: TrainState, report: StepReport) -> None:
-        if not report.failed:
+        if not report.aborted:
             registered(state, report)
 
     return hook
@@ -68,7 +68,7 @@ def record_metrics(
         nonlocal failed_before, resumed_at
         for event in report.events:
             metrics.event(Event(name=event.name, step=state.step, values=event.values))
-        if report.failed:
+        if report.aborted:
             # The step will be retried; there is nothing to record.
             return
         tokens_per_second = report.num_tokens / report.step_time_s
@@ -143,7 +143,7 @@ def validate_every(
     freq: int,
     last_step: int,
     data: ValidationData,
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     metrics: Metrics,
     mesh: Mesh,
     sample: Callable[[TrainState], Sequence[str]] | None = None,

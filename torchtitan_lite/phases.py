@@ -3,7 +3,8 @@
 Layer: imports nothing of the project.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
 from typing import Protocol
 
@@ -41,12 +42,24 @@ class PhaseListener(Protocol):
 
 
 class Phases:
-    """Broadcaster of the phase of this rank to its listeners."""
+    """The current phase of this rank, reported to listeners."""
 
-    def __init__(self, listeners: Sequence[PhaseListener] = ()) -> None:
-        self._listeners = tuple(listeners)
+    def __init__(
+        self, listeners: Sequence[PhaseListener] = (), step: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Begin with START. `step` returns the last committed step."""
+        self._listeners, self.step = tuple(listeners), step
+        self._change(Phase.START)
 
-    def enter(self, phase: Phase, step: int) -> None:
-        """Report that `phase` starts, after the committed step `step`."""
+    def enter(self, phase: Phase) -> AbstractContextManager[object]:
+        """Start `phase` at once. As a context manager, return to the previous phase at the end of
+        the block."""
+        stack = ExitStack()
+        stack.callback(self._change, self._phase)
+        self._change(phase)
+        return stack
+
+    def _change(self, phase: Phase) -> None:
+        self._phase = phase
         for listener in self._listeners:
-            listener.entered(phase, step)
+            listener.entered(phase, self.step())

@@ -88,7 +88,7 @@ class TokenLoss(Protocol):
         ...
 
 
-class Schedule(Protocol):
+class PipelineSchedule(Protocol):
     """Runs the microbatches of a step through this rank's stages.
 
     Gradient accumulation is a pipeline with one stage, so there is one loop.

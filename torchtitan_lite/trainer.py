@@ -4,7 +4,6 @@ A step either changes everything that it should or nothing but the data cursor; 
 alike, because they decide on the same numbers. Layer: above config and replica.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,22 +14,21 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from torchtitan_lite.anomalies import REPEAT, Action, Judge
+from torchtitan_lite.anomalies import Action
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.data import share_of_step
 from torchtitan_lite.errors import MachineFault, TrainingDiverged
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
-from torchtitan_lite.optim import local_gradients, scale_, square_norm
+from torchtitan_lite.optim import scale_
 from torchtitan_lite.parallel.expert import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import LeaveRequested, ReplicaEvent, Replicas, Share
-from torchtitan_lite.spec import IGNORE, Microbatch, Schedule
-from torchtitan_lite.step.numbers import Numbers, counted
-from torchtitan_lite.step.refusal import blame, refuse
-from torchtitan_lite.step.replay import Replay
-from torchtitan_lite.step.work_times import WorkTimes
+from torchtitan_lite.spec import IGNORE, Microbatch, PipelineSchedule
+from torchtitan_lite.step.anomalous_steps import report_faulty_ranks, skip_step
+from torchtitan_lite.step.monitor import StepMonitor
+from torchtitan_lite.step.totals import StepTotals, StepValues
 from torchtitan_lite.train_state import TrainState
 
 
@@ -41,8 +39,8 @@ class StepReport:
     number: int
     """Number of the attempted step, from 1."""
     committed: bool
-    failed: bool
-    """A replica was lost: the step is retried with the same samples."""
+    aborted: bool
+    """A rank or a replica failed: the step is retried with the same samples."""
     leave: bool
     """A rank was asked to leave."""
     loss: float
@@ -83,7 +81,7 @@ class Job:
     replicas: Replicas
     phases: Phases
     state: TrainState
-    schedule: Schedule
+    pipeline_schedule: PipelineSchedule
     router_balance: RouterBalance
     checkpoints: CheckpointManager
     garbage: ScheduledGarbageCollection
@@ -94,9 +92,7 @@ class Job:
     local_batch_size: int
     seq_len: int
     max_norm: float
-    replay: Replay
-    judge: Judge
-    work_times: WorkTimes
+    monitor: StepMonitor
     train_timeout_s: float
     step_context: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Returns the context of a step, given its number."""
@@ -108,20 +104,20 @@ def train(job: Job) -> bool:
     Returns whether the last step was reached. Raises TrainingDiverged if anomalies end the run,
     with the last good state saved.
     """
-    state = job.state
+    state, phases = job.state, job.phases
+    phases.enter(Phase.BETWEEN)
     leave = False
     first = True
     while state.step < job.steps and not leave:
         started = time.perf_counter()
         try:
-            with job.step_context(state.step + 1):
+            with job.step_context(state.step + 1), phases.enter(Phase.COMPUTE):
                 report = train_step(job)
         except LeaveRequested:
             break
         leave = report.leave
-        job.phases.enter(Phase.CHECKPOINT, state.step)
-        stall_s = job.checkpoints.after_step() if report.committed else 0.0
-        job.phases.enter(Phase.BETWEEN, state.step)
+        with phases.enter(Phase.CHECKPOINT):
+            stall_s = job.checkpoints.after_step() if report.committed else 0.0
         gc_s = job.garbage.step(report.number)
         report = replace(
             report,
@@ -140,21 +136,21 @@ def train(job: Job) -> bool:
             job.mesh.set_timeout(job.train_timeout_s)
             first = False
     job.replicas.close()
-    job.phases.enter(Phase.CHECKPOINT, state.step)
+    phases.enter(Phase.CHECKPOINT)
     finished = state.step >= job.steps
     job.checkpoints.final_save(finished=finished)
-    job.phases.enter(Phase.END, state.step)
+    phases.enter(Phase.END)
     return finished
 
 
 def _end(job: Job, report: StepReport, why: TrainingDiverged | MachineFault) -> NoReturn:
     """Save the last good state, and raise `why` with its path."""
     job.replicas.close()
-    job.phases.enter(Phase.CHECKPOINT, job.state.step)
+    job.phases.enter(Phase.CHECKPOINT)
     if isinstance(why, MachineFault) and report.num_replicas > 1:
-        # The others have it, from machines that can be trusted.
+        # The other replicas have the state, computed by machines that are not faulty.
         raise why
-    job.state.history.forget_rows()
+    job.state.history.reset_counts()
     folder = job.checkpoints.final_save(finished=False)
     saved = f", saved in {folder}." if folder else ", and checkpoint.enable is false."
     raise type(why)(f"{why} The weights are those of step {job.state.step}{saved}")
@@ -162,124 +158,81 @@ def _end(job: Job, report: StepReport, why: TrainingDiverged | MachineFault) -> 
 
 def train_step(job: Job) -> StepReport:
     """Run one step: agree, load, forward and backward, reduce, decide, apply."""
-    state = job.state
-    job.phases.enter(Phase.QUORUM, state.step)
-    share = job.replicas.agree()
-    job.phases.enter(Phase.DATA, state.step)
-    job.checkpoints.set_writer_group(job.replicas.writer_group)
-    job.work_times.begin()
-    microbatches, data_time_s = _take(job, share)
-    job.phases.enter(Phase.COMPUTE, state.step)
+    state, phases = job.state, job.phases
     parameters = list(state.model.parameters())
-    numbers = _forward_and_backward(job, share, microbatches, parameters)
-    job.phases.enter(Phase.COMMUNICATION, state.step)
-    job.replicas.reduce(parameters, numbers.of_step)
-    gradients = local_gradients(parameters)
-    totals = numbers.totals(square_norm(gradients), job.stop.requested, job.mesh)
-    settled = job.replicas.should_commit(totals.num_ranks, totals.places, totals.steps)
-    job.phases.enter(Phase.COMPUTE, state.step)
-    if settled:
-        job.checkpoints.apply_signals(totals.signals)
-    slow = job.work_times.settle(totals.times, settled=settled)
+    with phases.enter(Phase.QUORUM):
+        share = job.replicas.agree()
+        job.checkpoints.set_writer_group(job.replicas.writer_group)
+    with job.monitor.observe():
+        with phases.enter(Phase.DATA):
+            microbatches, data_time_s = _load(job, share)
+        loss = _forward_backward(job, microbatches, parameters)
+    values = _local_values(job, share, microbatches, loss)
+    with phases.enter(Phase.COMMUNICATION):
+        leaves = job.stop.requested
+        totals, gradients = values.reduce(parameters, job.replicas, job.mesh, leaves=leaves)
+        decision, slow_ranks = job.monitor.decide(
+            totals, loss, microbatches, state.history, share, job.replicas
+        )
 
-    # The loss is a sum over target tokens: this is where it is divided, once, by their number.
-    targets = totals.targets / job.mesh.degrees.token_copies
-    loss = totals.loss / targets if targets else math.nan
-    is_number = targets and totals.squares >= 0
-    grad_norm = math.sqrt(totals.squares) / targets if is_number else math.nan
-    lr = state.schedule.lr(state.step)
     number, step_size = state.step + 1, share.step_size(job.global_batch_size)
-    verdict = job.judge.judge(loss, grad_norm, state.history) if settled else REPEAT
-    differing = []
-    if verdict.is_suspicious:
-        # Ranks wait for each other in it, and for other replicas.
-        job.phases.enter(Phase.COMMUNICATION, state.step)
-        differing = job.replay.differing(microbatches, share, job.replicas)
-        settled = differing == []
-    committed = verdict.action is Action.COMMIT
+    lr = state.lr_scheduler.lr(state.step)
+    committed, aborted = decision.action is Action.COMMIT, decision.action is Action.ABORT
+    if not aborted:
+        job.checkpoints.apply_signals(totals.save_signals)
     if committed:
-        scale_(gradients, min(1.0, job.max_norm / (grad_norm + 1e-6)) / targets)
-        state.optimizer.step(lr)
-        state.step += 1
+        _update(job, totals, gradients, lr)
         state.tokens += step_size * job.seq_len
-        state.history.committed(state.step, loss, grad_norm, window=job.judge.window)
     router_loads = job.router_balance.apply(totals.router_counts, committed=committed)
     state.optimizer.zero_grad()
-    if settled:
+    events, end = [], None
+    if aborted:
+        events, end = report_faulty_ranks(decision, number, share, job.mesh.world_size)
+    else:
         state.cursor += step_size
-    news, end = [], None
-    if differing:
-        news, end = blame(differing, number, share, job.mesh.world_size)
-    elif settled and not committed:
-        job.phases.enter(Phase.CHECKPOINT, state.step)
-        news, end = refuse(
-            verdict,
-            state,
-            job.checkpoints,
-            job.replicas,
-            share,
-            loss=loss,
-            grad_norm=grad_norm,
-            samples=range(state.cursor - step_size, state.cursor),
-            roll_back_steps=job.judge.roll_back_steps,
-        )
-    if committed:
-        job.replicas.synchronize()
-        job.checkpoints.set_writer_group(job.replicas.writer_group)
-    if not totals.leave and end is None and state.step < job.steps:
-        job.replicas.start_quorum()
+    if decision.is_anomalous:
+        with phases.enter(Phase.CHECKPOINT):
+            events, end = skip_step(
+                decision,
+                totals,
+                state,
+                job.checkpoints,
+                job.replicas,
+                share,
+                samples=range(state.cursor - step_size, state.cursor),
+                roll_back_steps=job.monitor.detector.roll_back_steps,
+            )
+    is_last = totals.num_leaving > 0 or end is not None or state.step >= job.steps
+    job.replicas.finish_step(committed=committed, is_last=is_last)
+    job.checkpoints.set_writer_group(job.replicas.writer_group)
     return StepReport(
         number=number,
         committed=committed,
-        failed=not settled,
-        leave=totals.leave > 0,
-        loss=loss,
-        grad_norm=grad_norm,
+        aborted=aborted,
+        leave=totals.num_leaving > 0,
+        loss=totals.mean_loss,
+        grad_norm=totals.grad_norm,
         lr=lr,
-        num_target_tokens=round(targets),
+        num_target_tokens=round(totals.num_targets),
         num_tokens=step_size * job.seq_len,
         num_replicas=share.count,
         router_loads=router_loads,
         samples=tuple(sample for mb in microbatches for sample in mb.samples),
         data_time_s=data_time_s,
-        events=(*job.replicas.events(), *slow, *news),
+        events=(*job.replicas.events(), *slow_ranks, *events),
         end=end,
     )
 
 
-def _forward_and_backward(
-    job: Job, share: Share, microbatches: Sequence[Microbatch], parameters: Sequence[nn.Parameter]
-) -> Numbers:
-    """Run forward and backward, and collect the numbers to reduce."""
-    device = job.mesh.device.torch_device
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    job.replay.begin()
-    if microbatches:
-        overlap = partial(job.replicas.reduce_during_backward, parameters)
-        loss_sum += job.schedule.run(microbatches, backward=True, before_last=overlap)
-    job.replay.end(loss_sum)
-    job.work_times.end(len(microbatches))
-    return counted(
-        loss_sum,
-        sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches),
-        cursor=job.state.cursor,
-        step=job.state.step,
-        # From here on the state may change: the snapshot of the step before is complete.
-        signals=job.checkpoints.local_signals(device),
-        times=job.work_times.counted(share, device),
-        router_counts=job.router_balance.counts(device),
-    )
-
-
-def _take(job: Job, share: Share) -> tuple[list[Microbatch], float]:
+def _load(job: Job, share: Share) -> tuple[list[Microbatch], float]:
     """Return this rank's microbatches and the seconds waited for them; the next step's are
     prefetched."""
     started = time.perf_counter()
     state, degrees, local = job.state, job.mesh.degrees, job.local_batch_size
 
     def indices(cursor: int) -> list[range]:
-        # What is left for a replica may not be fewer than its pipeline can take.
-        fewest = job.schedule.min_microbatches
+        # A replica's share must not have fewer microbatches than its pipeline can run.
+        fewest = job.pipeline_schedule.min_microbatches
         samples = share.samples(cursor, job.global_batch_size, local * degrees.batch, fewest)
         return share_of_step(samples, local, job.mesh.batch_rank, degrees.batch)
 
@@ -288,3 +241,45 @@ def _take(job: Job, share: Share) -> tuple[list[Microbatch], float]:
         following = state.cursor + share.step_size(job.global_batch_size)
         state.loader.prefetch(indices(following), state.step + 2)
     return microbatches, time.perf_counter() - started
+
+
+def _forward_backward(
+    job: Job, microbatches: Sequence[Microbatch], parameters: Sequence[nn.Parameter]
+) -> torch.Tensor:
+    """Accumulate the gradients of the loss summed over this rank's targets. Returns the sum, 0-d
+    float64."""
+    loss = torch.zeros((), dtype=torch.float64, device=job.mesh.device.torch_device)
+    if microbatches:
+        overlap = partial(job.replicas.reduce_during_backward, parameters)
+        loss += job.pipeline_schedule.run(microbatches, backward=True, before_last=overlap)
+    return loss
+
+
+def _local_values(
+    job: Job, share: Share, microbatches: Sequence[Microbatch], loss: torch.Tensor
+) -> StepValues:
+    """Collect this rank's values to reduce. Blocks until the snapshot of the previous step is
+    complete: from here on the state may be modified."""
+    return StepValues(
+        loss=loss,
+        num_targets=sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches),
+        cursor=job.state.cursor,
+        step=job.state.step,
+        save_signals=job.checkpoints.local_signals(loss.device),
+        work_times=job.monitor.work_times.local_values(share, loss.device),
+        router_counts=job.router_balance.counts(loss.device),
+    )
+
+
+def _update(
+    job: Job, totals: StepTotals, gradients: list[tuple[torch.Tensor, int]], lr: float
+) -> None:
+    """Clip the gradients, and update the weights."""
+    state, grad_norm = job.state, totals.grad_norm
+    # The loss is a sum over target tokens: this is the only place where its gradients are divided
+    # by their number.
+    scale_(gradients, min(1.0, job.max_norm / (grad_norm + 1e-6)) / totals.num_targets)
+    state.optimizer.step(lr)
+    state.step += 1
+    window = job.monitor.detector.window
+    state.history.record_commit(state.step, totals.mean_loss, grad_norm, window=window)

@@ -9,20 +9,22 @@ from torch import nn
 
 from torchtitan_lite.data import ValidationData
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.spec import IGNORE, Schedule
+from torchtitan_lite.spec import IGNORE, PipelineSchedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutLoss:
-    """What validation finds."""
+    """The result of a validation."""
 
     mean: float
-    """Per target token, in nats; nan where no sample has a target."""
+    """Per target token, in nats; NaN without target tokens."""
     num_targets: int
     """Over all ranks."""
 
 
-def validate(model: nn.Module, schedule: Schedule, data: ValidationData, mesh: Mesh) -> HeldOutLoss:
+def validate(
+    model: nn.Module, schedule: PipelineSchedule, data: ValidationData, mesh: Mesh
+) -> HeldOutLoss:
     """The loss on the validation data of the `model` that `schedule` runs, which is left in
     training mode. Every rank must call it."""
     model.eval()
@@ -30,7 +32,7 @@ def validate(model: nn.Module, schedule: Schedule, data: ValidationData, mesh: M
     rounds = data.microbatches(mesh.batch_rank, mesh.degrees.batch)
     microbatches = (microbatch for one_round in rounds for microbatch in one_round)
     while at_once := list(islice(microbatches, schedule.min_microbatches)):
-        # A pipeline cannot run fewer microbatches than stages: the rest have no targets.
+        # A pipeline cannot run fewer microbatches than stages: add some without targets.
         filler = replace(at_once[0], targets_BS=torch.full_like(at_once[0].targets_BS, IGNORE))
         at_once += [filler] * (schedule.min_microbatches - len(at_once))
         totals[0] += schedule.run(at_once, backward=False)

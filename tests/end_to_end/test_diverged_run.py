@@ -23,11 +23,11 @@ def test_a_run_that_diverges_still_tells_its_books(tmp_path: Path) -> None:
         "--debug.max_skipped_steps=2",
     ]
     text = run_command("train", *arguments, status=DIVERGED)
-    assert "the last of 2 steps in a row (debug.max_skipped_steps)" in text
+    assert "the last of 2 consecutive steps (debug.max_skipped_steps)" in text
     assert "Goodput" in text
     assert launch.steps_of(folder)[-1]["skipped"]
     told = {event["event"]: event for event in launch.events_of(folder)}
-    assert "2 steps in a row" in told["error"]["reason"]
+    assert "2 consecutive steps" in told["error"]["reason"]
     books = launch.books_of(folder)
     assert told["books"]["lost_s"] == books["lost_s"] > 0
     drawn = EventAccumulator(str(folder / "tb"))

@@ -19,7 +19,7 @@ from tests.pool import WorkerPool
 from torchtitan_lite.build import build
 from torchtitan_lite.parallel.expert import routers_of
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.spec import Microbatch, Schedule
+from torchtitan_lite.spec import Microbatch, PipelineSchedule
 from torchtitan_lite.trainer import train_step
 
 Pools = Callable[[int], WorkerPool]
@@ -71,7 +71,7 @@ def test_the_load_of_every_router_is_logged_and_sums_to_the_tokens(
 class _Scaled:
     """A schedule whose losses are multiplied by a factor."""
 
-    def __init__(self, inner: Schedule, factor: float) -> None:
+    def __init__(self, inner: PipelineSchedule, factor: float) -> None:
         self.min_microbatches = inner.min_microbatches
         self._inner, self._factor = inner, factor
 
@@ -98,7 +98,7 @@ def biases_around_a_refused_step(folder: Path, overrides: dict[str, Any]) -> lis
 
         found = [biases()]
         for factor in (math.nan, 1.0):
-            report = train_step(replace(job, schedule=_Scaled(job.schedule, factor)))
+            report = train_step(replace(job, schedule=_Scaled(job.pipeline_schedule, factor)))
             assert report.committed == (factor == 1.0)
             loads = torch.stack(list(report.router_loads.values()))
             assert loads.sum(1).tolist() == [8 * 24 * 2] * 3

@@ -92,7 +92,7 @@ def validation_loss(folder: Path, overrides: dict[str, Any]) -> float:
     mesh = mesh_for(config)
     with build(config, mesh, StopRequest()) as built:
         assert built.data.validation is not None
-        model, schedule = built.job.state.model, built.job.schedule
+        model, schedule = built.job.state.model, built.job.pipeline_schedule
         return validate(model, schedule, built.data.validation, mesh).mean
 
 

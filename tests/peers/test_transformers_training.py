@@ -82,7 +82,7 @@ def plain_loop(run: Path, folder: Path) -> tuple[list[float], list[float]]:
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), given.max_norm)
             for group in optimizer.param_groups:
-                group["lr"] = state.schedule.lr(step)
+                group["lr"] = state.lr_scheduler.lr(step)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())

@@ -80,7 +80,7 @@ def test_too_many_in_a_row_stop_the_run_with_the_last_good_state_saved(
 ) -> None:
     good = pools(2).run(run_job, tmp_path / "good", {**SETTINGS, "training.steps": 2})
     error = pools(2).run(diverge, tmp_path / "run", {3, 4}, SETTINGS)[0]
-    assert "2 steps in a row" in error
+    assert "2 consecutive steps" in error
     assert str(tmp_path / "run" / "checkpoint" / "step-2") in error
     resumed = pools(2).run(run_job, tmp_path / "run", {**SETTINGS, "training.steps": 2})
     assert resumed[0].resumed_at == 2
@@ -138,7 +138,7 @@ def test_too_many_roll_backs_in_a_row_stop_the_run(pools: Pools, tmp_path: Path)
         "anomalies.max_roll_backs": 1,
     }
     error = pools(2).run(diverge, tmp_path / "run", {4, 5}, settings)[0]
-    assert "1 roll backs in a row" in error
+    assert "after 1 consecutive rollbacks" in error
 
 
 def test_a_spike_is_skipped_and_nothing_else(pools: Pools, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def change_of_a_refused_step(folder: Path, overrides: dict[str, Any]) -> list[st
             values["train_state"].pop("history")
             tensors = {name: tensor.clone() for name, tensor in whole(job.state.tensors()).items()}
             loads = {name: router.load_X.tolist() for name, router in routers_of(model).items()}
-            counts = {"loads": loads, "rng": rng.capture(), "lr": job.state.schedule.lr(1)}
+            counts = {"loads": loads, "rng": rng.capture(), "lr": job.state.lr_scheduler.lr(1)}
             return {**digest(tensors), **values, **counts}
 
         model = job.state.model

@@ -32,10 +32,10 @@ def news_of(folder: Path) -> list[ReplicaEvent]:
     config = odd_config(folder, settings)
     end = WorkTimes.end
 
-    def late_end(self: WorkTimes, microbatches: int) -> None:
+    def late_end(self: WorkTimes) -> None:
         if dist.get_rank() == 1:
             time.sleep(0.1)
-        end(self, microbatches)
+        end(self)
 
     told: list[ReplicaEvent] = []
 

@@ -16,7 +16,7 @@ from torchtitan_lite.data.tokenizer import train_tokenizer
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import start_mesh
-from torchtitan_lite.optim import build_optimizer, build_schedule
+from torchtitan_lite.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.schema.checkpoint import CheckpointConfig
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.data import DataConfig
@@ -58,7 +58,7 @@ def make_state(data: OpenedData) -> MakeState:
         return TrainState(
             model=model,
             optimizer=build_optimizer(config, model, tiny_spec().no_decay, detect_device("cpu")),
-            schedule=build_schedule(LRSchedulerConfig(), config, 100),
+            lr_scheduler=build_lr_scheduler(LRSchedulerConfig(), config, 100),
             loader=data.loader,
         )
 
@@ -94,8 +94,8 @@ def test_tied_weights_are_saved_once_and_derived_buffers_never(make_state: MakeS
 def test_values_are_plain_json_and_come_back(make_state: MakeState) -> None:
     state = make_state()
     state.step, state.tokens, state.cursor = 7, 1234, 56
-    state.history.committed(7, 0.1, 1 / 3, window=4)
-    state.history.refused()
+    state.history.record_commit(7, 0.1, 1 / 3, window=4)
+    state.history.record_skip()
     values = json.loads(json.dumps(state.values()))
     assert set(values) == {"train_state", "lr_scheduler", "dataloader"}
     other = make_state()
@@ -119,12 +119,29 @@ def test_parts_that_are_not_given_stay(make_state: MakeState) -> None:
     assert (step_only.step, step_only.tokens, step_only.cursor) == (7, 1234, 0)
 
 
-def test_the_schedule_is_that_of_the_config_and_not_the_saved_one(make_state: MakeState) -> None:
+def test_histories_of_earlier_releases_are_restored() -> None:
+    saved = {
+        "losses": [1.0],
+        "grad_norms": [2.0],
+        "refused_in_a_row": 3,
+        "roll_backs_in_a_row": 1,
+        "furthest": 9,
+        "returns": [[7, 80]],
+    }
+    history = History.of(saved)
+    assert (history.consecutive_skips, history.consecutive_rollbacks) == (3, 1)
+    assert (history.rolled_back_from, history.rollbacks) == (9, [[7, 80]])
+    assert history.values() == saved
+
+
+def test_the_lr_scheduler_is_that_of_the_config_and_not_the_saved_one(
+    make_state: MakeState,
+) -> None:
     state, longer = make_state(), make_state()
     config = LRSchedulerConfig(total_steps=1000)
-    longer.schedule = build_schedule(config, OptimizerConfig(), 100)
+    longer.lr_scheduler = build_lr_scheduler(config, OptimizerConfig(), 100)
     longer.load_values(state.values())
-    assert longer.schedule.total_steps == 1000
+    assert longer.lr_scheduler.total_steps == 1000
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
@@ -200,6 +217,6 @@ def _step(state: TrainState) -> None:
     state.optimizer.zero_grad()
     model: nn.Module = state.model
     model(**tiny_samples(), targets_BS=tiny_targets(), loss=cross_entropy()).div(46).backward()
-    state.optimizer.step(state.schedule.lr(state.step))
+    state.optimizer.step(state.lr_scheduler.lr(state.step))
     state.step += 1
     state.cursor += 3

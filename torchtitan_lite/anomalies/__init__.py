@@ -1,9 +1,8 @@
 """Anomaly detection: anomalous steps, and slow ranks.
 
-Pure functions of numbers that all ranks see, so that all decide alike. Layer: above section.
+Pure functions of numbers that all ranks see, so that all decide alike. Layer: above schema.
 """
 
-from torchtitan_lite.anomalies.history import History
-from torchtitan_lite.anomalies.judge import REPEAT, Action, Judge, Verdict
+from torchtitan_lite.anomalies.detector import ABORT, Action, AnomalyDetector, Decision, History
 
-__all__ = ["REPEAT", "Action", "History", "Judge", "Verdict"]
+__all__ = ["ABORT", "Action", "AnomalyDetector", "Decision", "History"]

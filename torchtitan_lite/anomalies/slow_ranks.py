@@ -1,7 +1,7 @@
 """Slow-rank detection: ranks that are persistently slower than others with the same work.
 
 Each rank reports its work time before it waited for others; all ranks see all times in the
-reduction of a step, and decide alike. Layer: above robust.
+reduction of a step, and decide alike. Layer: above detector.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_lite.anomalies.robust import middle_and_deviation
+from torchtitan_lite.anomalies.detector import median_and_deviation
 
 _WINDOWS = (64, 256)
 """Steps per decision: few detect fast, many detect small differences."""
@@ -61,24 +61,24 @@ class SlowRanks:
     """
 
     def __init__(self) -> None:
-        self._who: tuple[tuple[int, int, int, int], ...] = ()
+        self._work: tuple[tuple[int, int, int, int], ...] = ()
         self._rows: deque[np.ndarray] = deque(maxlen=_WINDOWS[-1])
-        """Return the logarithm of each rank's time over that of the others, per step."""
+        """Logarithm of each rank's time relative to that of the others, per step."""
         self._groups: list[list[int]] = []
         self._slow: set[int] = set()
         self._steps = 0
 
     def step(self, work: Sequence[Work]) -> list[SlowRank]:
         """Observe a step: `work` of all ranks of all replicas, in a fixed order."""
-        who = tuple((one.replica, one.rank, one.stage, one.microbatches) for one in work)
-        if who != self._who:
-            self._begin(who)
+        signature = tuple((one.replica, one.rank, one.stage, one.microbatches) for one in work)
+        if signature != self._work:
+            self._begin(signature)
         if all(one.seconds > 0 for one in work if one.microbatches):
             self._rows.append(self._slower(np.array([one.seconds for one in work])))
             self._steps += 1
         if len(self._rows) < _WINDOWS[0] or self._steps % _EVERY:
             return []
-        return self._judge(np.array(self._rows))
+        return self._changes(np.array(self._rows))
 
     def _slower(self, seconds: np.ndarray) -> np.ndarray:
         slower = np.zeros(len(seconds))
@@ -86,23 +86,23 @@ class SlowRanks:
             slower[group] = np.log(seconds[group] / median_of_others(seconds[group]))
         return slower
 
-    def _begin(self, who: tuple[tuple[int, int, int, int], ...]) -> None:
+    def _begin(self, signature: tuple[tuple[int, int, int, int], ...]) -> None:
         groups: dict[tuple[int, int], list[int]] = {}
-        for place, (_, _, stage, microbatches) in enumerate(who):
+        for place, (_, _, stage, microbatches) in enumerate(signature):
             if microbatches:
                 groups.setdefault((stage, microbatches), []).append(place)
         self._groups = [group for group in groups.values() if len(group) > 1]
-        self._who, self._steps = who, 0
+        self._work, self._steps = signature, 0
         self._rows.clear()
         self._slow.clear()
 
-    def _judge(self, slower: np.ndarray) -> list[SlowRank]:
-        """`slower` is [steps, ranks]."""
+    def _changes(self, slower: np.ndarray) -> list[SlowRank]:
+        """Return the ranks whose classification changes. `slower` is [steps, ranks]."""
         recent = np.median(slower[-_WINDOWS[0] :], axis=0)
         windows = [window for window in _WINDOWS if len(slower) >= window]
-        certain = np.max([_least(slower[-window:]) for window in windows], axis=0)
+        certain = np.max([_lower_bound(slower[-window:]) for window in windows], axis=0)
         changes = []
-        for place, (replica, rank, _, _) in enumerate(self._who):
+        for place, (replica, rank, _, _) in enumerate(self._work):
             was_slow = place in self._slow
             if was_slow and recent[place] < _NOT_SLOW:
                 self._slow.remove(place)
@@ -114,10 +114,10 @@ class SlowRanks:
         return changes
 
 
-def _least(slower: np.ndarray) -> np.ndarray:
+def _lower_bound(slower: np.ndarray) -> np.ndarray:
     """Return a lower confidence bound of the median over the steps, per rank."""
-    middle, deviation = middle_and_deviation(slower)
-    return middle - _CERTAINTY * _MEDIAN_ERROR * deviation / math.sqrt(len(slower))
+    median, deviation = median_and_deviation(slower)
+    return median - _CERTAINTY * _MEDIAN_ERROR * deviation / math.sqrt(len(slower))
 
 
 def median_of_others(times: np.ndarray) -> np.ndarray:
@@ -126,6 +126,6 @@ def median_of_others(times: np.ndarray) -> np.ndarray:
     place = np.empty_like(order)
     place[order] = np.arange(len(times))
     ordered, others = times[order], len(times) - 1
-    # The one itself is left out of the order.
+    # Skip the rank itself in the order.
     low, high = (others - 1) // 2, others // 2
     return (ordered[low + (place <= low)] + ordered[high + (place <= high)]) / 2

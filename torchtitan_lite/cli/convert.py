@@ -40,7 +40,7 @@ from torchtitan_lite.errors import INTERRUPTED, CheckpointError, DataError, User
 from torchtitan_lite.inference.weights import Weights, find_tokenizer, run_config
 from torchtitan_lite.log import configure_logging, logger
 from torchtitan_lite.models import hugging_face_model, model_spec
-from torchtitan_lite.optim import WarmupStableDecay, build_optimizer, build_schedule
+from torchtitan_lite.optim import WarmupStableDecay, build_lr_scheduler, build_optimizer
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -223,7 +223,7 @@ def _param_group(source: StoredSnapshot, config: Config) -> dict[str, Any]:
     schedule = (
         WarmupStableDecay(**saved)
         if saved
-        else build_schedule(config.lr_scheduler, config.optimizer, config.training.steps)
+        else build_lr_scheduler(config.lr_scheduler, config.optimizer, config.training.steps)
     )
     settings = {option: value for option, value in group.items() if option != "params"}
     lr = schedule.lr(source.saved.step)

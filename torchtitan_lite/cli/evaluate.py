@@ -21,7 +21,7 @@ from torchtitan_lite.log import configure_logging, log_once
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh, resolve_degrees, start_mesh
 from torchtitan_lite.models import model_spec
-from torchtitan_lite.parallel import build_schedule
+from torchtitan_lite.parallel import build_pipeline_schedule
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.data import DataConfig
@@ -111,9 +111,9 @@ def _measured(
             stride=stride,
         )
     )
-    (model,) = build_model(config, spec, mesh, draw=False)
+    (model,) = build_model(config, spec, mesh, init_weights=False)
     load(weights.snapshot, model_tensors(model), {"model"}, mesh)
-    schedule = build_schedule(
+    schedule = build_pipeline_schedule(
         [model],
         spec,
         cross_entropy(),

@@ -5,15 +5,15 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from torchtitan_lite.spec import Microbatch, Schedule
+from torchtitan_lite.spec import Microbatch, PipelineSchedule
 
 
 class ScheduleInside:
     """`schedule`, with every forward and backward inside a context of its own; see
-    `spec.Schedule`."""
+    `spec.PipelineSchedule`."""
 
     def __init__(
-        self, schedule: Schedule, context: Callable[[], AbstractContextManager[object]]
+        self, schedule: PipelineSchedule, context: Callable[[], AbstractContextManager[object]]
     ) -> None:
         self._schedule = schedule
         self._context = context
@@ -26,6 +26,6 @@ class ScheduleInside:
         backward: bool,
         before_last: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """See `spec.Schedule`."""
+        """See `spec.PipelineSchedule`."""
         with self._context():
             return self._schedule.run(microbatches, backward=backward, before_last=before_last)

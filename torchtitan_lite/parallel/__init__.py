@@ -16,7 +16,7 @@ from torchtitan_lite.parallel import (
     fsdp,
     tensor,
 )
-from torchtitan_lite.parallel.schedule import OneStage, build_schedule
+from torchtitan_lite.parallel.pipeline_schedule import OneStage, build_pipeline_schedule
 from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan_lite.schema.compile import CompileConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
@@ -26,7 +26,7 @@ from torchtitan_lite.spec import ModelSpec
 
 __all__ = [
     "OneStage",
-    "build_schedule",
+    "build_pipeline_schedule",
     "parallelize",
 ]
 

@@ -29,7 +29,7 @@ from torchtitan_lite.torch_compat import forward_schedule, schedule_of_order
 
 
 class Pipeline:
-    """Runs a step through the stages that this rank holds; see `spec.Schedule`."""
+    """Runs a step through the stages that this rank holds; see `spec.PipelineSchedule`."""
 
     def __init__(
         self,
@@ -71,7 +71,8 @@ class Pipeline:
         backward: bool,
         before_last: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """See `spec.Schedule`. `before_last` is not called: stages alternate until the end."""
+        """See `spec.PipelineSchedule`. `before_last` is not called, because stages alternate until
+        the end."""
         batches = [self._sharding.shard(mb.to(self._device)) for mb in microbatches]
         batch_size, length = batches[0].tokens_BS.shape
         schedule = self._schedule(len(batches), batch_size, length, backward)

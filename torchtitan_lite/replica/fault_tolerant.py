@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 from torch import nn
 
-from torchtitan_lite.checkpoint.background import WriterGroup
+from torchtitan_lite.checkpoint.background import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
@@ -87,9 +87,7 @@ class FaultTolerantReplicas:
         self._is_first_step = False
         """Whether the current step is the first of this quorum."""
         self._events: list[ReplicaEvent] = []
-
-    def start_quorum(self) -> None:
-        self._request_quorum()
+        self._writer_group = SINGLE_REPLICA
 
     def _request_quorum(self) -> None:
         """Start to form a quorum."""
@@ -114,6 +112,7 @@ class FaultTolerantReplicas:
                 time.sleep(_POLL_S)
                 continue
             if self._join_quorum():
+                self._writer_group = self._quorum_writers()
                 return self._share()
 
     def _wait_for_quorum(self, request: Future[None], since_s: float) -> bool:
@@ -198,17 +197,15 @@ class FaultTolerantReplicas:
     def _heal(self, source: StateSource) -> ReplicaError | None:
         """Heal from a peer. Return the error if it failed."""
         logger.info("%s, at sample %d.", RECEIVES_STATE, source.progress)
-        self._phases.enter(Phase.HEALING, self._state.step)
-        self._wait_until_modifiable()
-        started_s = time.perf_counter()
-        try:
-            receive_state(self._endpoint(source.url), source.progress, self._state)
-        except ReplicaError as error:
-            return error
-        finally:
-            self._phases.enter(Phase.QUORUM, self._state.step)
-        taken = {"sample": source.progress, "seconds": time.perf_counter() - started_s}
-        self._events.append(ReplicaEvent("healed", taken))
+        with self._phases.enter(Phase.HEALING):
+            self._wait_until_modifiable()
+            started_s = time.perf_counter()
+            try:
+                receive_state(self._endpoint(source.url), source.progress, self._state)
+            except ReplicaError as error:
+                return error
+        values = {"sample": source.progress, "seconds": time.perf_counter() - started_s}
+        self._events.append(ReplicaEvent("healed", values))
         return None
 
     def _decline_quorum(self, error: Exception | None) -> None:
@@ -233,6 +230,9 @@ class FaultTolerantReplicas:
 
     @property
     def writer_group(self) -> WriterGroup:
+        return self._writer_group
+
+    def _quorum_writers(self) -> WriterGroup:
         quorum = self._manager.quorum
         named = " ".join([*sorted(quorum.replica_ids), str(quorum.quorum_id)])
         token = hashlib.blake2b(named.encode(), digest_size=6).hexdigest()
@@ -286,8 +286,9 @@ class FaultTolerantReplicas:
                 f"because {reason}"
             )
 
-    def synchronize(self) -> None:
-        return None
+    def finish_step(self, *, committed: bool, is_last: bool) -> None:
+        if not is_last:
+            self._request_quorum()
 
     def all_reduce(self, counts: torch.Tensor) -> bool:
         self._reducer.reduce((), counts)

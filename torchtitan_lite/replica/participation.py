@@ -88,11 +88,6 @@ class Replicas(Protocol):
         steps."""
         ...
 
-    def synchronize(self) -> None:
-        """Average the states of all replicas after a committed step, if due. Raises as `agree`
-        does."""
-        ...
-
     def all_reduce(self, counts: torch.Tensor) -> bool:
         """Sum `counts` over the replicas in place after the vote, and return whether it succeeded.
         Called only if the reduced numbers of the step make all replicas call it."""
@@ -103,8 +98,10 @@ class Replicas(Protocol):
         to the others before the next step."""
         ...
 
-    def start_quorum(self) -> None:
-        """Start to form the next quorum. The state must not be modified before the next step."""
+    def finish_step(self, *, committed: bool, is_last: bool) -> None:
+        """Average the states of all replicas after a committed step, if due, and start to form the
+        next quorum unless the step `is_last`. The state must not be modified before the next step.
+        Raises as `agree` does."""
         ...
 
     def events(self) -> list[ReplicaEvent]:
@@ -135,16 +132,13 @@ class SingleReplica:
     def should_commit(self, num_ranks: float, cursors: float, steps: float) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        return None
-
     def all_reduce(self, counts: torch.Tensor) -> bool:
         return True
 
     def rolled_back(self, *, has_state: bool) -> None:
         return None
 
-    def start_quorum(self) -> None:
+    def finish_step(self, *, committed: bool, is_last: bool) -> None:
         return None
 
     def events(self) -> list[ReplicaEvent]:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torchft.local_sgd import DiLoCo, LocalSGD
 
-from torchtitan_lite.checkpoint.background import SINGLE_REPLICA, WriterGroup
+from torchtitan_lite.checkpoint.background import WriterGroup
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.optim import placed_like
 from torchtitan_lite.phases import Phase
@@ -149,7 +149,6 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
         averaging.connect(self._manager)
         self._interval_share: Share | None = None
         """This replica's share of each step up to the next average."""
-        self._writer_group = SINGLE_REPLICA
         self._is_averaged = False
         """Whether no step was taken since the last average."""
 
@@ -159,19 +158,23 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
         self._is_averaged = False
         return self._interval_share
 
-    def synchronize(self) -> None:
+    def finish_step(self, *, committed: bool, is_last: bool) -> None:
         averaging = self._averaging
-        if averaging.in_progress:
-            self._phases.enter(Phase.COMMUNICATION, self._state.step)
-            self._finish_average(averaging.advance())
-        while averaging.is_due(self._state.step):
-            self._phases.enter(Phase.QUORUM, self._state.step)
-            self._join_and_average()
+        if committed and averaging.in_progress:
+            with self._phases.enter(Phase.COMMUNICATION):
+                self._finish_average(averaging.advance())
+        while committed and averaging.is_due(self._state.step):
+            with self._phases.enter(Phase.QUORUM):
+                self._join_and_average()
 
     def _join_and_average(self) -> None:
         """Form a quorum, and average if due."""
         share = super().agree()
-        self._phases.enter(Phase.COMMUNICATION, self._state.step)
+        with self._phases.enter(Phase.COMMUNICATION):
+            self._average(share)
+
+    def _average(self, share: Share) -> None:
+        """Average if due. `share` is this replica's share of each step up to the next average."""
         manager, state = self._manager, self._state
         # A replica that has just healed has no contribution of its own.
         weight = 0.0 if manager.quorum.heal else 1.0
@@ -223,9 +226,6 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
 
     def should_commit(self, num_ranks: float, cursors: float, steps: float) -> bool:
         return True
-
-    def start_quorum(self) -> None:
-        return None
 
     @property
     def _progress(self) -> int:

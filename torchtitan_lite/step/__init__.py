@@ -1,5 +1,5 @@
-"""Parts of a step beside forward, backward and update: the reduction of numbers, work times, and
-the reaction to anomalous steps.
+"""Parts of a step beside forward, backward and update: the totals over ranks, the decision about
+the step, and what follows an anomaly.
 
 Layer: above train_state, anomalies, replica and checkpoint; the trainer composes it.
 """

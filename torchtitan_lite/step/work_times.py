@@ -28,34 +28,33 @@ class WorkTimes:
         self._ranks_of_stage = mesh.world_size // mesh.degrees.pp
         self._on_gpu = mesh.device.kind == "cuda"
         self._began = self._ended = self._now()
-        self._microbatches = 0
-        self._told = (0.0, 0.0, 0.0)
+        self._last_work = (0.0, 0.0, 0.0)
 
     def begin(self) -> None:
         """Start of own work."""
         self._began = self._now()
 
-    def end(self, microbatches: int) -> None:
-        """End of own work on `microbatches`."""
-        self._ended, self._microbatches = self._now(), microbatches
+    def end(self) -> None:
+        """End of own work."""
+        self._ended = self._now()
 
-    def length(self, share: Share) -> int:
-        """Length of `counted`."""
-        return share.count * self._mesh.world_size * _NUMBERS
-
-    def counted(self, share: Share, device: torch.device) -> torch.Tensor:
-        """Return this rank's numbers for the reduction: float64."""
-        numbers = torch.zeros(self.length(share), dtype=torch.float64)
+    def local_values(self, share: Share, device: torch.device) -> torch.Tensor:
+        """Return this rank's values for the reduction: float64 [participants * ranks * 3]."""
+        length = share.count * self._mesh.world_size * _NUMBERS
+        numbers = torch.zeros(length, dtype=torch.float64)
         if share.index >= 0:
             start = (share.index * self._mesh.world_size + self._mesh.rank) * _NUMBERS
-            numbers[start : start + _NUMBERS] = torch.tensor(self._told, dtype=torch.float64)
+            numbers[start : start + _NUMBERS] = torch.tensor(self._last_work, dtype=torch.float64)
         return numbers.to(device, non_blocking=True)
 
-    def settle(self, sums: torch.Tensor, *, settled: bool) -> list[ReplicaEvent]:
-        """Record the summed numbers if the step is valid, once the device has finished it. Returns
-        events of slow ranks."""
-        self._told = (float(self._replica), float(self._microbatches), self._seconds())
-        if not settled or len(sums) == _NUMBERS:
+    def record(
+        self, totals: torch.Tensor, num_microbatches: int, *, is_valid: bool
+    ) -> list[ReplicaEvent]:
+        """Record the sums of `local_values` over all ranks if they are valid, once the device has
+        finished the step, in which this rank's work was `num_microbatches`. Returns events of slow
+        ranks."""
+        self._last_work = (float(self._replica), float(num_microbatches), self._seconds())
+        if not is_valid or len(totals) == _NUMBERS:
             return []
         work = [
             Work(
@@ -66,21 +65,21 @@ class WorkTimes:
                 seconds=seconds,
             )
             for place, (replica, microbatches, seconds) in enumerate(
-                sums.view(-1, _NUMBERS).tolist()
+                totals.view(-1, _NUMBERS).tolist()
             )
         ]
-        found = self._slow_ranks.step(work)
-        for one in found if self._mesh.is_leader else ():
+        changes = self._slow_ranks.step(work)
+        for one in changes if self._mesh.is_leader else ():
             logger.warning(
                 "Rank %d of replica %d %s: its work takes %.2f times that of the others.",
                 one.rank,
                 one.replica,
-                "is slow" if one.is_slow else "is slow no more",
+                "is slow" if one.is_slow else "is no longer slow",
                 one.times_slower,
             )
         return [
             ReplicaEvent("slow_rank" if one.is_slow else "slow_rank_ended", vars(one))
-            for one in found
+            for one in changes
         ]
 
     def _now(self) -> "float | torch.cuda.Event":

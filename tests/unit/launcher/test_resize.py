@@ -8,7 +8,7 @@ import pytest
 from tests.launch import SMALL
 from torchtitan_lite.cli import main
 from torchtitan_lite.config import load_config
-from torchtitan_lite.config.other_ranks import check_other_ranks
+from torchtitan_lite.config.compatibility import check_rank_counts
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.launcher.resize import ResizePolicy, SlotsFile, parse_ranks, parse_slots
 
@@ -109,17 +109,17 @@ def config_with(*more: str):
 
 
 def test_a_run_that_cannot_go_on_with_other_ranks_is_refused() -> None:
-    check_other_ranks(config_with(), [1, 2])
+    check_rank_counts(config_with(), [1, 2])
     wrong = [
         ("--training.global_batch_size=-1", "global_batch_size = -1 follows the mesh"),
-        ("--checkpoint.load_only=true", "go on from what they have saved"),
+        ("--checkpoint.load_only=true", "resume from checkpoints"),
         ("--checkpoint.load_step=3", "checkpoint.load_step or exclude_from_loading"),
         ("--parallelism.data_parallel_shard_degree=2", "With 1 rank each: "),
         ("--training.local_batch_size=4", "With 2 ranks each: "),
     ]
     for option, told in wrong:
         with pytest.raises(ConfigError) as raised:
-            check_other_ranks(config_with(option), [1, 2])
+            check_rank_counts(config_with(option), [1, 2])
         assert told in str(raised.value), option
 
 

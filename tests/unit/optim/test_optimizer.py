@@ -14,8 +14,8 @@ from torchtitan_lite.device import detect_device
 from torchtitan_lite.log import logger
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.optim import (
+    build_lr_scheduler,
     build_optimizer,
-    build_schedule,
     local_gradients,
     scale_,
     square_norm,
@@ -39,7 +39,7 @@ def test_each_step_has_the_rate_of_its_phase(decay_type: str, min_factor: float)
         decay_type=decay_type,  # pyright: ignore[reportArgumentType]
         min_lr_factor=min_factor,
     )
-    schedule = build_schedule(config, OptimizerConfig(lr=2.0), steps=40)
+    schedule = build_lr_scheduler(config, OptimizerConfig(lr=2.0), steps=40)
     rates = [schedule.lr(committed) for committed in range(40)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
     assert rates[4:31] == [2.0] * 27
@@ -49,7 +49,9 @@ def test_each_step_has_the_rate_of_its_phase(decay_type: str, min_factor: float)
 
 
 def test_decay_follows_warmup_at_once_when_no_share_is_given() -> None:
-    schedule = build_schedule(LRSchedulerConfig(warmup_steps=2), OptimizerConfig(lr=1.0), steps=6)
+    schedule = build_lr_scheduler(
+        LRSchedulerConfig(warmup_steps=2), OptimizerConfig(lr=1.0), steps=6
+    )
     rates = [schedule.lr(committed) for committed in range(6)]
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25], rel=SCHEDULE)
 
@@ -63,7 +65,7 @@ def test_no_step_has_a_rate_of_zero_and_after_the_last_it_stays_at_the_end() -> 
             decay_ratio=ratio,
             decay_type=kind,  # pyright: ignore[reportArgumentType]
         )
-        schedule = build_schedule(config, OptimizerConfig(lr=1.0), steps=steps)
+        schedule = build_lr_scheduler(config, OptimizerConfig(lr=1.0), steps=steps)
         rates = [schedule.lr(committed) for committed in range(steps)]
         assert all(0 < rate <= 1 for rate in rates), (warmup, ratio, kind, steps)
         assert 0 <= schedule.lr(steps + 1000) <= rates[-1]
@@ -73,8 +75,8 @@ def test_phases_longer_than_the_run_are_cut_and_said(caplog: pytest.LogCaptureFi
     logger.addHandler(caplog.handler)
     try:
         with caplog.at_level(logging.INFO, logger.name):
-            short = build_schedule(LRSchedulerConfig(), OptimizerConfig(), steps=10)
-            both = build_schedule(
+            short = build_lr_scheduler(LRSchedulerConfig(), OptimizerConfig(), steps=10)
+            both = build_lr_scheduler(
                 LRSchedulerConfig(warmup_steps=6, decay_ratio=0.9), OptimizerConfig(), steps=10
             )
     finally:
@@ -87,7 +89,7 @@ def test_phases_longer_than_the_run_are_cut_and_said(caplog: pytest.LogCaptureFi
 
 def test_the_schedule_may_be_longer_than_the_run() -> None:
     config = LRSchedulerConfig(warmup_steps=0, total_steps=100)
-    assert build_schedule(config, OptimizerConfig(lr=1.0), steps=10).lr(50) == 0.5
+    assert build_lr_scheduler(config, OptimizerConfig(lr=1.0), steps=10).lr(50) == 0.5
 
 
 def test_norms_embeddings_and_biases_are_exempt_from_decay() -> None:

@@ -92,5 +92,5 @@ def test_all_ranks_go_to_the_furthest_place_or_none(
     assert (run.step, run.cursor) == (3, 24)
     manager = _Manager(loses_max=loses_max)
     replicas = _replicas(run, manager, lambda mine: mine or another_rank_lost_it)
-    replicas.synchronize()
+    replicas.finish_step(committed=True, is_last=False)
     assert run.cursor == goes_to

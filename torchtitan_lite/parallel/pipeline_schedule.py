@@ -15,10 +15,10 @@ from torchtitan_lite.parallel.fsdp import reshard
 from torchtitan_lite.parallel.pipeline import Pipeline
 from torchtitan_lite.parallel.pipeline_stages import plan_stages
 from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.spec import Microbatch, ModelSpec, Schedule, TokenLoss
+from torchtitan_lite.spec import Microbatch, ModelSpec, PipelineSchedule, TokenLoss
 
 
-def build_schedule(
+def build_pipeline_schedule(
     parts: Sequence[nn.Module],
     spec: ModelSpec,
     loss: TokenLoss,
@@ -27,7 +27,7 @@ def build_schedule(
     hidden_dtype: torch.dtype,
     *,
     is_compiled: bool = False,
-) -> Schedule:
+) -> PipelineSchedule:
     """Return the schedule for the parts of the model on this rank. `hidden_dtype` is that of the
     hidden states that pass from stage to stage, `is_compiled` says whether the blocks are."""
     sharding = sequence_sharding(mesh, parallelism)
@@ -73,7 +73,7 @@ class OneStage:
         backward: bool,
         before_last: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """See `spec.Schedule`."""
+        """See `spec.PipelineSchedule`."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for number, microbatch in enumerate(microbatches, start=1):
             batch = self._sharding.shard(microbatch.to(self._device))

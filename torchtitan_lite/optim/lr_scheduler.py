@@ -37,7 +37,7 @@ class WarmupStableDecay:
         return self.peak_lr * (self.min_factor + (1 - self.min_factor) * shape)
 
 
-def build_schedule(
+def build_lr_scheduler(
     config: LRSchedulerConfig, optimizer: OptimizerConfig, steps: int
 ) -> WarmupStableDecay:
     """Build the schedule of a run of `steps` steps. Phases longer than the run are shortened, with

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.config import Config, likeness
+from torchtitan_lite.config import Config, config_fingerprint
 
 
 def _with(key: str, value: Any) -> Config:
@@ -30,7 +30,7 @@ def _with(key: str, value: Any) -> Config:
     ],
 )
 def test_what_changes_the_result_must_not_differ(key: str, value: Any) -> None:
-    assert likeness(_with(key, value), 2) != likeness(Config(), 2)
+    assert config_fingerprint(_with(key, value), 2) != config_fingerprint(Config(), 2)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_changes_the_result_must_not_differ(key: str, value: Any) -> None:
     ],
 )
 def test_what_belongs_to_a_machine_may_differ(key: str, value: Any) -> None:
-    assert likeness(_with(key, value), 2) == likeness(Config(), 2)
+    assert config_fingerprint(_with(key, value), 2) == config_fingerprint(Config(), 2)
 
 
 def test_paths_of_corpora_may_differ_and_ranks_must_not() -> None:
@@ -56,5 +56,5 @@ def test_paths_of_corpora_may_differ_and_ranks_must_not() -> None:
         _with("training.corpora", [{"dataset": "python_stdlib", "dataset_path": path}])
         for path in ("/a", "/b")
     )
-    assert likeness(one, 2) == likeness(other, 2) != likeness(one, 4)
-    assert ":" not in likeness(one, 2)
+    assert config_fingerprint(one, 2) == config_fingerprint(other, 2) != config_fingerprint(one, 4)
+    assert ":" not in config_fingerprint(one, 2)

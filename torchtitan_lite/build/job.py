@@ -1,0 +1,268 @@
+"""Build the `Job`: the pipeline schedule, the step monitor, the hooks and the replicas around the
+restored state.
+
+Layer: above hooks, trainer, build.model and build.state.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from torchtitan_lite.anomalies import AnomalyDetector
+from torchtitan_lite.build.model import model_on_meta
+from torchtitan_lite.build.state import RestoredState
+from torchtitan_lite.config import Config, config_fingerprint
+from torchtitan_lite.data import OpenedData
+from torchtitan_lite.debug import (
+    ScheduleInside,
+    StepTrace,
+    explicit_redistribution,
+    traced_step,
+)
+from torchtitan_lite.hooks import (
+    HookContext,
+    record_goodput,
+    record_metrics,
+    registered_hooks,
+    validate_every,
+    write_sample_ledger,
+)
+from torchtitan_lite.launcher.supervised import announce
+from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.metrics import GoodputTracker, Metrics
+from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
+from torchtitan_lite.metrics.profiler import StepProfiler
+from torchtitan_lite.parallel import build_pipeline_schedule
+from torchtitan_lite.parallel.expert import RouterBalance, routers_of
+from torchtitan_lite.parallel.fsdp import compute_dtype_of
+from torchtitan_lite.phases import Phases
+from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.replica import Replicas, SingleReplica
+from torchtitan_lite.samples import Sampler
+from torchtitan_lite.spec import ModelSpec, PipelineSchedule
+from torchtitan_lite.step.monitor import StepMonitor
+from torchtitan_lite.step.replay import TOLERANCE, Replay
+from torchtitan_lite.step.work_times import WorkTimes
+from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.trainer import Hook, Job
+
+StepContext = Callable[[int], AbstractContextManager[object]]
+
+
+def build_job(
+    config: Config,
+    spec: ModelSpec,
+    mesh: Mesh,
+    stop: StopRequest,
+    stack: ExitStack,
+    *,
+    parts: Sequence[nn.Module],
+    data: OpenedData,
+    restored: RestoredState,
+    phases: Phases,
+    metrics: Metrics,
+    goodput_tracker: GoodputTracker | None,
+    sampler: Sampler | None,
+    folder: Path,
+) -> Job:
+    """Build the job of a single replica around `restored`. `parts` are this rank's parts of the
+    model, `folder` is for outputs; `stack` closes what is opened."""
+    state, training = restored.state, config.training
+    schedule = _build_schedule(config, spec, mesh, parts)
+    schedule, step_context = _debug_schedule(config, mesh, parts, schedule, state, folder)
+    names = list(routers_of(model_on_meta(config, spec)))
+    balance = RouterBalance(state.model, names, spec.num_experts, mesh, config.parallelism)
+    garbage = ScheduledGarbageCollection(training.gc_freq, training.gc_debug)
+    hooks = _build_hooks(
+        config,
+        stack,
+        schedule=schedule,
+        metrics=metrics,
+        goodput_tracker=goodput_tracker,
+        data=data,
+        spec=spec,
+        sampler=sampler,
+        state=state,
+        mesh=mesh,
+        folder=folder,
+    )
+    global_batch_size = training.global_batch_size
+    if global_batch_size == -1:
+        global_batch_size = training.local_batch_size * mesh.degrees.batch
+    local_batch_size = training.local_batch_size
+    if mesh.degrees.pp > 1:
+        local_batch_size = config.parallelism.pipeline_parallel_microbatch_size
+    return Job(
+        mesh=mesh,
+        replicas=SingleReplica(),
+        phases=phases,
+        state=state,
+        pipeline_schedule=schedule,
+        router_balance=balance,
+        checkpoints=restored.checkpoints,
+        monitor=_build_monitor(config, mesh, state, schedule),
+        garbage=stack.enter_context(garbage),
+        hooks=hooks,
+        stop=stop,
+        steps=training.steps,
+        global_batch_size=global_batch_size,
+        local_batch_size=local_batch_size,
+        seq_len=training.seq_len,
+        max_norm=training.max_norm,
+        train_timeout_s=config.comm.train_timeout_seconds,
+        step_context=step_context,
+    )
+
+
+def _build_schedule(
+    config: Config, spec: ModelSpec, mesh: Mesh, parts: Sequence[nn.Module]
+) -> PipelineSchedule:
+    loss_backend = config.compile.backend if config.compile.covers("loss") else None
+    return build_pipeline_schedule(
+        parts,
+        spec,
+        cross_entropy(compile_backend=loss_backend),
+        mesh,
+        config.parallelism,
+        hidden_dtype=compute_dtype_of(config.training, mesh.device),
+        is_compiled=config.compile.covers("model"),
+    )
+
+
+def _debug_schedule(
+    config: Config,
+    mesh: Mesh,
+    parts: Sequence[nn.Module],
+    schedule: PipelineSchedule,
+    state: TrainState,
+    folder: Path,
+) -> tuple[PipelineSchedule, StepContext]:
+    """Wrap the schedule in what `[debug]` asks for. Returns the context of a step, too."""
+    if config.debug.explicit_redistribution:
+        schedule = ScheduleInside(schedule, explicit_redistribution(parts))
+    if not config.debug.trace_communication:
+        return schedule, nullcontext
+    number = traced_step(
+        config.debug.trace_communication_step,
+        resume_step=state.step,
+        last_step=config.training.steps,
+    )
+    trace = StepTrace(parts, mesh, traced_step=number, folder=folder, tensors=state.tensors)
+    return ScheduleInside(schedule, trace.in_schedule), trace.step
+
+
+def _build_monitor(
+    config: Config, mesh: Mesh, state: TrainState, schedule: PipelineSchedule
+) -> StepMonitor:
+    replay = None
+    if config.fault_tolerance.replay_check:
+        is_exact = mesh.device.kind == "cpu" or config.debug.deterministic
+        tolerance = 0.0 if is_exact else TOLERANCE
+        replay = Replay(state.model, schedule, state.optimizer, mesh, tolerance=tolerance)
+    replica = config.fault_tolerance.replica_id if config.fault_tolerance.enable else 0
+    detector = AnomalyDetector(config.anomalies, config.debug.max_skipped_steps)
+    return StepMonitor(detector, WorkTimes(mesh, replica), replay)
+
+
+def _build_hooks(
+    config: Config,
+    stack: ExitStack,
+    *,
+    schedule: PipelineSchedule,
+    metrics: Metrics,
+    goodput_tracker: GoodputTracker | None,
+    data: OpenedData,
+    spec: ModelSpec,
+    sampler: Sampler | None,
+    state: TrainState,
+    mesh: Mesh,
+    folder: Path,
+) -> list[Hook]:
+    """Build the hooks in the order in which they run after each step."""
+    total_steps = config.training.steps
+    cost = spec.cost(config.training.seq_len)
+    tracker = goodput_tracker
+    hooks = [
+        record_metrics(
+            metrics, mesh, cost=cost, goodput_tracker=tracker, total_steps=total_steps
+        )
+    ]
+    if tracker is not None and config.checkpoint.enable:
+        hooks.append(record_goodput(config.checkpoint.interval, tracker, metrics))
+    if data.validation is not None:
+        texts = _validation_samples(config, sampler)
+        freq = config.validation.freq
+        hooks.append(
+            validate_every(freq, total_steps, data.validation, schedule, metrics, mesh, texts)
+        )
+    if config.debug.sample_ledger:
+        path = folder / f"samples_rank_{mesh.rank}.jsonl"
+        hook, lines = write_sample_ledger(path, state.step)
+        stack.callback(lines.close)
+        hooks.append(hook)
+    if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
+        profiler = StepProfiler(
+            config.profiling,
+            folder=folder,
+            rank=mesh.rank,
+            resume_step=state.step,
+            device_kind=mesh.device.kind,
+        )
+        stack.enter_context(profiler)
+        hooks.append(lambda state, report: profiler.step(report.number))
+    context = HookContext(config=config, mesh=mesh, spec=spec, metrics=metrics, folder=folder)
+    return [*hooks, *registered_hooks(context)]
+
+
+def build_sampler(config: Config, spec: ModelSpec, data: OpenedData, mesh: Mesh) -> Sampler:
+    """Build the copy of the model that generates text. Every rank must call it. Raises ConfigError
+    for a model that cannot."""
+    whole = model_on_meta(config, spec)
+    return Sampler(whole, spec, mesh, data.tokenizer(), seed=config.debug.seed or 0)
+
+
+def _validation_samples(
+    config: Config, sampler: Sampler | None
+) -> Callable[[TrainState], Sequence[str]] | None:
+    """Return the function that generates the texts of a validation; None without a sampler."""
+    if sampler is None:
+        return None
+    validation = config.validation
+    return partial(
+        sampler.texts,
+        prompt=validation.sample_prompt,
+        count=validation.samples,
+        max_new_tokens=validation.sample_tokens,
+        temperature=validation.sample_temperature,
+    )
+
+
+@contextmanager
+def join_replicas(
+    config: Config, mesh: Mesh, stop: StopRequest, restored: RestoredState, phases: Phases
+) -> Iterator[Replicas]:
+    """Join the other replicas, and leave them at the end of the block."""
+    # Imported here because importing torchft takes a second.
+    from torchtitan_lite.replica.joining import join
+    from torchtitan_lite.replica.torchft_manager import filter_torchft_logs
+
+    checkpoints = restored.checkpoints
+    with filter_torchft_logs():
+        announce("joining")
+        with join(
+            config.fault_tolerance,
+            restored.state,
+            mesh,
+            config_fingerprint=config_fingerprint(config, mesh.world_size),
+            newest_stored_step=checkpoints.newest_stored,
+            wait_until_modifiable=checkpoints.wait_for_snapshot,
+            stop_requested=lambda: stop.requested,
+            initial_stored_step=checkpoints.stored_before,
+            phases=phases,
+            averaging=restored.averaging,
+        ) as replicas:
+            yield replicas

@@ -1,0 +1,126 @@
+"""Compatibility of replicas: the settings that all must share, and the numbers of ranks that a
+config permits.
+
+Layer: above constraints and schema.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+
+from torchtitan_lite.config.problems import config_error
+from torchtitan_lite.config.schema import Config
+from torchtitan_lite.errors import ConfigError
+
+_COMPARED_SECTIONS = (
+    "model",
+    "training",
+    "optimizer",
+    "lr_scheduler",
+    "parallelism",
+    "checkpoint",
+    "fault_tolerance",
+    "anomalies",
+    "debug",
+    "quantize",
+)
+_MAY_DIFFER = {
+    "model": ("hf_assets_path", "print_after_conversion"),
+    "training": (
+        "dataset_path",
+        "cache_folder",
+        "dataloader",
+        "gc_freq",
+        "gc_debug",
+    ),
+    "parallelism": ("pipeline_parallel_schedule_csv",),
+    "checkpoint": (
+        "folder",
+        "ram_interval",
+        "snapshot_gib",
+        "preemption_grace_s",
+        "writer_nice",
+        "writer_mib_per_s",
+        "load_step",
+        "initial_load_path",
+        "export_dtype",
+        "async_mode",
+    ),
+    "fault_tolerance": (
+        "replica_id",
+        "group_size",
+        "process_group_timeout_ms",
+        "quorum_timeout_s",
+        "hang_timeout_s",
+        "heal_interface",
+        "heal_connections",
+    ),
+    "debug": (
+        "sample_ledger",
+        "explicit_redistribution",
+        "trace_communication",
+        "trace_communication_step",
+    ),
+}
+
+
+def config_fingerprint(config: Config, num_ranks: int) -> str:
+    """Return a digest that is equal for replicas that may train together: the number of ranks, and
+    a hash of every setting that may change what is trained or what replicas do together. Excluded
+    are paths, time limits, and what only saves time or memory or is only displayed."""
+    text = json.dumps(dict(_compared(config)), sort_keys=True, default=str)
+    return f"{num_ranks}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+
+
+def _compared(config: Config) -> Iterator[tuple[str, object]]:
+    values = config.model_dump()
+    # Unset means 0.
+    values["debug"]["seed"] = values["debug"]["seed"] or 0
+    # Sections added by a user's module may change anything.
+    added = sorted(type(config).model_fields.keys() - Config.model_fields.keys())
+    for section in (*_COMPARED_SECTIONS, *added):
+        for key, value in values[section].items():
+            if key in _MAY_DIFFER.get(section, ()):
+                continue
+            if key == "corpora":
+                value = [{k: v for k, v in one.items() if k != "dataset_path"} for one in value]
+            yield f"{section}.{key}", value
+
+
+def check_rank_counts(config: Config, numbers: Sequence[int]) -> None:
+    """Raise ConfigError with every problem unless replicas can run on, and switch between, any of
+    these numbers of ranks."""
+    # Imports torch, which the fingerprint does not need.
+    from torchtitan_lite.config.constraints import check_against
+
+    if len(numbers) == 1:
+        check_against(config, numbers[0])
+        return
+    problems = list(_resize_problems(config))
+    for number in numbers:
+        try:
+            check_against(config, number)
+        except ConfigError as error:
+            problems.append(f"With {number} rank{'s' if number > 1 else ''} each: {error}")
+    if problems:
+        raise config_error(problems)
+
+
+def _resize_problems(config: Config) -> Iterator[str]:
+    subject = "Replicas that may have another number of ranks (--nproc-per-replica with several)"
+    if config.training.global_batch_size == -1:
+        yield (
+            f"{subject} need a global batch that does not depend on it, but "
+            "training.global_batch_size = -1 follows the mesh. Set it to the samples per step."
+        )
+    checkpoint = config.checkpoint
+    if not checkpoint.enable or checkpoint.load_only:
+        yield (
+            f"{subject} resume from checkpoints. Set checkpoint.enable = true, without load_only."
+        )
+    if checkpoint.load_step >= 0 or checkpoint.exclude_from_loading:
+        yield (
+            f"{subject} resume from their newest state, but checkpoint.load_step or "
+            "exclude_from_loading selects another. Start the run with it once, with one number of "
+            "ranks, then without."
+        )

@@ -1,0 +1,108 @@
+"""What follows a step that was not committed: skip it, roll back, or end the run.
+
+Layer: above train_state, anomalies, checkpoint and replica.
+"""
+
+from torchtitan_lite.anomalies import Action, Decision
+from torchtitan_lite.checkpoint import CheckpointManager, SavedValues
+from torchtitan_lite.errors import MachineFault, TrainingDiverged
+from torchtitan_lite.log import logger
+from torchtitan_lite.replica import ReplicaEvent, Replicas, Share
+from torchtitan_lite.step.totals import StepTotals
+from torchtitan_lite.train_state import TrainState
+
+Outcome = tuple[list[ReplicaEvent], TrainingDiverged | MachineFault | None]
+"""Events, and why the run or this replica ends, if it does."""
+
+
+def skip_step(
+    decision: Decision,
+    totals: StepTotals,
+    state: TrainState,
+    checkpoints: CheckpointManager,
+    replicas: Replicas,
+    share: Share,
+    *,
+    samples: range,
+    roll_back_steps: int,
+) -> Outcome:
+    """Apply the decision about an anomalous step. `samples` are those of the step, before
+    `state.cursor`; `roll_back_steps` is the least age of the state that a rollback restores. All
+    ranks of all replicas must call it."""
+    state.history.record_skip()
+    loss, grad_norm = totals.mean_loss, totals.grad_norm
+    problem = (
+        f"Step {state.step + 1} {decision.reason}: loss {loss:g}, gradient norm {grad_norm:g}, "
+        f"samples {samples.start} to {samples.stop - 1}."
+    )
+    logger.warning("%s Action: %s.", problem, decision.action.value)
+    values = {"action": decision.action.value, "reason": decision.reason, "loss": loss}
+    values |= {"grad_norm": grad_norm, "samples": [samples.start, samples.stop]}
+    events = [ReplicaEvent("refused", values)]
+    if decision.action is Action.ROLL_BACK:
+        events += [_roll_back(state, checkpoints, replicas, share, min_steps=roll_back_steps)]
+    if decision.action is not Action.STOP:
+        return events, None
+    return events, TrainingDiverged(
+        f"{problem} Lower optimizer.lr, or inspect these samples (debug.sample_ledger = true "
+        "records which rank used them)."
+    )
+
+
+def report_faulty_ranks(decision: Decision, step: int, share: Share, world_size: int) -> Outcome:
+    """Report the ranks whose recomputation of `step` differed, if any. Their replicas end."""
+    if not decision.faulty_ranks:
+        return [], None
+    places = [divmod(index, world_size) for index in decision.faulty_ranks]
+    names = ", ".join(f"rank {rank} of participant {index}" for index, rank in places)
+    logger.error("The recomputation of step %d differs on %s.", step, names)
+    participants, ranks = [index for index, _ in places], [rank for _, rank in places]
+    events = [ReplicaEvent("replay_differs", {"participants": participants, "ranks": ranks})]
+    if share.index not in participants:
+        return events, None
+    return events, MachineFault(
+        f"Step {step} was anomalous, and its recomputation differs on {names}: memory or processor "
+        "of that machine are faulty. Restart without it."
+    )
+
+
+def _roll_back(
+    state: TrainState,
+    checkpoints: CheckpointManager,
+    replicas: Replicas,
+    share: Share,
+    *,
+    min_steps: int,
+) -> ReplicaEvent:
+    """Restore the newest state at least `min_steps` steps old; `state.cursor` stays at the next
+    sample. Without such a state nothing changes.
+
+    With several replicas the first one restores, and the others heal from it in the next quorum:
+    each has other snapshots, and the data cursor, by which replicas compare their progress, would
+    not distinguish two steps.
+    """
+    if share.index != 0:
+        checkpoints.discard_snapshots()
+        replicas.rolled_back(has_state=False)
+        return ReplicaEvent("rolled_back", {"received": True})
+    before, history = state.step, state.history
+
+    def accepts(saved: SavedValues) -> bool:
+        cursor = saved.values.get("dataloader", {}).get("cursor", 0)
+        return not (saved.model_only or history.was_abandoned(saved.step, cursor))
+
+    where = checkpoints.restore_earlier(before - min_steps, accepts)
+    replicas.rolled_back(has_state=True)
+    if where is None:
+        logger.warning("No rollback: no saved state is at least %d steps old.", min_steps)
+        return ReplicaEvent("rolled_back", {"to": before, "from": None})
+    state.history, restored = history, state.history
+    history.record_rollback(restored, at=before, to=state.step, cursor=state.cursor)
+    logger.warning(
+        "Rolled back from step %d to step %d, from %s; training continues with sample %d.",
+        before,
+        state.step,
+        where,
+        state.cursor,
+    )
+    return ReplicaEvent("rolled_back", {"to": state.step, "from": where, "sample": state.cursor})
