@@ -165,17 +165,17 @@ def difference(lines: Sequence[Line], reference: Sequence[Line]) -> Difference:
     """Compare every line, including those of repeated steps."""
     expected = {one.step: one for one in reference}
     pairs = [(one, expected[one.step]) for one in lines if one.step in expected]
-    off = [_off(one, wanted) for one, wanted in pairs]
+    off = [_off(one, target) for one, target in pairs]
     return Difference(
         compared=len({one.step for one, _ in pairs}),
         wrong=sum(not value <= TOLERANCE for value in off),
     )
 
 
-def _off(one: Line, wanted: Line) -> float:
-    if one.values["num_target_tokens"] != wanted.values["num_target_tokens"]:
+def _off(one: Line, target: Line) -> float:
+    if one.values["num_target_tokens"] != target.values["num_target_tokens"]:
         return float("inf")
-    loss = wanted.values["loss"]
+    loss = target.values["loss"]
     return abs(one.values["loss"] - loss) / abs(loss)
 
 

@@ -116,8 +116,8 @@ class Case:
 
     def layouts(self) -> dict[str, tuple[Layout, Layout]]:
         """Source and destination by tensor."""
-        (given, src), (wanted, dst) = self.src, self.dst
-        return {name: (given(name, src), wanted(name, dst)) for name in self.shapes}
+        (src_technique, src), (dst_technique, dst) = self.src, self.dst
+        return {name: (src_technique(name, src), dst_technique(name, dst)) for name in self.shapes}
 
     @property
     def shapes(self) -> Shapes:
@@ -141,9 +141,10 @@ def cases(num_ranks: int, *, small: bool) -> dict[str, Case]:
         4: [(4, 0, 2, 0), (2, 0, 4, 0), (2, 0, 3, 0), (2, 0, 2, 2)],
         8: [(8, 0, 4, 0), (4, 0, 4, 4)],
     }
-    for given, first, wanted, then in across[num_ranks]:
-        name = f"FSDP {given} -> {wanted}" + (", disjoint" if then else "")
-        src, dst = HolderMesh.ranks(given, first=first), HolderMesh.ranks(wanted, first=then)
+    for src_size, src_first, dst_size, dst_first in across[num_ranks]:
+        name = f"FSDP {src_size} -> {dst_size}" + (", disjoint" if dst_first else "")
+        src = HolderMesh.ranks(src_size, first=src_first)
+        dst = HolderMesh.ranks(dst_size, first=dst_first)
         found.append((name, "llama", (fsdp, src), (fsdp, dst)))
     return {
         name: Case(name=name, state=size + state, src=src, dst=dst)

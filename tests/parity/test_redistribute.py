@@ -282,8 +282,8 @@ def _check_gradient(
     (result.to_local() * coefficients).sum().backward()
     assert isinstance(leaf.grad, DTensor)
     given = leaf.grad.to_local()
-    wanted = redistribute(source(whole, 1), Layout(mesh, expected)).to_local() * factor
-    assert torch.equal(bits(given), bits(wanted)), (given, wanted)
+    correct = redistribute(source(whole, 1), Layout(mesh, expected)).to_local() * factor
+    assert torch.equal(bits(given), bits(correct)), (given, correct)
 
 
 def _moves_no_gradient_if_none_flows() -> None:
@@ -389,8 +389,8 @@ def _supports_dtypes_of_forward_and_backward() -> None:
         (result.to_local() * weight).sum().backward()
         assert isinstance(leaf.grad, DTensor) and leaf.grad.dtype == torch.float32
         # The product computes it in bfloat16; float16 has more digits.
-        wanted = torch.full((5, 3), expected).bfloat16().float()
-        assert torch.equal(leaf.grad.to_local(), wanted)
+        correct = torch.full((5, 3), expected).bfloat16().float()
+        assert torch.equal(leaf.grad.to_local(), correct)
 
 
 def _supports_any_strides() -> None:
