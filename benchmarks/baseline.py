@@ -159,17 +159,17 @@ def main(inputs: Path, first_step: Path) -> None:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         torch.distributed.init_process_group("gloo")
-    given = torch.load(inputs, weights_only=True)
-    recipe = Recipe(**given["recipe"])
-    model = decoder(given["dims"])
-    model.load_state_dict(given["weights"])
+    values = torch.load(inputs, weights_only=True)
+    recipe = Recipe(**values["recipe"])
+    model = decoder(values["dims"])
+    model.load_state_dict(values["weights"])
     if world_size > 1:
         shard(model, model.layers.values())
     loss = step(
         model,
         adamw(model, recipe),
-        Batch(**given["batches"][rank]),
-        lr=given["lr"],
+        Batch(**values["batches"][rank]),
+        lr=values["lr"],
         max_norm=recipe.max_norm,
         world_size=world_size,
     )

@@ -1,8 +1,7 @@
 """Variants of saving a checkpoint on one rank: ours, torch DCP, torchtitan and the floors.
 
 torch DCP runs in the modes that torchtitan uses and in its best mode. torchtitan's own manager is a
-variant where it is installed. It needs an environment of its own, because it brings dependencies
-that nothing here uses:
+variant where it is installed. It needs a separate environment, because of its dependencies:
 
     python -m venv peers && peers/bin/pip install torch==2.13.0 -r requirements.txt psutil
     peers/bin/pip install --no-deps torchtitan==0.3.0 torch_checkpointing tyro docstring_parser
@@ -74,17 +73,17 @@ class Dcp(Variant):
             save(tensors, checkpoint_id=path)
             return
         kind = AsyncCheckpointerType.PROCESS if self._stager else AsyncCheckpointerType.THREAD
-        given = async_save(
+        response = async_save(
             tensors,
             checkpoint_id=path,
             process_group=self._group,
             async_checkpointer_type=kind,
             async_stager=self._stager,
         )
-        if isinstance(given, AsyncSaveResponse):
-            self._staging, self._upload = given.staging_completion, given.upload_completion
+        if isinstance(response, AsyncSaveResponse):
+            self._staging, self._upload = response.staging_completion, response.upload_completion
         else:
-            self._upload = given
+            self._upload = response
 
     def settle(self) -> None:
         if self._upload is not None:

@@ -77,11 +77,11 @@ def _conversions(plan: Plan, source: Path, folder: Path) -> Iterator[Result]:
     }
     found: dict[str, list[dict[str, Any]]] = {variant: [] for variant in sources}
     for number in range(plan.rounds):
-        for variant, given in sources.items():
+        for variant, folder_of in sources.items():
             name = variant.replace(" ", "_")
             # The imports of the first round are the sources of the exports.
             target = folder / name if number == 0 else folder / f"{name}_{number}"
-            arguments = {"variant": variant, "source": str(given), "target": str(target)}
+            arguments = {"variant": variant, "source": str(folder_of), "target": str(target)}
             found[variant] += run_ranks(measure_conversion, arguments, 1, folder / "conversion")
             if number:
                 _remove_files(target)

@@ -55,7 +55,7 @@ class PlannerCase:
     pairs: int
     rounds: int
     small: bool = False
-    """Skip what takes long."""
+    """Skip the slowest measurement."""
 
 
 def measure_planner(case: PlannerCase) -> Iterator[Result]:

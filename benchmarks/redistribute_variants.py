@@ -112,7 +112,7 @@ class Variants:
             self._add_dtensor(name)
 
     def are_right(self) -> dict[str, bool]:
-        """Whether each variant but the floor gives this rank its shard, bit by bit."""
+        """Whether each variant except the floor returns the shard of this rank, bit by bit."""
         return {
             name: self._is_right(call)
             for name, call in self.calls.items()
@@ -145,7 +145,7 @@ class Variants:
     def _floors(self) -> tuple[Variant, Variant]:
         """With memory that is reused in each turn, and with new memory in each."""
         sent, received = self._exchanged_bytes()
-        given = torch.zeros(sum(sent), dtype=torch.uint8)
+        source = torch.zeros(sum(sent), dtype=torch.uint8)
         place = self._case.dst[1].position(self._rank)
         results = [
             torch.zeros(dst.local_shape(self._case.shapes[name], self._rank))
@@ -153,19 +153,19 @@ class Variants:
             if place is not None
         ]
 
-        def floor(taken: torch.Tensor, outs: list[torch.Tensor]) -> Any:
-            dist.all_to_all_single(taken, given, received, sent)
+        def floor(target: torch.Tensor, outs: list[torch.Tensor]) -> Any:
+            dist.all_to_all_single(target, source, received, sent)
             for out, result in zip(outs, results, strict=True):
                 out.copy_(result)
-            return taken, outs
+            return target, outs
 
         def fresh() -> Any:
             return floor(
                 torch.empty(sum(received), dtype=torch.uint8), list(map(torch.empty_like, results))
             )
 
-        kept = [torch.zeros_like(result) for result in results]
-        return partial(floor, torch.zeros(sum(received), dtype=torch.uint8), kept), fresh
+        reused = [torch.zeros_like(result) for result in results]
+        return partial(floor, torch.zeros(sum(received), dtype=torch.uint8), reused), fresh
 
     def _exchanged_bytes(self) -> tuple[list[int], list[int]]:
         """Bytes that this rank sends to each, and receives from each."""
