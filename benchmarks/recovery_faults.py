@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from benchmarks.processes import ChildFailed, ChildTimeout, wait_for
 from benchmarks.recovery_variants import Running, Variant, Workload
 from torchtitan_lite.launcher.logs import Tail
+from torchtitan_lite.outputs import RECEIVES_STATE
 
 _Found = TypeVar("_Found")
 _TIMEOUT_S = 120.0
@@ -28,7 +29,6 @@ _QUIET_STEPS = 4
 """Steps of all replicas after which a fault is over."""
 _WARMUP_STEPS = 5
 _MAX_DELAY_S = 0.5
-_RECEIVING = "Receiving the state of another replica"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +267,7 @@ def _kill_rank(running: Running, reader: Reader, victim: int) -> Recovery:
     receiving_s = None
     if others:
         receiving_s = _wait(
-            running, lambda: _now_if(_RECEIVING in running.log(victim)), "state transfer"
+            running, lambda: _now_if(RECEIVES_STATE in running.log(victim)), "state transfer"
         )
     committed = _wait(
         running,

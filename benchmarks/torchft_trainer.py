@@ -29,6 +29,7 @@ from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroupGloo
 
 from benchmarks.baseline import IGNORE, Batch, Recipe, adamw, decoder, logits
+from torchtitan_lite.outputs import RECEIVES_STATE
 
 _TIMEOUT = timedelta(seconds=30)
 _QUORUM_RETRIES = 20
@@ -165,7 +166,7 @@ class _Transport(HTTPTransport[Any]):
     def recv_checkpoint(
         self, src_rank: int, metadata: str, step: int, timeout: timedelta
     ) -> dict[str, Any]:
-        print("Receiving the state of another replica", flush=True)
+        print(RECEIVES_STATE, flush=True)
         began_s = time.perf_counter()
         state = super().recv_checkpoint(src_rank, metadata, step, timeout)
         self._trainer.write(event="healed", step=step, seconds=time.perf_counter() - began_s)
