@@ -97,7 +97,9 @@ def biases_around_a_skipped_step(folder: Path, overrides: dict[str, Any]) -> lis
 
         found = [biases()]
         for factor in (math.nan, 1.0):
-            report = train_step(replace(job, schedule=_Scaled(job.pipeline_schedule, factor)))
+            report = train_step(
+                replace(job, pipeline_schedule=_Scaled(job.pipeline_schedule, factor))
+            )
             assert report.committed == (factor == 1.0)
             loads = torch.stack(list(report.router_loads.values()))
             assert loads.sum(1).tolist() == [8 * 24 * 2] * 3
