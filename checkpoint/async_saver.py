@@ -307,15 +307,15 @@ class AsynchronousSaver:
         """Block until no save is in progress. Every rank must call it. The ranks keep exchanging
         signals, so a slow storage is not mistaken for a hang; a warning is logged every 30
         seconds."""
-        started = said = time.monotonic()
+        started = warned = time.monotonic()
         while True:
             numbers = self._context.mesh.sum_of(self.local_signals(0.0).to_list())
             self.apply_signals(SaveSignals(*numbers))
             if self._save is None:
                 return
             now = time.monotonic()
-            if now >= said + _WARNING_S:
-                said = now
+            if now >= warned + _WARNING_S:
+                warned = now
                 logger.warning(
                     "Step %d is still being saved in %s: all ranks have waited for %.0f s. "
                     "The storage is slow, or a checkpoint writer hangs.",

@@ -15,21 +15,21 @@ _T = TypeVar("_T")
 def raise_on_all_ranks(error: BaseException | None) -> None:
     """Raise the errors of any rank on all ranks: DamagedCheckpoint if all are permanent storage
     errors, CheckpointError otherwise. Every rank must call it."""
-    told = ""
+    report = ""
     if error is not None:
         if isinstance(error, (UserError, OSError)):
             text = str(error)
         else:
             text = f"unexpected {error!r}"
             logger.error("%s", "".join(traceback.format_exception(error)))
-        told = f"{'damage' if is_permanent(error) else 'misfit'} {text}"
-    said = [text.decode().partition(" ") for text in gather_texts(told.encode()) if text]
-    if not said:
+        report = f"{'damage' if is_permanent(error) else 'misfit'} {text}"
+    reports = [text.decode().partition(" ") for text in gather_texts(report.encode()) if text]
+    if not reports:
         return
     # Other errors take precedence, because they would recur with another checkpoint.
-    others = {message for kind, _, message in said if kind != "damage"}
+    others = {message for kind, _, message in reports if kind != "damage"}
     kind = CheckpointError if others else DamagedCheckpoint
-    raise kind(" ".join(sorted(others or {message for _, _, message in said})))
+    raise kind(" ".join(sorted(others or {message for _, _, message in reports})))
 
 
 def run_on_all_ranks(action: Callable[[], _T]) -> _T:
@@ -47,4 +47,4 @@ def run_on_all_ranks(action: Callable[[], _T]) -> _T:
 def first_message(text: str) -> str:
     """Return the message of the first rank that has one; "" if none has. Every rank must call
     it."""
-    return next((said.decode() for said in gather_texts(text.encode()) if said), "")
+    return next((reports.decode() for reports in gather_texts(text.encode()) if reports), "")

@@ -118,8 +118,10 @@ def newest_leftover(run_id: str, rank: int, at_most: int | None = None) -> Lefto
     machines = gather_numbers(_machine())
     regions = _regions(run_id)
     # All ranks of a machine see the same regions.
-    speaks = machines.index(machines[rank]) == rank
-    seen = gather_texts(_encoded({saver: one.told() for saver, one in regions.items()}, speaks))
+    is_reported = machines.index(machines[rank]) == rank
+    seen = gather_texts(
+        _encoded({saver: one.to_json() for saver, one in regions.items()}, is_reported)
+    )
     found = newest_common([json.loads(text or "{}") for text in seen], machines, at_most)
     if found is None:
         _close(regions)
@@ -132,16 +134,16 @@ def newest_leftover(run_id: str, rank: int, at_most: int | None = None) -> Lefto
     _close({saver: one for saver, one in regions.items() if saver not in mine})
     own: dict[str, Any] = {}
     try:
-        told = _described(found, mine, rank)
+        report = _described(found, mine, rank)
         own = _generators(found, mine, rank)
     except _WRONG as error:
         # Another process of the same run is active, or another version wrote them.
-        told = {"problem": f"rank {rank}: {error!r}"}
-    said = [json.loads(text) for text in gather_texts(_encoded(told, bool(told))) if text]
+        report = {"problem": f"rank {rank}: {error!r}"}
+    reports = [json.loads(text) for text in gather_texts(_encoded(report, bool(report))) if text]
     try:
-        if problems := [one["problem"] for one in said if "problem" in one]:
+        if problems := [one["problem"] for one in reports if "problem" in one]:
             raise DamagedSnapshot("; ".join(problems))
-        return _snapshot(found, said, mine, own)
+        return _snapshot(found, reports, mine, own)
     except _WRONG as error:
         # All ranks raise, because all have the same data.
         logger.warning("Snapshots in shared memory are not usable: %s", error)
@@ -151,7 +153,7 @@ def newest_leftover(run_id: str, rank: int, at_most: int | None = None) -> Lefto
 
 @dataclass(frozen=True)
 class SnapshotIndex:
-    """The newest step that all ranks of a session have, and who can read it."""
+    """The newest step that all ranks of a session have, and the ranks that can read it."""
 
     session: str
     step: int
@@ -193,7 +195,7 @@ class _OpenRegion:
         and others have not."""
         return self.region.sessions
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "sessions": self.sessions,
             "world_size": self.region.description.get("world_size"),
@@ -260,7 +262,7 @@ def _described(found: SnapshotIndex, mine: Mapping[int, _OpenRegion], rank: int)
     """Return this rank's report: each tensor whose first holder is a region it reports; the values,
     which are equal on all ranks, of the first region; and RNG states of ranks that cannot read
     their own. Empty if there is nothing."""
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     numbers: dict[str, int] = {}
     for saver in sorted(found.reach):
         if found.reporter(saver) != rank:
@@ -275,16 +277,16 @@ def _described(found: SnapshotIndex, mine: Mapping[int, _OpenRegion], rank: int)
         for held in about.tensors:
             if (text := texts[held.layout]) is not None:
                 number = numbers.setdefault(text, len(numbers))
-                told.setdefault("tensors", {})[held.name] = (number, held.shape, held.dtype)
+                report.setdefault("tensors", {})[held.name] = (number, held.shape, held.dtype)
         if saver == min(found.reach):
             values = region.values(slot)["values"]
             dims = dict(model_dims(about.config))
-            told |= {"values": values, "mesh": dict(about.mesh), "dims": dims}
+            report |= {"values": values, "mesh": dict(about.mesh), "dims": dims}
         if saver not in found.reach[saver]:
-            told.setdefault("rng", {})[str(saver)] = region.values(slot)["rng"]
+            report.setdefault("rng", {})[str(saver)] = region.values(slot)["rng"]
     if numbers:
-        told["layouts"] = [json.loads(text) for text in numbers]
-    return told
+        report["layouts"] = [json.loads(text) for text in numbers]
+    return report
 
 
 def _generators(found: SnapshotIndex, mine: Mapping[int, _OpenRegion], rank: int) -> dict[str, Any]:
@@ -297,19 +299,19 @@ def _generators(found: SnapshotIndex, mine: Mapping[int, _OpenRegion], rank: int
 
 def _snapshot(
     found: SnapshotIndex,
-    said: Sequence[Mapping[str, Any]],
+    reports: Sequence[Mapping[str, Any]],
     mine: Mapping[int, _OpenRegion],
     own: Mapping[str, Any],
 ) -> LeftoverSnapshot:
     """Assemble the snapshot from the reports of all ranks."""
     tensors: dict[str, TensorSpec] = {}
     rng = dict(own)
-    for one in said:
+    for one in reports:
         layouts = [_on_regions(layout_from_json(given)) for given in one.get("layouts", ())]
         for name, (layout, shape, dtype) in one.get("tensors", {}).items():
             tensors[name] = TensorSpec(layouts[layout], tuple(shape), DTYPES[dtype])
         rng |= one.get("rng", {})
-    first = next(one for one in said if "values" in one)
+    first = next(one for one in reports if "values" in one)
     return LeftoverSnapshot(
         SnapshotOrigin(found.session, found.step),
         SavedValues(
@@ -325,8 +327,8 @@ def _on_regions(layout: Layout) -> Layout:
     return layout.with_holders([region_name(rank) for rank in layout.mesh.holders])
 
 
-def _encoded(told: Mapping[Any, Any], speaks: bool) -> bytes:
-    return json.dumps(told).encode() if speaks else b""
+def _encoded(report: Mapping[Any, Any], is_reported: bool) -> bytes:
+    return json.dumps(report).encode() if is_reported else b""
 
 
 def _close(regions: Mapping[int, _OpenRegion]) -> None:
@@ -338,5 +340,5 @@ def _machine() -> int:
     """Return a hash that is equal for processes that see the same shared memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     device = os.stat(SHARED_MEMORY).st_dev if SHARED_MEMORY.is_dir() else 0
-    told = f"{platform.node()}-{boot.read_text().strip() if boot.is_file() else ''}-{device}"
-    return xxhash.xxh3_64_intdigest(told.encode()) >> 1
+    identity = f"{platform.node()}-{boot.read_text().strip() if boot.is_file() else ''}-{device}"
+    return xxhash.xxh3_64_intdigest(identity.encode()) >> 1

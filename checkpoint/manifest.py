@@ -171,7 +171,7 @@ def _layout(number: int, given: dict[str, Any]) -> Layout:
         # A tensor without elements is in no file, and its layout may name ranks.
         if isinstance(holder, str) and not FILE_NAME.fullmatch(holder):
             raise LayoutError(f"layout {number} names {holder!r:.100}, not a tensor file.")
-    if any(cut.factor > 1 for cuts in layout.splits.values() for cut in cuts):
+    if any(split.factor > 1 for splits in layout.splits.values() for split in splits):
         raise LayoutError(f"layout {number} has strided shards, and a file holds one box.")
     return layout
 
@@ -232,8 +232,8 @@ def _check_layouts(manifest: Manifest) -> None:
 
 def _is_partition(layout: Layout) -> bool:
     """Return whether every element has exactly one holder."""
-    cutting = {cut.axis for cuts in layout.splits.values() for cut in cuts}
-    return all(size == 1 or axis in cutting for axis, size in enumerate(layout.mesh.shape))
+    splitting = {split.axis for splits in layout.splits.values() for split in splits}
+    return all(size == 1 or axis in splitting for axis, size in enumerate(layout.mesh.shape))
 
 
 def boxes_by_file(manifest: Manifest) -> dict[str, list[tuple[str, BoxEntry]]]:

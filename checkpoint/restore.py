@@ -170,8 +170,8 @@ class Restorer:
                     "or set another checkpoint.folder."
                 ) from None
 
-        told = leader_says(" ".join(map(str, reversed(run_on_all_ranks(look)))).encode())
-        return list(map(int, told.split()))
+        names = leader_says(" ".join(map(str, reversed(run_on_all_ranks(look)))).encode())
+        return list(map(int, names.split()))
 
     def _newest_first(
         self, steps: Sequence[int], leftover: LeftoverSnapshot | None

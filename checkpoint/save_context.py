@@ -186,11 +186,11 @@ def capture_error(action: Callable[[], Any]) -> str | None:
 def agree_on_identity(dump_folder: Path, mesh: Mesh, replica: int = 0) -> RunIdentity:
     """Return the run's identity, which the leader reads or creates and broadcasts. Every rank must
     call it."""
-    told = b""
+    payload = b""
     if mesh.is_leader:
         run_id = replica_run_id(_run_id(dump_folder), replica)
-        told = json.dumps([run_id, secrets.token_hex(6)]).encode()
-    run_id, session = json.loads(leader_says(told))
+        payload = json.dumps([run_id, secrets.token_hex(6)]).encode()
+    run_id, session = json.loads(leader_says(payload))
     return RunIdentity(run_id, session)
 
 

@@ -147,8 +147,8 @@ class SynchronousSaver:
                 for box in about.boxes
             ]
             written = write_boxes(storage, about, step, token, views)
-            told = values if writer_group.index == 0 else {}
-            storage.put_part(step, token, about.rank, part_json(about, step, told, written))
+            announced = values if writer_group.index == 0 else {}
+            storage.put_part(step, token, about.rank, part_json(about, step, announced, written))
             if about.is_leader:
                 committed = about
 
@@ -188,8 +188,8 @@ class SynchronousSaver:
             wait([running], timeout=_HEARTBEAT_S)
             is_done = running.done()
             problem = running.result() if is_done else None
-            said = [float(not is_done), float(problem is not None)]
-            under_way, failed = self._context.mesh.sum_of(said)
+            flags = [float(not is_done), float(problem is not None)]
+            under_way, failed = self._context.mesh.sum_of(flags)
             if not under_way:
                 return failed > 0, problem
 

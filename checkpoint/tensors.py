@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.torch_compat import local_tensor
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
@@ -50,14 +50,16 @@ def overflows(before: torch.Tensor, after: torch.Tensor) -> bool:
 def local_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this rank's local tensors, contiguous; without a copy where possible."""
     with torch.no_grad():
-        return {name: _local(tensor).detach().contiguous() for name, tensor in tensors.items()}
+        return {
+            name: local_tensor(tensor).detach().contiguous() for name, tensor in tensors.items()
+        }
 
 
 def copy_back(tensors: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> None:
     """Copy `parts` back into `tensors` that do not share their memory."""
     with torch.no_grad():
         for name, tensor in tensors.items():
-            own = _local(tensor)
+            own = local_tensor(tensor)
             if own.data_ptr() != parts[name].data_ptr():
                 own.copy_(parts[name])
 
@@ -82,7 +84,3 @@ def cast(
             f"{name} has numbers that float16 cannot hold. Pass --dtype bf16, or omit it."
         )
     return found
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,71 +1,70 @@
-"""The errors that a user can meet. Layer: imports nothing of the project.
+"""User errors. Layer: imports nothing of the project.
 
-Each message says what was given, what is needed and what to change. `train.py` prints these
-without a traceback, since the message is the whole story; any other exception is a bug of ours
-and keeps its traceback.
+Each message states what was given, what is needed and what to change. `train.py` prints it without
+a traceback; any other exception is a bug of this package and keeps its traceback.
 """
 
 FAILED, DIVERGED, MACHINE_FAULT = 1, 3, 4
-"""Exit statuses of `train.py`. To start it again may help; would train no better; may help, but not
-on that machine."""
+"""Exit statuses of `train.py`. After the first a restart may help; after the second it would train
+no better; after the third it may help on another machine."""
 INTERRUPTED = 130
-"""Exit status of a command that SIGINT ends, as a shell reports it."""
+"""Exit status of a command ended by SIGINT, as a shell reports it."""
 
 
 class UserError(Exception):
-    """Something that the user can mend: a setting, a file, a machine."""
+    """A problem that the user can fix: a setting, a file, a machine."""
 
     exit_status = FAILED
-    """Of the process that ends with it."""
+    """Exit status of the process that ends with this error."""
 
 
 class ConfigError(UserError):
-    """The configuration is wrong. Carries every problem found, one line each."""
+    """Invalid configuration, with every problem, one line each."""
 
 
 class DataError(UserError):
-    """A corpus, tokenizer or cache cannot be read or does not fit the model."""
+    """A corpus, tokenizer or cache that cannot be read or does not fit the model."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, damaged or does not fit."""
+    """A checkpoint that is missing, damaged or does not fit the run."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is incomplete or its bytes are not those that were written."""
+    """A checkpoint that is incomplete or whose bytes have changed."""
 
 
 class DamagedSnapshot(CheckpointError):
-    """A snapshot in shared memory is incomplete or its bytes are not those that were written."""
+    """A snapshot in shared memory that is incomplete or whose bytes have changed."""
 
 
 class MeshError(UserError):
-    """The degrees of parallelism do not fit the processes or the model."""
+    """Degrees of parallelism that do not fit the processes or the model."""
 
 
 class LayoutError(UserError):
-    """A layout contradicts itself or the tensor, or no plan leads from one layout to another."""
+    """A layout that contradicts itself or the tensor, or to which there is no plan."""
 
 
 class TrainingDiverged(UserError):
-    """A step, or too many in a row, had a loss or gradient that is not finite or that spikes."""
+    """Training ended by anomalies: losses or gradients that are not finite or spike."""
 
     exit_status = DIVERGED
 
 
 class MachineFault(UserError):
-    """A rank came to other numbers when it computed the same again."""
+    """A rank whose recomputation of a step differs: its hardware is faulty."""
 
     exit_status = MACHINE_FAULT
 
 
 class RedistributionError(UserError):
-    """State could not be moved, or would have been moved though nobody asked for it."""
+    """A redistribution that failed, or an implicit one where only explicit ones are allowed."""
 
 
 class ReplicaError(UserError):
-    """This replica can take no part in training with the others, as it is."""
+    """A replica that cannot take part in training with the others."""
 
 
 class LighthouseError(UserError):
-    """A lighthouse cannot be started or reached, or refuses what it is told."""
+    """A lighthouse that cannot be started or reached, or that rejects a request."""

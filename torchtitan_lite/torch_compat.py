@@ -142,6 +142,11 @@ def dump_cuda_memory_snapshot(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, or a plain tensor itself, which has no `to_local`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def is_strided_shard(placement: Placement) -> TypeGuard[Shard]:
     """Whether a placement is the private one by which FSDP2 marks that it cut a tensor which an
     inner axis had cut before. It has a `dim` as Shard does.

@@ -104,14 +104,14 @@ class WriterProcess:
             while more := os.read(self._process.stdout.fileno(), _READ_BYTES):
                 content += more
         *lines, self._partial = (self._partial + content).split(b"\n")
-        return [said for line in lines if line and (said := self._parse(line))]
+        return [response for line in lines if line and (response := self._parse(line))]
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         """Parse a response; None for output of other code in the process."""
         with suppress(ValueError):
-            said = json.loads(line)
-            if isinstance(said, dict):
-                return said
+            message = json.loads(line)
+            if isinstance(message, dict):
+                return message
         if not self._warned_of_noise:
             self._warned_of_noise = True
             logger.warning("The checkpoint writer printed %r, which is not a response.", line[:200])

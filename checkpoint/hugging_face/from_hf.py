@@ -189,9 +189,9 @@ class HuggingFaceImport:
         except OSError:
             # Object stores do not report these.
             return secrets.token_hex(6)
-        told = [
+        description = [
             *(folder.where, str(self.dtype), __version__),
             *([stat.st_size, stat.st_mtime_ns, stat.st_ino] for stat in stats),
             *([name, list(placed.shape)] for name, placed in self.source.tensors.items()),
         ]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(description).encode()).hexdigest()[:12]

@@ -115,8 +115,8 @@ class HuggingFaceExport:
         groups = export_tensors(self._model.keys, tensors, dtype)
         self._shards = split_into_files(groups, max_shard_bytes)
         self._config = self._config_json(groups[0][0].dtype, special_ids or {})
-        told = json.dumps([source.where, source.manifest.xxh3, str(dtype), max_shard_bytes])
-        token = hashlib.sha256(told.encode()).hexdigest()[:12]
+        description = json.dumps([source.where, source.manifest.xxh3, str(dtype), max_shard_bytes])
+        token = hashlib.sha256(description.encode()).hexdigest()[:12]
         self._folder = PartialFolder(target, token, self._files)
 
     @property

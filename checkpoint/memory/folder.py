@@ -1,8 +1,8 @@
 """The folder of a run in shared memory, its rank locks, and cleanup of leftovers.
 
 `/dev/shm/torchtitan_lite-UID/RUN_ID` holds `rank-R.snapshots` and `rank-R.lock` per rank.
-Invariants: only folders that this user owns and nobody else can read are used; lock files are never
-removed while a run may use them, because a lock on an unlinked file excludes nobody.
+Invariants: only folders owned by this user and private to it are used; lock files are never removed
+while a run may use them, because a lock on an unlinked file has no effect.
 """
 
 import fcntl

@@ -128,10 +128,10 @@ def _lines(items: Iterable[tuple[str, str]], indent: str) -> str:
 
 def _data(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the subfolder of the files, if they are in one."""
-    said = {part.get("data") for part in parts}
-    if len(said) > 1:
-        raise CheckpointError(f"The files of one step are in several folders: {said}.")
-    data = next(iter(said), None)
+    folders = {part.get("data") for part in parts}
+    if len(folders) > 1:
+        raise CheckpointError(f"The files of one step are in several folders: {folders}.")
+    data = next(iter(folders), None)
     return {} if data is None else {"data": data}
 
 
@@ -149,8 +149,8 @@ def _merge_entry(
     known = tensors.setdefault(
         name, {"dtype": entry["dtype"], "shape": entry["shape"], "layout": place, "boxes": []}
     )
-    said = (entry["dtype"], entry["shape"], place)
-    if said != (known["dtype"], known["shape"], known["layout"]):
+    described = (entry["dtype"], entry["shape"], place)
+    if described != (known["dtype"], known["shape"], known["layout"]):
         raise CheckpointError(
             f"Rank {rank} describes {name} as {entry['dtype']} {entry['shape']} in layout {place}, "
             f"ranks before it as {known['dtype']} {known['shape']} in layout {known['layout']}."

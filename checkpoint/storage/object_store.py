@@ -174,10 +174,10 @@ class ObjectStore:
         return self._read_json(f"{self._attempt(step, token)}/{part_file_name(rank)}")
 
     def commit(self, step: int, token: str, manifest: bytes) -> None:
-        told, folder = json.loads(manifest), self._attempt(step, token)
-        files = {box["file"] for entry in told["tensors"].values() for box in entry["boxes"]}
-        if files and told.get("data") != token:
-            raise OSError(f"The manifest names attempt {told.get('data')}, not {folder}.")
+        content, folder = json.loads(manifest), self._attempt(step, token)
+        files = {box["file"] for entry in content["tensors"].values() for box in entry["boxes"]}
+        if files and content.get("data") != token:
+            raise OSError(f"The manifest names attempt {content.get('data')}, not {folder}.")
         missing = files - set(self._names(folder))
         if missing:
             raise OSError(f"{self.root}/{folder} is missing {', '.join(sorted(missing))}.")
@@ -285,10 +285,10 @@ class ObjectStore:
         """Return the attempt named by a step's manifest; "" for format 2, whose files are beside
         it; None if the manifest is missing or damaged."""
         try:
-            told = json.loads(self.read(f"{step_name(step)}/{MANIFEST}"))
+            content = json.loads(self.read(f"{step_name(step)}/{MANIFEST}"))
         except (FileNotFoundError, ValueError):
             return None
-        return str(told.get("data", "")) if isinstance(told, dict) else None
+        return str(content.get("data", "")) if isinstance(content, dict) else None
 
     def _find(self, step: int) -> list[str]:
         """Return everything in a step's folder, as "manifest.json" or "TOKEN/rank-00000.json"."""

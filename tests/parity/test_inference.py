@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.job import FIXTURE, mesh_for, odd_config, run_job
 from tests.parity.meshes import CP, TP
@@ -16,8 +15,7 @@ from tests.pool import WorkerPool
 from tests.tolerances import PARITY_FLOAT32_LOSS, PARITY_FLOAT64
 from torchtitan_lite.cli import evaluate, generate
 from torchtitan_lite.cli.parsers import parser
-from torchtitan_lite.errors import ConfigError, DataError, MeshError, UserError
-from torchtitan_lite.inference import everywhere
+from torchtitan_lite.errors import ConfigError, MeshError
 
 Pools = Callable[[int], WorkerPool]
 RUN: dict[str, Any] = {
@@ -167,23 +165,3 @@ def test_unsupported_meshes_are_errors(trained: Path, pools: Pools) -> None:
     pipeline = {"parallelism.pipeline_parallel_degree": 2}
     for error in pools(2).run(error_of, trained, pipeline, ()):
         assert "pipeline_parallel_degree = 2" in error and "data_parallel_shard_degree" in error
-
-
-def error_if_one_rank_fails(folder: Path) -> str:
-    """The error on each rank if one rank finds no file."""
-    _world(folder, {})
-
-    def make() -> str:
-        if torch.distributed.get_rank() == 1:
-            raise DataError("rank 1 has no such file.")
-        return "made"
-
-    try:
-        return everywhere(make)
-    except UserError as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_an_error_of_one_rank_is_raised_on_all(pools: Pools, tmp_path: Path) -> None:
-    errors = pools(2).run(error_if_one_rank_fails, tmp_path / "run")
-    assert errors == [f"{kind}: rank 1 has no such file." for kind in ("UserError", "DataError")]

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.build import build_model
-from torchtitan_lite.checkpoint import load
+from torchtitan_lite.checkpoint import load, run_on_all_ranks
 from torchtitan_lite.config import Config, config_from
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.data import open_validation
 from torchtitan_lite.data.tokenizer import TokenizerFiles
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import ConfigError, UserError
-from torchtitan_lite.inference import Weights, everywhere, open_weights, tokenizer_of
+from torchtitan_lite.inference import Weights, open_weights, tokenizer_of
 from torchtitan_lite.log import configure_logging, log_once
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh, resolve_degrees, start_mesh
@@ -99,7 +99,7 @@ def _measured(
 ) -> tuple[HeldOutLoss, float]:
     """The loss, and the seconds it took after the model was loaded. Every rank must call it."""
     spec = model_spec(config.model)
-    data = everywhere(
+    data = run_on_all_ranks(
         lambda: open_validation(
             config.training,
             config.validation,

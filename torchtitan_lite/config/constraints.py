@@ -172,7 +172,7 @@ def _conversations(config: Config) -> Iterator[str]:
         if not isinstance(section, ValidationConfig) and section.streaming:
             yield (
                 f"{asked} and {name}.streaming = true: conversations are tokenised before the "
-                "first step, so that all that is wrong with them is told of at once. Set "
+                "first step, so that every problem in them is reported at once. Set "
                 "streaming = false."
             )
 
@@ -273,7 +273,7 @@ def _replicas(config: Config) -> Iterator[str]:
     if section.enable and path and section.world_size_mode != "dynamic":
         yield (
             f'parallelism.pipeline_parallel_schedule_csv = "{path}" is for one number of '
-            "microbatches, and replicas that share a step have more of them when one is gone "
+            "microbatches, and replicas that share a step have more of them after one has left "
             f'(fault_tolerance.world_size_mode = "{section.world_size_mode}"). Choose a '
             'pipeline_parallel_schedule by name, or world_size_mode = "dynamic".'
         )

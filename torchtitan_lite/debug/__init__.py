@@ -1,7 +1,7 @@
-"""Aids for finding faults, which [debug] switches on: what is off is not there.
+"""Debugging aids, switched on by [debug]; a disabled one costs nothing.
 
-They come from outside, as contexts around a step or around the schedule's run, so neither the loop
-nor the techniques of `parallel/` ask about them. Layer: above mesh and spec.
+Each is a context around a step or around the schedule's run, so neither the training loop nor
+`parallel/` refers to it. Layer: above mesh and spec.
 """
 
 from torchtitan_lite.debug.explicit import explicit_redistribution

@@ -1,9 +1,8 @@
-"""What travels: which collective an operation is, over which axes of the mesh, and how much it
-moves.
+"""Communication of an operation: its collective, the mesh axes it runs over, and its bytes.
 
-Whoever communicates does so by an operation that is given a process group: FSDP2 and
-`torch.distributed` by those of c10d, DTensor by the functional ones. So no list of callers is kept.
-Layer: above mesh and torch_compat.
+Every collective is an operation that takes a process group: c10d operations from FSDP2 and
+`torch.distributed`, functional collectives from DTensor. So no list of callers is needed. Layer:
+above mesh and torch_compat.
 """
 
 from collections.abc import Sequence
@@ -28,25 +27,24 @@ _OPERATIONS = {
     "all_to_all_single": "all_to_all",
     "shard_dim_alltoall": "all_to_all",
 }
-"""One name for what c10d, the functional collectives and DTensor call differently."""
+"""Common names of the operations of c10d, functional collectives and DTensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective, as this rank saw it."""
+    """One collective, as seen by this rank."""
 
     order: int
     operation: str
     axis: str
     """Axes of the mesh, joined by "+", or "world"."""
     num_bytes: int
-    """Of the larger of what went in and what came out: the whole tensor of a gather or a
-    scatter."""
+    """The larger of input and output: the entire tensor of a gather or scatter."""
     dtype: str
     module: str
     phase: str
-    """forward, backward (activations that are computed again included), other (between stages of
-    a pipeline) or step (agreement of the ranks and the optimizer)."""
+    """forward, backward (including recomputed activations), other (between pipeline stages) or step
+    (agreement of the ranks, and the optimizer)."""
 
 
 def name_of(operation: Any) -> str:
@@ -56,8 +54,8 @@ def name_of(operation: Any) -> str:
 
 
 def size_of(args: Sequence[Any], result: Any) -> tuple[int, str]:
-    """The bytes and the dtype of the largest of the arguments and results; a list of tensors is
-    one argument."""
+    """Return the bytes and the dtype of the largest argument or result; a list of tensors is one
+    argument."""
     size, dtype = 0, "none"
     results = result if isinstance(result, tuple) else (result,)
     for value in (*args, *results):
@@ -69,8 +67,8 @@ def size_of(args: Sequence[Any], result: Any) -> tuple[int, str]:
 
 
 class AxisNames:
-    """Names process groups by the axes that the mesh made them for; others by the axes along which
-    their ranks differ."""
+    """Names process groups by their mesh axes; others by the axes along which their ranks
+    differ."""
 
     def __init__(self, mesh: Mesh) -> None:
         device_mesh = mesh.device_mesh
@@ -82,9 +80,9 @@ class AxisNames:
         self._groups = mesh.groups
 
     def of(self, group: dist.ProcessGroup, operation: Any, phase: str) -> str:
-        """The axes that an operation over `group` runs over."""
-        # An axis that has all the ranks is the same group as the world. What the step itself
-        # agrees on is for the world; DTensor, which means the axis, uses functional collectives.
+        """Return the axes that an operation over `group` runs over."""
+        # An axis with all ranks is the same group as the world. The training step uses the world's
+        # group; DTensor uses functional collectives over the axis.
         if group == self._world and phase == "step" and operation.namespace == "c10d":
             return "world"
         name = self._groups.name_of(group)

@@ -1,8 +1,8 @@
-"""No redistribution that nobody wrote: DTensor moves data where an operation needs other placements
-than it is given, and this makes each such place an error.
+"""Errors on implicit redistributions: DTensor redistributes wherever an operation needs other
+placements than its inputs have.
 
-What is written as `redistribute` is allowed, and so is its own backward. Layer: above errors and
-torch_compat; `debug.modules`.
+Calls of `redistribute`, and their backward, are allowed. Layer: above errors and torch_compat;
+`debug.modules`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +19,8 @@ from torchtitan_lite.torch_compat import ImplicitRedistributions
 def explicit_redistribution(
     parts: Sequence[nn.Module],
 ) -> Callable[[], AbstractContextManager[None]]:
-    """A context that refuses implicit redistributions in forward and backward of the model, whose
-    parts on this rank are `parts`, by a RedistributionError."""
+    """Return a context that raises RedistributionError on implicit redistributions in forward and
+    backward of the model, whose parts on this rank are `parts`."""
     tracker = ModuleTracker(parts)
 
     def refuse(operation: str, given: tuple[Placement, ...], wanted: tuple[Placement, ...]) -> None:

@@ -1,9 +1,9 @@
-"""The most memory that was in use while each module was at work.
+"""Peak memory per module.
 
-A GPU's allocator tells its peaks. That of a CPU does not, so there the live tensors are added up:
-each storage that an operation returns, until it is freed. torch's own MemTracker does likewise, but
-it refuses a model that is called twice in a step, as with accumulated gradients or a pipeline.
-Layer: above device and torch_compat.
+A GPU's allocator reports peaks. On a CPU, the live tensors are added up: each storage that an
+operation returns, until it is freed. torch's MemTracker does the same, but rejects a model that is
+called twice per step, as with gradient accumulation or a pipeline. Layer: above device and
+torch_compat.
 """
 
 import weakref
@@ -12,33 +12,32 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.device import Device
-from torchtitan_lite.torch_compat import tensors_in
+from torchtitan_lite.torch_compat import local_tensor, tensors_in
 
 
 class LiveTensors:
-    """The bytes of the tensors that are alive: `tensors`, and what is noted later."""
+    """Bytes of live tensors: `tensors`, and those noted later."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._live = self._peak = 0
         for tensor in tensors:
-            self.note(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+            self.note(local_tensor(tensor))
         self.take_peak()
 
     def note(self, result: Any) -> None:
-        """Take in what an operation has returned."""
+        """Note the results of an operation."""
         for tensor in tensors_in(result):
-            # Subclasses hold plain tensors, which come by on their own.
+            # Subclasses hold plain tensors, which are noted separately.
             if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type != "meta":
                 self._take_in(tensor.untyped_storage())
         self._peak = max(self._peak, self._live)
 
     def measure_again(self) -> None:
-        """Look at every storage again: FSDP empties and refills its own in place, which no
-        operation tells of."""
+        """Measure every storage again: FSDP frees and refills its own in place, without an
+        operation that returns them."""
         for reference, _ in list(self._storages.values()):
             storage = reference()
             if storage is not None:
@@ -46,7 +45,7 @@ class LiveTensors:
         self._peak = max(self._peak, self._live)
 
     def take_peak(self) -> int:
-        """The peak since the last call."""
+        """Return the peak since the last call."""
         self.measure_again()
         peak, self._peak = self._peak, self._live
         return peak
@@ -63,10 +62,10 @@ class LiveTensors:
 
 
 class ModulePeaks:
-    """Peaks by module and phase. What its children use counts for a module too."""
+    """Peaks by module and phase. A module's peak includes its children."""
 
     def __init__(self, device: Device, tensors: Iterable[torch.Tensor]) -> None:
-        """`tensors` are those that live already; a GPU's allocator knows them itself."""
+        """`tensors` are live already; a GPU's allocator counts them itself."""
         self._device = device
         self._live = None if device.has_allocator_peak else LiveTensors(tensors)
         self._at: tuple[str, str] | None = None
@@ -74,13 +73,13 @@ class ModulePeaks:
         self._take_peak()
 
     def at(self, module: str, phase: str) -> None:
-        """From now on this module is at work."""
+        """Attribute memory to this module from now on."""
         if self._at != (module, phase):
             self.close()
             self._at = module, phase
 
     def note(self, result: Any) -> None:
-        """Take in what an operation has returned."""
+        """Note the results of an operation."""
         if self._live is not None:
             self._live.note(result)
 
@@ -90,13 +89,13 @@ class ModulePeaks:
             self._live.measure_again()
 
     def close(self) -> None:
-        """Settle the peak of the module that was at work until now."""
+        """Record the peak of the current module up to now."""
         peak = self._take_peak()
         if self._at is not None:
             self._peaks[self._at] = max(self._peaks.get(self._at, 0), peak)
 
     def by_module(self, names: Iterable[str], root: str) -> dict[str, dict[str, int]]:
-        """Module -> phase -> bytes, in the order of `names`. `root` is the whole model."""
+        """Return module -> phase -> bytes, in the order of `names`. `root` is the entire model."""
         found: dict[str, dict[str, int]] = {}
         for name in names:
             inside = "" if name == root else f"{name}."

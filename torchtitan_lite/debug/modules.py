@@ -1,9 +1,8 @@
-"""Which module is at work: in forward, when activations are computed again, and in backward.
+"""The module that is running: in forward, recomputation and backward.
 
-Hooks tell of forward. For backward the tracker notes which numbers autograd gives to the nodes that
-each module makes in forward; the number of the node that runs then tells whose backward it is. So
-the graph stays as it is, where backward hooks would put nodes of their own into it.
-Layer: imports torch_compat.
+Hooks report forward. For backward, the tracker records the sequence numbers of the autograd nodes
+that each module creates in forward; the number of the running node then identifies its module.
+Backward hooks would add nodes to the graph. Layer: imports torch_compat.
 """
 
 from bisect import bisect_right
@@ -16,12 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from torchtitan_lite.torch_compat import next_node_number, running_node
 
 ROOT = "model"
-"""What the whole model is called, whose own name is empty."""
+"""Name of the entire model, whose own name is empty."""
 
 
 class ModuleTracker:
-    """Follows the modules of `parts`, which are the model or some stages of it, inside its `with`
-    block; what it knows is forgotten when the next block begins."""
+    """Tracks the modules of `parts`, which are the model or some of its stages, inside its `with`
+    block; each block starts anew."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self._modules = [
@@ -30,14 +29,14 @@ class ModuleTracker:
         self.names = [name for name, _ in self._modules]
         self._handles: list[RemovableHandle] = []
         self._in_forward: list[str] = []
-        # From the node with this number on, nodes belong to this module.
+        # Nodes from this number on belong to this module.
         self._numbers: list[int] = []
         self._owners: list[str] = []
 
     def __enter__(self) -> Self:
         self._in_forward, self._numbers, self._owners = [], [], []
         for name, module in self._modules:
-            # Before and after all other hooks, which may communicate on the module's behalf.
+            # Before and after all other hooks, which may communicate for the module.
             self._handles += [
                 module.register_forward_pre_hook(self._entering(name), prepend=True),
                 module.register_forward_hook(self._leave, always_call=True),
@@ -51,7 +50,7 @@ class ModuleTracker:
 
     @property
     def module(self) -> str | None:
-        """The name of the innermost module at work; None when none is."""
+        """Name of the innermost running module; None if none runs."""
         if self._in_forward:
             return self._in_forward[-1]
         number = running_node()
@@ -62,7 +61,7 @@ class ModuleTracker:
 
     @property
     def phase(self) -> str | None:
-        """ "forward", "backward" (what is computed again counts as this), or None for neither."""
+        """ "forward", "backward" (including recomputed activations), or None for neither."""
         if running_node() is not None:
             return "backward"
         return "forward" if self._in_forward else None
@@ -79,7 +78,7 @@ class ModuleTracker:
         self._note_owner()
 
     def _note_owner(self) -> None:
-        # Nodes that are made in backward, to compute activations again, never run.
+        # Nodes created in backward, by recomputation, never run.
         if running_node() is None:
             self._numbers.append(next_node_number())
             self._owners.append(self._in_forward[-1] if self._in_forward else ROOT)

@@ -1,4 +1,4 @@
-"""A schedule that runs inside a context. Layer: above spec."""
+"""A pipeline schedule that runs inside a context. Layer: above spec."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -9,7 +9,7 @@ from torchtitan_lite.spec import Microbatch, PipelineSchedule
 
 
 class ScheduleInside:
-    """`schedule`, with every forward and backward inside a context of its own; see
+    """Wraps `schedule`: every run of forward and backward is inside a context of its own. See
     `spec.PipelineSchedule`."""
 
     def __init__(

@@ -1,5 +1,5 @@
-"""A trace as text: equal rows are one, with the numbers of layers folded away.
-Layer: `debug.communication`."""
+"""A trace as text: equal rows are merged, and layer numbers are replaced by *. Layer:
+`debug.communication`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ _MIB = 2**20
 
 
 def folded(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
-    """Groups of equal collectives, in the order of their first."""
+    """Return groups of equal collectives, in the order of their first one."""
     counts: dict[tuple[str, str, str, str, str, int], int] = {}
     for one in collectives:
         module = fold(one.module)
@@ -25,12 +25,12 @@ def folded(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
 
 
 def fold(module: str) -> str:
-    """layers.3.attention -> layers.*.attention"""
+    """Map layers.3.attention to layers.*.attention."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
 
 
 def table(trace: Mapping[str, Any]) -> str:
-    """The text of one rank's trace."""
+    """Return the text of one rank's trace."""
     degrees = ", ".join(f"{axis} {size}" for axis, size in trace["mesh"].items() if size > 1)
     parts = [
         f"Step {trace['step']} on rank {trace['rank']} of the mesh: {degrees or 'one process'}.",
@@ -102,7 +102,8 @@ def _by_module(peaks: Mapping[str, Mapping[str, int]]) -> list[tuple[str, ...]]:
 
 
 def _columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int) -> str:
-    """Rows under a head, in columns as wide as needed; the last `numbers` flush right."""
+    """Return rows under a header, in columns as wide as needed; the last `numbers` columns are
+    right-aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
     first_number = len(head) - numbers
     return "\n".join(

@@ -1,9 +1,9 @@
-"""One step's collectives and peaks of memory, written into the dump folder.
+"""Trace of the collectives and memory peaks of one step, written to the dump folder.
 
-Everything that a step does passes through torch's dispatcher, so one dispatch mode around the whole
-step sees it, whoever calls. It changes no operation. Every rank writes what it saw as JSON, and the
-leader a table too. Layer: above log and mesh; `debug.communication`, `debug.memory`,
-`debug.modules`, `debug.table`.
+Every operation of a step passes through torch's dispatcher, so one dispatch mode around the step
+sees all of them, and changes none. Every rank writes its trace as JSON, and the leader a table,
+too. Layer: above log and mesh; `debug.communication`, `debug.memory`, `debug.modules`,
+`debug.table`.
 """
 
 import json
@@ -27,17 +27,17 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.torch_compat import Operations, group_of, record_entered, record_left
 
 _FSDP_COLLECTIVE = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.+)\))?")
-"""The labels under which FSDP2 communicates; the root's has no name in brackets."""
+"""Labels of FSDP2's communication; the root's label has no name in brackets."""
 
 
 def traced_step(asked: int | None, *, resume_step: int, last_step: int) -> int:
-    """The number of the step to trace: the one asked for, or the second that this run takes, or its
-    only one."""
+    """Return the number of the step to trace: the configured one, or the second step of this
+    process, or its only one."""
     if asked is None:
         return min(resume_step + 2, last_step)
     if asked <= resume_step:
         logger.warning(
-            "Nothing will be traced: debug.trace_communication_step is %d, and this run goes on "
+            "Nothing will be traced: debug.trace_communication_step is %d, and this run starts "
             "after step %d.",
             asked,
             resume_step,
@@ -48,9 +48,9 @@ def traced_step(asked: int | None, *, resume_step: int, last_step: int) -> int:
 class StepTrace:
     """Traces one step of a run.
 
-    `step` is the context of each step, and `in_schedule` that of the schedule's runs, by which
-    forward and backward are told from the rest of the step. `tensors` gives the state that lives
-    before the step; the buffers of `parts` are added to it.
+    `step` is the context of each step, and `in_schedule` that of the schedule's runs, which
+    distinguishes forward and backward from the rest of the step. `tensors` returns the state that
+    is live before the step; the buffers of `parts` are added to it.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class StepTrace:
         self._recorder: _Recorder | None = None
 
     def step(self, number: int) -> AbstractContextManager[object]:
-        """The context of the step that is tried as number `number`."""
+        """Return the context of the attempted step `number`."""
         return self._traced(number) if number == self._traced_step else nullcontext()
 
     def in_schedule(self) -> AbstractContextManager[object]:
-        """The context of a run of the schedule."""
+        """Return the context of a run of the schedule."""
         return nullcontext() if self._recorder is None else self._recorder.in_schedule()
 
     @contextmanager
     def _traced(self, number: int) -> Iterator[None]:
-        # A step that is refused is tried again under its number, but is traced once.
+        # A skipped step is followed by one with the same number; only the first is traced.
         self._traced_step = None
         buffers = (buffer for part in self._parts for buffer in part.buffers())
         peaks = ModulePeaks(self._mesh.device, chain(self._tensors().values(), buffers))
@@ -124,7 +124,7 @@ class StepTrace:
 
 
 class _Recorder:
-    """Runs every operation of a step, and records those that communicate."""
+    """Runs every operation of a step, and records collectives."""
 
     def __init__(self, tracker: ModuleTracker, peaks: ModulePeaks, axes: AxisNames) -> None:
         self.collectives: list[Collective] = []
@@ -170,11 +170,11 @@ class _Recorder:
             self._labels.append(label)
         elif record_left(operation):
             self._labels.pop()
-            # FSDP frees and refills its weights under labels.
+            # FSDP frees and refills its parameters under labels.
             self._peaks.measure_again()
 
     def _served_module(self) -> str | None:
-        """The module that FSDP communicates for, which need not be the one at work: it gathers
-        ahead, and scatters some gradients when backward is over."""
+        """Return the module that FSDP communicates for. It may differ from the running one, because
+        FSDP prefetches, and reduces some gradients after backward."""
         match = _FSDP_COLLECTIVE.fullmatch(self._labels[-1]) if self._labels else None
         return None if match is None else match[1] or ROOT

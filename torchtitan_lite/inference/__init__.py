@@ -3,7 +3,6 @@
 Layer: above config, checkpoint, models and parallel; beside trainer.
 """
 
-from torchtitan_lite.inference.agreement import everywhere
 from torchtitan_lite.inference.generation import (
     BatchGenerator,
     Generated,
@@ -23,7 +22,6 @@ __all__ = [
     "TextStream",
     "Weights",
     "check_prompts",
-    "everywhere",
     "open_weights",
     "prompt_ids",
     "serve",

@@ -95,7 +95,7 @@ class BatchGenerator:
         self._last = LastPosition(model)
         for module in model.modules():
             if isinstance(module, MoE):
-                # A capacity is a share of whole sequences, of which a token alone knows nothing.
+                # The expert capacity is a fraction of entire sequences; a single token has none.
                 module.capacity_factor = None
 
     @torch.no_grad()
@@ -144,7 +144,7 @@ class BatchGenerator:
                 and lengths[number] + len(given[number].ids) < ends[number]
             ]
             if going:
-                # A sequence that has ended stays where it is: the others keep their places.
+                # An ended sequence keeps its row, so that the others keep theirs.
                 places = [n + len(one.ids) - 1 for n, one in zip(lengths, given, strict=True)]
                 logits_BV = self._forward(
                     _column(ids), _column(places), _column([0] * len(ids))[:, 0]
@@ -175,7 +175,7 @@ class BatchGenerator:
         return self._model(
             tokens_BS.to(self._device),
             positions_BS=positions_BS.to(self._device),
-            # Of dropout, which there is none of here.
+            # Only dropout uses it, which is disabled here.
             keys_B=torch.zeros(len(tokens_BS), dtype=torch.int64, device=self._device),
         )[:, 0]
 
@@ -207,7 +207,7 @@ class TextStream:
             return
         self._write(text)
         if text.endswith("\n"):
-            # Else each token would take longer than the one before.
+            # Otherwise each token would take longer than the previous one.
             self._ids = [token]
             self._written = len(self._tokenizer.decode(self._ids))
 

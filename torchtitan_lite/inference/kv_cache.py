@@ -1,11 +1,11 @@
-"""Keys and values of the positions that a model has read, kept so that each is computed once.
+"""KV cache: keys and values of past positions, each computed once.
 
-They take the place of the attention's own kernel, as those of context parallelism do, so the model
-knows nothing of it. Layer: above nn.
+Cached attention replaces the kernels of the model's attention modules, as context parallelism does,
+so the model is unchanged. Layer: above nn.
 
-Invariant: the slot of a key is its position. A query sees the slots up to its own position, all of
-which hold what stands there: prompts of different lengths are filled up at their ends, and what
-lies behind an end is written over before a query sees it. So a sequence gives what it gives alone.
+Invariant: the slot of a key is its position. A query attends to the slots up to its own position,
+all of which hold valid keys: prompts of different lengths are padded at their ends, and padding is
+overwritten before a query attends to it. So the output of a sequence does not depend on the others.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.nn.attention import Attention, AttentionMask
+from torchtitan_lite.torch_compat import local_tensor
 
 
 class KeyValueCache:
-    """The caches of all the layers of a model."""
+    """The caches of all layers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Put kernels that keep keys and values in the place of the model's own; it then reads
-        plain sequences, by their positions. Raises ConfigError where it has no `Attention`."""
+        """Replace the model's attention kernels by cached ones; the model then takes plain
+        sequences, by their positions. Raises ConfigError if it has no `Attention`."""
         self._kernels: list[_CachedKernel] = []
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
@@ -41,33 +41,34 @@ class KeyValueCache:
             )
 
     def make_room(self, batch_size: int, length: int) -> None:
-        """Memory for `batch_size` sequences of up to `length` positions; what was kept is gone."""
+        """Allocate memory for `batch_size` sequences of up to `length` positions; earlier contents
+        are discarded."""
         for kernel in self._kernels:
             kernel.make_room(batch_size, length)
 
     @property
     def num_bytes(self) -> int:
-        """What this rank's caches take."""
+        """Bytes of this rank's caches."""
         return sum(kernel.num_bytes for kernel in self._kernels)
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the keys of a forward pass go, and what its queries see."""
+    """Slots of the keys of a forward pass, and the mask of its queries."""
 
     rows_B1: torch.Tensor
     positions_BS: torch.Tensor
     end: int
-    """Slots from here on hold nothing that a query sees."""
+    """Slots from here on are masked for every query."""
     mask_B1SP: torch.Tensor
     """bool, over the slots before `end`."""
 
 
 class _PositionMask(nn.Module):
-    """In the place of the model's mask."""
+    """Replaces the model's mask."""
 
     def forward(self, positions_BS: torch.Tensor, documents_BS: torch.Tensor | None) -> _Places:
-        # The host waits here for the device, which has nothing else to do before the next token.
+        # The host waits for the device, which has no other work before the next token.
         end = int(positions_BS.max()) + 1
         slots_P = torch.arange(end, device=positions_BS.device)
         mask_BSP = slots_P <= positions_BS[..., None]
@@ -76,13 +77,13 @@ class _PositionMask(nn.Module):
 
 
 class _CachedKernel(nn.Module):
-    """Attention of new positions over those and the kept ones."""
+    """Attention of new positions to themselves and the cached ones."""
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()
         weight = attention.wk.weight
-        # Of this rank, where tensor parallelism has cut the heads.
-        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        # This rank's heads under tensor parallelism.
+        own = local_tensor(weight)
         self._head_dim = attention.head_dim
         self._num_heads = own.shape[0] // attention.head_dim
         self._dtype, self._device = own.dtype, own.device
@@ -93,10 +94,10 @@ class _CachedKernel(nn.Module):
         return self._keys_BKPE.nbytes + self._values_BKPE.nbytes
 
     def make_room(self, batch_size: int, length: int) -> None:
-        # What was there is given back before more is asked for.
+        # Free the old memory before allocating more.
         self._keys_BKPE = self._values_BKPE = torch.empty(0)
         shape = (batch_size, self._num_heads, length, self._head_dim)
-        # Zeros: memory of any content might hold NaN, which no mask takes out of a product.
+        # Zeros, because uninitialized memory may hold NaN, which masks do not remove.
         self._keys_BKPE = torch.zeros(shape, dtype=self._dtype, device=self._device)
         self._values_BKPE = torch.zeros_like(self._keys_BKPE)
 

@@ -1,7 +1,7 @@
-"""How the next token is chosen from its logits. Layer: above errors and rng.
+"""Sampling of the next token from its logits. Layer: above errors and rng.
 
-Invariant: the draws of a sequence depend on the seed and on its own number alone, not on what else
-is in the batch.
+Invariant: the random draws of a sequence depend on the seed and its index alone, not on the rest of
+the batch.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from torchtitan_lite.errors import ConfigError, UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What the draws follow."""
+    """Parameters of sampling."""
 
     temperature: float = 0.7
-    """Logits are divided by it; 0 takes the likeliest token."""
+    """Divides the logits; 0 selects the most likely token."""
     top_p: float = 1.0
-    """Only the likeliest tokens that make up this share of the probability are drawn (nucleus
-    sampling, arXiv:1904.09751)."""
+    """Nucleus sampling (arXiv:1904.09751): draw from the most likely tokens with this cumulative
+    probability."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -36,11 +36,11 @@ class Sampling:
             )
 
     def draws_of(self, sample: int) -> torch.Generator:
-        """The draws of a prompt's sample of this number."""
+        """Return the random draws of a prompt's sample with this index."""
         return rng.generator(self.seed, "generate", sample)
 
     def next_ids(self, logits_BV: torch.Tensor, draws: Sequence[torch.Generator]) -> list[int]:
-        """The next token of each sequence, whose `draws` move on. Makes the host wait."""
+        """Return the next token of each sequence, and advance its `draws`. Blocks the host."""
         wide = torch.promote_types(logits_BV.dtype, torch.float32)
         logits_BV = logits_BV.to("cpu", wide)
         if logits_BV.isnan().any():
@@ -50,7 +50,7 @@ class Sampling:
             )
         if self.temperature == 0:
             return logits_BV.argmax(-1).tolist()
-        # The greatest becomes 0, so that no temperature makes it infinite.
+        # The maximum becomes 0, so that no temperature makes it infinite.
         scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / self.temperature
         shares_BV = likeliest(scaled_BV.softmax(-1), self.top_p)
         return [
@@ -60,7 +60,7 @@ class Sampling:
 
 
 def likeliest(shares_BV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The fewest of the greatest shares that make up `top_p` in sum; the others become 0."""
+    """Keep the fewest greatest probabilities whose sum reaches `top_p`; the others become 0."""
     if top_p == 1:
         return shares_BV
     falling_BV, order_BV = shares_BV.sort(stable=True, dim=-1, descending=True)

@@ -1,6 +1,5 @@
-"""Trained weights in files: which model they are of, and its tokenizer. Layer: above config, data,
-checkpoint and models.
-"""
+"""Trained weights in files, with their model and tokenizer. Layer: above config, data, checkpoint
+and models."""
 
 import json
 from dataclasses import dataclass, replace
@@ -9,7 +8,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchtitan_lite.checkpoint import Snapshot, StoredSnapshot, load, reject_external
+from torchtitan_lite.checkpoint import (
+    Snapshot,
+    StoredSnapshot,
+    load,
+    reject_external,
+    run_on_all_ranks,
+)
 from torchtitan_lite.checkpoint.hugging_face import (
     GENERATION,
     HuggingFaceSnapshot,
@@ -34,7 +39,6 @@ from torchtitan_lite.data.tokenizer import (
     trained_tokenizer,
 )
 from torchtitan_lite.errors import CheckpointError, DataError, UserError
-from torchtitan_lite.inference.agreement import everywhere
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.messages import leader_says
 from torchtitan_lite.models import hugging_face_model, model_spec
@@ -51,11 +55,11 @@ class Weights:
     snapshot: Snapshot
     spec: ModelSpec
     config: Config
-    """Of the run that they are from. What it says of the tokenizer holds for the weights."""
+    """Config of the run that wrote the weights; its tokenizer is that of the weights."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of most of the weights."""
+        """The dtype of most weights."""
         sizes: dict[torch.dtype, int] = {}
         for name, placed in self.snapshot.tensors.items():
             if name.startswith("model.") and placed.dtype.is_floating_point:
@@ -65,9 +69,9 @@ class Weights:
 
 
 def open_weights(path: str, mesh: Mesh) -> Weights:
-    """The weights in `path`: the folder of a step, or one of steps, of which the newest is taken.
-    All ranks take the leader's, since a run may save another one meanwhile. Every rank must call
-    it. Raises CheckpointError."""
+    """Open the weights in `path`: the folder of a step, or a folder of steps, of which the newest
+    is used. All ranks open the leader's choice, because a run may save another step meanwhile.
+    Every rank must call it. Raises CheckpointError."""
     found, problem = path, ""
     if mesh.is_leader:
         try:
@@ -78,17 +82,17 @@ def open_weights(path: str, mesh: Mesh) -> Weights:
     if problem:
         raise CheckpointError(problem)
     folder = leader_says(found.encode()).decode()
-    return everywhere(lambda: _opened(folder))
+    return run_on_all_ranks(lambda: _opened(folder))
 
 
 def tokenizer_of(weights: Weights, folder: str | None) -> TokenizerFiles:
-    """The tokenizer in `folder`; without one, that which the weights were trained with. Every rank
-    must call it. Raises DataError where it is out of reach."""
-    return everywhere(lambda: find_tokenizer(weights, folder))
+    """Open the tokenizer in `folder`, or by default the one the weights were trained with. Every
+    rank must call it. Raises CheckpointError if it cannot be found."""
+    return run_on_all_ranks(lambda: find_tokenizer(weights, folder))
 
 
 def find_tokenizer(weights: Weights, folder: str | None) -> TokenizerFiles:
-    """`tokenizer_of` for a process that is alone."""
+    """`tokenizer_of` for a single process. Raises DataError if it cannot be found."""
     config = weights.config
     given = folder or config.model.hf_assets_path
     if given is not None:
@@ -115,7 +119,7 @@ def find_tokenizer(weights: Weights, folder: str | None) -> TokenizerFiles:
 
 
 def _newest(path: str) -> str:
-    """The newest step's folder in `path`, or `path` where it holds no steps."""
+    """Return the newest step's folder in `path`, or `path` if it holds no steps."""
     storage = open_storage(path.rstrip("/") or "/")
     try:
         steps = storage.steps()
@@ -125,7 +129,7 @@ def _newest(path: str) -> str:
 
 
 def _opened(folder: str) -> Weights:
-    """What is in one folder of weights."""
+    """Open one folder of weights."""
     storage, name = open_parent_storage(folder)
     has_manifest = exists(storage, f"{name}/{MANIFEST}")
     if not has_manifest and is_hugging_face(storage, name):
@@ -142,8 +146,8 @@ def _opened(folder: str) -> Weights:
 
 
 def run_config(snapshot: StoredSnapshot, *, needs_flavor: bool = False) -> Config:
-    """The configuration of the run that wrote a checkpoint, with the tokenizer files that it left
-    beside its checkpoints. Raises CheckpointError as `recorded_config` does."""
+    """Return the config of the run that wrote a checkpoint, with the tokenizer files beside its
+    checkpoints. Raises CheckpointError as `recorded_config` does."""
     config = recorded_config(snapshot.manifest.config, snapshot.where, needs_flavor=needs_flavor)
     kept = saved_assets(snapshot.where)
     if kept is None:
@@ -153,21 +157,21 @@ def run_config(snapshot: StoredSnapshot, *, needs_flavor: bool = False) -> Confi
 
 
 def _hugging_face(storage: Storage, name: str) -> Weights:
-    """What is in a Hugging Face folder, with the configuration of a run that would train it."""
+    """Open a Hugging Face folder, with the config of a run that would train it."""
     model = hugging_face_model(read_config(storage, name), f"{storage.root}/{name}")
     spec = model_spec(model)
     snapshot = HuggingFaceSnapshot(storage, name, spec)
     found = Weights(snapshot=snapshot, spec=spec, config=Config(model=model))
     dtype = str(found.dtype).removeprefix("torch.")
-    # float16 is none to compute in here.
+    # Computing in float16 is not supported.
     training = {} if dtype == "float16" else {"dtype": dtype}
     given = {"model": model.model_dump(), "training": training}
     return replace(found, config=Config.model_validate(given))
 
 
 def stop_ids(tokenizer: Tokenizer, folder: Path) -> set[int]:
-    """The ids after which a text ends: the one with which the tokenizer in `folder` ends a
-    document, and those that `generation_config.json` beside it names (a chat model has several)."""
+    """Return the ids that end a text: the end-of-document token of the tokenizer in `folder`, and
+    those in `generation_config.json` beside it (a chat model has several)."""
     found = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
     try:
         settings = json.loads((folder / GENERATION).read_bytes())
@@ -181,10 +185,10 @@ def stop_ids(tokenizer: Tokenizer, folder: Path) -> set[int]:
 def serve(
     weights: Weights, mesh: Mesh, *, dtype: torch.dtype | None, tensor_parallel: int | None
 ) -> tuple[nn.Module, Mesh]:
-    """The model, in `dtype` or that of the files, and the mesh that it lies on: copies of it, each
-    cut over `tensor_parallel` ranks or as many as can share it. Every rank must call it.
+    """Build the model and its mesh, in `dtype` or that of the files: replicas, each sharded over
+    `tensor_parallel` ranks or as many as can share it. Every rank must call it.
 
-    Raises MeshError where so many cannot share it, and CheckpointError where the files do not fit.
+    Raises MeshError if so many ranks cannot share it, and CheckpointError if the files do not fit.
     """
     spec = weights.spec
     degrees = serving.serving_degrees(spec, mesh.world_size, tensor_parallel)

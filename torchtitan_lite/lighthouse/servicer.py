@@ -59,16 +59,16 @@ class LighthouseServicer:
 
     def mark_left(self, replica_id: str) -> list[str]:
         """Count a replica as left, see `QuorumRules.mark_left`, and fail its pending calls."""
-        gone = self._rules.mark_left(replica_id)
+        left = self._rules.mark_left(replica_id)
         self._drop_cancelled()
         for call, asked_by in list(self._waiting.items()):
-            if asked_by in gone:
+            if asked_by in left:
                 del self._waiting[call]
                 call.set_exception(_has_left(asked_by))
-        if gone:
-            logger.info("Left: %s", ", ".join(gone))
+        if left:
+            logger.info("Left: %s", ", ".join(left))
         self._answer_waiting()
-        return gone
+        return left
 
     def status(self) -> dict[str, Any]:
         """Return the status, see `describe`."""

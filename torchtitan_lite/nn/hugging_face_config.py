@@ -49,7 +49,7 @@ class HuggingFaceConfig:
     def integer(self, key: str, default: int | None = None) -> int:
         """Read a positive integer."""
         value = self._values.get(key, default)
-        # A key that says null means the default too.
+        # null means the default, too.
         value = default if value is None else value
         if type(value) is not int or value < 1:
             self.problems.append(f"{key} is {value!r:.100}, and a number above 0 is needed")

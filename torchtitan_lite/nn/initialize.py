@@ -11,11 +11,11 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.redistribute import Box, local_box
 from torchtitan_lite.rng import generator
 from torchtitan_lite.spec import InitRule
+from torchtitan_lite.torch_compat import local_tensor
 
 _ELEMENTS_PER_BLOCK = 1 << 18
 """Rows per block. Another value gives other initial weights."""
@@ -29,7 +29,7 @@ def initialize(model: nn.Module, rules: Sequence[InitRule], seed: int) -> None:
         rule = next((rule for rule in rules if fnmatchcase(name, rule.pattern)), None)
         if rule is None:
             raise LookupError(f"No InitRule matches parameter {name}. Add one to the ModelSpec.")
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_tensor(parameter)
         if rule.kind == "normal":
             box = local_box(parameter)
             if not box.is_empty:

@@ -227,7 +227,7 @@ def dispatch(x_TD: torch.Tensor, routing: Routing, capacity_factor: float | None
     places_TC = order_N.argsort().unflatten(0, (-1, num_choices))
     tokens_ND = take_rows(x_TD, order_N // num_choices, places_TC)
     if capacity_factor is not None:
-        # The host waits here for the device: only the counts tell how many copies remain.
+        # The host waits here for the device: the number of remaining copies depends on the counts.
         tokens_ND = tokens_ND[: int(counts_X.sum())]
     return Dispatched(tokens_ND, counts_X, places_TC, order_N)
 

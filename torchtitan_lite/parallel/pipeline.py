@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.parallel.context import SequenceSharding
@@ -25,7 +24,7 @@ from torchtitan_lite.parallel.pipeline_stages import StagePlan, unsupported_micr
 from torchtitan_lite.redistribute import align_gradient
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import Microbatch, ModelSpec, TokenLoss
-from torchtitan_lite.torch_compat import forward_schedule, schedule_of_order
+from torchtitan_lite.torch_compat import forward_schedule, local_tensor, schedule_of_order
 
 
 class Pipeline:
@@ -226,14 +225,10 @@ class TiedWeight:
         """Pass this rank's shard of `source` to `receive` on the rank of `target`."""
         source_rank, target_rank = (dist.get_global_rank(self._group, rank) for rank in ranks)
         if source is not None and target is not None:
-            receive(_local(target), _local(source))
-        elif source is not None and _local(source).numel():
-            dist.send(_local(source).contiguous(), target_rank, self._group)
-        elif target is not None and _local(target).numel():
-            values = torch.empty_like(_local(target), memory_format=torch.contiguous_format)
+            receive(local_tensor(target), local_tensor(source))
+        elif source is not None and local_tensor(source).numel():
+            dist.send(local_tensor(source).contiguous(), target_rank, self._group)
+        elif target is not None and local_tensor(target).numel():
+            values = torch.empty_like(local_tensor(target), memory_format=torch.contiguous_format)
             dist.recv(values, source_rank, self._group)
-            receive(_local(target), values)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            receive(local_tensor(target), values)

@@ -109,13 +109,13 @@ def fit(samples: Sequence[TimedStep], default: Costs) -> Costs:
 
     costs = default
     measured = np.array([sample.seconds for sample in samples])
-    told = measured
+    predicted = measured
     for _ in range(_ALTERNATIONS):
         terms = np.array([_terms(sample.step, costs) for sample in samples])
         # By this weight twice too fast is as wrong as twice too slow.
-        weight = 1 / np.sqrt(measured * told)
+        weight = 1 / np.sqrt(measured * predicted)
         found, _ = nnls(terms * weight[:, None], measured * weight)
-        told = np.maximum(terms @ found, measured / 100)
+        predicted = np.maximum(terms @ found, measured / 100)
         costs = _costs(found, np.abs(terms).sum(axis=0) > 0, default)
     return costs
 

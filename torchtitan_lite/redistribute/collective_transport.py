@@ -26,6 +26,7 @@ from torchtitan_lite.redistribute.program import (
     group_by_region,
     local_reduction,
     raw_array,
+    sent_arrays,
     slices,
 )
 from torchtitan_lite.redistribute.transfers import Transfer
@@ -77,7 +78,7 @@ class CollectiveTransport:
         self._numbers: dict[Holder, int] = {
             rank: n for n, rank in enumerate(ranks) if n not in without
         }
-        # What a rank can send and receive of each tensor at most: all must cut it alike.
+        # The most that any rank sends or receives of each tensor: all ranks must split it alike.
         loads = [task.max_moved_raw(number) for task in tasks]
         # Dividing each piece leaves up to one element of each over.
         spare = 2 * len(ranks) * max(task.plan.dtype.itemsize for task in tasks)
@@ -92,10 +93,7 @@ class CollectiveTransport:
         self, given: Sequence[RawArray], into: Sequence[RawArray]
     ) -> "BoundCollectiveTransport":
         """Bind the round to this rank's shards of the sources and the destinations."""
-        arrays = [
-            out if kind == "spread" else source
-            for source, out, kind in zip(given, into, self._kinds, strict=True)
-        ]
+        arrays = sent_arrays(given, into, self._kinds)
         packs = [[arrays[c.tensor][c.region] for c in bucket.packs] for bucket in self.buckets]
         unpacks = [[into[c.tensor][c.region] for c in bucket.unpacks] for bucket in self.buckets]
         return BoundCollectiveTransport(self, packs, unpacks)

@@ -225,7 +225,7 @@ def check_order(placements: Sequence[Placement], order: Mapping[int, Sequence[in
         ]
         if sorted(axes) != cutting:
             raise LayoutError(
-                f"The order {tuple(axes)} of the cuts of dim {dim} must name the axes that cut it, "
+                f"The split order {tuple(axes)} of dim {dim} must name the axes that shard it, "
                 f"{tuple(cutting)} of {placements}, once each."
             )
         strided = [axis for axis in axes if is_strided_shard(placements[axis])]

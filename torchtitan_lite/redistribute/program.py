@@ -328,6 +328,16 @@ def has_raw_view(tensor: torch.Tensor, width: int) -> bool:
     )
 
 
+def sent_arrays(
+    sources: Sequence[RawArray], destinations: Sequence[RawArray], kinds: Sequence[RoundKind | None]
+) -> list[RawArray]:
+    """Return the arrays that a round reads from: in a "spread" round, the reduced destinations."""
+    return [
+        destination if kind == "spread" else source
+        for source, destination, kind in zip(sources, destinations, kinds, strict=True)
+    ]
+
+
 def raw_array(tensor: torch.Tensor, width: int) -> RawArray:
     """Return the raw view whose copies start fastest. A CPU view does not keep `tensor` alive."""
     if tensor.device.type != "cpu":

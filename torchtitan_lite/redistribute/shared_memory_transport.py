@@ -24,6 +24,7 @@ from torchtitan_lite.redistribute.program import (
     intersect_span,
     local_reduction,
     raw_numpy_dtype,
+    sent_arrays,
     slices,
     spans,
 )
@@ -101,10 +102,7 @@ class SharedMemoryTransport:
         self, given: Sequence[RawArray], into: Sequence[RawArray]
     ) -> "BoundSharedMemoryTransport":
         """Bind the round to this rank's shards of the sources and the destinations."""
-        arrays = [
-            out if kind == "spread" else source
-            for source, out, kind in zip(given, into, self._kinds, strict=True)
-        ]
+        arrays = sent_arrays(given, into, self._kinds)
         writes = [[arrays[c.tensor][c.region] for c in bucket.writes] for bucket in self._buckets]
         reads = [
             [into[c.tensor][c.region] for c in bucket.reads + bucket.joins]

@@ -63,8 +63,8 @@ def assign_readers(
 ) -> dict[Holder, int]:
     """Assign a reader to each holder of a tensor: the k-th of `ranks` to the k-th if there are
     equally many; else spread evenly, starting elsewhere for each `number` of a tensor, so that many
-    tensors keep all ranks busy. `reachable_by` returns who can open a holder, if not all can.
-    Raises LayoutError for a holder that nobody can open."""
+    tensors keep all ranks busy. `reachable_by` returns the ranks that can open a holder, by
+    default all. Raises LayoutError for a holder that no rank can open."""
     holders = src.mesh.holders
     readers: dict[Holder, int] = {}
     for place, holder in enumerate(holders):
@@ -156,7 +156,7 @@ def element_range(
 def _stays(src: Layout, dst: Layout, reader_of: tuple[int, ...]) -> bool:
     if len(set(reader_of)) < len(reader_of) or src.mesh.shape != dst.mesh.shape:
         return False
-    # What files call an axis says nothing.
+    # Axis names of files have no meaning here.
     mesh = HolderMesh(src.mesh.shape, reader_of, dst.mesh.axes)
     return Layout(mesh, src.placements, src.shard_order) == dst
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.redistribute import align_gradient
 from torchtitan_lite.replica.torchft_manager import PendingReduction, QuorumManager
-from torchtitan_lite.torch_compat import foreach_copy_
+from torchtitan_lite.torch_compat import foreach_copy_, local_tensor
 
 _MAX_IN_FLIGHT = 3
 """Maximum number of buckets: one is filled, one is reduced, one is unpacked."""
@@ -83,7 +83,7 @@ class GradientReducer:
         buckets: list[list[nn.Parameter]] = []
         kind, size = None, 0
         for parameter in reversed(self._parameters):
-            local = _local(parameter)
+            local = local_tensor(parameter)
             if kind != (local.dtype, local.device) or size + local.nbytes > self._bucket_bytes:
                 buckets.append([])
                 kind, size = (local.dtype, local.device), 0
@@ -158,11 +158,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
         parameter.grad = torch.zeros_like(parameter)
     gradient = align_gradient(parameter)
     assert gradient is not None
-    return _local(gradient)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_tensor(gradient)
 
 
 def _views(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> list[torch.Tensor]:

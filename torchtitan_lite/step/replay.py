@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchtitan_lite import rng
@@ -19,6 +18,7 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.optim import ShardedOptimizer
 from torchtitan_lite.replica import Replicas, Share
 from torchtitan_lite.spec import Microbatch, PipelineSchedule
+from torchtitan_lite.torch_compat import local_tensor
 
 TOLERANCE = 1e-2
 """Relative tolerance of nondeterministic kernels. A flipped bit that makes a step anomalous changes
@@ -86,8 +86,8 @@ class Replay:
                 parameter.register_hook(self._record_norm)
 
     def _record_norm(self, gradient: torch.Tensor) -> None:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        self._norms.append(torch.linalg.vector_norm(local.detach(), dtype=torch.float64))
+        local = local_tensor(gradient).detach()
+        self._norms.append(torch.linalg.vector_norm(local, dtype=torch.float64))
 
     def _equal(self, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
         return len(first) == len(second) and torch.allclose(
