@@ -1,3 +1,7 @@
-"""Measurements side by side: ours, the peer and the floor in one run. Each file is a command,
-`python -m benchmarks.NAME [--quick] [--json PATH]`, run from the top of a checkout.
+"""Benchmarks: ours, a floor and a peer, measured in one run.
+
+`make bench` runs all of them; each is `python -m benchmarks.NAME [--quick] [--json PATH]` in the
+root of a checkout, with NAME `step`, `parallel`, `redistribute`, `checkpoint`, `recovery` or
+`convert`. Shared by all: `harness` (comparisons, rows, command line), `processes` (start and watch
+measured processes) and `worker` (turns and instruments in a measured process).
 """

@@ -1,91 +1,98 @@
-"""A run that is killed, and the start that follows it: how long until its newest snapshot is
-durable, and until the next run has it back from shared memory."""
+"""Crash and restart: the seconds until the newest snapshot is durable, and until it is restored.
 
+A run takes a snapshot in each step and is killed. The writers make the snapshot in shared memory
+durable, and the next start resumes from it.
+
+As a program, it is a rank of the killed run or of its successor, started by torchrun.
+"""
+
+# ruff: noqa: E402
+import argparse
 import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import ChildFailed, run, started
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor
+
+from benchmarks.processes import ChildFailed, run, started, wait_for
+from benchmarks.worker import io_bytes
+
+_IMPORTED_S = time.perf_counter()
+
+# The cost of a start is counted from here: torch is imported with its DTensor, which alone takes
+# 0.85 s, and nothing of the product.
+
+from benchmarks.checkpoint_state import Ours, sharded_state, sharding_mesh
 from torchtitan_lite.checkpoint.memory import remove_regions
 
-_PROGRAM = ("-m", "benchmarks.checkpoint_restart")
+_PROGRAM = ("-m", "benchmarks.checkpoint_crash")
 _KILLED_AT_STEP = 6
-_PATIENCE_S = 60
-_POLL_S = 0.005
+_TIMEOUT_S = 60
+_NEVER = 1 << 40
 
 
 @dataclass(frozen=True)
 class Crash:
-    """What one crash has cost."""
+    """The cost of one crash."""
 
     durable_s: float
-    """From the kill until a checkpoint of the newest snapshot is there."""
+    """From the kill until a checkpoint of the newest snapshot exists."""
     restart_s: float
-    """Of the slowest rank, from when it has imported torch and its DTensor, without making its
-    model."""
+    """Of the slowest rank, after its import of torch and DTensor, without building its model."""
     read_bytes: int
     """From disks, by all ranks."""
     lost_steps: int
-    """Between the newest snapshot and the step that the next start has."""
+    """Between the newest snapshot and the restored step."""
 
 
 def measure_crash(num_processes: int, layers: int, folder: Path) -> Crash:
-    """Kill all ranks of a run that takes a snapshot in each step, and start it again.
+    """Kill all ranks of a run that takes a snapshot in each step, and restart it.
 
-    Raises ChildFailed when the run does not start, or nothing of it becomes durable.
+    Raises ChildFailed if the run does not start, or does not become durable.
     """
     folder.mkdir(parents=True)
     arguments = ["--folder", str(folder), "--layers", str(layers)]
+
+    def at_step() -> Sequence[dict[str, Any]] | None:
+        ranks = _running(num_processes, folder)
+        enough = len(ranks) == num_processes and min(r["step"] for r in ranks) >= _KILLED_AT_STEP
+        return ranks if enough else None
+
     try:
         with started(_PROGRAM, arguments, num_processes, folder / "log"):
-            ranks = _at_step(_KILLED_AT_STEP, num_processes, folder)
-            killed_at = time.perf_counter()
+            ranks = wait_for(at_step, f"step {_KILLED_AT_STEP}", timeout_s=_TIMEOUT_S)
+            killed_s = time.perf_counter()
             for rank in ranks:
                 os.kill(rank["pid"], signal.SIGKILL)
-            # The snapshot of the last step that all ranks have taken may still have been filled.
+            # The snapshot of the last step that all ranks have taken may be incomplete.
             newest = min(rank["step"] for rank in _running(num_processes, folder)) - 1
-            durable_s = _durable(newest, folder, killed_at)
+
+            def durable_s() -> float | None:
+                paths = folder.glob("checkpoint/step-*/manifest.json")
+                durable = any(_read(path)["step"] >= newest for path in paths)
+                return time.perf_counter() - killed_s if durable else None
+
+            what = f"checkpoint of step {newest}"
+            durable_after_s = wait_for(durable_s, what, timeout_s=_TIMEOUT_S)
         run(_PROGRAM, [*arguments, "--restart"], num_processes, folder / "log")
-        told = [_read(folder / f"restarted_{rank}.json") for rank in range(num_processes)]
+        restarted = [_read(folder / f"restarted_{rank}.json") for rank in range(num_processes)]
     finally:
         remove_regions((folder / "run_id").read_text().strip())
-    if any("shared memory" not in rank["where"] for rank in told):
-        raise ChildFailed(f"The next start went on from {told[0]['where']}.")
+    if any("shared memory" not in rank["where"] for rank in restarted):
+        raise ChildFailed(f"The restart resumed from {restarted[0]['where']}.")
     return Crash(
-        durable_s=durable_s,
-        restart_s=max(rank["s"] for rank in told),
-        read_bytes=sum(rank["read"] for rank in told),
-        lost_steps=max(0, newest - told[0]["step"]),
+        durable_s=durable_after_s,
+        restart_s=max(rank["s"] for rank in restarted),
+        read_bytes=sum(rank["read"] for rank in restarted),
+        lost_steps=max(0, newest - restarted[0]["step"]),
     )
-
-
-def _at_step(step: int, num_processes: int, folder: Path) -> Sequence[dict[str, Any]]:
-    for _ in _patiently(f"step {step}"):
-        ranks = _running(num_processes, folder)
-        if len(ranks) == num_processes and min(rank["step"] for rank in ranks) >= step:
-            return ranks
-    raise AssertionError
-
-
-def _durable(step: int, folder: Path, since: float) -> float:
-    for _ in _patiently(f"a checkpoint of step {step}"):
-        found = [_read(path) for path in folder.glob("checkpoint/step-*/manifest.json")]
-        if any(manifest["step"] >= step for manifest in found):
-            return time.perf_counter() - since
-    raise AssertionError
-
-
-def _patiently(what: str) -> Iterator[None]:
-    deadline = time.perf_counter() + _PATIENCE_S
-    while time.perf_counter() < deadline:
-        yield
-        time.sleep(_POLL_S)
-    raise ChildFailed(f"{what} did not come in {_PATIENCE_S} s.")
 
 
 def _running(num_processes: int, folder: Path) -> list[dict[str, Any]]:
@@ -95,3 +102,54 @@ def _running(num_processes: int, folder: Path) -> list[dict[str, Any]]:
 
 def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Take steps until killed, or restore and write what it took to FOLDER/restarted_N.json."""
+    parser = argparse.ArgumentParser(description="Take snapshots until killed, or restore one.")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--restart", action="store_true")
+    given = parser.parse_args()
+    mesh = sharding_mesh(port=29512)
+    ready_s = time.perf_counter()
+    state = sharded_state(mesh, given.layers)
+    run = Ours(state, mesh, given.folder, mode="async", every_step=True, interval=_NEVER)
+    if given.restart:
+        _restart(run, ready_s - _IMPORTED_S, given.folder)
+    else:
+        _train(run, given.folder)
+
+
+def _train(run: Ours, folder: Path) -> None:
+    mesh, matrix = run.mesh, torch.randn(512, 512)
+    while True:
+        for _ in range(30):
+            torch.mm(matrix, matrix)
+        mesh.barrier()
+        run.reduced(mesh.sum(run.ready()))
+        run.state.step += 1
+        run.after_step(saves=False)
+        line = json.dumps({"pid": os.getpid(), "step": run.state.step})
+        path = folder / f"running_{mesh.rank}.json"
+        path.with_suffix(".new").write_text(line)
+        path.with_suffix(".new").rename(path)
+
+
+def _restart(run: Ours, start_s: float, folder: Path) -> None:
+    run.mesh.barrier()
+    before, began_s = io_bytes("read_bytes"), time.perf_counter()
+    where = run.manager.restore()
+    taken = time.perf_counter() - began_s
+    result = {
+        "where": where,
+        "step": run.state.step,
+        "s": start_s + taken,
+        "read": io_bytes("read_bytes") - before,
+    }
+    (folder / f"restarted_{run.mesh.rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,18 +1,17 @@
-"""Conversions of a Hugging Face folder, and loads of it on ranks, beside the least that has to be
-done and beside torch DCP.
+"""Conversions of a Hugging Face folder, and loads of it on ranks, against a floor and torch DCP.
 
 python -m benchmarks.convert [--quick] [--json PATH]
 
 The floor of a conversion loads and saves the same files by the safetensors library, one after the
-other, and leaves it to the system when they reach the disk; ours waits for that, and is also set
-against a floor that does. The peer is torch DCP's reader and writer of such folders, on which
-torchtitan's conversion is built; names are not changed, so that it does less. Each turn is a
-process, and its imports are not counted. A load is set against ranks that each load all files.
+other, and does not wait for the disk; ours does, and is also compared with a floor that does. The
+peer is torch DCP's reader and writer of such folders, on which torchtitan's conversion is built;
+it renames no tensors, so it does less. Each turn is a process, and its imports are not counted. A
+load is compared with ranks that each load all files.
 
-Exits with 1 when a process fails or sides moved other bytes; a missed goal is a row that says so.
+The exit status is 1 if a process fails or variants moved other bytes; a missed goal is only
+reported in its row.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -23,24 +22,28 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.agreement import Agreement
-from benchmarks.convert_model import spec_of_size
-from benchmarks.processes import run
-from benchmarks.report import main
-from benchmarks.rows import Row, compare, demand, tell
+from benchmarks.convert_variants import (
+    WORKERS,
+    bit_sum,
+    measure_conversion,
+    measure_loads,
+    spec_of_size,
+    write_model,
+)
+from benchmarks.harness import Comparison, Result, main
+from benchmarks.processes import run_ranks
 from torchtitan_lite.checkpoint.conversion import expected_shapes
 
-_MOST_TIME = 1.5
-_MOST_READ = 1.05
-_WORKERS = 2
-_LARGEST = 2
-"""Of the largest tensors, that a worker may hold."""
+_MAX_TIME = 1.5
+_MAX_READ = 1.05
+_MAX_MEMORY = 2
+"""Per worker, in largest tensors."""
 _FIRST_PORT = 29780
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured."""
+    """What one run measures."""
 
     num_mb: int
     num_shards: int
@@ -52,161 +55,87 @@ FULL = Plan(num_mb=1000, num_shards=4, rounds=5, world_sizes=(1, 2, 4))
 QUICK = Plan(num_mb=60, num_shards=2, rounds=1, world_sizes=(2,))
 
 
-def measure(plan: Plan, folder: Path) -> Iterator[tuple[Row, Agreement]]:
-    """All of it, one after the other."""
+def measure(plan: Plan, folder: Path) -> Iterator[Result]:
+    """Measure conversions, then loads."""
     source = folder / "hf"
-    arguments = ["--folder", source, "--mb", plan.num_mb, "--shards", plan.num_shards]
-    program = ("-m", "benchmarks.convert_model")
-    run(program, list(map(str, arguments)), 1, folder / "model.txt")
+    arguments = {"folder": str(source), "num_mb": plan.num_mb, "num_shards": plan.num_shards}
+    run_ranks(write_model, arguments, 1, folder / "write_model")
     yield from _conversions(plan, source, folder)
     for number, world_size in enumerate(plan.world_sizes):
-        yield from _loads(plan, source, world_size, folder / f"load_{world_size}", number)
+        own = folder / f"load_{world_size}"
+        yield from _loads(plan, source, world_size, own, _FIRST_PORT + number)
 
 
-def _conversions(plan: Plan, source: Path, folder: Path) -> Iterator[tuple[Row, Agreement]]:
-    ways = {
-        "floor": (source, "floor"),
-        "durable floor": (source, "durable_floor"),
-        "ours in": (source, "ours_in"),
-        "DCP in": (source, "dcp_in"),
-        "ours out": (folder / "ours_in", "ours_out"),
-        "DCP out": (folder / "dcp_in", "dcp_out"),
+def _conversions(plan: Plan, source: Path, folder: Path) -> Iterator[Result]:
+    sources = {
+        "floor": source,
+        "durable floor": source,
+        "ours in": source,
+        "DCP in": source,
+        "ours out": folder / "ours_in",
+        "DCP out": folder / "DCP_in",
     }
-    found: dict[str, list[dict[str, Any]]] = {side: [] for side in ways}
+    found: dict[str, list[dict[str, Any]]] = {variant: [] for variant in sources}
     for number in range(plan.rounds):
-        for side, (given, name) in ways.items():
-            result = folder / "result.json"
-            # The last round's are the next way's source.
+        for variant, folder_of in sources.items():
+            name = variant.replace(" ", "_")
+            # The imports of the first round are the sources of the exports.
             target = folder / name if number == 0 else folder / f"{name}_{number}"
-            paths = ["--source", given, "--target", target, "--json", result]
-            arguments = [side, *map(str, paths)]
-            run(("-m", "benchmarks.convert_side"), arguments, 1, folder / "side.txt")
-            found[side].append(json.loads(result.read_text()))
+            arguments = {"variant": variant, "source": str(folder_of), "target": str(target)}
+            found[variant] += run_ranks(measure_conversion, arguments, 1, folder / "conversion")
             if number:
-                _remove(target)
-    shapes = expected_shapes(spec_of_size(plan.num_mb))[0].values()
-    total, largest = (2 * found_ for found_ in (sum(map(prod, shapes)), max(map(prod, shapes))))
+                _remove_files(target)
+    sizes = [prod(shape) for shape in expected_shapes(spec_of_size(plan.num_mb))[0].values()]
+    total, largest = (2 * size for size in (sum(sizes), max(sizes)))
     for way in ("in", "out"):
-        ours, peer, floor = (found[side] for side in (f"ours {way}", f"DCP {way}", "floor"))
-        case = f"{total / 1e6:.0f} MB {way}"
-        agreement = Agreement(case)
+        ours, peer, floor = (found[variant] for variant in (f"ours {way}", f"DCP {way}", "floor"))
+        comparison = Comparison(f"{total / 1e6:.0f} MB {way}")
         for key in ("checksum", "threads"):
-            agreement.same(key, ours[0][key], floor[0][key])
-            agreement.same(key, peer[0][key], floor[0][key])
-        common: dict[str, Any] = {"case": case, "comparable": agreement.holds}
-
-        def middle(side: list[dict[str, Any]], key: str) -> float:
-            return median(one[key] for one in side)
-
-        yield (
-            compare(
-                **common,
-                metric="time",
-                unit="s",
-                ours=middle(ours, "s"),
-                floor=middle(floor, "s"),
-                goal=_MOST_TIME,
-            ),
-            agreement,
+            comparison.same(key, ours[0][key], floor[0][key])
+            comparison.same(key, peer[0][key], floor[0][key])
+        ours_s, peer_s = _median(ours, "s"), _median(peer, "s")
+        durable_s = _median(found["durable floor"], "s")
+        yield comparison.ratio("time", "s", ours_s, floor=_median(floor, "s"), goal=_MAX_TIME)
+        metric = "time, against a floor that waits for the disk too"
+        yield comparison.ratio(metric, "s", ours_s, floor=durable_s, goal=_MAX_TIME)
+        yield comparison.ratio("time, against torch DCP", "s", ours_s, peer=peer_s, goal=1.0)
+        yield comparison.value(
+            "peak memory above the base, of the largest tensor a worker",
+            "tensors",
+            _median(ours, "memory") / largest / WORKERS,
+            peer=_median(peer, "memory") / largest / WORKERS,
+            goal=_MAX_MEMORY,
         )
-        yield (
-            compare(
-                **common,
-                metric="time, against a floor that waits for the disk too",
-                unit="s",
-                ours=middle(ours, "s"),
-                floor=middle(found["durable floor"], "s"),
-                goal=_MOST_TIME,
-            ),
-            agreement,
-        )
-        yield (
-            compare(
-                **common,
-                metric="time, against torch DCP",
-                unit="s",
-                ours=middle(ours, "s"),
-                peer=middle(peer, "s"),
-                goal=1.0,
-            ),
-            agreement,
-        )
-        yield (
-            demand(
-                **common,
-                metric="peak memory above the base, of the largest tensor a worker",
-                unit="tensors",
-                ours=middle(ours, "memory") / largest / _WORKERS,
-                peer=middle(peer, "memory") / largest / _WORKERS,
-                goal=_LARGEST,
-            ),
-            agreement,
-        )
-        yield (
-            demand(
-                **common,
-                metric="bytes read, of the weights",
-                unit="-",
-                ours=middle(ours, "read") / total,
-                goal=_MOST_READ,
-            ),
-            agreement,
-        )
-        yield (
-            tell(
-                **common,
-                metric="bytes written, of the weights",
-                unit="-",
-                ours=middle(ours, "written") / total,
-                peer=middle(peer, "written") / total,
-            ),
-            agreement,
-        )
+        read = _median(ours, "read") / total
+        yield comparison.value("bytes read, of the weights", "-", read, goal=_MAX_READ)
+        written, by_peer = (_median(some, "written") / total for some in (ours, peer))
+        yield comparison.value("bytes written, of the weights", "-", written, peer=by_peer)
 
 
-def _loads(
-    plan: Plan, source: Path, world_size: int, folder: Path, number: int
-) -> Iterator[tuple[Row, Agreement]]:
-    folder.mkdir()
-    paths = ["--source", source, "--folder", folder, "--rounds", plan.rounds]
-    arguments = [*map(str, paths), "--port", str(_FIRST_PORT + number)]
-    run(("-m", "benchmarks.convert_load"), arguments, world_size, folder / "log.txt")
-    ranks = [json.loads((folder / f"rank_{r}.json").read_text()) for r in range(world_size)]
+def _median(turns: list[dict[str, Any]], key: str) -> float:
+    return median(turn[key] for turn in turns)
+
+
+def _loads(plan: Plan, source: Path, world_size: int, folder: Path, port: int) -> Iterator[Result]:
+    arguments = {"source": str(source), "rounds": plan.rounds, "port": port}
+    ranks = run_ranks(measure_loads, arguments, world_size, folder)
     total = bits = 0
     for file in source.glob("*.safetensors"):
         for tensor in load_file(file).values():
             total += tensor.nbytes
-            bits += int(tensor.view(torch.int16).sum(dtype=torch.int64))
-    case = f"load on {world_size} ranks, {total / 1e6:.0f} MB"
-    agreement = Agreement(case)
-    agreement.same("sum of bits", sum(rank["sum"] for rank in ranks), bits)
-    agreement.same("threads", ranks[0]["threads"], torch.get_num_threads())
-    yield (
-        compare(
-            case=case,
-            metric="time, against each rank loading all",
-            unit="s",
-            ours=median(ranks[0]["ours"]),
-            floor=median(ranks[0]["safetensors"]),
-            goal=1.0,
-            comparable=agreement.holds,
-        ),
-        agreement,
-    )
-    yield (
-        demand(
-            case=case,
-            metric="bytes read by all ranks, of the weights",
-            unit="-",
-            ours=sum(rank["read"] for rank in ranks) / total,
-            goal=_MOST_READ,
-            comparable=agreement.holds,
-        ),
-        agreement,
-    )
+            bits += bit_sum(tensor)
+    comparison = Comparison(f"load on {world_size} ranks, {total / 1e6:.0f} MB")
+    comparison.same("sum of bits", sum(rank["bit_sum"] for rank in ranks), bits)
+    comparison.same("threads", ranks[0]["threads"], torch.get_num_threads())
+    ours_s, floor_s = (median(ranks[0][variant]) for variant in ("ours", "safetensors"))
+    metric = "time, against each rank loading all"
+    yield comparison.ratio(metric, "s", ours_s, floor=floor_s, goal=1.0)
+    read = sum(rank["read"] for rank in ranks) / total
+    metric = "bytes read by all ranks, of the weights"
+    yield comparison.value(metric, "-", read, goal=_MAX_READ)
 
 
-def _remove(path: Path) -> None:
+def _remove_files(path: Path) -> None:
     for inner in path.rglob("*"):
         if inner.is_file():
             inner.unlink()

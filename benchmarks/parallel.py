@@ -1,39 +1,59 @@
-"""Techniques of parallelism against what a person would write with torch alone.
+"""Techniques of parallelism against what one would write with torch alone.
 
 python -m benchmarks.parallel [--quick] [--json PATH]
 
 Three comparisons, every process with one thread:
 
-- CPU seconds per step of FSDP, TP and PP, summed over the ranks, against hand-written loops with
-  fully_shard, parallelize_module and Schedule1F1B on the same samples and weights (`alternation`);
-  their loss is plain cross entropy over logits. Not wall time: ranks may be more than cores.
+- CPU seconds per step of FSDP, TP and PP, summed over the ranks, against baseline loops with
+  fully_shard, parallelize_module and Schedule1F1B on the same samples and weights (`step_cpu`);
+  their loss is plain cross entropy over logits. Not wall time, because there may be more ranks than
+  cores.
 - Wall time and peak tensor memory of ring attention against gathered keys and values
-  (`ring_turns`).
-- CPU time to make the order of positions under load balancing, against a Python loop
-  (`order_turns`).
+  (`ring_attention`).
+- CPU time to make the order of positions under head-tail balancing, against a Python loop.
 
-Exits with 1 when the sides did not do the same work; a missed goal is a row that says so.
+The exit status is 1 if the variants did not do the same work; a missed goal is only reported in its
+row.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import statistics
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks.agreement import Agreement
-from benchmarks.order_cost import OrderCase, measure_order
-from benchmarks.processes import TRAINER_ARGUMENTS
-from benchmarks.report import main
-from benchmarks.ring_cost import RingCase, measure_ring
-from benchmarks.rows import Row
-from benchmarks.step_cost import StepCase, measure_step
-from benchmarks.turns import Turns
+from benchmarks.harness import Comparison, Result, formatted, main
+from benchmarks.processes import run_ranks
+from benchmarks.ring_attention import RingCase, measure_ring
+from benchmarks.step_cpu import StepCase, measure_step
+from benchmarks.worker import Turns, alternate
+from torchtitan_lite.parallel.context import sequence_order
 
 STEP_GOAL = 1.05
+ORDER_GOAL = 0.05
+_ORDER_CALLS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderCase:
+    """A sequence that would be sharded over a number of ranks."""
+
+    length: int
+    num_ranks: int
+    rounds: int
+
+    @property
+    def name(self) -> str:
+        return f"head-tail order, {self.length} tokens, {self.num_ranks} ranks"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run of this benchmark measures."""
+    """The cases of one run."""
 
     step_cases: Sequence[StepCase]
     ring_cases: Sequence[RingCase]
@@ -90,14 +110,72 @@ QUICK = Plan(
 )
 
 
-def measure(plan: Plan, folder: Path) -> Iterator[tuple[Row, Agreement]]:
-    """The cases of `plan`, one after the other, with their files in `folder`."""
+def measure(plan: Plan, folder: Path) -> Iterator[Result]:
+    """Measure all cases of `plan`, with files in `folder`."""
     for number, case in enumerate(plan.step_cases):
-        yield measure_step(case, TRAINER_ARGUMENTS, folder / f"step_{number}")
+        yield measure_step(case, folder / f"step_{number}")
     for number, case in enumerate(plan.ring_cases):
         yield from measure_ring(case, folder / f"ring_{number}")
     for number, case in enumerate(plan.order_cases):
-        yield measure_order(case, folder / f"order_{number}")
+        yield _measure_order(case, folder / f"order_{number}")
+
+
+def _measure_order(case: OrderCase, folder: Path) -> Result:
+    """Measure in one process."""
+    (found,) = run_ranks(alternate_orders, asdict(case), 1, folder)
+    (ours, ours_s), (peer, peer_s) = (found[name] for name in ("ours", "loop"))
+    comparison = Comparison(case.name, other="loop")
+    comparison.same("CRC-32 of the positions", ours, peer)
+    comparison.note(
+        f"CPU ms of each round: ours {formatted(ours_s, scale=1000)}; "
+        f"loop {formatted(peer_s, scale=1000)}"
+    )
+    return comparison.ratio(
+        "CPU time to make it",
+        "s",
+        statistics.median(ours_s),
+        peer=statistics.median(peer_s),
+        goal=ORDER_GOAL,
+    )
+
+
+def alternate_orders(length: int, num_ranks: int, rounds: int) -> dict[str, Any]:
+    """CRC-32 of the order and CPU seconds per call in each round, by variant.
+
+    A turn is several calls, so that memory is warm for both: allocating new pages says nothing
+    about either variant and may take longer than all else.
+    """
+    # Without the cache, which would return the first result again.
+    vectorized = sequence_order.__wrapped__
+    variants: dict[str, Callable[[], Any]] = {
+        "ours": lambda: vectorized(length, num_ranks, True),
+        "loop": lambda: _looped_order(length, num_ranks),
+    }
+    checksums = {
+        "ours": zlib.crc32(variants["ours"]().numpy().tobytes()),
+        "loop": zlib.crc32(array("q", variants["loop"]()).tobytes()),
+    }
+    turns = {name: partial(_cpu_s_per_call, call) for name, call in variants.items()}
+    seconds = alternate(turns, rounds)
+    return {name: (checksums[name], seconds[name]) for name in variants}
+
+
+def _looped_order(length: int, num_ranks: int) -> list[int]:
+    """The positions under head-tail balancing, one by one."""
+    piece_length = length // (2 * num_ranks)
+    order = []
+    for rank in range(num_ranks):
+        for piece in (rank, 2 * num_ranks - 1 - rank):
+            for offset in range(piece_length):
+                order.append(piece * piece_length + offset)
+    return order
+
+
+def _cpu_s_per_call(call: Callable[[], object]) -> float:
+    began_s = time.process_time()
+    for _ in range(_ORDER_CALLS):
+        call()
+    return (time.process_time() - began_s) / _ORDER_CALLS
 
 
 if __name__ == "__main__":

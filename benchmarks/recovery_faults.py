@@ -1,54 +1,177 @@
-"""A run that is disturbed: what each fault has cost, and how far the run came meanwhile."""
+"""A run with injected faults: the cost of each fault, and the progress of the run.
 
+The reader records the metrics of all replicas with one clock for all variants. A step counts as
+committed once its line can be read; files are polled every few milliseconds.
+"""
+
+import json
 import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from statistics import median
+from typing import Any, TypeVar
 
-from benchmarks.processes import ChildFailed
-from benchmarks.recovery_reader import Gap, Reader, Told
-from benchmarks.recovery_sides import Running, Side, Work
+from benchmarks.processes import ChildFailed, ChildTimeout, wait_for
+from benchmarks.recovery_variants import Running, Variant, Workload
+from torchtitan_lite.launcher.logs import Tail
+from torchtitan_lite.outputs import RECEIVES_STATE
 
 _Found = TypeVar("_Found")
-_PATIENCE_S = 120.0
-_LOOK_S = 0.01
+_TIMEOUT_S = 120.0
+_POLL_S = 0.01
+_READ_S = 0.004
 _QUIET_STEPS = 4
-"""That all take together before a fault counts as over."""
+"""Steps of all replicas after which a fault is over."""
 _WARMUP_STEPS = 5
-_LONGEST_DELAY_S = 0.5
-_RECEIVING = "Receiving the state of another replica"
+_MAX_DELAY_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """When a run is disturbed."""
+class Line:
+    """A line of a metrics.jsonl."""
+
+    seen_s: float
+    """Since the epoch."""
+    replica: int
+    values: dict[str, Any]
+
+    @property
+    def is_step(self) -> bool:
+        return "event" not in self.values and not self.values.get("skipped", False)
+
+    @property
+    def step(self) -> int:
+        return self.values["step"]
+
+    @property
+    def num_replicas(self) -> int:
+        return self.values["num_replicas"]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The time between two committed steps of one replica."""
+
+    start: Line
+    end: Line
+
+    @property
+    def seconds(self) -> float:
+        return self.end.seen_s - self.start.seen_s
+
+
+class Reader:
+    """Reads the metrics of all replicas while they run, in a thread. A context manager."""
+
+    def __init__(self, metrics: Sequence[Path]) -> None:
+        self._tails = [Tail(path) for path in metrics]
+        self.lines: list[Line] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="reader")
+
+    def __enter__(self) -> "Reader":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._tails)
+
+    def steps(self, replica: int | None = None, *, since_s: float = 0.0) -> list[Line]:
+        """Committed steps of one replica, or of all, in the order of time."""
+        return [
+            one
+            for one in list(self.lines)
+            if one.is_step and one.seen_s >= since_s and replica in (None, one.replica)
+        ]
+
+    def events(self, name: str, replica: int, *, since_s: float) -> list[Line]:
+        """Events of a replica."""
+        return [
+            one
+            for one in list(self.lines)
+            if one.values.get("event") == name and one.seen_s >= since_s and one.replica == replica
+        ]
+
+    def gaps(self, replica: int, *, since_s: float) -> list[Gap]:
+        """Gaps of a replica that end after `since_s`."""
+        steps = self.steps(replica)
+        return [Gap(*pair) for pair in pairwise(steps) if pair[1].seen_s >= since_s]
+
+    def median_gap_s(self, num_replicas: int) -> float:
+        """Median gap of two consecutive steps of so many replicas.
+
+        A survivor of ours processes the samples of all, so its step alone takes longer.
+        """
+        found = [
+            gap.seconds
+            for replica in range(self.num_replicas)
+            for gap in self.gaps(replica, since_s=0.0)
+            if gap.start.num_replicas == gap.end.num_replicas == num_replicas
+            and gap.end.step == gap.start.step + 1
+        ]
+        return median(found) if found else float("nan")
+
+    def stall_s(self, gap: Gap) -> float:
+        """Seconds of a gap beyond the median step of as many replicas as in its end."""
+        return gap.seconds - self.median_gap_s(gap.end.num_replicas)
+
+    def progress(self) -> list[Line]:
+        """The first line of each step; repeated steps are no progress."""
+        found, highest = [], 0
+        for one in self.steps():
+            if one.step > highest:
+                highest = one.step
+                found.append(one)
+        return found
+
+    def _read(self) -> None:
+        while not self._ended.wait(_READ_S):
+            for replica, tail in enumerate(self._tails):
+                lines, now_s = tail.lines(), time.time()
+                for line in lines:
+                    with suppress(ValueError):
+                        values = json.loads(line)
+                        self.lines.append(Line(seen_s=now_s, replica=replica, values=values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultSchedule:
+    """The faults of a run."""
 
     undisturbed_s: float
-    """After all take part, before the first fault."""
+    """Between the first steps of all replicas and the first fault."""
     faults: int
-    """Ranks that are killed and return, of each replica in turn."""
+    """Ranks that are killed, of each replica in turn."""
     period_s: float
-    """From one to the next; longer where the run has not recovered."""
+    """From fault to fault; longer if the run has not recovered."""
     lighthouse_faults: int = 0
-    """Lighthouses that are killed, after those."""
+    """Lighthouses that are killed, after the ranks."""
     seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Return:
-    """Of the rank that was killed, in seconds one after the other."""
+class RestartTimes:
+    """Consecutive phases of the restart of a killed rank."""
 
     boot_s: float
-    """Until its new process is there."""
+    """Until its new process exists."""
     import_s: float
-    """Until that says the first word: interpreter, imports, configuration, data."""
+    """Until the first line of its log: interpreter, imports, configuration, data."""
     quorum_s: float
-    """Until it receives the state: model, restoring, joining, the quorum."""
+    """Until it receives the state: model, restoring, joining, quorum."""
     transfer_s: float
     step_s: float
-    """Until its first committed step can be read."""
+    """Until its first committed step."""
 
     @property
     def total_s(self) -> float:
@@ -57,66 +180,68 @@ class Return:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """From one rank that was killed."""
+    """Recovery from one killed rank."""
 
     stall_s: float
-    """The longest gap between two commits of the survivor, or of all where nobody survives, less
-    the median step."""
+    """The longest gap between two commits of the survivor, or of all if none survives, beyond the
+    median step."""
     donor_stall_s: float | None
-    """The same for the step in which the other returns; None where nobody gives a state."""
+    """The same for the step in which the other rejoins; None if there is no donor."""
     failed_steps: int
-    """Of the survivor, uncommitted."""
+    """Aborted steps of the survivor."""
     repeated_steps: int
-    """That had been committed, and were taken again."""
+    """Committed steps that were trained again."""
     survivors_dead: int
-    returned: Return
+    restart: RestartTimes
 
 
 @dataclass(kw_only=True)
-class Disturbed:
-    """What came of a run."""
+class FaultyRun:
+    """Measurements of a run with faults."""
 
     reader: Reader
     recoveries: list[Recovery] = field(default_factory=list)
     lighthouse_stalls_s: list[float] = field(default_factory=list)
     lighthouse_deaths: int = 0
-    """Of ranks, since their lighthouse died."""
+    """Ranks that died after their lighthouse."""
     undisturbed_tokens_per_s: float = 0.0
     disturbed_tokens_per_s: float = 0.0
 
     @property
     def goodput(self) -> float:
-        """Undisturbed wall time over disturbed, for the same samples."""
+        """Wall time without faults over wall time with faults, for the same samples."""
         return self.disturbed_tokens_per_s / self.undisturbed_tokens_per_s
 
     @property
     def step_s(self) -> float:
-        """Undisturbed."""
+        """Median step without faults."""
         return self.reader.median_gap_s(max(one.num_replicas for one in self.reader.steps()))
 
 
-def disturb(side: Side, work: Work, schedule: Schedule, folder: Path) -> Disturbed:
-    """Start the side, strike it, and end it. Raises ChildFailed where it does not recover."""
+def run_with_faults(
+    variant: Variant, workload: Workload, schedule: FaultSchedule, folder: Path
+) -> FaultyRun:
+    """Run a variant and inject faults. Raises ChildFailed if it does not recover."""
     folder.mkdir(parents=True)
     draw = random.Random(schedule.seed)
-    with side.running(work, folder) as running, Reader(running.metrics) as reader:
-        found = Disturbed(reader=reader)
-        began_s = _all_take_part(running, reader, _WARMUP_STEPS, since_s=0.0)
+    with variant.running(workload, folder) as running, Reader(running.metrics) as reader:
+        found = FaultyRun(reader=reader)
+        began_s = _wait_for_steps(running, reader, _WARMUP_STEPS, since_s=0.0)
         time.sleep(schedule.undisturbed_s)
         first_s = time.time()
-        struck_at = []
+        fault_s = []
         for number in range(schedule.faults):
             if number:
-                time.sleep(max(0.0, struck_at[-1] + schedule.period_s - time.time()))
-            time.sleep(draw.uniform(0, _LONGEST_DELAY_S))
+                time.sleep(max(0.0, fault_s[-1] + schedule.period_s - time.time()))
+            time.sleep(draw.uniform(0, _MAX_DELAY_S))
             victim = number % reader.num_replicas
-            struck_at.append(time.time())
+            fault_s.append(time.time())
             found.recoveries.append(_kill_rank(running, reader, victim))
-        time.sleep(max(0.0, struck_at[-1] + schedule.period_s - time.time()))
+        time.sleep(max(0.0, fault_s[-1] + schedule.period_s - time.time()))
         found.undisturbed_tokens_per_s = _tokens_per_s(reader, began_s, first_s)
         found.disturbed_tokens_per_s = _tokens_per_s(reader, first_s, time.time())
         for _ in range(schedule.lighthouse_faults):
-            time.sleep(draw.uniform(0, _LONGEST_DELAY_S))
+            time.sleep(draw.uniform(0, _MAX_DELAY_S))
             _kill_lighthouse(running, reader, found)
     return found
 
@@ -128,45 +253,47 @@ def _kill_rank(running: Running, reader: Reader, victim: int) -> Recovery:
     old = {rank.pid for rank in own}
     highest = max(one.step for one in reader.steps())
     killed_s = time.time()
-    # The last rank, where several are one world: the first one tells of the steps.
+    # The last rank, if several are one world: the first writes the steps.
     own[-1].kill()
     process_s = _wait(
         running,
-        lambda: _seen(any(rank.pid not in old for rank in running.ranks(victim))),
-        "a new process",
+        lambda: _now_if(any(rank.pid not in old for rank in running.ranks(victim))),
+        "new process",
     )
-    # From here on the log is that of the new attempt.
-    word_s = _wait(running, lambda: _seen(bool(running.log(victim))), "its first word")
+    # From here, the log is that of the new attempt.
+    log_s = _wait(
+        running, lambda: _now_if(bool(running.log(victim))), "log line of the restarted rank"
+    )
     receiving_s = None
     if others:
         receiving_s = _wait(
-            running, lambda: _seen(_RECEIVING in running.log(victim)), "a state to receive"
+            running, lambda: _now_if(RECEIVES_STATE in running.log(victim)), "state transfer"
         )
     committed = _wait(
         running,
-        lambda: next((one for one in reader.steps(victim, since_s=word_s)), None),
-        "its first step",
+        lambda: next((one for one in reader.steps(victim, since_s=log_s)), None),
+        "step of the restarted rank",
     )
-    _all_take_part(running, reader, _QUIET_STEPS, since_s=committed.seen_s)
+    _wait_for_steps(running, reader, _QUIET_STEPS, since_s=committed.seen_s)
     survivor = others[0] if others else victim
-    stall, donor = _gaps_of(reader, survivor, killed_s, returns=bool(others))
+    stall, donor = _stalled_gaps(reader, survivor, killed_s, rejoins=bool(others))
     after = {rank.pid for other in others for rank in running.ranks(other)}
-    transfer_s, quorum_s, ready_s = 0.0, 0.0, word_s
+    transfer_s, quorum_s, ready_s = 0.0, 0.0, log_s
     if receiving_s is not None:
         healed = reader.events("healed", victim, since_s=killed_s)
-        transfer_s, quorum_s = healed[-1].values["seconds"], receiving_s - word_s
+        transfer_s, quorum_s = healed[-1].values["seconds"], receiving_s - log_s
         ready_s = receiving_s + transfer_s
     return Recovery(
         stall_s=reader.stall_s(stall),
         donor_stall_s=None if donor is None else reader.stall_s(donor),
         failed_steps=sum(
-            len(_failed(reader, other, killed_s, committed.seen_s)) for other in others
+            len(_aborted(reader, other, killed_s, committed.seen_s)) for other in others
         ),
         repeated_steps=max(0, highest - committed.step + 1) if not others else 0,
         survivors_dead=len(before - after),
-        returned=Return(
+        restart=RestartTimes(
             boot_s=process_s - killed_s,
-            import_s=word_s - process_s,
+            import_s=log_s - process_s,
             quorum_s=quorum_s,
             transfer_s=transfer_s,
             step_s=committed.seen_s - ready_s,
@@ -174,21 +301,21 @@ def _kill_rank(running: Running, reader: Reader, victim: int) -> Recovery:
     )
 
 
-def _failed(reader: Reader, replica: int, since_s: float, until_s: float) -> list[Told]:
+def _aborted(reader: Reader, replica: int, since_s: float, until_s: float) -> list[Line]:
     events = reader.events("step_failed", replica, since_s=since_s)
     return [one for one in events if one.seen_s <= until_s]
 
 
-def _seen(there: bool) -> float | None:
-    return time.time() if there else None
+def _now_if(condition: bool) -> float | None:
+    return time.time() if condition else None
 
 
-def _gaps_of(
-    reader: Reader, survivor: int, killed_s: float, *, returns: bool
+def _stalled_gaps(
+    reader: Reader, survivor: int, killed_s: float, *, rejoins: bool
 ) -> tuple[Gap, Gap | None]:
-    """The survivor's longest gap before the other returns, and the one in which it does."""
+    """The survivor's longest gap before the other rejoins, and the gap in which it does."""
     gaps = reader.gaps(survivor, since_s=killed_s)
-    if not returns:
+    if not rejoins:
         return max(gaps, key=lambda gap: gap.seconds), None
     place = next(
         place for place, gap in enumerate(gaps) if gap.end.num_replicas > gap.start.num_replicas
@@ -196,12 +323,12 @@ def _gaps_of(
     return max(gaps[:place], key=lambda gap: gap.seconds), gaps[place]
 
 
-def _kill_lighthouse(running: Running, reader: Reader, found: Disturbed) -> None:
+def _kill_lighthouse(running: Running, reader: Reader, found: FaultyRun) -> None:
     replicas = range(reader.num_replicas)
     before = {rank.pid for one in replicas for rank in running.ranks(one)}
     killed_s = time.time()
     running.lighthouse().kill()
-    _all_take_part(running, reader, 5 * _QUIET_STEPS, since_s=killed_s)
+    _wait_for_steps(running, reader, 5 * _QUIET_STEPS, since_s=killed_s)
     gaps = [
         max(reader.gaps(one, since_s=killed_s), key=lambda gap: gap.seconds) for one in replicas
     ]
@@ -210,10 +337,10 @@ def _kill_lighthouse(running: Running, reader: Reader, found: Disturbed) -> None
     found.lighthouse_deaths += len(before - after)
 
 
-def _all_take_part(running: Running, reader: Reader, steps: int, *, since_s: float) -> float:
-    """Wait until each replica has taken so many steps with all others. Returns when that was."""
+def _wait_for_steps(running: Running, reader: Reader, steps: int, *, since_s: float) -> float:
+    """Wait until each replica has committed so many steps with all others; return when."""
 
-    def look() -> float | None:
+    def committed() -> float | None:
         found = []
         for replica in range(reader.num_replicas):
             together = [
@@ -226,19 +353,14 @@ def _all_take_part(running: Running, reader: Reader, steps: int, *, since_s: flo
             found.append(together[steps - 1].seen_s)
         return max(found)
 
-    return _wait(running, look, "steps of all replicas")
+    return _wait(running, committed, "step of all replicas")
 
 
-def _wait(running: Running, look: Callable[[], _Found | None], what: str) -> _Found:
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while (found := look()) is None:
-        running.check()
-        if time.monotonic() >= deadline_s:
-            raise ChildFailed(
-                f"{what} did not come in {_PATIENCE_S:g} s:\n{running.log(0)[-3000:]}"
-            )
-        time.sleep(_LOOK_S)
-    return found
+def _wait(running: Running, find: Callable[[], _Found | None], what: str) -> _Found:
+    try:
+        return wait_for(find, what, timeout_s=_TIMEOUT_S, check=running.check, poll_s=_POLL_S)
+    except ChildTimeout as error:
+        raise ChildFailed(f"{error}\n{running.log(0)[-3000:]}") from None
 
 
 def _tokens_per_s(reader: Reader, start_s: float, stop_s: float) -> float:

@@ -1,29 +1,35 @@
-"""The rows of disturbed runs: ours by one of its lighthouses, beside the peers."""
+"""The rows of runs with faults: ours with one of its lighthouses, against the peers.
 
-from collections.abc import Callable, Iterator, Sequence
+Lost and repeated samples of the product show in its losses: each is a sum over all samples of a
+step, with weights that depend on all samples before, so a sample that is skipped, repeated or used
+in another step shows from there on. The peer on torchft records the batches of its own data that
+each step used.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.agreement import Agreement
+from benchmarks.harness import Comparison, Result
 from benchmarks.processes import THREADS
-from benchmarks.recovery_faults import Disturbed, Recovery
-from benchmarks.recovery_reader import Told
-from benchmarks.recovery_samples import TOLERANCE, batches_lost_and_repeated, difference
-from benchmarks.rows import Row, compare, demand, tell
-from benchmarks.start_time import GOAL as START_GOAL
+from benchmarks.recovery_faults import FaultyRun, Line, Recovery
+from benchmarks.step import START_GOAL
 
-_MOST_FAILED_STEPS = 1
-_LEAST_GOODPUT = 0.9
+TOLERANCE = 2e-4
+"""Relative, float32 over hundreds of steps: the present replicas add the same terms in another
+order. One other sample of a few hundred tokens changes a loss by more than ten times that."""
+_MAX_FAILED_STEPS = 1
+_MIN_GOODPUT = 0.9
 _NUM_LOSSES = 8
-"""Of the first steps, which all sides take undisturbed."""
+"""Of the first steps, which all variants take without faults."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """A side, and all of its runs."""
+class Runs:
+    """All runs of a variant."""
 
     name: str
-    runs: Sequence[Disturbed]
+    runs: Sequence[FaultyRun]
 
     @property
     def recoveries(self) -> list[Recovery]:
@@ -34,20 +40,20 @@ class Result:
         return [stall for run in self.runs for stall in run.lighthouse_stalls_s]
 
     @property
-    def told(self) -> list[Told]:
-        """Committed steps, of all runs."""
+    def steps(self) -> list[Line]:
+        """Committed steps of all runs."""
         return [step for run in self.runs for step in run.reader.steps()]
 
     def each(self, value: Callable[[Recovery], float | None]) -> list[float]:
-        """Of each fault that has it."""
+        """The value of each fault that has one."""
         found = map(value, self.recoveries)
         return [one for one in found if one is not None]
 
     def text(self) -> str:
-        """Every fault, for people."""
+        """All faults in one line."""
         shown = ", ".join(
-            f"{one.stall_s:.2f} s stall ({one.failed_steps} uncommitted) "
-            f"{one.returned.total_s:.1f} s return"
+            f"{one.stall_s:.2f} s stall ({one.failed_steps} uncommitted), "
+            f"{one.restart.total_s:.1f} s restart"
             for one in self.recoveries
         )
         lighthouse = " ".join(f"{one:.2f}" for one in self.lighthouse_stalls_s)
@@ -56,135 +62,130 @@ class Result:
         return f"{self.name}: median step {steps} ms; {shown}{more}"
 
 
-def agree(result: Result, straight: Sequence[Told], dtype: str) -> Agreement:
-    """Whether a side has done the work of a straight run, which has `dtype`."""
-    agreement = Agreement(result.name, other="straight run")
-    for run in result.runs:
+def compare(runs: Runs, reference: Sequence[Line], dtype: str) -> Comparison:
+    """Compare the first steps of a variant with a run without faults, which has `dtype`."""
+    comparison = Comparison(runs.name, other="reference run")
+    for run in runs.runs:
         first = [one.values["loss"] for one in run.reader.progress()[:_NUM_LOSSES]]
-        expected = [one.values["loss"] for one in straight[:_NUM_LOSSES]]
-        agreement.close_losses(first, expected, stride=_NUM_LOSSES)
+        expected = [one.values["loss"] for one in reference[:_NUM_LOSSES]]
+        comparison.close_losses(first, expected, shown=1)
         starts = run.reader.events("start", 0, since_s=0.0)
-        # The product's trainer leaves both to its configuration and the environment.
-        said = {"dtype": dtype, "threads": THREADS, **(starts[0].values if starts else {})}
-        agreement.same("dtype", said["dtype"], dtype)
-        agreement.same("threads", said["threads"], THREADS)
-    agreement.note(result.text())
-    return agreement
+        # The product's trainer takes both from its configuration and environment.
+        values = {"dtype": dtype, "threads": THREADS, **(starts[0].values if starts else {})}
+        comparison.same("dtype", values["dtype"], dtype)
+        comparison.same("threads", values["threads"], THREADS)
+    comparison.note(runs.text())
+    return comparison
 
 
 def rows_of(
-    ours: Result, peer: Result, straight: Sequence[Told], stall_goal_s: float, *, comparable: bool
-) -> Iterator[Row]:
-    """What a rank that is killed and returns costs, and a lighthouse that is."""
+    ours: Runs, peer: Runs, reference: Sequence[Line], max_stall_s: float, *, valid: bool
+) -> Iterator[Result]:
+    """The cost of a killed rank and its restart, and of a killed lighthouse."""
+    comparison = Comparison(ours.name, other="required")
+    comparison.same("valid comparison of all variants", valid, True)
     stalls, peers = ours.each(lambda one: one.stall_s), peer.each(lambda one: one.stall_s)
-    common = {"case": ours.name, "comparable": comparable}
     for name, of in (("median", median), ("p95", _p95)):
-        yield demand(
-            metric=f"survivor's stall, {name} of {len(stalls)}",
-            unit="s",
-            ours=of(stalls),
-            peer=of(peers),
-            goal=stall_goal_s,
-            **common,
-        )
-    yield demand(
-        metric="uncommitted steps of a fault, the most",
-        unit="steps",
-        ours=max(ours.each(lambda one: one.failed_steps)),
-        peer=max(peer.each(lambda one: one.failed_steps)),
-        goal=_MOST_FAILED_STEPS,
-        **common,
-    )
-    yield demand(
-        metric="survivors dead",
-        unit="ranks",
-        ours=_deaths(ours),
-        peer=_deaths(peer),
-        goal=0,
-        **common,
-    )
-    yield _samples_row(ours, peer, straight, comparable=comparable)
-    donors = ours.each(lambda one: one.donor_stall_s), peer.each(lambda one: one.donor_stall_s)
-    yield tell(
-        metric="donor's stall, median", unit="s", ours=median(donors[0]), peer=median(donors[1]),
-        **common,
-    )  # fmt: skip
-    yield compare(
-        metric="restart to first committed step, median",
-        unit="s",
-        ours=median(ours.each(lambda one: one.returned.total_s)),
-        peer=median(peer.each(lambda one: one.returned.total_s)),
-        goal=START_GOAL,
-        **common,
-    )
-    for part in ("boot", "import", "quorum", "transfer", "step"):
-        yield tell(
-            metric=f"restart: {part}, median",
-            unit="s",
-            ours=median(getattr(one.returned, f"{part}_s") for one in ours.recoveries),
-            peer=median(getattr(one.returned, f"{part}_s") for one in peer.recoveries),
-            **common,
-        )
-    if ours.lighthouse_stalls_s:
-        yield tell(
-            metric="stall where the lighthouse is killed, median",
-            unit="s",
-            ours=median(ours.lighthouse_stalls_s),
-            peer=median(peer.lighthouse_stalls_s) if peer.lighthouse_stalls_s else None,
-            **common,
-        )
+        metric = f"survivor's stall, {name} of {len(stalls)}"
+        yield comparison.value(metric, "s", of(stalls), peer=of(peers), goal=max_stall_s)
+    failed, by_peer = (max(one.each(lambda each: each.failed_steps)) for one in (ours, peer))
+    metric = "uncommitted steps of a fault, the most"
+    yield comparison.value(metric, "steps", failed, peer=by_peer, goal=_MAX_FAILED_STEPS)
+    yield comparison.value("survivors dead", "ranks", _deaths(ours), peer=_deaths(peer), goal=0)
 
-
-def goodput_rows(
-    ours: Disturbed, peers: Sequence[tuple[str, Disturbed]], period_s: float, *, comparable: bool
-) -> Iterator[Row]:
-    """Undisturbed wall time over disturbed, at one fault in so many seconds."""
-    case, unit = f"a fault every {period_s:g} s", "undisturbed / disturbed"
-    yield demand(
-        case=case,
-        metric="goodput",
-        unit=unit,
-        ours=ours.goodput,
-        goal=_LEAST_GOODPUT,
-        comparable=comparable,
-        more_is_better=True,
-    )
-    for name, peer in peers:
-        yield compare(
-            case=case,
-            metric=f"goodput against {name}",
-            unit=unit,
-            ours=ours.goodput,
-            peer=peer.goodput,
-            goal=1.0,
-            comparable=comparable,
-            more_is_better=True,
-        )
-
-
-def _samples_row(ours: Result, peer: Result, straight: Sequence[Told], *, comparable: bool) -> Row:
-    found = difference(ours.told, straight)
+    found = difference(ours.steps, reference)
     lost = repeated = 0
     for run in peer.runs:
         counts = batches_lost_and_repeated(run.reader.steps())
         lost, repeated = lost + counts[0], repeated + counts[1]
-    return demand(
-        case=ours.name,
-        metric=f"samples lost or repeated, {found.compared} steps compared to {TOLERANCE:g}",
-        unit=f"steps that differ (peer: batches, {lost} lost)",
-        ours=found.wrong,
+    yield comparison.value(
+        f"samples lost or repeated, {found.compared} steps compared to {TOLERANCE:g}",
+        f"steps that differ (peer: batches, {lost} lost)",
+        found.wrong,
         peer=lost + repeated,
         goal=0,
-        comparable=comparable and found.compared > _NUM_LOSSES,
+        valid=found.compared > _NUM_LOSSES,
     )
+    donors = [median(one.each(lambda each: each.donor_stall_s)) for one in (ours, peer)]
+    yield comparison.value("donor's stall, median", "s", donors[0], peer=donors[1])
+    for name in ("total", "boot", "import", "quorum", "transfer", "step"):
+        restarts = [
+            median(getattr(each.restart, f"{name}_s") for each in one.recoveries)
+            for one in (ours, peer)
+        ]
+        if name == "total":
+            metric = "restart to first committed step, median"
+            yield comparison.ratio(metric, "s", restarts[0], peer=restarts[1], goal=START_GOAL)
+        else:
+            yield comparison.value(f"restart: {name}, median", "s", restarts[0], peer=restarts[1])
+    if ours.lighthouse_stalls_s:
+        yield comparison.value(
+            "stall where the lighthouse is killed, median",
+            "s",
+            median(ours.lighthouse_stalls_s),
+            peer=median(peer.lighthouse_stalls_s) if peer.lighthouse_stalls_s else None,
+        )
 
 
-def _deaths(result: Result) -> int:
-    of_faults = sum(one.survivors_dead for one in result.recoveries)
-    return of_faults + sum(run.lighthouse_deaths for run in result.runs)
+def goodput_rows(
+    ours: FaultyRun, peers: Mapping[str, FaultyRun], period_s: float, *, valid: bool
+) -> Iterator[Result]:
+    """Goodput with one fault in so many seconds."""
+    comparison = Comparison(f"a fault every {period_s:g} s", other="required")
+    comparison.same("valid comparison of all variants", valid, True)
+    unit, better = "undisturbed / disturbed", {"more_is_better": True}
+    yield comparison.value("goodput", unit, ours.goodput, goal=_MIN_GOODPUT, **better)
+    for name, peer in peers.items():
+        metric = f"goodput against {name}"
+        yield comparison.ratio(metric, unit, ours.goodput, peer=peer.goodput, goal=1.0, **better)
+
+
+def _deaths(runs: Runs) -> int:
+    of_faults = sum(one.survivors_dead for one in runs.recoveries)
+    return of_faults + sum(run.lighthouse_deaths for run in runs.runs)
 
 
 def _p95(values: Sequence[float]) -> float:
-    """The smallest value that 95 % of all do not exceed: of few, the largest."""
+    """The smallest value that 95 % do not exceed; the largest of few."""
     ordered = sorted(values)
     return ordered[-(-95 * len(ordered) // 100) - 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Differences of the steps of a run from those of the reference run."""
+
+    compared: int
+    """Steps in both runs."""
+    wrong: int
+    """Steps with another loss or number of targets."""
+
+
+def difference(lines: Sequence[Line], reference: Sequence[Line]) -> Difference:
+    """Compare every line, including those of repeated steps."""
+    expected = {one.step: one for one in reference}
+    pairs = [(one, expected[one.step]) for one in lines if one.step in expected]
+    off = [_off(one, target) for one, target in pairs]
+    return Difference(
+        compared=len({one.step for one, _ in pairs}),
+        wrong=sum(not value <= TOLERANCE for value in off),
+    )
+
+
+def _off(one: Line, target: Line) -> float:
+    if one.values["num_target_tokens"] != target.values["num_target_tokens"]:
+        return float("inf")
+    loss = target.values["loss"]
+    return abs(one.values["loss"] - loss) / abs(loss)
+
+
+def batches_lost_and_repeated(lines: Sequence[Line]) -> tuple[int, int]:
+    """Count the peer's lost and repeated batches, up to the last batch that each replica used."""
+    lost = repeated = 0
+    for replica in {one.replica for one in lines}:
+        # A healing replica contributes nothing.
+        took_part = [one for one in lines if one.replica == replica and one.values["took_part"]]
+        used = [one.values["batch"] for one in took_part]
+        lost += max(used) + 1 - len(set(used))
+        repeated += len(used) - len(set(used))
+    return lost, repeated

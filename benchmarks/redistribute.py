@@ -1,48 +1,115 @@
-"""Redistribution of training states against its floor and against DTensor, and how long planning
-takes.
+"""Redistribution of training states against its floor and DTensor, and the time of planning.
 
 python -m benchmarks.redistribute [--quick] [--json PATH]
 
 Every process with one thread, gloo:
 
 - Wall time of a whole state dict, of the slowest rank from a barrier on, against a bare
-  `all_to_all_single` of the same bytes plus a copy of the result (`redistribute_sides`). Ours fills
-  the results of an earlier call, so that what lies right already is not copied: it is the source's
-  own tensor. The rows of new memory have both sides take memory anew.
-- The same against `DTensor.redistribute` of each tensor, by either of its planners, where it does
-  it; and bytes against the lower bound and against DTensor.
-- Time to plan (`planner_time`), and how well the cost model predicts the time of an exchange once
-  it is calibrated (`cost_model`), where `floor` is the goal's absolute figure.
+  `all_to_all_single` of the same bytes plus a copy of the result (`redistribute_variants`). Ours
+  fills the results of an earlier call, so what is in place already is not copied: it is the
+  source's own tensor. In the rows of new memory, both variants allocate memory.
+- The same against `DTensor.redistribute` of each tensor, by each of its planners, where it supports
+  the layouts; and bytes against the lower bound and against DTensor.
+- Time to plan, and how well the calibrated cost model predicts the time of an exchange
+  (`redistribute_planning`); there, `floor` is the goal's absolute value.
 
-Results are compared with the expected parts bit by bit. Exits with 1 when any differs; a missed
-goal is a row that says so.
+Results are compared with the expected shards bit by bit. The exit status is 1 if any differs; a
+missed goal is only reported in its row.
 """
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.agreement import Agreement
-from benchmarks.cost_model import CostModelCase, measure_cost_model
-from benchmarks.planner_time import PlannerCase, measure_planner
-from benchmarks.redistribute_cost import Run, measure_cases
-from benchmarks.report import main
-from benchmarks.rows import Row
+import torch
+
+from benchmarks.harness import Comparison, Result, formatted, main
+from benchmarks.processes import run_ranks
+from benchmarks.redistribute_planning import (
+    CostModelCase,
+    PlannerCase,
+    measure_cost_model,
+    measure_planner,
+)
+from benchmarks.redistribute_variants import PLANNERS, measure_rank
+from benchmarks.state_dicts import Case, cases
+from scripts.dtensor_steps import predict_dtensor
+from torchtitan_lite.redistribute import Plan as RedistributionPlan
+from torchtitan_lite.redistribute import plan
+from torchtitan_lite.redistribute.explain import lower_bound_bytes, traffic
+
+DTENSOR_GOAL = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A variant of ours, and bounds of its ratio to its floor over all cases."""
+
+    name: str
+    metric: str
+    worst: float
+    median: float
+    floor: str = "floor"
+
+
+GOALS = [
+    *(
+        Goal(
+            name=f"shared {size}", metric=f"shared memory, {size} MB buckets", worst=0.9, median=0.5
+        )
+        for size in (1, 4, 25)
+    ),
+    Goal(name="collective 25", metric="collective, 25 MB buckets", worst=1.5, median=1.25),
+    Goal(name="collective 4", metric="collective, 4 MB buckets", worst=1.75, median=1.75),
+    Goal(
+        name="shared fresh",
+        metric="shared memory, new memory",
+        worst=1.1,
+        median=1.1,
+        floor="floor fresh",
+    ),
+    Goal(
+        name="collective fresh",
+        metric="collective, new memory",
+        worst=1.3,
+        median=1.3,
+        floor="floor fresh",
+    ),
+]
+_OURS_FOR_DTENSOR = "shared fresh"
+"""DTensor has no `out`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeCases:
+    """Cases on a number of processes."""
+
+    num_processes: int
+    rounds: int
+    small: bool
+    names: Sequence[str] = ()
+    """Of the cases; empty for all."""
+
+    def cases(self) -> dict[str, Case]:
+        known = cases(self.num_processes, small=self.small)
+        return {name: known[name] for name in self.names or known}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What one run of this benchmark measures."""
+    """The cases of one run."""
 
-    runs: Sequence[Run]
+    exchanges: Sequence[ExchangeCases]
     planner: PlannerCase
     cost_models: Sequence[CostModelCase]
 
 
 FULL = Plan(
-    runs=[
-        Run(num_processes=4, rounds=9, small=False),
-        Run(num_processes=8, rounds=7, small=False),
+    exchanges=[
+        ExchangeCases(num_processes=4, rounds=9, small=False),
+        ExchangeCases(num_processes=8, rounds=7, small=False),
     ],
     planner=PlannerCase(pairs=200, rounds=7),
     cost_models=[
@@ -50,8 +117,8 @@ FULL = Plan(
     ],
 )
 QUICK = Plan(
-    runs=[
-        Run(
+    exchanges=[
+        ExchangeCases(
             num_processes=4,
             rounds=5,
             small=True,
@@ -63,13 +130,114 @@ QUICK = Plan(
 )
 
 
-def measure(plan: Plan, folder: Path) -> Iterator[tuple[Row, Agreement]]:
-    """The cases of `plan`, one after the other, with their files in `folder`."""
-    yield from measure_planner(plan.planner)
-    for case in plan.cost_models:
+def measure(of: Plan, folder: Path) -> Iterator[Result]:
+    """Measure all cases of a plan, with files in `folder`."""
+    yield from measure_planner(of.planner)
+    for case in of.cost_models:
         yield from measure_cost_model(case, folder / f"costs_{case.num_processes}")
-    for run in plan.runs:
-        yield from measure_cases(run, folder / f"of_{run.num_processes}")
+    for run in of.exchanges:
+        yield from _measure_exchanges(run, folder / f"of_{run.num_processes}")
+
+
+def _measure_exchanges(run: ExchangeCases, folder: Path) -> Iterator[Result]:
+    """Run the turns on all ranks; yield the rows of each case, then those over all cases."""
+    arguments = {"names": list(run.cases()), "rounds": run.rounds, "small": run.small}
+    ranks = run_ranks(measure_rank, arguments, run.num_processes, folder)
+    ratios: dict[str, list[float]] = {variant.name: [] for variant in GOALS}
+    wrong = []
+    for name, case in run.cases().items():
+        results = [rank[name] for rank in ranks]
+        seconds = _seconds(results)
+        comparison = _comparison(f"{name}, {run.num_processes} proc", case, results, seconds)
+        if not comparison.holds:
+            wrong.append(name)
+        for variant in GOALS:
+            ratios[variant.name].append(seconds[variant.name] / seconds[variant.floor])
+        yield from _time_rows(comparison, seconds)
+        yield from _bytes_rows(comparison, case)
+    for variant in GOALS:
+        yield from _summary_rows(variant, ratios[variant.name], run.num_processes, wrong)
+
+
+def _seconds(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """By variant, the median over the turns of the slowest rank's time."""
+    return {
+        variant: statistics.median(
+            max(turn) for turn in zip(*(rank["seconds"][variant] for rank in results), strict=True)
+        )
+        for variant in results[0]["seconds"]
+    }
+
+
+def _comparison(
+    name: str, case: Case, results: Sequence[dict[str, Any]], seconds: dict[str, float]
+) -> Comparison:
+    comparison = Comparison(name, other="expected")
+    for variant in results[0]["right"]:
+        wrong = [rank for rank, result in enumerate(results) if not result["right"][variant]]
+        comparison.same(f"ranks whose shard differs in any bit, {variant}", wrong, [])
+    for variant, why in results[0]["unsupported"].items():
+        comparison.note(f"{variant} does not support it: {why}")
+    comparison.note(
+        f"float32, {results[0]['threads']} thread per process, {len(case.shapes)} tensors"
+    )
+    shown = "; ".join(f"{variant} {value * 1e3:.3g}" for variant, value in seconds.items())
+    comparison.note(f"median ms of the slowest rank: {shown}")
+    return comparison
+
+
+def _time_rows(comparison: Comparison, seconds: dict[str, float]) -> Iterator[Result]:
+    for variant in GOALS:
+        ours, floor = seconds[variant.name], seconds[variant.floor]
+        yield comparison.ratio(variant.metric, "s", ours, floor=floor, goal=variant.worst)
+    for planner in PLANNERS:
+        peer = seconds.get(f"DTensor {planner}")
+        if peer is not None:
+            metric = f"shared memory, new memory, against DTensor ({planner})"
+            ours = seconds[_OURS_FOR_DTENSOR]
+            yield comparison.ratio(metric, "s", ours, peer=peer, goal=DTENSOR_GOAL)
+
+
+def _bytes_rows(comparison: Comparison, case: Case) -> Iterator[Result]:
+    plans = [
+        plan(src, dst, case.shapes[name], torch.float32)
+        for name, (src, dst) in case.layouts().items()
+    ]
+    ours = sum(t.received for each in plans for t in traffic(each).values())
+    bound = sum(lower_bound_bytes(each) or 0 for each in plans)
+    metric = "moved, against the lower bound"
+    yield comparison.ratio(metric, "bytes", ours, floor=bound, goal=1.0)
+    peer = _dtensor_bytes(plans) if case.src[1] == case.dst[1] else None
+    if peer is not None:
+        metric = "moved, against DTensor (default)"
+        yield comparison.ratio(metric, "bytes", ours, peer=peer, goal=1.0)
+
+
+def _dtensor_bytes(plans: Sequence[RedistributionPlan]) -> int | None:
+    """The bytes that DTensor would send; None if it does not support a layout."""
+    sent: dict[RedistributionPlan, int] = {}
+    for each in plans:
+        if each not in sent:
+            way = predict_dtensor(each)
+            if way.sent is None:
+                return None
+            sent[each] = sum(way.sent.values())
+    return sum(sent[each] for each in plans)
+
+
+def _summary_rows(
+    variant: Goal, ratios: Sequence[float], num_processes: int, wrong: Sequence[str]
+) -> Iterator[Result]:
+    """The median and the worst ratio to the floor."""
+    for what, ours, goal in (
+        ("median", statistics.median(ratios), variant.median),
+        ("worst", max(ratios), variant.worst),
+    ):
+        case = f"{what} of {len(ratios)} cases, {num_processes} proc"
+        comparison = Comparison(case, variant.metric, other="expected")
+        comparison.same("cases with a wrong result", wrong, [])
+        comparison.note(f"ratios: {formatted(ratios)}")
+        yield comparison.ratio(variant.metric, "of the floor", ours, floor=1.0, goal=goal)
 
 
 if __name__ == "__main__":

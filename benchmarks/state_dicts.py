@@ -1,5 +1,7 @@
-"""Training states of the benchmarks of redistribution, by their tensors' shapes, and the layouts
-that techniques of parallelism give them. Nothing is started, and no tensor is made."""
+"""Training states of the benchmarks by shape, and their layouts under techniques of parallelism.
+
+No process is started and no tensor is allocated.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ _ROW_PARALLEL = ("wo", "w2")
 
 
 def llama(dim: int, hidden: int, vocabulary: int, num_layers: int) -> Shapes:
-    """The parameters of a Llama with half as many keys as queries."""
+    """The parameters of a Llama with half as many KV heads as query heads."""
     shapes: Shapes = {"embedding": (vocabulary, dim), "norm": (dim,)}
     for layer in range(num_layers):
         shapes |= _named(layer, _attention(dim))
@@ -22,8 +24,8 @@ def llama(dim: int, hidden: int, vocabulary: int, num_layers: int) -> Shapes:
     return shapes
 
 
-def mixture(dim: int, hidden: int, vocabulary: int, num_layers: int, num_experts: int) -> Shapes:
-    """The parameters of a mixture of stacked experts, with both moments of AdamW."""
+def moe(dim: int, hidden: int, vocabulary: int, num_layers: int, num_experts: int) -> Shapes:
+    """The parameters of an MoE with stacked experts, and both moments of AdamW."""
     shapes: Shapes = {"embedding": (vocabulary, dim), "norm": (dim,)}
     for layer in range(num_layers):
         up, down = (num_experts, hidden, dim), (num_experts, dim, hidden)
@@ -51,18 +53,18 @@ def _named(layer: int, shapes: Shapes) -> Shapes:
 STATES = {
     # 101 tensors, 109 MB in float32.
     "llama": llama(448, 1216, 6400, 11),
-    "mixture": mixture(256, 512, 3200, 2, 8),
+    "moe": moe(256, 512, 3200, 2, 8),
     # 20 tensors, 25 MB; 45 tensors, 45 MB.
     "small llama": llama(448, 1216, 3200, 2),
-    "small mixture": mixture(256, 512, 1600, 1, 8),
+    "small moe": moe(256, 512, 1600, 1, 8),
 }
 
 Technique = Callable[[str, HolderMesh], Layout]
-"""The layout that a tensor of a name gets on a mesh."""
+"""The layout of a named tensor on a mesh."""
 
 
 def fsdp(name: str, mesh: HolderMesh) -> Layout:
-    """Cut along dim 0 by all axes; of stacked experts that is also expert parallelism."""
+    """Shard dim 0 over all axes; for stacked experts that is also expert parallelism."""
     return Layout(mesh, [Shard(0)] * len(mesh.shape))
 
 
@@ -72,23 +74,23 @@ def tp(name: str, mesh: HolderMesh) -> Layout:
 
 
 def dp_tp(name: str, mesh: HolderMesh) -> Layout:
-    """Copies along the first axis of parts along the last."""
+    """Replicate over the first axis, tensor parallelism over the last."""
     return Layout(mesh, [Replicate(), _tensor_parallel(name)])
 
 
 def fsdp_tp(name: str, mesh: HolderMesh) -> Layout:
-    """FSDP along the first axis of what tensor parallelism along the last has cut before."""
+    """Tensor parallelism over the last axis, then FSDP over the first."""
     inner = _tensor_parallel(name)
     return Layout(mesh, [Shard(0), inner], {0: (1, 0)} if inner == Shard(0) else {})
 
 
 def ep_2(name: str, mesh: HolderMesh) -> Layout:
-    """Experts over the last of three axes, and cut within by the others."""
+    """Shard experts over the last of three axes, and each expert over the others."""
     return _expert_parallel(name, mesh, [Shard(1), Shard(1), Shard(0)])
 
 
 def ep_4(name: str, mesh: HolderMesh) -> Layout:
-    """Experts over the last two of three axes, and cut within by the first."""
+    """Shard experts over the last two of three axes, and each expert over the first."""
     return _expert_parallel(name, mesh, [Shard(1), Shard(0), Shard(0)])
 
 
@@ -105,7 +107,7 @@ def _expert_parallel(name: str, mesh: HolderMesh, placements: Sequence[Placement
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A state in float32 that goes from one technique on one mesh to another."""
+    """A float32 state that moves from one technique and mesh to another."""
 
     name: str
     state: str
@@ -113,9 +115,9 @@ class Case:
     dst: tuple[Technique, HolderMesh]
 
     def layouts(self) -> dict[str, tuple[Layout, Layout]]:
-        """By tensor, where it lies and where it goes."""
-        (given, src), (wanted, dst) = self.src, self.dst
-        return {name: (given(name, src), wanted(name, dst)) for name in self.shapes}
+        """Source and destination by tensor."""
+        (src_technique, src), (dst_technique, dst) = self.src, self.dst
+        return {name: (src_technique(name, src), dst_technique(name, dst)) for name in self.shapes}
 
     @property
     def shapes(self) -> Shapes:
@@ -123,8 +125,8 @@ class Case:
 
 
 def cases(num_ranks: int, *, small: bool) -> dict[str, Case]:
-    """All cases on 4 or 8 ranks. Those on one mesh are such that DTensor can be asked for them:
-    FSDP and TP over all ranks are written as over both axes of two, which are the same parts."""
+    """All cases on 4 or 8 ranks. DTensor supports the layouts of the cases on one mesh: FSDP and TP
+    over all ranks are written as over both of two axes, which gives the same shards."""
     flat, two = HolderMesh.ranks(num_ranks), HolderMesh.ranks(num_ranks // 2, 2)
     three = HolderMesh.ranks(num_ranks // 4, 2, 2)
     size = "small " if small else ""
@@ -132,16 +134,17 @@ def cases(num_ranks: int, *, small: bool) -> dict[str, Case]:
         ("FSDP -> TP", "llama", (fsdp, flat), (tp, flat)),
         ("TP -> FSDP x TP", "llama", (tp, two), (fsdp_tp, two)),
         ("FSDP x TP -> FSDP", "llama", (fsdp_tp, two), (fsdp, two)),
-        ("TP x DP -> EP", "mixture", (dp_tp, two), (fsdp, two)),
-        ("EP 2 -> EP 4", "mixture", (ep_2, three), (ep_4, three)),
+        ("TP x DP -> EP", "moe", (dp_tp, two), (fsdp, two)),
+        ("EP 2 -> EP 4", "moe", (ep_2, three), (ep_4, three)),
     ]
     across = {
         4: [(4, 0, 2, 0), (2, 0, 4, 0), (2, 0, 3, 0), (2, 0, 2, 2)],
         8: [(8, 0, 4, 0), (4, 0, 4, 4)],
     }
-    for given, first, wanted, then in across[num_ranks]:
-        name = f"FSDP {given} -> {wanted}" + (", disjoint" if then else "")
-        src, dst = HolderMesh.ranks(given, first=first), HolderMesh.ranks(wanted, first=then)
+    for src_size, src_first, dst_size, dst_first in across[num_ranks]:
+        name = f"FSDP {src_size} -> {dst_size}" + (", disjoint" if dst_first else "")
+        src = HolderMesh.ranks(src_size, first=src_first)
+        dst = HolderMesh.ranks(dst_size, first=dst_first)
         found.append((name, "llama", (fsdp, src), (fsdp, dst)))
     return {
         name: Case(name=name, state=size + state, src=src, dst=dst)

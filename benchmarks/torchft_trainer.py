@@ -1,14 +1,14 @@
-"""A peer: one replica of a minimal trainer written directly on torchft, in the manner of its DDP
-example with the patches that it needs.
+"""A peer: one replica of a minimal trainer written directly on torchft.
 
-torchft's manager with its HTTP transport; gradients averaged in one flat bucket by
-`Manager.allreduce`, since its DDP wrapper fails in a survivor; its optimizer wrapper; a retry of
-the quorum, without which a lighthouse that dies ends all; a checkpoint of its own every few steps,
-by `torch.save`. As in the example each replica reads its own samples, remembers the place in its
-checkpoint, and goes on to the next batch when a step was not committed.
+It follows torchft's DDP example, with the changes that it needs: torchft's manager with its HTTP
+transport; gradients averaged in one flat bucket by `Manager.allreduce`, because torchft's DDP
+wrapper fails in a survivor; its optimizer wrapper; a retry of the quorum, without which a dead
+lighthouse ends all replicas; a checkpoint of its own every few steps, by `torch.save`. As in the
+example, each replica reads its own samples, stores its position in its checkpoint, and continues
+with the next batch after an aborted step.
 
-It writes metrics.jsonl as the product does, with the batches used in each step, and starts on
-weights and samples of `torchft_inputs`.
+It writes metrics.jsonl as the product does, with the batches used in each step, and starts with
+the weights and samples of `baseline_loop.write_replica_batches`.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroupGloo
 
-from benchmarks.bare_start import decoder
-from benchmarks.hand_written_step import IGNORE, Batch, Recipe, adamw
+from benchmarks.baseline import IGNORE, Batch, Recipe, adamw, decoder, logits
+from torchtitan_lite.outputs import RECEIVES_STATE
 
 _TIMEOUT = timedelta(seconds=30)
 _QUORUM_RETRIES = 20
@@ -53,7 +53,7 @@ class Trainer:
         self._checkpoint, self._interval = own / "checkpoint.pt", given.checkpoint_interval
         self._metrics = (own / "metrics.jsonl").open("a", buffering=1)
         dtype = str(next(self._model.parameters()).dtype).removeprefix("torch.")
-        self.tell(event="start", step=0, dtype=dtype, threads=torch.get_num_threads())
+        self.write(event="start", step=0, dtype=dtype, threads=torch.get_num_threads())
         print("Ready to join.", flush=True)
         restored = self._restore()
         store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
@@ -73,18 +73,18 @@ class Trainer:
             hostname="127.0.0.1",
             checkpoint_transport=_Transport(self),
             quorum_retries=_QUORUM_RETRIES,
-            # All begin with the same weights.
+            # All replicas start with the same weights.
             init_sync=False,
         )
         self._store = store
         if restored is not None:
             self._manager.load_state_dict(restored)
         else:
-            # Its heartbeats have begun, so that nobody's first quorum is without it.
+            # Its heartbeats have begun, so every first quorum includes it.
             _wait_for_all(given.folder, given.replica, given.replicas)
 
     def train(self) -> None:
-        """Until it is killed."""
+        """Train until killed."""
         optimizer = OptimizerWrapper(self._manager, self._optimizer)
         while True:
             position = self._position
@@ -92,12 +92,7 @@ class Trainer:
             self._position += 1
             before = self._manager.current_step()
             optimizer.zero_grad()
-            logits_BSV = self._model(
-                batch.tokens_BS,
-                positions_BS=batch.positions_BS,
-                keys_B=batch.keys_B,
-                documents_BS=batch.documents_BS,
-            )
+            logits_BSV = logits(self._model, batch)
             targets = batch.targets_BS.flatten()
             loss = F.cross_entropy(logits_BSV.flatten(0, 1), targets, ignore_index=IGNORE)
             loss.backward()
@@ -106,10 +101,10 @@ class Trainer:
             optimizer.step()
             step = self._manager.current_step()
             if step == before:
-                self.tell(event="step_failed", step=step, reason=str(self._manager.errored()))
+                self.write(event="step_failed", step=step, reason=str(self._manager.errored()))
                 continue
             count = self._manager.num_participants()
-            self.tell(
+            self.write(
                 step=step,
                 loss=mean_loss,
                 num_target_tokens=count * int((targets != IGNORE).sum()),
@@ -120,12 +115,12 @@ class Trainer:
             if step % self._interval == 0:
                 self._save()
 
-    def tell(self, **values: Any) -> None:
-        """A line of metrics.jsonl."""
+    def write(self, **values: Any) -> None:
+        """Write a line of metrics.jsonl."""
         self._metrics.write(json.dumps(values) + "\n")
 
     def _average(self, loss: torch.Tensor) -> float:
-        """Gradients, and the loss with them, over the replicas that take part."""
+        """Average gradients and loss over the participating replicas."""
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         flat = torch.cat([*(gradient.flatten() for gradient in gradients), loss.view(1)])
         self._manager.allreduce(flat).wait()
@@ -152,7 +147,7 @@ class Trainer:
         temporary.replace(self._checkpoint)
 
     def _restore(self) -> dict[str, int] | None:
-        """The manager's part of the newest checkpoint, if there is one."""
+        """Load the newest checkpoint, if there is one, and return the manager's state."""
         if not self._checkpoint.exists():
             return None
         state = torch.load(self._checkpoint, weights_only=True)
@@ -162,7 +157,7 @@ class Trainer:
 
 
 class _Transport(HTTPTransport[Any]):
-    """torchft's own, which tells how long it takes."""
+    """torchft's HTTP transport, which records the seconds of a transfer."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(timeout=_TIMEOUT, num_chunks=0)
@@ -171,15 +166,15 @@ class _Transport(HTTPTransport[Any]):
     def recv_checkpoint(
         self, src_rank: int, metadata: str, step: int, timeout: timedelta
     ) -> dict[str, Any]:
-        print("Receiving the state of another replica", flush=True)
+        print(RECEIVES_STATE, flush=True)
         began_s = time.perf_counter()
         state = super().recv_checkpoint(src_rank, metadata, step, timeout)
-        self._trainer.tell(event="healed", step=step, seconds=time.perf_counter() - began_s)
+        self._trainer.write(event="healed", step=step, seconds=time.perf_counter() - began_s)
         return state
 
 
 def _wait_for_all(folder: Path, replica: int, count: int) -> None:
-    """At the very first start, so that the first step has all samples."""
+    """Wait for all replicas at the first start, so that the first step has all samples."""
     (folder / f"ready_{replica}").write_text(str(os.getpid()))
     while len(list(folder.glob("ready_*"))) < count:
         time.sleep(_POLL_S)

@@ -235,7 +235,7 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
             row["case"],
             row["metric"],
             row["unit"],
-            *(_number(row[key]) for key in ("ours", "floor", "peer")),
+            *(_number(row.get(key)) for key in ("ours", "floor", "peer")),
             _number(_ratio(row)),
             _goal(row),
             _met(row),
@@ -288,14 +288,14 @@ def _met(row: dict[str, Any]) -> str:
 
 
 def _goal(row: dict[str, Any]) -> str:
-    if row["goal"] is None:
+    if "goal" not in row:
         return "-"
     kind = row.get("kind")
     return f"{kind} {row['goal']:g}" if kind else f"{row['goal']:g}"
 
 
 def _ratio(row: dict[str, Any]) -> float | None:
-    reference = row["peer"] if row["peer"] is not None else row["floor"]
+    reference = row.get("peer", row.get("floor"))
     return row["ours"] / reference if reference else None
 
 

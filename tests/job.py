@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.models import qwen3_like
 from torchtitan_lite.builders import build
 from torchtitan_lite.config import Config, config_from
 from torchtitan_lite.config.constraints import check_against
@@ -56,16 +57,7 @@ class Outcome:
     finished: bool = False
 
 
-ODD_QWEN3 = qwen3.Qwen3Dims(
-    dim=36,
-    num_layers=3,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=10,
-    hidden_dim=50,
-    vocab_size=517,
-    document_mask=True,
-)
+ODD_QWEN3 = qwen3_like(ODD_DIMS, document_mask=True)
 FOUR_KV_HEADS = replace(ODD_DIMS, num_heads=8, num_kv_heads=4, hidden_dim=52)
 ODD_EXPERTS = replace(
     ODD_QWEN3, hidden_dim=None, moe=MoEDims(num_experts=5, top_k=2, hidden_dim=22)

@@ -1,4 +1,4 @@
-"""The meshes of the parity tables, and what equal training means."""
+"""The meshes of the parity tables, and the comparison of two training runs."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from tests.job import Outcome
 
 FSDP: dict[str, Any] = {"parallelism.data_parallel_shard_degree": -1}
 HSDP = {"parallelism.data_parallel_replicate_degree": 2}
-TWO_AT_ONCE = {"training.local_batch_size": 2}
-_FOUR_AT_ONCE = {"training.local_batch_size": 4}
+BATCH_OF_2 = {"training.local_batch_size": 2}
+_BATCH_OF_4 = {"training.local_batch_size": 4}
 _TP = {"parallelism.tensor_parallel_degree": 2}
-TP = {**_TP, **TWO_AT_ONCE}
+TP = {**_TP, **BATCH_OF_2}
 CP = {"parallelism.context_parallel_degree": 2}
 PP = {"parallelism.pipeline_parallel_degree": 2}
-ONE_BY_ONE = {"training.local_batch_size": 1}
-OP_RECOMPUTE = {
+BATCH_OF_1 = {"training.local_batch_size": 1}
+OP_CHECKPOINT = {
     "activation_checkpoint.mode": "selective",
     "activation_checkpoint.selective_ac_option": "op",
 }
@@ -23,27 +23,27 @@ OP_RECOMPUTE = {
 # name -> (processes, overrides)
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp-2": (2, FSDP),
-    "fsdp-4": (4, {**FSDP, **TWO_AT_ONCE}),
-    "hsdp-2x2": (4, {**HSDP, **TWO_AT_ONCE}),
+    "fsdp-4": (4, {**FSDP, **BATCH_OF_2}),
+    "hsdp-2x2": (4, {**HSDP, **BATCH_OF_2}),
     "replicate-2": (2, {**HSDP, "parallelism.data_parallel_shard_degree": 1}),
     "replicate-4": (
         4,
         {
-            **TWO_AT_ONCE,
+            **BATCH_OF_2,
             "parallelism.data_parallel_replicate_degree": 4,
             "parallelism.data_parallel_shard_degree": 1,
         },
     ),
-    "accumulation-1": (1, ONE_BY_ONE),
-    "accumulation-fsdp-2": (2, {**FSDP, **ONE_BY_ONE}),
-    "accumulation-hsdp-2x2": (4, {**HSDP, **ONE_BY_ONE}),
+    "accumulation-1": (1, BATCH_OF_1),
+    "accumulation-fsdp-2": (2, {**FSDP, **BATCH_OF_1}),
+    "accumulation-hsdp-2x2": (4, {**HSDP, **BATCH_OF_1}),
     "reshard-never": (2, {**FSDP, "parallelism.fsdp_reshard_after_forward": "never"}),
     "reshard-always": (2, {**FSDP, "parallelism.fsdp_reshard_after_forward": "always"}),
     "cpu-offload": (2, {**FSDP, "training.enable_cpu_offload": True}),
     "tp-2": (2, _TP),
     "tp-2-whole-sequence": (2, {**_TP, "parallelism.enable_sequence_parallel": False}),
     "tp-2-whole-logits": (2, {**_TP, "parallelism.disable_loss_parallel": True}),
-    "tp-2-recompute-op": (2, {**_TP, **OP_RECOMPUTE}),
+    "tp-2-recompute-op": (2, {**_TP, **OP_CHECKPOINT}),
     "tp-4": (
         4,
         {
@@ -91,24 +91,24 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp-2-tp-2-fsdp-2": (8, {**PP, **_TP}),
     "pp-2-cp-2-fsdp-2": (8, {**PP, **CP}),
     "tp-2-cp-2-fsdp-2": (8, {**_TP, **CP}),
-    "hsdp-2x2-tp-2": (8, {**HSDP, **_TP, **ONE_BY_ONE}),
-    "hsdp-2x2-cp-2": (8, {**HSDP, **CP, **TWO_AT_ONCE}),
+    "hsdp-2x2-tp-2": (8, {**HSDP, **_TP, **BATCH_OF_1}),
+    "hsdp-2x2-cp-2": (8, {**HSDP, **CP, **BATCH_OF_2}),
     "recompute-full": (1, {"activation_checkpoint.mode": "full"}),
     "recompute-full-fsdp-2": (2, {**FSDP, "activation_checkpoint.mode": "full"}),
     "recompute-selective": (2, {**FSDP, "activation_checkpoint.mode": "selective"}),
-    "recompute-op": (2, {**FSDP, **OP_RECOMPUTE}),
+    "recompute-op": (2, {**FSDP, **OP_CHECKPOINT}),
 }
-MESHES = {name: (size, {**_FOUR_AT_ONCE, **row}) for name, (size, row) in MESHES.items()}
+MESHES = {name: (size, {**_BATCH_OF_4, **row}) for name, (size, row) in MESHES.items()}
 
 EP = {"parallelism.expert_parallel_degree": 2}
 ETP = {"parallelism.expert_tensor_parallel_degree": 2}
 EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "ep-2": (2, {**EP, **ONE_BY_ONE}),
+    "ep-2": (2, {**EP, **BATCH_OF_1}),
     "etp-2": (2, ETP),
-    "ep-2-fsdp-4": (4, {**EP, **TWO_AT_ONCE}),
-    "ep-4": (4, {**TWO_AT_ONCE, "parallelism.expert_parallel_degree": 4}),
-    "ep-2-etp-2": (4, {**EP, **ETP, **TWO_AT_ONCE}),
-    "hsdp-2x2-ep-2": (4, {**EP, **HSDP, **TWO_AT_ONCE}),
+    "ep-2-fsdp-4": (4, {**EP, **BATCH_OF_2}),
+    "ep-4": (4, {**BATCH_OF_2, "parallelism.expert_parallel_degree": 4}),
+    "ep-2-etp-2": (4, {**EP, **ETP, **BATCH_OF_2}),
+    "hsdp-2x2-ep-2": (4, {**EP, **HSDP, **BATCH_OF_2}),
     "ep-2-cp-2": (4, {**EP, **CP}),
     "tp-2": (2, _TP),
     "tp-2-ep-2": (2, {**_TP, **EP}),
@@ -118,10 +118,10 @@ EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp-2-tp-2-ep-2": (4, {**_TP, **EP}),
     "pp-2-ep-2": (4, {**PP, **EP}),
     "ep-2-recompute-full": (2, {**EP, "activation_checkpoint.mode": "full"}),
-    "ep-2-recompute-op": (2, {**EP, **OP_RECOMPUTE}),
+    "ep-2-recompute-op": (2, {**EP, **OP_CHECKPOINT}),
     "pp-2-tp-2-ep-4": (8, {**PP, **_TP, "parallelism.expert_parallel_degree": 4}),
     "ep-2-fsdp-8": (8, EP),
-    # 2 experts over 4 shards: one stack is cut along another dim, the others leave ranks empty.
+    # 2 experts over 4 shards: one stack is sharded along another dim, the others leave ranks empty.
     "ep-2-fsdp-8-few": (8, {**EP, "model.flavor": "capped_experts"}),
     "ep-2-softmax": (2, {**EP, "model.flavor": "capped_experts"}),
     "ep-2-cpu-offload": (2, {**EP, "training.enable_cpu_offload": True}),
@@ -136,16 +136,16 @@ EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "ep-4-fsdp-2-cp-2-tp-2": (
         8,
-        {**CP, **_TP, **ONE_BY_ONE, "parallelism.expert_parallel_degree": 4},
+        {**CP, **_TP, **BATCH_OF_1, "parallelism.expert_parallel_degree": 4},
     ),
 }
 EXPERT_MESHES = {
-    name: (size, {**(_FOUR_AT_ONCE if size < 8 else ONE_BY_ONE), **row})
+    name: (size, {**(_BATCH_OF_4 if size < 8 else BATCH_OF_1), **row})
     for name, (size, row) in EXPERT_MESHES.items()
 }
 
 
-# With SGD under `make test`: each pair of techniques has a row, of as few processes as can be.
+# With SGD in `make test`: each pair of techniques has a row, with as few processes as possible.
 _SHORT = {
     *("fsdp-2", "hsdp-2x2", "accumulation-fsdp-2", "recompute-full", "recompute-op"),
     *("tp-2", "tp-2-recompute-op", "replicate-2-tp-2", "fsdp-2-tp-2"),
@@ -154,14 +154,16 @@ _SHORT = {
     *("pp-2-cp-2", "ep-2", "ep-2-fsdp-4", "ep-2-etp-2", "hsdp-2x2-ep-2", "ep-2-cp-2"),
     *("tp-2-ep-2", "tp-2-etp-2", "fsdp-2-tp-2-ep-4", "pp-2-ep-2", "ep-2-recompute-op"),
 }
-# And with AdamW: one for each way in which parameters lie.
+# With AdamW: one row for each kind of parameter layout.
 _SHORT_ADAMW = {"fsdp-2", "fsdp-2-tp-2", "cpu-offload", "ep-2-fsdp-4"}
 assert MESHES.keys() | EXPERT_MESHES.keys() >= _SHORT | _SHORT_ADAMW
 
 
 def rows(meshes: dict[str, tuple[int, dict[str, Any]]]) -> list[Any]:
-    """(mesh, optimizer) for each mesh: with SGD, because AdamW hides a wrong scale of the gradient,
-    and with AdamW. `make test` covers each pair of techniques; `make test-all` runs all rows."""
+    """(mesh, optimizer) for each mesh, with SGD and AdamW: AdamW hides a wrong gradient scale.
+
+    `make test` covers each pair of techniques; `make test-all` runs all rows.
+    """
     return [
         pytest.param(name, optimizer, marks=[] if name in short else [pytest.mark.matrix])
         for name in meshes
@@ -172,6 +174,10 @@ def rows(meshes: dict[str, tuple[int, dict[str, Any]]]) -> list[Any]:
 def assert_same(
     outcome: Outcome, expected: Outcome, tolerance: float, *, unequal_targets: bool = True
 ) -> None:
+    """Assert equal losses, gradient norms and weights.
+
+    With `unequal_targets`, the number of target tokens must vary between steps.
+    """
     assert outcome.targets == expected.targets
     assert (len(set(expected.targets)) > 1) == unequal_targets
     assert outcome.losses == pytest.approx(expected.losses, rel=tolerance)

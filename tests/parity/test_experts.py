@@ -1,5 +1,4 @@
-"""What experts add to a mesh: one start everywhere, a load that is counted and evened out, and one
-validation loss."""
+"""Experts on meshes: initial weights, router load and its balancing, validation loss."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +26,7 @@ EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts"}
 MESHES = ["ep-2", "ep-2-etp-2", "ep-4", "tp-2", "pp-2-ep-2", "tp-2-ep-2-whole-sequence"]
 
 
-def test_initial_weights_are_the_same_bits_on_every_mesh(pools: Pools, tmp_path: Path) -> None:
+def test_initial_weights_are_bitwise_equal_on_every_mesh(pools: Pools, tmp_path: Path) -> None:
     settings = {**EXPERTS, "training.dtype": "float32"}
     (alone,) = pools(1).run(initial_weights, tmp_path, settings)
     assert "layers.2.feed_forward.experts.w2" in alone
@@ -37,7 +36,7 @@ def test_initial_weights_are_the_same_bits_on_every_mesh(pools: Pools, tmp_path:
             assert weights == alone, mesh
 
 
-def test_validation_gives_the_same_loss(pools: Pools, tmp_path: Path) -> None:
+def test_validation_loss_is_the_same(pools: Pools, tmp_path: Path) -> None:
     (alone,) = pools(1).run(validation_loss, tmp_path / "1", EXPERTS)
     for mesh in ("ep-2", "pp-2-ep-2"):
         world_size, overrides = EXPERT_MESHES[mesh]
@@ -51,7 +50,7 @@ def test_validation_gives_the_same_loss(pools: Pools, tmp_path: Path) -> None:
     "mesh",
     ["ep-2", "pp-2-ep-2", pytest.param("tp-2-ep-2-whole-sequence", marks=pytest.mark.matrix)],
 )
-def test_the_load_of_every_router_is_logged_and_sums_to_the_tokens(
+def test_router_load_is_logged_and_sums_to_the_tokens(
     mesh: str, pools: Pools, tmp_path: Path
 ) -> None:
     settings = {**EXPERTS, "training.steps": 2}
@@ -63,13 +62,13 @@ def test_the_load_of_every_router_is_logged_and_sums_to_the_tokens(
     assert [list(line["router_load"]) for line in shared] == [routers, routers]
     assert [line["router_load"] for line in shared] == [line["router_load"] for line in alone]
     assert [line["idle_experts"] for line in shared] == [line["idle_experts"] for line in alone]
-    # 8 samples of 24 tokens, each with 2 of 12 experts: a fair share is 32 copies.
+    # 8 samples of 24 tokens, each with 2 of 12 experts: the mean load is 32 copies.
     busiest = shared[0]["router_load"][routers[0]] * 32
     assert busiest == round(busiest) > 32
 
 
 class _Scaled:
-    """A schedule whose losses are multiplied by a factor."""
+    """A pipeline schedule whose losses are multiplied by a factor."""
 
     def __init__(self, inner: PipelineSchedule, factor: float) -> None:
         self.min_microbatches = inner.min_microbatches
@@ -86,8 +85,8 @@ class _Scaled:
         return loss * self._factor
 
 
-def biases_around_a_refused_step(folder: Path, overrides: dict[str, Any]) -> list[torch.Tensor]:
-    """All biases: at the start, after a step whose loss is not finite, and after a good one."""
+def biases_around_a_skipped_step(folder: Path, overrides: dict[str, Any]) -> list[torch.Tensor]:
+    """All biases: at the start, after a step with a non-finite loss, and after a good step."""
     config = odd_config(folder, {**overrides, **EXPERTS})
     with build(config, mesh_for(config), StopRequest()) as built:
         job = built.job
@@ -98,7 +97,9 @@ def biases_around_a_refused_step(folder: Path, overrides: dict[str, Any]) -> lis
 
         found = [biases()]
         for factor in (math.nan, 1.0):
-            report = train_step(replace(job, schedule=_Scaled(job.pipeline_schedule, factor)))
+            report = train_step(
+                replace(job, pipeline_schedule=_Scaled(job.pipeline_schedule, factor))
+            )
             assert report.committed == (factor == 1.0)
             loads = torch.stack(list(report.router_loads.values()))
             assert loads.sum(1).tolist() == [8 * 24 * 2] * 3
@@ -106,18 +107,18 @@ def biases_around_a_refused_step(folder: Path, overrides: dict[str, Any]) -> lis
         return found
 
 
-def test_a_refused_step_moves_no_bias(pools: Pools, tmp_path: Path) -> None:
+def test_a_skipped_step_changes_no_bias(pools: Pools, tmp_path: Path) -> None:
     world_size, overrides = EXPERT_MESHES["ep-2"]
-    for start, refused, committed in pools(world_size).run(
-        biases_around_a_refused_step, tmp_path / "run", overrides
+    for start, skipped, committed in pools(world_size).run(
+        biases_around_a_skipped_step, tmp_path / "run", overrides
     ):
-        assert torch.equal(refused, start)
-        moved = (committed - refused).abs()
-        assert moved.max() == pytest.approx(0.02)
-        assert ((moved == 0) | (moved == moved.max())).all()
+        assert torch.equal(skipped, start)
+        change = (committed - skipped).abs()
+        assert change.max() == pytest.approx(0.02)
+        assert ((change == 0) | (change == change.max())).all()
 
 
-def test_a_capacity_is_refused_where_sequences_are_cut(pools: Pools, tmp_path: Path) -> None:
+def test_capacity_with_sharded_sequences_is_an_error(pools: Pools, tmp_path: Path) -> None:
     settings = {"model.name": "qwen3", "model.flavor": "capped_experts"}
     ep, tp = ({**settings, **EXPERT_MESHES[mesh][1]} for mesh in ("ep-2", "tp-2"))
     (alone,) = pools(1).run(run_job, tmp_path / "1", {**settings, "training.local_batch_size": 8})

@@ -1,6 +1,8 @@
-"""FSDP over a model whose parameters are DTensors of the full mesh already, by torch's
-`DataParallelMeshDims`: norms, clipping, the optimizer and the boxes of checkpoints take such
-parameters as they take those of our own tensor parallelism."""
+"""FSDP over parameters that are DTensors of the full mesh, by torch's `DataParallelMeshDims`.
+
+Norms, clipping, the optimizer and the boxes of checkpoints support such parameters as they support
+those of our own tensor parallelism.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tests import tolerances
 from tests.job import Outcome, run_job
-from tests.parity.meshes import HSDP, MESHES, ONE_BY_ONE, TP, assert_same
+from tests.parity.meshes import BATCH_OF_1, HSDP, MESHES, TP, assert_same
 from tests.pool import WorkerPool
 from torchtitan_lite import parallel
 from torchtitan_lite.mesh import Mesh
@@ -25,7 +27,7 @@ Pools = Callable[[int], WorkerPool]
 
 
 def shard_over_full_mesh(model: nn.Module, spec: ModelSpec, mesh: Mesh, *_: Any) -> None:
-    """In the place of `parallel.fsdp.apply`, after tensor parallelism."""
+    """Replacement of `parallel.fsdp.apply`, after tensor parallelism."""
     replicas = ("dp_replicate",) if mesh.degrees.dp_replicate > 1 else ()
     full = _axes(mesh.device_mesh, (*replicas, "dp_shard", "tp"))
     for module in list(model.modules()):
@@ -53,14 +55,19 @@ def shard_over_full_mesh(model: nn.Module, spec: ModelSpec, mesh: Mesh, *_: Any)
 
 @cache
 def _axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """One object for all runs of a worker: torch compares it by identity, and DTensor may give
-    parameters an equal one of an earlier run."""
+    """The submesh: one object for all runs of a worker.
+
+    torch compares meshes by identity, and DTensor may give parameters an equal mesh of an earlier
+    run.
+    """
     return mesh[axes]
 
 
 def _on_tp_axis(module: nn.Module, tp: DeviceMesh, names: list[str]) -> Callable[..., Any]:
-    """The forward of a module, with its parameters as DTensors of the tp axis alone; their
-    gradients over the other axes are parts of a sum, which FSDP reduces."""
+    """The forward of a module with its parameters as DTensors of the tp axis alone.
+
+    Gradients are partial over the other axes; FSDP reduces them.
+    """
     forward, parameters = module.forward, module._parameters
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
@@ -81,6 +88,7 @@ def _on_tp_axis(module: nn.Module, tp: DeviceMesh, names: list[str]) -> Callable
 
 
 def run_on_full_mesh(folder: Path, overrides: dict[str, Any]) -> Outcome:
+    """Run a job with `shard_over_full_mesh` as FSDP."""
     ours = parallel.fsdp.apply
     parallel.fsdp.apply = shard_over_full_mesh
     try:
@@ -94,10 +102,10 @@ def run_on_full_mesh(folder: Path, overrides: dict[str, Any]) -> Outcome:
     ("world_size", "overrides"),
     [
         pytest.param(*MESHES["fsdp-2-tp-2"], id="fsdp-2-tp-2"),
-        pytest.param(8, {**HSDP, **TP, **ONE_BY_ONE}, id="hsdp-2x2-tp-2", marks=pytest.mark.matrix),
+        pytest.param(8, {**HSDP, **TP, **BATCH_OF_1}, id="hsdp-2x2-tp-2", marks=pytest.mark.matrix),
     ],
 )
-def test_parameters_on_the_full_mesh_train_alike(
+def test_parameters_on_the_full_mesh_train_equally(
     world_size: int, overrides: dict[str, Any], optimizer: str, pools: Pools, tmp_path: Path
 ) -> None:
     shared = {"optimizer.name": optimizer}

@@ -1,4 +1,4 @@
-"""A Hugging Face folder, loaded on meshes: the same weights and losses, and each byte read once."""
+"""Hugging Face folders loaded on meshes: equal weights and losses, each byte read once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +27,8 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def load(run: Path, folder: Path, parallelism: dict[str, Any]) -> tuple[Any, int]:
-    """Start from the folder in this worker and take two steps; also the bytes that this rank has
-    read of its files of weights. Every parameter is cut into blocks, however small it is."""
+    """Load the folder in this worker and train two steps; return the outcome and the bytes of
+    weights that this rank has read. Every parameter is split into blocks, whatever its size."""
     num_bytes = 0
     read, read_into = LocalStorage.read, LocalStorage.read_into
 
@@ -58,7 +58,7 @@ def load(run: Path, folder: Path, parallelism: dict[str, Any]) -> tuple[Any, int
                 "checkpoint.async_mode": "disabled",
                 "checkpoint.initial_load_path": str(folder),
                 "training.steps": 2,
-                # Two for the stages of a pipeline, of a batch of eight in all.
+                # 2 for the stages of a pipeline, with a global batch of 8.
                 "training.local_batch_size": 1 if 8 in parallelism.values() else 2,
             }
             | {f"parallelism.{key}": value for key, value in parallelism.items()},
@@ -95,5 +95,5 @@ def test_every_folder_loads_on_every_mesh(
     family: str, mesh: str, pools: Pools, tmp_path: Path
 ) -> None:
     if "ep" in mesh and family not in ("mixtral", "qwen3_moe", "qwen3_moe_raw_weights"):
-        pytest.skip("it has no experts")
+        pytest.skip("no experts")
     check(family, mesh, pools, tmp_path)

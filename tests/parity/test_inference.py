@@ -1,4 +1,4 @@
-"""A checkpoint gives the same texts and the same loss on every mesh."""
+"""Inference from a checkpoint: the same texts and the same loss on every mesh."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ PROMPTS = ("--prompt=def ", "--prompt=import os\n\nclass A:", "--prompt=", "--nu
 def trained(
     request: pytest.FixtureRequest, pools: Pools, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The folder of a run that has saved its last step."""
+    """The folder of a run with a checkpoint of its last step."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     pools(2).run(run_job, folder, {**RUN, **MODELS[request.param]})
     return folder
@@ -52,7 +52,7 @@ def trained(
 def texts(
     folder: Path, overrides: Mapping[str, Any], arguments: tuple[str, ...]
 ) -> list[dict[str, Any]]:
-    """What the command gives on one rank."""
+    """The generated texts on one rank."""
     world = _world(folder, overrides)
     options = parser().parse_args(["generate", str(folder / "checkpoint"), *arguments])
     return [asdict(text) for text in generate.generate(options, world)[0]]
@@ -61,7 +61,7 @@ def texts(
 def record(
     folder: Path, overrides: Mapping[str, Any], arguments: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """What the command says on one rank."""
+    """The record of the evaluate command on one rank."""
     world = _world(folder, {})
     keys = [f"--{key}={value}" for key, value in overrides.items()]
     options, others = parser().parse_known_args(
@@ -72,41 +72,43 @@ def record(
 
 def _world(folder: Path, overrides: Mapping[str, Any]) -> Any:
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
-    # It makes the odd flavors known.
+    # `odd_config` registers the odd flavors.
     return mesh_for(odd_config(folder, overrides))
 
 
 @pytest.mark.parametrize("trained", ["llama", TIED, EXPERTS], indirect=True)
 def test_the_same_texts_on_every_mesh(trained: Path, pools: Pools) -> None:
     greedy = (*PROMPTS, "--max-new-tokens=8", "--temperature=0")
-    drawn = (*PROMPTS, "--max-new-tokens=8", "--temperature=1.5", "--top-p=0.8")
+    sampled = (*PROMPTS, "--max-new-tokens=8", "--temperature=1.5", "--top-p=0.8")
     alone = {}
-    for arguments in (greedy, drawn):
+    for arguments in (greedy, sampled):
         (alone[arguments],) = pools(1).run(texts, trained, {}, arguments)
         assert len(alone[arguments]) == 6
         assert all(1 <= len(one["ids"]) <= 8 for one in alone[arguments])
-        assert (alone[arguments][0] != alone[arguments][1]) == (arguments == drawn)
-    # Cut over all, as copies that share the prompts, and both.
+        assert (alone[arguments][0] != alone[arguments][1]) == (arguments == sampled)
+    # Sharded over all ranks, replicated with split prompts, and both.
     for world_size, arguments, more in (
         (2, greedy, ()),
-        (2, drawn, ("--tensor-parallel=1",)),
-        (4, drawn, ("--dtype=float64",)),
+        (2, sampled, ("--tensor-parallel=1",)),
+        (4, sampled, ("--dtype=float64",)),
     ):
         for found in pools(world_size).run(texts, trained, {}, (*arguments, *more)):
             assert found == alone[arguments]
-    # One of the copies has nothing to do.
+    # One replica has no prompt.
     single = ("--prompt=def ", "--max-new-tokens=3", "--tensor-parallel=1")
     (expected,) = pools(1).run(texts, trained, {}, single)
     assert pools(2).run(texts, trained, {}, single) == [expected] * 2
 
 
 @pytest.mark.parametrize("trained", ["llama", TIED, EXPERTS], indirect=True)
-def test_the_loss_of_the_trainer_on_every_mesh(trained: Path, pools: Pools) -> None:
+def test_evaluation_gives_the_loss_of_the_trainer_on_every_mesh(
+    trained: Path, pools: Pools
+) -> None:
     lines = map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())
-    (told,) = [line["loss"] for line in lines if line.get("event") == "validation"]
+    (logged,) = [line["loss"] for line in lines if line.get("event") == "validation"]
     (alone,) = pools(1).run(record, trained, {})
     assert alone["data"] == "held-out documents" and alone["seq_len"] == 24
-    assert alone["loss"] == pytest.approx(told, rel=PARITY_FLOAT64)
+    assert alone["loss"] == pytest.approx(logged, rel=PARITY_FLOAT64)
     for world_size, mesh in (
         (2, {}),
         (2, {"parallelism.data_parallel_replicate_degree": 2}),
@@ -114,12 +116,12 @@ def test_the_loss_of_the_trainer_on_every_mesh(trained: Path, pools: Pools) -> N
         (2, CP),
     ):
         for found in pools(world_size).run(record, trained, mesh):
-            assert found["loss"] == pytest.approx(told, rel=PARITY_FLOAT64)
+            assert found["loss"] == pytest.approx(logged, rel=PARITY_FLOAT64)
             assert found["tokens"] == alone["tokens"]
 
 
 @pytest.mark.parametrize("trained", ["llama"], indirect=True)
-def test_a_stride_reads_every_held_out_token_once(trained: Path, pools: Pools) -> None:
+def test_a_stride_evaluates_every_held_out_token_once(trained: Path, pools: Pools) -> None:
     (packed,) = pools(1).run(record, trained, {})
     by_stride = {
         stride: pools(1).run(record, trained, {}, (f"--stride={stride}",))[0]
@@ -127,7 +129,7 @@ def test_a_stride_reads_every_held_out_token_once(trained: Path, pools: Pools) -
     }
     assert packed["stride"] is None and packed["loss"] != by_stride[24]["loss"]
     assert len({found["tokens"] for found in by_stride.values()}) == 1
-    # Each target of a longer document has another context.
+    # The context of a target in a long document depends on the stride.
     assert len({found["loss"] for found in by_stride.values()}) == 3
     for found in pools(2).run(record, trained, {}, ("--stride=5",)):
         assert found["loss"] == pytest.approx(by_stride[5]["loss"], rel=PARITY_FLOAT64)
@@ -136,20 +138,20 @@ def test_a_stride_reads_every_held_out_token_once(trained: Path, pools: Pools) -
 
 @pytest.mark.parametrize("trained", ["llama"], indirect=True)
 def test_the_loss_on_other_data(trained: Path, pools: Pools) -> None:
-    asked = (f"--dataset-path={FIXTURE}", "--seq-len=16", "--steps=2", "--batch-size=3")
-    two = pools(2).run(record, trained, {}, (*asked, "--dtype=float32"))
+    arguments = (f"--dataset-path={FIXTURE}", "--seq-len=16", "--steps=2", "--batch-size=3")
+    two = pools(2).run(record, trained, {}, (*arguments, "--dtype=float32"))
     assert two[0]["loss"] == two[1]["loss"]
-    told = {key: two[0][key] for key in ("data", "seq_len", "dtype", "processes")}
-    assert told == {"data": str(FIXTURE), "seq_len": 16, "dtype": "float32", "processes": 2}
-    # The first token of a document is no target.
+    recorded = {key: two[0][key] for key in ("data", "seq_len", "dtype", "processes")}
+    assert recorded == {"data": str(FIXTURE), "seq_len": 16, "dtype": "float32", "processes": 2}
+    # The first token of a document is not a target.
     assert 0 < two[0]["tokens"] <= 2 * 2 * 3 * 16
-    (one,) = pools(1).run(record, trained, {}, (*asked[:2], "--steps=4", "--batch-size=3"))
+    (one,) = pools(1).run(record, trained, {}, (*arguments[:2], "--steps=4", "--batch-size=3"))
     assert one["tokens"] == two[0]["tokens"]
     assert one["loss"] == pytest.approx(two[0]["loss"], rel=PARITY_FLOAT32_LOSS)
 
 
-def refused(folder: Path, overrides: Mapping[str, Any], arguments: tuple[str, ...]) -> str:
-    """Why a mesh is refused."""
+def error_of(folder: Path, overrides: Mapping[str, Any], arguments: tuple[str, ...]) -> str:
+    """The error of an unsupported mesh."""
     try:
         texts(folder, {}, arguments) if arguments else record(folder, overrides)
     except (ConfigError, MeshError) as error:
@@ -158,13 +160,13 @@ def refused(folder: Path, overrides: Mapping[str, Any], arguments: tuple[str, ..
 
 
 @pytest.mark.parametrize("trained", ["llama"], indirect=True)
-def test_meshes_that_do_not_fit_are_refused(trained: Path, pools: Pools) -> None:
+def test_unsupported_meshes_are_errors(trained: Path, pools: Pools) -> None:
     three = (*PROMPTS, "--tensor-parallel=3")
-    for told in pools(2).run(refused, trained, {}, three):
-        assert "degree 3" in told and "processes (2)" in told and "one of 1, 2" in told
+    for error in pools(2).run(error_of, trained, {}, three):
+        assert "degree 3" in error and "processes (2)" in error and "one of 1, 2" in error
     pipeline = {"parallelism.pipeline_parallel_degree": 2}
-    for told in pools(2).run(refused, trained, pipeline, ()):
-        assert "pipeline_parallel_degree = 2" in told and "data_parallel_shard_degree" in told
+    for error in pools(2).run(error_of, trained, pipeline, ()):
+        assert "pipeline_parallel_degree = 2" in error and "data_parallel_shard_degree" in error
 
 
 def error_of_a_missing_file(folder: Path) -> str:

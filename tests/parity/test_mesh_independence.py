@@ -1,4 +1,4 @@
-"""Bitwise: the initial weights and the samples of each step are the same on every mesh."""
+"""Initial weights and samples of each step are bitwise equal on every mesh."""
 
 import logging
 from collections.abc import Callable
@@ -21,14 +21,14 @@ HSDP = {"parallelism.data_parallel_replicate_degree": 2}
 TP = {"parallelism.tensor_parallel_degree": 2}
 CP = {"parallelism.context_parallel_degree": 2}
 PP = {"parallelism.pipeline_parallel_degree": 2}
-# Neighbouring stages on a rank; torch's schedules have none of this cut.
+# Consecutive stages on a rank, which no schedule of torch has.
 ORDER = "0F0,1F0,1B0,0B0\n2F0,3F0,3B0,2B0\n"
 STEPS = 3
 BATCH = 8
 
 
 def initial_weights(folder: Path, overrides: dict[str, Any]) -> dict[str, str]:
-    """A digest of each whole parameter, before any step."""
+    """A digest of each full parameter, before any step."""
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     config = odd_config(folder, overrides)
     spec, mesh = model_spec(config.model), mesh_for(config)
@@ -37,7 +37,7 @@ def initial_weights(folder: Path, overrides: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_initial_weights_are_the_same_bits_on_every_mesh(
+def test_initial_weights_are_bitwise_equal_on_every_mesh(
     dtype: str, pools: Pools, tmp_path: Path
 ) -> None:
     precision = {"training.dtype": dtype}
@@ -50,15 +50,15 @@ def test_initial_weights_are_the_same_bits_on_every_mesh(
     assert other_seed["output.weight"] != alone["output.weight"]
 
 
-def test_initial_weights_are_the_same_bits_in_every_replica(pools: Pools, tmp_path: Path) -> None:
-    """torchft's init_sync would mix those of two seeds."""
+def test_initial_weights_are_bitwise_equal_in_every_replica(pools: Pools, tmp_path: Path) -> None:
+    """torchft's init_sync would mix the weights of two seeds."""
     (alone,) = pools(1).run(initial_weights, tmp_path, {})
     for number in (0, 7):
         replica = {"fault_tolerance.enable": True, "fault_tolerance.replica_id": number}
         assert pools(1).run(initial_weights, tmp_path, replica) == [alone]
 
 
-def test_each_step_uses_the_same_samples_on_any_number_of_ranks(
+def test_samples_of_a_step_are_independent_of_the_number_of_ranks(
     pools: Pools, tmp_path: Path
 ) -> None:
     for world_size, mesh in ((1, {}), (2, {}), (4, HSDP), (4, TP)):
@@ -74,7 +74,7 @@ def test_each_step_uses_the_same_samples_on_any_number_of_ranks(
 
 
 def order_from_a_file(folder: Path) -> dict[str, Any]:
-    """The overrides for a pipeline that runs `ORDER`."""
+    """Overrides for a pipeline with the order `ORDER`."""
     file = folder / "order.csv"
     file.write_text(ORDER)
     return {**PP, "parallelism.pipeline_parallel_schedule_csv": str(file)}
@@ -96,7 +96,7 @@ def validation_loss(folder: Path, overrides: dict[str, Any]) -> float:
         return validate(model, schedule, built.data.validation, mesh).mean
 
 
-def test_validation_gives_the_same_loss_on_every_mesh(pools: Pools, tmp_path: Path) -> None:
+def test_validation_loss_is_the_same_on_every_mesh(pools: Pools, tmp_path: Path) -> None:
     (alone,) = pools(1).run(validation_loss, tmp_path / "1", {})
     interleaved = {**PP, "parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
     zbv = {**PP, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}

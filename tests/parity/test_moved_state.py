@@ -1,7 +1,7 @@
-"""A state that moves to another mesh between two steps trains on as if it had stayed.
+"""Moving the train state to another mesh between two steps does not change training.
 
-Each row trains on one mesh, moves model, optimizer and place in the data to another mesh in the
-same processes, trains on there, and compares with one process that never moved.
+Each row trains on one mesh, moves model, optimizer and data position to another mesh in the same
+processes, continues training, and compares with one process without a move.
 """
 
 import logging
@@ -28,12 +28,12 @@ from torchtitan_lite.trainer import StepReport, train
 Pools = Callable[[int], WorkerPool]
 STEPS = 4
 MOVED_AT = 2
-KEPT: dict[str, Any] = {"training.steps": STEPS, "lr_scheduler.total_steps": 12}
+SHARED: dict[str, Any] = {"training.steps": STEPS, "lr_scheduler.total_steps": 12}
 DATA_PARALLEL = (4, {**FSDP, "training.local_batch_size": 2})
 EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts"}
 
 DENSE = [
-    # from, to, optimizer, in the short run
+    # from, to, optimizer, in `make test`
     ("fsdp-2", "tp-2", "AdamW", True),
     ("fsdp-4", "hsdp-2x2", "SGD", False),
     ("hsdp-2x2", "fsdp-2-tp-2", "Adagrad", False),
@@ -49,7 +49,7 @@ DENSE = [
     ("pp-2-zbv", "fsdp-2", "SGD", False),
     ("hsdp-2x2-tp-2", "pp-2-cp-2-fsdp-2", "AdamW", False),
 ]
-MIXTURES = [
+EXPERT_ROWS = [
     ("ep-2-fsdp-4", "ep-4", "AdamW", True),
     ("ep-2-etp-2", "data-parallel", "SGD", False),
     ("hsdp-2x2-ep-2", "pp-2-ep-2", "AdamW", False),
@@ -68,7 +68,7 @@ def rows(table: list[tuple[str, str, str, bool]]) -> list[Any]:
 
 
 def run_moved(folder: Path, first: dict[str, Any], then: dict[str, Any]) -> Outcome:
-    """Train `MOVED_AT` steps with the overrides `first`, the rest with `then`, in this worker."""
+    """Train `MOVED_AT` steps with the overrides `first`, the others with `then`, in this worker."""
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     outcome = Outcome()
 
@@ -78,7 +78,7 @@ def run_moved(folder: Path, first: dict[str, Any], then: dict[str, Any]) -> Outc
         outcome.targets.append(report.num_target_tokens)
 
     before, after = (
-        odd_config(folder / name, {**KEPT, **overrides})
+        odd_config(folder / name, {**SHARED, **overrides})
         for name, overrides in (("first", first), ("then", then))
     )
     for config in (before, after):
@@ -107,19 +107,19 @@ def run_moved(folder: Path, first: dict[str, Any], then: dict[str, Any]) -> Outc
 
 @pytest.fixture(scope="module")
 def reference(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    """Overrides -> the outcome of one process that stays, computed once."""
+    """Overrides -> the outcome of one process without a move, computed once."""
     folder = tmp_path_factory.mktemp("reference")
 
     @cache
     def run(overrides: tuple[tuple[str, Any], ...]) -> Outcome:
-        settings = {**KEPT, "training.local_batch_size": 8, **dict(overrides)}
+        settings = {**SHARED, "training.local_batch_size": 8, **dict(overrides)}
         return pools(1).run(run_job, folder / str(abs(hash(overrides))), settings)[0]
 
     return lambda **overrides: run(tuple(sorted(overrides.items())))
 
 
 @pytest.mark.parametrize(("first", "then", "optimizer"), rows(DENSE))
-def test_a_moved_model_trains_on(
+def test_training_continues_after_a_move(
     first: str,
     then: str,
     optimizer: str,
@@ -128,11 +128,11 @@ def test_a_moved_model_trains_on(
     tmp_path: Path,
 ) -> None:
     shared = {"optimizer.name": optimizer}
-    _moves(MESHES[first], MESHES[then], shared, pools, reference, tmp_path)
+    _check_move(MESHES[first], MESHES[then], shared, pools, reference, tmp_path)
 
 
-@pytest.mark.parametrize(("first", "then", "optimizer"), rows(MIXTURES))
-def test_a_moved_mixture_trains_on(
+@pytest.mark.parametrize(("first", "then", "optimizer"), rows(EXPERT_ROWS))
+def test_training_continues_after_a_move_of_experts(
     first: str,
     then: str,
     optimizer: str,
@@ -142,11 +142,11 @@ def test_a_moved_mixture_trains_on(
 ) -> None:
     meshes = {**MESHES, **EXPERT_MESHES, "data-parallel": DATA_PARALLEL}
     shared = {**EXPERTS, "optimizer.name": optimizer}
-    _moves(meshes[first], meshes[then], shared, pools, reference, tmp_path)
+    _check_move(meshes[first], meshes[then], shared, pools, reference, tmp_path)
 
 
-def refusals(folder: Path) -> list[str]:
-    """What moves between states that do not go together raise on this rank."""
+def move_errors(folder: Path) -> list[str]:
+    """The errors of moves between incompatible states on this rank."""
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     found = []
     fsdp, pipeline = MESHES["fsdp-2"][1], MESHES["pp-2"][1]
@@ -158,8 +158,8 @@ def refusals(folder: Path) -> list[str]:
             ({"optimizer.name": "SGD"}, {"optimizer.name": "Adagrad"}),
         )
     ):
-        before = odd_config(folder / f"{number}" / "first", {**KEPT, **pipeline, **first})
-        after = odd_config(folder / f"{number}" / "then", {**KEPT, **fsdp, **then})
+        before = odd_config(folder / f"{number}" / "first", {**SHARED, **pipeline, **first})
+        after = odd_config(folder / f"{number}" / "then", {**SHARED, **fsdp, **then})
         with (
             build(before, mesh_for(before), StopRequest()) as old,
             build(after, mesh_for(after), StopRequest()) as new,
@@ -170,10 +170,10 @@ def refusals(folder: Path) -> list[str]:
     return found
 
 
-def test_states_that_do_not_go_together_are_refused_on_every_rank(
+def test_moves_between_incompatible_states_are_errors_on_every_rank(
     pools: Pools, tmp_path: Path
 ) -> None:
-    first, second = pools(2).run(refusals, tmp_path)
+    first, second = pools(2).run(move_errors, tmp_path)
     assert first == second
     family, flavor, dtype, optimizer = first
     assert "model.layers.0.attention.k_norm.weight has no place to go to" in family
@@ -183,7 +183,7 @@ def test_states_that_do_not_go_together_are_refused_on_every_rank(
     assert "optimizer.layers.0.attention.wk.weight.step is missing" in optimizer
 
 
-def _moves(
+def _check_move(
     first: tuple[int, dict[str, Any]],
     then: tuple[int, dict[str, Any]],
     shared: dict[str, Any],

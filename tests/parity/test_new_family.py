@@ -1,5 +1,4 @@
-"""A new model is one file: with it beside the other families, and no line elsewhere, every
-parallelism runs it and gives the loss of one process."""
+"""A new model family is one file: every parallelism supports it without other changes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ FOLDER = Path(__file__).parents[1] / "assets" / "new_family"
 
 
 def run_with_the_file(folder: Path, overrides: dict[str, Any]) -> Outcome:
-    """Train the new family in this worker, as if its file lay in `models/`."""
+    """Train the new family in this worker, as if its file were in `models/`."""
     if str(FOLDER) not in models.__path__:
         models.__path__.append(str(FOLDER))
     return run_job(folder, {"model.flavor": "small", **overrides, "model.name": "toy"})

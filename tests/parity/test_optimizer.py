@@ -1,5 +1,4 @@
-"""The optimizer on every kind of parameter: shards of shards, experts, copies, and such that no
-gradient reaches."""
+"""The optimizer on every kind of parameter: 2D shards, experts, replicated, without a gradient."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +19,10 @@ Pools = Callable[[int], WorkerPool]
     "optimizer",
     [pytest.param(name, marks=pytest.mark.matrix) for name in ("AdamW", "SGD", "Adagrad")],
 )
-def test_implementations_agree_on_all_kinds_of_shards_at_once(
+def test_implementations_agree_on_all_kinds_of_shards(
     optimizer: str, pools: Pools, tmp_path: Path
 ) -> None:
-    # Shards over dp of shards over tp, experts over ep and expert_shard, and routers held whole.
+    # Shards over tp and dp, experts over ep and expert_shard, and replicated routers.
     world_size, mesh = EXPERT_MESHES["fsdp-2-tp-2-ep-2"]
     settings = {**mesh, "model.name": "qwen3", "model.flavor": "many_experts"}
     weights = {}
@@ -33,8 +32,8 @@ def test_implementations_agree_on_all_kinds_of_shards_at_once(
             run_job, tmp_path / implementation, {**settings, **overrides}
         )
         weights[implementation] = outcomes[0].weights
-    still = {**settings, "optimizer.lr": 0.0, "training.steps": 1}
-    start = pools(world_size).run(run_job, tmp_path / "start", still)[0].weights
+    frozen = {**settings, "optimizer.lr": 0.0, "training.steps": 1}
+    start = pools(world_size).run(run_job, tmp_path / "start", frozen)[0].weights
     expected = weights["for-loop"]
     for name in start:
         assert not torch.equal(expected[name], start[name]) or "expert_bias" in name
@@ -50,13 +49,13 @@ def test_implementations_agree_on_all_kinds_of_shards_at_once(
 
 
 @pytest.mark.parametrize("mesh", ["accumulation-1", "pp-2", "fsdp-2-tp-2"])
-def test_a_parameter_without_a_gradient_is_left_alone(
+def test_a_parameter_without_a_gradient_is_unchanged(
     mesh: str, pools: Pools, tmp_path: Path
 ) -> None:
     world_size, overrides = MESHES[mesh]
     settings = {"model.flavor": "with_unused", "optimizer.weight_decay": 0.5}
-    still = {**settings, "optimizer.lr": 0.0, "training.steps": 1}
-    (before,) = pools(1).run(run_with_the_file, tmp_path / "1", still)
+    frozen = {**settings, "optimizer.lr": 0.0, "training.steps": 1}
+    (before,) = pools(1).run(run_with_the_file, tmp_path / "1", frozen)
     after = pools(world_size).run(run_with_the_file, tmp_path / "n", {**settings, **overrides})[0]
     unused, used = "blocks.1.unused", "blocks.1.norm.weight"
     assert torch.equal(after.weights[unused], before.weights[unused])

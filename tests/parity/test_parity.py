@@ -1,7 +1,7 @@
-"""The mesh does not change the mathematics: every row against one process.
+"""Training on every mesh equals training in one process.
 
 Each row trains the model of odd sizes for three steps on unequal documents and compares loss,
-gradient norm and all weights. SGD is there because AdamW hides a wrong scale of the gradient.
+gradient norm and all weights. SGD is included because AdamW hides a wrong gradient scale.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.parity.meshes import (
     EXPERT_MESHES,
     FSDP,
     MESHES,
-    OP_RECOMPUTE,
+    OP_CHECKPOINT,
     PP,
     assert_same,
     rows,
@@ -54,7 +54,7 @@ EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts", "training.glob
 
 
 def chosen(overrides: dict[str, Any]) -> dict[str, Any]:
-    """What a row of a mesh says of the model and the batch, which one process must do as well."""
+    """The overrides of a mesh for model and global batch, which one process needs as well."""
     keys = ("model.flavor", "training.global_batch_size")
     return {key: overrides[key] for key in keys if key in overrides}
 
@@ -171,10 +171,10 @@ def test_same_training_with_experts(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
-def test_ranks_whose_hashes_of_strings_differ_train_alike(
+def test_training_is_independent_of_string_hashes(
     reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    """As in real processes: an order that follows a hash would differ from rank to rank."""
+    """In separate processes, an order that depends on a hash would differ between ranks."""
     shared = {"model.name": "qwen3", "model.flavor": "many_experts"}
     world_size, overrides = EXPERT_MESHES["tp-2-ep-2"]
     pool = WorkerPool(world_size, multiprocessing.get_context("spawn"))
@@ -230,10 +230,10 @@ def test_same_loss_with_bfloat16_parameters_in_forward(
 
 @pytest.mark.parametrize(
     "backend",
-    # inductor spends a minute in the C++ compiler.
+    # inductor needs a minute for the C++ compiler.
     ["aot_eager", pytest.param("inductor", marks=pytest.mark.matrix)],
 )
-def test_compiled_blocks_train_alike(
+def test_compiled_blocks_train_equally(
     backend: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     overrides = {
@@ -256,7 +256,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
         "activation_checkpoint.mode": "selective",
         "activation_checkpoint.selective_ac_option": "2",
     },
-    "op": OP_RECOMPUTE,
+    "op": OP_CHECKPOINT,
 }
 
 
@@ -274,7 +274,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
         ),
     ],
 )
-def test_compiled_blocks_train_alike_on_meshes(
+def test_compiled_blocks_train_equally_on_meshes(
     mesh: str, recompute: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     world_size, overrides = MESHES[mesh]
@@ -297,7 +297,7 @@ def test_compiled_blocks_train_alike_on_meshes(
         ),
     ],
 )
-def test_compiled_experts_train_alike_on_meshes(
+def test_compiled_experts_train_equally_on_meshes(
     mesh: str, recompute: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     world_size, overrides = EXPERT_MESHES[mesh]
@@ -306,7 +306,7 @@ def test_compiled_experts_train_alike_on_meshes(
         assert_same(outcome, reference(**EXPERTS), tolerances.PARITY_FLOAT64)
 
 
-def test_compiled_experts_take_another_batch_size_in_validation(
+def test_compiled_experts_support_another_batch_size_in_validation(
     pools: Pools, tmp_path: Path
 ) -> None:
     world_size, overrides = EXPERT_MESHES["tp-2-ep-2"]
@@ -343,7 +343,7 @@ def test_compiled_experts_with_a_capacity(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("model", ["dense", "experts"])
-def test_inductor_trains_alike(
+def test_inductor_trains_equally(
     model: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     world_size, overrides = STAGED[model] if model == "experts" else MESHES["tp-2"]
@@ -353,7 +353,7 @@ def test_inductor_trains_alike(
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
 
 
-# Every pair of schedule, recomputation, (kind of model and its mesh) and compilation has a row.
+# Every pair of pipeline schedule, activation checkpointing, model and compilation has a row.
 SCHEDULES = (
     *("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"),
     *("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"),
@@ -373,7 +373,7 @@ def schedule_rows() -> list[Any]:
         for column, recompute in enumerate(RECOMPUTE)
         for place, model in enumerate(STAGED)
         for compiled in (False, True)
-        # Operations are where recomputation and the backward's parts meet: all of their rows.
+        # All rows with "op", where recompute interacts with the split backward.
         if recompute == "op" or (row + column + place + compiled) % 3 == 0
     ]
     return [*short, *long(*(row for row in found if row not in short))]
@@ -405,7 +405,7 @@ def test_schedules_recompute(
 def test_same_loss_in_emulated_float8(
     recipe: str | None, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    # Microbatches of one size, since the scales of activations are those of a microbatch.
+    # With one microbatch size, because activation scales are per microbatch.
     shared = {
         "model.flavor": "debugmodel",
         "training.dtype": "float32",
@@ -425,7 +425,7 @@ def test_same_loss_in_emulated_float8(
         assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_FLOAT8_LOSS)
 
 
-def test_compiled_blocks_with_experts_elsewhere_train_alike(
+def test_compiled_blocks_with_expert_parallelism_train_equally(
     pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
     shared = {"model.name": "qwen3", "model.flavor": "many_experts"}
@@ -477,7 +477,7 @@ def test_same_training_under_every_schedule(
 
 
 def rounds_of_two(num_microbatches: int) -> str:
-    """An order of two stages a rank: two microbatches forward and back, then the next two."""
+    """An order of two stages per rank: forward and backward of two microbatches at a time."""
     return "\n".join(
         ",".join(
             f"{stage}{kind}{microbatch}"
@@ -497,9 +497,9 @@ ORDERS = {
         "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0F4,0B3,0F5,0B4,0F6,0B5,0F7,0B6,0B7\n"
         ",1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3,1F4,1B4,1F5,1B5,1F6,1B6,1F7,1B7\n",
     ),
-    "two-stages-a-rank": (2, rounds_of_two(8)),
-    "two-stages-a-rank-fsdp-2": (4, rounds_of_two(4)),
-    # One stage on rank 0, two neighbours on rank 1, backward in two parts.
+    "two-stages-per-rank": (2, rounds_of_two(8)),
+    "two-stages-per-rank-fsdp-2": (4, rounds_of_two(4)),
+    # One stage on rank 0, two consecutive stages on rank 1, split backward.
     "uneven": (
         2,
         ",".join(f"0F{m},0I{m},0W{m}" for m in range(8))
@@ -510,7 +510,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize(
-    "name", ["two-stages-a-rank", "uneven", *long("1f1b", "two-stages-a-rank-fsdp-2")]
+    "name", ["two-stages-per-rank", "uneven", *long("1f1b", "two-stages-per-rank-fsdp-2")]
 )
 def test_same_training_in_an_order_from_a_file(
     name: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path

@@ -1,4 +1,4 @@
-"""Tensors moved between layouts on real processes are what they should be, to the bit."""
+"""Redistribution on real processes, checked to the bit: results of moves, edge cases, gradients."""
 
 import itertools
 import random
@@ -6,14 +6,31 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tests.pool import WorkerPool
 from tests.redistribution.layouts import all_layouts
-from tests.redistribution.moves import all_at_once, one_by_one
-from tests.redistribution.processes import Move
-from torchtitan_lite.redistribute import ExchangeOptions, HolderMesh, Layout
-from torchtitan_lite.redistribute.cost import CPU, CUDA
+from tests.redistribution.processes import (
+    Move,
+    all_at_once,
+    assert_arrived,
+    bits,
+    device_mesh,
+    one_by_one,
+    source,
+)
+from torchtitan_lite.errors import LayoutError, RedistributionError
+from torchtitan_lite.redistribute import (
+    ExchangeOptions,
+    HolderMesh,
+    Layout,
+    align_gradient,
+    redistribute,
+    redistribute_state_dict,
+)
+from torchtitan_lite.redistribute.cost import CPU, CUDA, default_costs
 from torchtitan_lite.torch_compat import is_strided_shard
 
 Pools = Callable[[int], WorkerPool]
@@ -28,21 +45,28 @@ DTYPES = [
 ]
 SHAPES = [(8, 6), (5, 7), (1, 3), (0, 4), (33, 65)]
 SHARED_MEMORY, COLLECTIVE = ExchangeOptions(), ExchangeOptions(transport="collective")
-# Small enough that (33, 65) of any dtype of several bytes travels in several buckets.
-MEANS = [
+# Small enough that (33, 65) of a dtype of several bytes takes several buckets.
+OPTIONS = [
     SHARED_MEMORY,
     COLLECTIVE,
     ExchangeOptions(bucket_bytes=1 << 14),
     ExchangeOptions(bucket_bytes=1 << 14, transport="collective"),
 ]
-R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+R, S0, S1, P, AVERAGE = Replicate(), Shard(0), Shard(1), Partial(), Partial("avg")
+FOUR = HolderMesh.ranks(4)
+SHARDED, WHOLE = Layout(FOUR, [S0]), Layout(FOUR, [R])
+WRONG_OUTS = {
+    "another dtype": torch.empty(5, 3, dtype=torch.bfloat16),
+    "another shape": torch.empty(3, 5),
+    "not contiguous": torch.empty(3, 5).t(),
+}
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 def test_a_sample_of_pairs_on_four_ranks(mesh_shape: tuple[int, ...], pools: Pools) -> None:
     moves = _sample(HolderMesh.ranks(*mesh_shape), 60)
     pools(4).run(one_by_one, moves[:10], [SHARED_MEMORY, COLLECTIVE])
-    pools(4).run(all_at_once, moves, MEANS)
+    pools(4).run(all_at_once, moves, OPTIONS)
 
 
 def test_a_sample_of_pairs_on_three_ranks(pools: Pools) -> None:
@@ -55,8 +79,8 @@ def test_a_sample_of_pairs_on_eight_ranks(pools: Pools) -> None:
 
 
 def test_collectives_and_relays_on_four_ranks(pools: Pools) -> None:
-    """With costs of other machines: single collectives, several legs, relays, and ranks of which
-    only some share memory."""
+    """With costs of other machines: single collectives, several plan steps, relays, and ranks of
+    which only some share memory."""
     mesh = HolderMesh.ranks(2, 2)
     layouts = [Layout(mesh, pair) for pair in itertools.product([R, S0, S1, P], repeat=2)]
     moves = _moves(_cases(layouts, layouts, 40))
@@ -66,18 +90,18 @@ def test_collectives_and_relays_on_four_ranks(pools: Pools) -> None:
     pools(4).run(all_at_once, moves, [nodes])
 
 
-def test_averages_products_and_extremes(pools: Pools) -> None:
+def test_avg_product_min_and_max(pools: Pools) -> None:
     mesh = HolderMesh.ranks(2, 2)
     moves = []
     for op in ("avg", "product", "min", "max"):
-        joined = Partial(op)
+        reduced = Partial(op)
         pairs = [
-            ([joined, joined], [R, R]),
-            ([joined, S0], [S1, S0]),
-            ([R, joined], [S1, S1]),
-            ([S0, R], [joined, joined]),
-            ([joined, R], [R, joined]),
-            ([R, R], [joined, S0]),
+            ([reduced, reduced], [R, R]),
+            ([reduced, S0], [S1, S0]),
+            ([R, reduced], [S1, S1]),
+            ([S0, R], [reduced, reduced]),
+            ([reduced, R], [R, reduced]),
+            ([R, R], [reduced, S0]),
         ]
         dtypes = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
         if op in ("min", "max"):
@@ -98,15 +122,15 @@ def test_scalars(pools: Pools) -> None:
         (Layout(mesh, [P]), Layout(other, [R])),
     ]
     moves = [Move(src, dst, (), dtype) for (src, dst), dtype in itertools.product(pairs, DTYPES)]
-    pools(4).run(all_at_once, moves, MEANS)
-    pools(4).run(one_by_one, moves[::5], MEANS[:2])
+    pools(4).run(all_at_once, moves, OPTIONS)
+    pools(4).run(one_by_one, moves[::5], OPTIONS[:2])
 
 
 OTHER_MESHES = {
     "shrinks from 4 to 2": (HolderMesh.ranks(4), HolderMesh.ranks(2)),
     "grows from 2 to 4": (HolderMesh.ranks(2), HolderMesh.ranks(2, 2)),
-    "moves elsewhere": (HolderMesh.ranks(2), HolderMesh.ranks(2, first=2)),
-    "moves half elsewhere": (HolderMesh.ranks(3), HolderMesh.ranks(3, first=1)),
+    "moves to other ranks": (HolderMesh.ranks(2), HolderMesh.ranks(2, first=2)),
+    "moves to partly other ranks": (HolderMesh.ranks(3), HolderMesh.ranks(3, first=1)),
     "is in another order": (HolderMesh.ranks(2, 2), HolderMesh((2, 2), (3, 1, 0, 2))),
 }
 
@@ -154,11 +178,336 @@ def _cases(src: Sequence[Layout], dst: Sequence[Layout], count: int) -> list[tup
 
 
 def _moves(pairs: Sequence[tuple[Layout, Layout]]) -> list[Move]:
-    """Shapes and dtypes in turn. A source that has both an order and a strided shard is left out:
-    a DTensor cannot say both."""
+    """Moves with alternating shapes and dtypes.
+
+    Sources with both a shard order and a strided shard are omitted: a DTensor cannot have both.
+    """
     kinds = itertools.cycle(itertools.product(SHAPES, DTYPES))
     return [
         Move(src, dst, *next(kinds))
         for src, dst in pairs
         if not (src.shard_order and any(map(is_strided_shard, src.placements)))
     ]
+
+
+def _fills_out() -> None:
+    """`out` is returned and holds the result in its own memory."""
+    move = Move(SHARDED, WHOLE, (5, 3))
+    tensor = source(move, 0)
+    mesh = device_mesh(FOUR)
+    out = DTensor.from_local(torch.full((5, 3), -1.0), mesh, [Replicate()], run_check=False)
+    address = out.to_local().data_ptr()
+    assert redistribute(tensor, WHOLE, out=out) is out
+    assert_arrived(move, 0, out)
+    out.to_local().fill_(-1.0)
+    results = redistribute_state_dict({"weight": tensor}, {"weight": WHOLE}, out={"weight": out})
+    assert results["weight"] is out and out.to_local().data_ptr() == address
+    assert_arrived(move, 0, out)
+    # Without transfers there is still a copy.
+    again = DTensor.from_local(torch.zeros(5, 3), mesh, [Replicate()], run_check=False)
+    assert redistribute(out, WHOLE, out=again) is again
+    assert_arrived(move, 0, again)
+
+
+def _rejects_an_unsuitable_out() -> None:
+    """All ranks raise before any transfer."""
+    tensor = source(Move(SHARDED, WHOLE, (5, 3)), 0)
+    for local in WRONG_OUTS.values():
+        out = DTensor.from_local(local, device_mesh(FOUR), [Replicate()], run_check=False)
+        with pytest.raises(RedistributionError, match="out (has a part of shape|is )"):
+            redistribute(tensor, WHOLE, out=out)
+
+
+def _returns_the_source_of_an_equal_layout() -> None:
+    """One rank alone succeeds: a collective would hang."""
+    tensors = {"weight": source(Move(SHARDED, WHOLE, (5, 3)), 0)}
+    if dist.get_rank() == 1:
+        assert redistribute(tensors["weight"], SHARDED) is tensors["weight"]
+        results = redistribute_state_dict(tensors, {"weight": SHARDED})
+        assert results["weight"] is tensors["weight"]
+        unlisted = redistribute_state_dict(tensors, {})
+        assert unlisted["weight"] is tensors["weight"]
+    dist.barrier()
+
+
+def _shards_a_replicated_tensor_locally() -> None:
+    """One rank alone succeeds: a collective would hang."""
+    move = Move(WHOLE, SHARDED, (5, 3))
+    tensor = source(move, 0)
+    if dist.get_rank() == 2:
+        result = redistribute(tensor, SHARDED)
+        assert result.to_local().shape == (1, 3)
+    dist.barrier()
+
+
+def _needs_no_rank_outside_of_both_meshes() -> None:
+    """Ranks 2 and 3 finish before ranks 0 and 1 begin."""
+    one, other = HolderMesh.ranks(2), HolderMesh((2,), (1, 0))
+    move = Move(Layout(one, [Shard(0)]), Layout(other, [Shard(0)]), (5, 3))
+    tensor, mesh, rank = source(move, 0), device_mesh(other), dist.get_rank()
+    token = torch.zeros(1)
+    if rank < 2:
+        dist.recv(token, src=rank + 2)
+    result = redistribute(tensor, move.dst, mesh=mesh)
+    if rank >= 2:
+        dist.send(token, dst=rank - 2)
+        assert result.to_local().numel() == 0
+    assert_arrived(move, 0, result)
+
+
+def _requires_the_mesh_of_the_destination() -> None:
+    """Every rank raises an error that names what is missing."""
+    other = HolderMesh.ranks(2)
+    device_mesh(other)
+    tensor = source(Move(WHOLE, WHOLE, (5, 3)), 0)
+    with pytest.raises(LayoutError, match="Give the DeviceMesh of the destination as mesh"):
+        redistribute(tensor, Layout(other, [Shard(0)]))
+    with pytest.raises(LayoutError, match="neither a tensor of this rank nor described"):
+        redistribute_state_dict({}, {"weight": WHOLE})
+
+
+def _check_gradient(
+    src: Sequence[Placement], dst: Sequence[Placement], expected: Sequence[Placement], factor: float
+) -> None:
+    """The gradient of (result * coefficients).sum() is `factor` times the coefficients, in layout
+    `expected`."""
+    mesh, shape = HolderMesh.ranks(2, 2), (5, 7)
+    move = Move(Layout(mesh, src), Layout(mesh, dst), shape)
+    leaf = _leaf(move)
+    whole = Move(Layout(mesh, [Replicate()] * 2), move.dst, shape)
+    parts = [Replicate() if isinstance(p, Partial) else p for p in dst]
+    coefficients = redistribute(source(whole, 1), Layout(mesh, parts)).to_local()
+    result = redistribute(leaf, move.dst)
+    assert result.requires_grad
+    (result.to_local() * coefficients).sum().backward()
+    assert isinstance(leaf.grad, DTensor)
+    given = leaf.grad.to_local()
+    correct = redistribute(source(whole, 1), Layout(mesh, expected)).to_local() * factor
+    assert torch.equal(bits(given), bits(correct)), (given, correct)
+
+
+def _moves_no_gradient_if_none_flows() -> None:
+    """No rank waits for another if no gradient flows."""
+    leaf = _leaf(Move(SHARDED, WHOLE, (5, 3)))
+    unused = redistribute(leaf, WHOLE)
+    assert unused.requires_grad and leaf.grad is None
+    with torch.no_grad():
+        assert not redistribute(leaf, WHOLE).requires_grad
+    plain = source(Move(SHARDED, WHOLE, (5, 3)), 0)
+    assert not redistribute(plain, WHOLE).requires_grad
+    parameter = nn.Parameter(plain)
+    if dist.get_rank() == 0:
+        assert align_gradient(parameter) is None and parameter.grad is None
+    dist.barrier()
+
+
+def _has_no_gradient_of_max() -> None:
+    """The backward pass raises, because the gradient would be wrong."""
+    move = Move(Layout(FOUR, [Partial("max")]), WHOLE, (5, 3))
+    leaf = _leaf(move)
+    result = redistribute(leaf, WHOLE)
+    with pytest.raises(LayoutError, match="joined by max, which has no gradient"):
+        result.to_local().sum().backward()
+    dist.barrier()
+
+
+def _check_gradient_across_meshes(target: Placement, holders: Sequence[int]) -> None:
+    """The gradient of a sum over the shards of the other mesh."""
+    here, there = HolderMesh.ranks(2), HolderMesh((2,), tuple(holders))
+    leaf = _leaf(Move(Layout(here, [Shard(0)]), WHOLE, (6, 4)))
+    moved = redistribute(leaf, Layout(there, [target]), mesh=device_mesh(there))
+    (moved.to_local() * 3).sum().backward()
+    assert isinstance(leaf.grad, DTensor) and leaf.grad.shape == (6, 4)
+    given = leaf.grad.to_local()
+    if dist.get_rank() < 2:
+        assert torch.equal(given, torch.full((3, 4), 3.0)), given
+    else:
+        assert given.numel() == 0
+
+
+def _moves_a_scalar_to_another_mesh_and_back() -> None:
+    """A scalar that requires a gradient keeps its value, shape and gradient."""
+    here, there = HolderMesh.ranks(2), HolderMesh((2,), (2, 3))
+    leaf = _leaf(Move(Layout(here, [Replicate()]), WHOLE, ()))
+    other = redistribute(leaf, Layout(there, [Replicate()]), mesh=device_mesh(there))
+    back = redistribute(other, Layout(here, [Replicate()]), mesh=device_mesh(here))
+    assert leaf.shape == other.shape == back.shape == ()
+    (back.to_local() * 5).backward()
+    assert isinstance(leaf.grad, DTensor) and leaf.grad.shape == ()
+    if dist.get_rank() < 2:
+        assert torch.equal(back.to_local(), leaf.to_local())
+        assert leaf.grad.to_local().item() == 5
+
+
+def _rejects_a_wrong_local_shape() -> None:
+    """A shard that is larger than in its layout is an error on every rank."""
+    mesh = device_mesh(FOUR)
+    local = torch.ones(2, 4)
+    tensor = DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=local.shape, stride=local.stride()
+    )
+    # With collectives of the backend as well.
+    options = ExchangeOptions(costs=default_costs("cuda"))
+    summed = DTensor.from_local(
+        local, mesh, [Partial()], run_check=False, shape=torch.Size((4, 4)), stride=(4, 1)
+    )
+    for move in (
+        lambda: redistribute(tensor, WHOLE),
+        lambda: redistribute(tensor, WHOLE, options=options),
+        lambda: redistribute(summed, WHOLE, options=options),
+        lambda: redistribute_state_dict({"weight": tensor}, {"weight": WHOLE}),
+    ):
+        with pytest.raises(LayoutError, match=r"has a part of shape \(2, 4\), and .* gives it"):
+            move()
+    dist.barrier()
+
+
+def _supports_negative_dims() -> None:
+    """Shard(-1) is the last dim, and Partial("prod") a product."""
+    tensor = source(Move(SHARDED, WHOLE, (5, 8)), 0)
+    moved = redistribute(tensor, Layout(FOUR, [Shard(-1)]))
+    assert moved.placements == (Shard(1),) and moved.to_local().shape == (5, 2)
+    given = redistribute_state_dict({"weight": tensor}, {"weight": Layout(FOUR, [Shard(-1)])})
+    assert torch.equal(given["weight"].to_local(), moved.to_local())
+    with pytest.raises(LayoutError, match="-3.* of a tensor of 2 dims. Use -2 to 1"):
+        redistribute(tensor, Layout(FOUR, [Shard(-3)]))
+    rank = dist.get_rank()
+    factors = DTensor.from_local(
+        torch.full((3,), float(rank + 1)), device_mesh(FOUR), [Partial("prod")], run_check=False
+    )
+    assert redistribute(factors, WHOLE).to_local().tolist() == [24.0] * 3
+
+
+def _supports_dtypes_of_forward_and_backward() -> None:
+    """The gradient is transferred in `backward_dtype` and returned in the dtype of the tensor."""
+    mesh = Layout(FOUR, [Partial()])
+    for backward, expected in ((None, 1.2345), (torch.float16, 1.2345)):
+        leaf = _leaf(Move(mesh, WHOLE, (5, 3)))
+        result = redistribute(leaf, SHARDED, forward_dtype=torch.bfloat16, backward_dtype=backward)
+        assert result.dtype == torch.bfloat16
+        weight = torch.full_like(result.to_local(), expected)
+        (result.to_local() * weight).sum().backward()
+        assert isinstance(leaf.grad, DTensor) and leaf.grad.dtype == torch.float32
+        # The product computes it in bfloat16; float16 has more digits.
+        correct = torch.full((5, 3), expected).bfloat16().float()
+        assert torch.equal(leaf.grad.to_local(), correct)
+
+
+def _supports_any_strides() -> None:
+    """Shards may be transposed, strided or conjugated."""
+    for dtype in (torch.float32, torch.float16, torch.complex64):
+        wide = torch.arange(24 * 20).reshape(24, 20).to(dtype) + dist.get_rank()
+        wide = wide * (1 + 2j) if dtype.is_complex else wide
+        for local in (wide.t(), wide[::2], wide[:, ::3], wide[:, 5:].t(), wide.conj()):
+            dense = local.resolve_conj().clone(memory_format=torch.contiguous_format)
+            for transport in ("shared_memory", "collective"):
+                options = ExchangeOptions(transport=transport)
+                expected = redistribute(_stacked(dense), WHOLE, options=options).to_local()
+                assert torch.equal(expected.chunk(4)[dist.get_rank()], dense)
+                moved = redistribute(_stacked(local), WHOLE, options=options)
+                assert torch.equal(moved.to_local(), expected)
+                # With a tensor of bytes in the same exchange, an element is several words.
+                tensors = {"part": _stacked(local), "bytes": _stacked(torch.zeros(8).byte())}
+                layouts = dict.fromkeys(tensors, WHOLE)
+                both = redistribute_state_dict(tensors, layouts, options=options)
+                assert torch.equal(both["part"].to_local(), expected)
+
+
+def _averages_16_bit_floats() -> None:
+    """An average neither overflows nor is rounded more than once."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    for transport in ("shared_memory", "collective"):
+        for dtype, scale in ((torch.float16, 6e4), (torch.bfloat16, 1.0)):
+            local = (torch.rand(1000, 70, generator=generator) * scale).to(dtype)
+            exact = local.double()
+            dist.all_reduce(exact)
+            tensor = DTensor.from_local(local, device_mesh(FOUR), [Partial("avg")])
+            for dst in (WHOLE, SHARDED):
+                moved = redistribute(tensor, dst, options=ExchangeOptions(transport=transport))
+                whole = redistribute(moved, WHOLE).to_local()
+                assert torch.equal(whole, (exact.float() / 4).to(dtype)), (dtype, dst)
+    # A partial destination is summed and scaled afterwards.
+    tensor = DTensor.from_local(torch.full((4,), 2.0), device_mesh(FOUR), [Partial("avg")])
+    half = HolderMesh.ranks(2)
+    moved = redistribute(tensor, Layout(half, [Partial()]), mesh=device_mesh(half))
+    total = moved.to_local().clone() if rank < 2 else torch.zeros(4)
+    dist.all_reduce(total)
+    assert total.tolist() == [2.0] * 4
+
+
+def _stacked(local: torch.Tensor) -> DTensor:
+    """The shards of all ranks, stacked."""
+    shape = torch.Size((local.shape[0] * 4, *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, device_mesh(FOUR), [Shard(0)], run_check=False, shape=shape, stride=stride
+    )
+
+
+def _leaf(move: Move) -> DTensor:
+    leaf = source(move, 0)
+    leaf.requires_grad = True
+    return leaf
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _fills_out,
+        _rejects_an_unsuitable_out,
+        _returns_the_source_of_an_equal_layout,
+        _shards_a_replicated_tensor_locally,
+        _needs_no_rank_outside_of_both_meshes,
+        _requires_the_mesh_of_the_destination,
+        _moves_no_gradient_if_none_flows,
+        _has_no_gradient_of_max,
+        _moves_a_scalar_to_another_mesh_and_back,
+        _rejects_a_wrong_local_shape,
+        _supports_negative_dims,
+        _supports_dtypes_of_forward_and_backward,
+        _supports_any_strides,
+        _averages_16_bit_floats,
+    ],
+    ids=lambda case: case.__name__[1:],
+)
+def test_redistribute(case: Callable[[], None], pools: Pools) -> None:
+    pools(4).run(case)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "expected", "factor"),
+    [
+        # The gradient of a shard is the same shard of the whole gradient.
+        ([S0, R], [R, R], [S0, R], 1),
+        ([S0, S0], [R, R], [S0, S0], 1),
+        ([R, R], [S0, R], [R, R], 1),
+        ([S0, S1], [S1, S0], [S0, S1], 1),
+        ([S1, R], [R, S0], [S1, R], 1),
+        # Each contribution to a sum has the whole gradient.
+        ([P, P], [R, R], [R, R], 1),
+        ([P, R], [S0, R], [R, R], 1),
+        ([P, S1], [S0, S0], [R, S1], 1),
+        ([R, R], [P, R], [R, R], 1),
+        # Each contribution to an average has its share.
+        ([AVERAGE, R], [R, R], [R, R], 0.5),
+        ([AVERAGE, AVERAGE], [S0, S1], [R, R], 0.25),
+        # The gradient of a value is the sum over its contributions.
+        ([R, R], [AVERAGE, R], [R, R], 2),
+        ([S0, R], [AVERAGE, R], [S0, R], 2),
+    ],
+)
+def test_gradient(
+    src: Sequence[Placement],
+    dst: Sequence[Placement],
+    expected: Sequence[Placement],
+    factor: float,
+    pools: Pools,
+) -> None:
+    pools(4).run(_check_gradient, src, dst, expected, factor)
+
+
+@pytest.mark.parametrize("holders", [(2, 3), (1, 2)], ids=["disjoint", "sharing a rank"])
+@pytest.mark.parametrize("target", [S0, S1, R], ids=str)
+def test_gradient_across_meshes(target: Placement, holders: Sequence[int], pools: Pools) -> None:
+    pools(4).run(_check_gradient_across_meshes, target, holders)

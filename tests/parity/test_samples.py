@@ -1,4 +1,4 @@
-"""Samples of text in validation: the same on every mesh, drawn or greedy."""
+"""Text samples in validation: the same on every mesh, greedy or sampled."""
 
 import json
 import logging
@@ -34,27 +34,27 @@ SAMPLES: dict[str, Any] = {
     "validation.sample_tokens": 6,
 }
 EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts"}
-UNCUT_EXPERTS = replace(ODD_EXPERTS, moe=MoEDims(num_experts=4, top_k=2, hidden_dim=21))
-"""Of a width that no tensor parallelism divides: every rank of the copy has all of them."""
+UNSHARDABLE_EXPERTS = replace(ODD_EXPERTS, moe=MoEDims(num_experts=4, top_k=2, hidden_dim=21))
+"""Of a width that tensor parallelism cannot divide: every rank of the replica has all of them."""
 
 
 def sampled(folder: Path, overrides: dict[str, Any]) -> tuple[list[str], tuple[int, int]]:
-    """Return the texts of the model after training, and (copies, tp)."""
+    """Return the texts of the model after training, and (replicas, tp)."""
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     config = odd_config(folder, {**SAMPLES, **overrides})
-    qwen3.FLAVORS["uncut_experts"] = UNCUT_EXPERTS
+    qwen3.FLAVORS["unshardable_experts"] = UNSHARDABLE_EXPERTS
     mesh = mesh_for(config)
     check_against(config, mesh.world_size)
     with build(config, mesh, StopRequest()) as built:
         train(built.job)
-        asked = config.validation
+        validation = config.validation
         assert built.sampler is not None
         texts = built.sampler.texts(
             built.job.state,
-            prompt=asked.sample_prompt,
-            count=asked.samples,
-            max_new_tokens=asked.sample_tokens,
-            temperature=asked.sample_temperature,
+            prompt=validation.sample_prompt,
+            count=validation.samples,
+            max_new_tokens=validation.sample_tokens,
+            temperature=validation.sample_temperature,
         )
         degrees = serving_degrees(built.spec, mesh.world_size)
         return texts, (degrees.dp_replicate, degrees.tp)
@@ -77,7 +77,7 @@ def sampled(folder: Path, overrides: dict[str, Any]) -> tuple[list[str], tuple[i
         pytest.param("experts fsdp-2-tp-2-ep-4", EXPERTS, (2, 2), marks=pytest.mark.matrix),
         pytest.param(
             "experts ep-2",
-            {**EXPERTS, "model.flavor": "uncut_experts"},
+            {**EXPERTS, "model.flavor": "unshardable_experts"},
             (1, 2),
             marks=pytest.mark.matrix,
         ),
@@ -90,11 +90,11 @@ def test_samples_are_the_same_on_every_mesh(
     alone = {"training.local_batch_size": 4, **changes}
     ((expected, _),) = pools(1).run(sampled, tmp_path / "alone", alone)
     assert len(expected) == 2 and all(expected)
-    for texts, copies_and_tp in pools(world_size).run(
+    for texts, replicas_and_tp in pools(world_size).run(
         sampled, tmp_path / "run", {**overrides, **changes}
     ):
         assert texts == expected
-        assert copies_and_tp == shape
+        assert replicas_and_tp == shape
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     samples = [event for event in events if event.get("event") == "sample"]

@@ -1,9 +1,9 @@
 """The fewest elements that must move from one layout to another, counted element by element.
 
-Per element, each of the n contributions of the source becomes part of one of the m contributions of
-the destination, each of which has r replicas. A contribution that becomes one alone goes to the
-replicas that lack it. Several that become one go to one of the replicas, which may hold one of them
-already, and the result to the r - 1 others.
+Per element, each of the n contributions of the source is reduced into one of the m contributions of
+the destination, each of which has r replicas. A contribution that is the only one of its target is
+sent to the replicas that lack it. Several contributions of one target are sent to one of the
+replicas, which may hold one of them already, and the result is sent to the r - 1 others.
 """
 
 import itertools
@@ -13,18 +13,18 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 from torch.distributed.tensor import Partial, Replicate
 
-from tests.redistribution.indices import coordinates, elements_of
+from tests.redistribution.reference import coordinates, elements_of
 from torchtitan_lite.redistribute import Layout
 
 
 def fewest_elements(src: Layout, dst: Layout, shape: tuple[int, ...]) -> int:
-    """The least over all ways in which contributions may be joined."""
+    """The minimum over all ways to reduce the contributions."""
     copies = [
         Replicate() if isinstance(p, Partial) and p.reduce_op in ("avg", "min", "max") else p
         for p in dst.placements
     ]
     if src.reduce_op is None and tuple(copies) != dst.placements:
-        # Copies of a value join to that value: nothing moves where all have it already.
+        # Copies of a value reduce to that value: nothing moves if all holders have it.
         everywhere = Layout(dst.mesh, copies, dst.shard_order)
         if _cost(src, everywhere, shape) == 0:
             return 0
@@ -53,32 +53,33 @@ def _cost(src: Layout, dst: Layout, shape: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=4096)
 def _of_one(common_bytes: bytes, shape: tuple[int, int], replicas: int) -> int:
-    """For one element. `common` [contribution, target]: holders of the one that need the other.
+    """The minimum for one element. `common` [contribution, target]: number of holders of the
+    contribution that need the target.
 
-    Which targets are joined of several is tried; then every contribution chooses its place: a
-    target of its own, the first place of a joined target, where it lies already, or any other.
+    Every set of targets that reduce several contributions is tried. Then each contribution is
+    assigned a place: a target of its own, the first place of a reduced target, or any other.
     """
     common = np.frombuffer(common_bytes, np.int64).reshape(shape)
     n, m = shape
-    # With one replica, joining costs as much as keeping apart where nothing lies right already.
+    # With one replica, a reduction costs as much as separate targets that are not in place.
     sets = [(to,) for to in range(m)] if n > m else [()]
     if replicas > 1:
-        sets = [joined for k in range(m + 1) for joined in itertools.combinations(range(m), k)]
-    return min(_with_joined(common, replicas, joined) for joined in sets)
+        sets = [reduced for k in range(m + 1) for reduced in itertools.combinations(range(m), k)]
+    return min(_with_reduced(common, replicas, reduced) for reduced in sets)
 
 
-def _with_joined(common: np.ndarray, replicas: int, joined: tuple[int, ...]) -> int:
+def _with_reduced(common: np.ndarray, replicas: int, reduced: tuple[int, ...]) -> int:
     n, m = common.shape
     too_much = 1 << 20
     places = np.empty((n, m + n), np.int64)
     for to in range(m):
-        if to in joined:
+        if to in reduced:
             places[:, to] = np.where(common[:, to] > 0, 0, 1)
         else:
             places[:, to] = replicas - common[:, to]
-    places[:, m:] = 1 if joined else too_much
+    places[:, m:] = 1 if reduced else too_much
     cost = int(places[linear_sum_assignment(places)].sum())
-    return cost + len(joined) * (replicas - 1)
+    return cost + len(reduced) * (replicas - 1)
 
 
 def _held(layout: Layout, shape: tuple[int, ...]) -> dict:

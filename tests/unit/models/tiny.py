@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from tests.models import qwen3_like
 from torchtitan_lite.models import llama3
 from torchtitan_lite.models.llama3 import Llama3Dims
-from torchtitan_lite.models.qwen3 import Qwen3Dims
 from torchtitan_lite.nn.decoder import Decoder
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.moe import MoEDims
@@ -32,16 +32,7 @@ DIMS = Llama3Dims(
     rope_scaling=RopeScaling(factor=4.0, original_max_position=64),
 )
 
-QWEN3 = Qwen3Dims(
-    dim=18,
-    num_layers=3,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=10,
-    hidden_dim=38,
-    vocab_size=53,
-    rope_theta=1000.0,
-)
+QWEN3 = qwen3_like(DIMS, rope_theta=DIMS.rope_theta)
 QWEN3_EXPERTS = replace(QWEN3, hidden_dim=None, moe=MoEDims(num_experts=7, top_k=3, hidden_dim=11))
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from tests.redistribution.indices import elements_of
 from tests.redistribution.layouts import all_layouts
+from tests.redistribution.reference import elements_of
 from torchtitan_lite.redistribute import HolderMesh, Layout, plan
 from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.redistribute.storage import deduplicate, element_range

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from tests.redistribution.indices import coordinates, dims_of, elements_of
 from tests.redistribution.layouts import layouts, mesh_shapes, meshes, shapes
+from tests.redistribution.reference import coordinates, dims_of, elements_of
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute import Box, HolderMesh, Layout
 from torchtitan_lite.redistribute.placements import decode_strided

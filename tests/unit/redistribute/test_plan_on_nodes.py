@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from tests.redistribution.replay import replay
+from tests.redistribution.reference import replay
 from torchtitan_lite.redistribute import HolderMesh, Layout, Plan, plan
 from torchtitan_lite.redistribute.collectives import Collective
 from torchtitan_lite.redistribute.cost import CPU, CUDA

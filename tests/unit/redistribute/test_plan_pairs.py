@@ -9,7 +9,7 @@ import torch
 
 from tests.redistribution.bound import fewest_elements
 from tests.redistribution.layouts import all_layouts
-from tests.redistribution.replay import replay
+from tests.redistribution.reference import replay
 from torchtitan_lite.redistribute import HolderMesh, plan
 
 SHAPES = [(8, 12), (5, 7), (3, 0)]

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tests.redistribution.bound import fewest_elements
 from tests.redistribution.layouts import OPS, layouts, meshes, shapes
-from tests.redistribution.replay import replay
+from tests.redistribution.reference import replay
 from torchtitan_lite.redistribute import HolderMesh, Layout, Plan, plan
 from torchtitan_lite.redistribute.cost import default_costs
 from torchtitan_lite.torch_compat import strided_shard

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.models import qwen3_like
 from tests.pool import WorkerPool
 from torchtitan_lite.checkpoint.interchange.dcp_folder import DcpFolder
 from torchtitan_lite.checkpoint.interchange.from_dcp import ConversionResult, convert_from_dcp
@@ -43,12 +44,9 @@ DIMS = llama3.Llama3Dims(
 LLAMA = llama3.spec_of(DIMS, "odd")
 TIED = llama3.spec_of(replace(DIMS, tied_embeddings=True), "tied")
 QWEN = qwen3.spec_of(
-    qwen3.Qwen3Dims(
-        dim=36, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=10, vocab_size=67,
-        moe=MoEDims(num_experts=3, top_k=2, hidden_dim=14),
-    ),
+    qwen3_like(DIMS, hidden_dim=None, moe=MoEDims(num_experts=3, top_k=2, hidden_dim=14)),
     "experts",
-)  # fmt: skip
+)
 GROUP = {"lr": 0.5, "betas": (0.9, 0.95), "fused": None}
 
 

@@ -1,11 +1,9 @@
-"""Who is disturbed: ours under its launcher, and the peers under a supervisor, seen alike.
+"""Variants of a run with faults: ours under its launcher, and the peers under a supervisor.
 
-All sides train the same model on the same samples with the same numbers, and each process of them
-writes the lines of metrics.jsonl.
+All variants train the same model on the same samples with the same hyperparameters, and each of
+their processes writes the lines of metrics.jsonl.
 """
 
-import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,27 +15,26 @@ from typing import Protocol
 
 import psutil
 
-from benchmarks.processes import CHECKOUT, THREADS, ChildFailed
-from benchmarks.recovery_supervisor import Group, Supervisor
+from benchmarks.processes import ChildFailed, Group, Supervisor, free_port, start, tail
 from torchtitan_lite.chaos.scene import Missed, Scene
 from torchtitan_lite.chaos.storm import processes_of
 
 NUM_REPLICAS = 2
 JOIN_TIMEOUT_MS = 1000
-"""Of torchft's lighthouse beside torchft's trainer, as its heartbeat timeout."""
+"""Of torchft's lighthouse with torchft's trainer, as its heartbeat timeout."""
 _LIGHTHOUSE = "torchtitan_lite.launcher.torchft_lighthouse"
 _GRACE_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """What all sides do."""
+class Workload:
+    """The training of all variants."""
 
     flavor: str
     seq_len: int
     local_batch_size: int
     checkpoint_interval: int = 10
-    """Steps, of the peers."""
+    """Of the peers, in steps."""
 
     @property
     def name(self) -> str:
@@ -45,7 +42,7 @@ class Work:
 
     @property
     def arguments(self) -> list[str]:
-        """For the trainer."""
+        """Of the trainer."""
         endless = 1_000_000
         return [
             *("--config", "configs/llama3_debug.toml"),
@@ -57,7 +54,7 @@ class Work:
             *("--training.steps", str(endless)),
             *("--lr_scheduler.total_steps", str(endless)),
             *("--lr_scheduler.warmup_steps", "0"),
-            # Rounding differences would grow with a large one.
+            # A large one would amplify rounding differences.
             *("--optimizer.lr", "1e-5"),
             *("--validation.enable", "false"),
             *("--metrics.enable_tensorboard", "false"),
@@ -65,38 +62,38 @@ class Work:
 
 
 class Running(Protocol):
-    """A side at work."""
+    """A running variant."""
 
     @property
     def metrics(self) -> Sequence[Path]:
-        """A file for each replica."""
+        """The metrics.jsonl of each replica."""
         ...
 
     def ranks(self, replica: int) -> list[psutil.Process]:
-        """Its processes that are there."""
+        """The running processes of a replica."""
         ...
 
     def log(self, replica: int) -> str:
-        """What its newest attempt has printed."""
+        """The output of the latest attempt of a replica."""
         ...
 
     def lighthouse(self) -> psutil.Process:
-        """Raises ChildFailed where there is none."""
+        """The lighthouse. Raises ChildFailed if there is none."""
         ...
 
     def check(self) -> None:
-        """Raises ChildFailed when it will not go on."""
+        """Raise ChildFailed if the run cannot continue."""
         ...
 
 
-class Side(Protocol):
-    """What is disturbed."""
+class Variant(Protocol):
+    """A system that trains under faults."""
 
     @property
     def name(self) -> str: ...
 
-    def running(self, work: Work, folder: Path) -> AbstractContextManager[Running]:
-        """It at work, until the end of the block."""
+    def running(self, workload: Workload, folder: Path) -> AbstractContextManager[Running]:
+        """Run it until the end of the block."""
         ...
 
 
@@ -111,18 +108,18 @@ class Ours:
         return f"ours, {self.lighthouse} lighthouse"
 
     @contextmanager
-    def running(self, work: Work, folder: Path) -> Iterator[Running]:
+    def running(self, workload: Workload, folder: Path) -> Iterator[Running]:
         arguments = [
-            *work.arguments,
+            *workload.arguments,
             *("--job.dump_folder", str(folder / "run")),
-            # Its checkpoints are rare; the snapshots that a restart uses are those of its defaults.
+            # Checkpoints are rare; the snapshots that a restart uses are those of the defaults.
             *("--checkpoint.interval", "500"),
             *("--checkpoint.enable_first_step_checkpoint", "false"),
         ]
         command = [sys.executable, "-m", "torchtitan_lite", "launch", f"--replicas={NUM_REPLICAS}"]
         command += ["--lighthouse", self.lighthouse, "--max-restarts=1000", "--", *arguments]
         log = folder / "launch.log"
-        process = _start(command, log)
+        process = start(command, log)
         try:
             yield _UnderLauncher(process, folder / "run", log)
         finally:
@@ -159,7 +156,7 @@ class _UnderLauncher:
 
     def check(self) -> None:
         if self._process.poll() is not None:
-            raise ChildFailed(f"The launcher ended:\n{_tail(self._log)}")
+            raise ChildFailed(f"The launcher ended:\n{tail(self._log)}")
 
 
 @dataclass(frozen=True)
@@ -167,45 +164,44 @@ class Torchft:
     """A trainer written directly on torchft, and torchft's lighthouse."""
 
     inputs: Path
-    """See `torchft_inputs`."""
+    """See `baseline_loop.write_replica_batches`."""
     name: str = "torchft's trainer"
 
     @contextmanager
-    def running(self, work: Work, folder: Path) -> Iterator[Running]:
+    def running(self, workload: Workload, folder: Path) -> Iterator[Running]:
         port = free_port()
-        lighthouse = [sys.executable, "-m", _LIGHTHOUSE, "--bind", f"127.0.0.1:{port}"]
+        lighthouse = ["-m", _LIGHTHOUSE, "--bind", f"127.0.0.1:{port}"]
         lighthouse += ["--join-timeout-ms", str(JOIN_TIMEOUT_MS)]
         environment = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
         groups = [Group([lighthouse], {}, folder / "lighthouse")]
         for replica in range(NUM_REPLICAS):
             own = folder / f"replica_{replica:03d}"
-            trainer = [sys.executable, "-m", "benchmarks.torchft_trainer"]
+            trainer = ["-m", "benchmarks.torchft_trainer"]
             trainer += ["--inputs", str(self.inputs), "--folder", str(folder)]
             trainer += ["--replica", str(replica), "--replicas", str(NUM_REPLICAS)]
-            trainer += ["--checkpoint-interval", str(work.checkpoint_interval)]
+            trainer += ["--checkpoint-interval", str(workload.checkpoint_interval)]
             groups.append(Group([trainer], environment, own))
         with Supervisor(groups) as supervisor:
             yield _Supervised(supervisor, groups[1:], groups[0])
 
 
 @dataclass(frozen=True)
-class Restart:
-    """The product's trainer as plain data parallelism, which all starts again from a checkpoint."""
+class CheckpointRestart:
+    """The product's trainer as plain data parallelism, restarted as a whole from a checkpoint."""
 
     name: str = "restart from checkpoint"
 
     @contextmanager
-    def running(self, work: Work, folder: Path) -> Iterator[Running]:
+    def running(self, workload: Workload, folder: Path) -> Iterator[Running]:
         arguments = [
-            *work.arguments,
+            *workload.arguments,
             *("--job.dump_folder", str(folder / "all")),
             *("--parallelism.data_parallel_replicate_degree", str(NUM_REPLICAS)),
             *("--parallelism.data_parallel_shard_degree", "1"),
-            *("--checkpoint.interval", str(work.checkpoint_interval)),
+            *("--checkpoint.interval", str(workload.checkpoint_interval)),
             *("--checkpoint.ram_interval", "0"),
         ]
-        command = [sys.executable, "train.py", *arguments]
-        group = Group([command] * NUM_REPLICAS, {}, folder / "all")
+        group = Group([["train.py", *arguments]] * NUM_REPLICAS, {}, folder / "all")
         with Supervisor([group]) as supervisor:
             yield _Supervised(supervisor, [group], None)
         _end(None, folder)
@@ -233,19 +229,8 @@ class _Supervised:
         self._supervisor.check()
 
 
-def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            command,
-            cwd=CHECKOUT,
-            env=os.environ | {"OMP_NUM_THREADS": str(THREADS)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-
-
 def _end(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
-    """Make sure that nothing goes on, the writers of checkpoints included."""
+    """Make sure that no process is left, including checkpoint writers."""
     if process is not None and process.poll() is None:
         process.kill()
         process.wait()
@@ -256,14 +241,3 @@ def _end(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    """One at which nobody of this machine listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])

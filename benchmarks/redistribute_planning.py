@@ -1,8 +1,12 @@
-"""How long planning takes, in one process: nothing is started, and no tensor is made.
+"""The time of planning, and the accuracy of the cost model.
 
-Cold means that every cache of the package is empty, and that layouts have worked nothing out. Of a
-plan one rank's part is timed with it, as a rank needs it. There is nothing to compare with: `floor`
-is the goal's own absolute figure, and the ratio may be 1.
+Planning is timed in this process, without ranks or tensors. Cold means that every cache of the
+package is empty and layouts have computed nothing. A plan is timed with the transfers of one rank,
+as a rank needs it.
+
+The cost model is calibrated by ranks, and predicts exchanges that it was not fitted to.
+
+There is no peer: `floor` is the goal's absolute value, and the ratio may be at most 1.
 """
 
 import gc
@@ -11,37 +15,52 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from benchmarks.agreement import Agreement
-from benchmarks.rows import Row, compare
+from benchmarks.harness import Comparison, Result
+from benchmarks.processes import run_ranks
 from benchmarks.state_dicts import STATES, fsdp, fsdp_tp
 from torchtitan_lite.redistribute import HolderMesh, Layout, plan
+from torchtitan_lite.redistribute.calibration import (
+    SHAPES,
+    calibrate,
+    fraction_misordered,
+    fraction_within,
+    held_out_steps,
+    predicted_s,
+    time_steps,
+)
+from torchtitan_lite.redistribute.cost import ExchangeOptions
 
 _SEED = 0
 _CACHED_CALLS = 1000
 _RANK = 3
+_MAX_BEYOND = 0.1
+_MAX_MISORDERED = 0.05
 
 Pair = tuple[Layout, Layout, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerCase:
-    """How many random pairs are planned, and how often each of the rest is."""
+    """Number of random pairs, and of rounds of the other measurements."""
 
     pairs: int
     rounds: int
     small: bool = False
-    """Leave out what takes long."""
+    """Skip the slowest measurement."""
 
 
-def measure_planner(case: PlannerCase) -> Iterator[tuple[Row, Agreement]]:
-    """All rows. Garbage is not collected meanwhile: to look through all objects of torch takes a
-    tenth of a second, and the trainer does it between steps."""
+def measure_planner(case: PlannerCase) -> Iterator[Result]:
+    """Measure without garbage collection, which the trainer runs between steps: a collection over
+    all objects of torch takes a tenth of a second."""
     gc.disable()
     try:
         yield from _rows(case)
@@ -49,7 +68,7 @@ def measure_planner(case: PlannerCase) -> Iterator[tuple[Row, Agreement]]:
         gc.enable()
 
 
-def _rows(case: PlannerCase) -> Iterator[tuple[Row, Agreement]]:
+def _rows(case: PlannerCase) -> Iterator[Result]:
     for shape, goals_ms in (((2, 2, 2), (0.5,)), ((4, 4, 4), (0.5,)), ((4,) * 5, (1.0, 10.0))):
         seconds = _random_pairs(shape, case.pairs)
         name = f"random layouts on {' x '.join(map(str, shape))} ranks, cold"
@@ -70,17 +89,14 @@ def _rows(case: PlannerCase) -> Iterator[tuple[Row, Agreement]]:
     yield _row("a plan that was made before", "plan", _cached_seconds(case.rounds) * 1e6, "us", 2)
 
 
-def _row(case: str, metric: str, ours: float, unit: str, goal: float) -> tuple[Row, Agreement]:
-    agreement = Agreement(f"{case}: {metric}")
-    agreement.note(f"{ours:.3g} {unit}, of which {goal:g} are the goal")
-    row = compare(
-        case=case, metric=metric, unit=unit, ours=ours, floor=goal, goal=1.0, comparable=True
-    )
-    return row, agreement
+def _row(case: str, metric: str, ours: float, unit: str, goal: float) -> Result:
+    comparison = Comparison(case, metric)
+    comparison.note(f"{ours:.3g} {unit}, goal {goal:g}")
+    return comparison.ratio(metric, unit, ours, floor=goal, goal=1.0)
 
 
-def forget() -> None:
-    """Empty every cache of the package."""
+def _clear_caches() -> None:
+    """Clear every cache of the package."""
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan_lite.redistribute"):
             for holder in (module, *(v for v in vars(module).values() if isinstance(v, type))):
@@ -91,23 +107,23 @@ def forget() -> None:
 
 
 def _random_pairs(mesh_shape: Sequence[int], count: int) -> list[float]:
-    """Seconds of each plan with one rank's part, for random layouts of a random tensor."""
+    """Seconds of each plan with the transfers of one rank, for random layouts of a tensor."""
     choice = random.Random(_SEED)
     seconds = []
     for _ in range(count):
         mesh = HolderMesh.ranks(*mesh_shape)
         pair = _layout(choice, mesh, True), _layout(choice, mesh, False), _shape(choice)
-        forget()
+        _clear_caches()
         began_s = time.perf_counter()
-        _plan_and_part(pair, choice.choice(mesh.holders))
+        _plan_and_transfers(pair, choice.choice(mesh.holders))
         seconds.append(time.perf_counter() - began_s)
     return seconds
 
 
-def _layout(choice: random.Random, mesh: HolderMesh, contributions: bool) -> Layout:
-    """Any placement on each axis, and the cuts of a dim in any order."""
+def _layout(choice: random.Random, mesh: HolderMesh, partial_sums: bool) -> Layout:
+    """A random placement on each axis, with shards of a dim in random order."""
     kinds: list[Placement] = [Replicate(), Shard(0), Shard(1), Shard(2)]
-    if contributions:
+    if partial_sums:
         kinds.append(Partial())
     placements = [choice.choice(kinds) for _ in mesh.shape]
     orders = {}
@@ -128,7 +144,7 @@ def _state_pairs() -> list[Pair]:
 
 
 def _many_pairs(num_shapes: int) -> list[Pair]:
-    """1,024 tensors from FSDP x TP within copies to FSDP over all."""
+    """1,024 tensors from replicated FSDP x TP to FSDP over all ranks."""
     mesh = HolderMesh.ranks(8, 32, 8)
     src = Layout(mesh, [Replicate(), Shard(0), Shard(1)])
     dst = Layout(mesh, [Shard(0), Shard(0), Shard(0)])
@@ -136,20 +152,20 @@ def _many_pairs(num_shapes: int) -> list[Pair]:
 
 
 def _cold_seconds(make: Callable[[], list[Pair]], rounds: int) -> float:
-    """Median seconds to plan all pairs and one rank's parts."""
+    """Median seconds to plan all pairs and the transfers of one rank."""
     seconds = []
     for _ in range(rounds):
         pairs = make()
-        forget()
+        _clear_caches()
         began_s = time.perf_counter()
         for pair in pairs:
-            _plan_and_part(pair, _RANK)
+            _plan_and_transfers(pair, _RANK)
         seconds.append(time.perf_counter() - began_s)
     return statistics.median(seconds)
 
 
 def _cached_seconds(rounds: int) -> float:
-    """Median seconds to be given a plan again."""
+    """Median seconds to look up a cached plan."""
     src, dst, shape = _state_pairs()[0]
     seconds = []
     for _ in range(rounds + 1):
@@ -160,6 +176,51 @@ def _cached_seconds(rounds: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def _plan_and_part(pair: Pair, rank: object) -> None:
+def _plan_and_transfers(pair: Pair, rank: object) -> None:
     src, dst, shape = pair
     plan(src, dst, shape, torch.float32).transfers(rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModelCase:
+    """A calibration on a number of processes, and random exchanges to judge it by."""
+
+    num_processes: int
+    turns: int
+    held_out: int
+    small: bool
+    """Calibrate with two sizes only."""
+
+
+def measure_cost_model(case: CostModelCase, folder: Path) -> Iterator[Result]:
+    """Calibrate and judge on all ranks."""
+    measured = run_ranks(judge_cost_model, asdict(case), case.num_processes, folder)[0]
+    comparison = Comparison(f"cost model, {case.num_processes} proc")
+    comparison.note(measured["costs"])
+    for line in measured["samples"]:
+        comparison.note(line)
+    for metric, name, bound in (
+        (f"predictions off by more than 2x, of {case.held_out}", "beyond", _MAX_BEYOND),
+        ("pairs measured 1.5x apart, in the wrong order", "misordered", _MAX_MISORDERED),
+    ):
+        yield comparison.ratio(metric, "share", measured[name], floor=bound, goal=1.0)
+
+
+def judge_cost_model(num_processes: int, turns: int, held_out: int, small: bool) -> dict[str, Any]:
+    """Calibrate, predict, and return the shares of errors."""
+    gc.disable()
+    dist.init_process_group("gloo")
+    device = torch.device("cpu")
+    _, costs = calibrate(turns, device, SHAPES[1::2] if small else SHAPES)
+    samples = time_steps(held_out_steps(num_processes, held_out), turns, device, ExchangeOptions())
+    dist.destroy_process_group()
+    return {
+        "costs": str(costs),
+        "beyond": 1 - fraction_within(samples, costs),
+        "misordered": fraction_misordered(samples, costs),
+        "samples": [
+            f"{sample.seconds * 1e3:.3g} ms, predicted "
+            f"{predicted_s(sample.step, costs) * 1e3:.3g}: {sample.name}"
+            for sample in samples
+        ],
+    }

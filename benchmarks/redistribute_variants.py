@@ -1,22 +1,28 @@
-"""What takes turns in a case of redistribution, on one rank: ours, DTensor, and the floor.
+"""Variants of a redistribution on one rank: ours, DTensor, and the floor.
 
 The floor is one bare `all_to_all_single` of exactly the bytes that each pair of ranks exchanges,
-out of and into flat buffers, plus a copy of the whole result: what moving a state by the backend's
-collective takes where nothing has to be found, packed, or put in its place.
+out of and into flat buffers, plus a copy of the whole result: the cost of moving a state by the
+backend's collective if nothing has to be found, packed, or put in its place.
+
+The variants alternate in one process. A turn is timed from a barrier to the end of this rank's part
+(the slowest rank counts); another barrier follows, and only then the returned value is dropped.
 """
 
+import gc
+import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import contextmanager
+from functools import cache, partial
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 
-from benchmarks.dtensor_planners import PLANNERS, planner
-from benchmarks.state_dicts import Case
+from benchmarks.state_dicts import Case, cases
+from benchmarks.worker import alternate
 from torchtitan_lite.redistribute import (
     ExchangeOptions,
     HolderMesh,
@@ -26,6 +32,12 @@ from torchtitan_lite.redistribute import (
     redistribute_state_dict,
 )
 
+PLANNERS = ("default", "min-cost")
+"""Of `DTensor.redistribute`; torch has no public way to select one."""
+# Each planner has its own cache: torch's holds the first plan that was made.
+_dtensor_caches: dict[str, Any] = {
+    name: cache(_redistribute._gen_transform_infos_non_cached) for name in PLANNERS
+}
 MB = 1 << 20
 WARM_OPTIONS = {
     **{f"shared {size}": ExchangeOptions(bucket_bytes=size * MB) for size in (1, 4, 25)},
@@ -38,14 +50,45 @@ FRESH_OPTIONS = {
     "shared fresh": ExchangeOptions(),
     "collective fresh": ExchangeOptions(transport="collective"),
 }
-Side = Callable[[], Any]
+Variant = Callable[[], Any]
 
 
-class Sides:
-    """A case's source on this rank, and the sides by name."""
+def measure_rank(names: list[str], rounds: int, small: bool) -> dict[str, Any]:
+    """Alternate the variants of each case."""
+    gc.disable()
+    dist.init_process_group("gloo")
+    known = cases(dist.get_world_size(), small=small)
+    measured: dict[str, Any] = {}
+    for name in names:
+        variants = Variants(known[name])
+        calls = {variant: partial(_seconds, call) for variant, call in variants.calls.items()}
+        measured[name] = {
+            "seconds": alternate(calls, rounds),
+            "right": variants.are_right(),
+            "unsupported": variants.unsupported,
+            "threads": torch.get_num_threads(),
+        }
+        del variants, calls
+        gc.collect()
+    dist.destroy_process_group()
+    return measured
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    dist.barrier()
+    began_s = time.perf_counter()
+    result = call()
+    taken_s = time.perf_counter() - began_s
+    dist.barrier()
+    del result
+    return taken_s
+
+
+class Variants:
+    """The source of a case on this rank, and the variants by name."""
 
     def __init__(self, case: Case) -> None:
-        """Every rank must come to it."""
+        """Collective: every rank must call it."""
         self._case, self._rank = case, dist.get_rank()
         self._layouts = case.layouts()
         meshes = {mesh: _device_mesh(mesh) for mesh in (case.src[1], case.dst[1])}
@@ -56,23 +99,23 @@ class Sides:
             name: TensorSpec(src, case.shapes[name], torch.float32)
             for name, (src, _) in self._layouts.items()
         }
-        self.sides: dict[str, Side] = dict(
+        self.calls: dict[str, Variant] = dict(
             zip(("floor", "floor fresh"), self._floors(), strict=True)
         )
         self._out = self._ours(ExchangeOptions(), None)
         for name, options in WARM_OPTIONS.items():
-            self.sides[name] = partial(self._ours, options, self._out)
+            self.calls[name] = partial(self._ours, options, self._out)
         for name, options in FRESH_OPTIONS.items():
-            self.sides[name] = partial(self._ours, options, None)
-        self.refusals: dict[str, str] = {}
+            self.calls[name] = partial(self._ours, options, None)
+        self.unsupported: dict[str, str] = {}
         for name in PLANNERS:
-            self._ask_dtensor(name)
+            self._add_dtensor(name)
 
     def are_right(self) -> dict[str, bool]:
-        """Whether each side but the floor gives this rank its part, bit by bit."""
+        """Whether each variant except the floor returns the shard of this rank, bit by bit."""
         return {
-            name: self._is_right(side)
-            for name, side in self.sides.items()
+            name: self._is_right(call)
+            for name, call in self.calls.items()
             if not name.startswith("floor")
         }
 
@@ -99,10 +142,10 @@ class Sides:
             options=options,
         )
 
-    def _floors(self) -> tuple[Side, Side]:
-        """With memory that is kept from turn to turn, and with new memory in each."""
+    def _floors(self) -> tuple[Variant, Variant]:
+        """With memory that is reused in each turn, and with new memory in each."""
         sent, received = self._exchanged_bytes()
-        given = torch.zeros(sum(sent), dtype=torch.uint8)
+        source = torch.zeros(sum(sent), dtype=torch.uint8)
         place = self._case.dst[1].position(self._rank)
         results = [
             torch.zeros(dst.local_shape(self._case.shapes[name], self._rank))
@@ -110,19 +153,19 @@ class Sides:
             if place is not None
         ]
 
-        def floor(taken: torch.Tensor, outs: list[torch.Tensor]) -> Any:
-            dist.all_to_all_single(taken, given, received, sent)
+        def floor(target: torch.Tensor, outs: list[torch.Tensor]) -> Any:
+            dist.all_to_all_single(target, source, received, sent)
             for out, result in zip(outs, results, strict=True):
                 out.copy_(result)
-            return taken, outs
+            return target, outs
 
         def fresh() -> Any:
             return floor(
                 torch.empty(sum(received), dtype=torch.uint8), list(map(torch.empty_like, results))
             )
 
-        kept = [torch.zeros_like(result) for result in results]
-        return partial(floor, torch.zeros(sum(received), dtype=torch.uint8), kept), fresh
+        reused = [torch.zeros_like(result) for result in results]
+        return partial(floor, torch.zeros(sum(received), dtype=torch.uint8), reused), fresh
 
     def _exchanged_bytes(self) -> tuple[list[int], list[int]]:
         """Bytes that this rank sends to each, and receives from each."""
@@ -137,31 +180,31 @@ class Sides:
                         counts[piece.peer] += (piece.stop - piece.start) * torch.float32.itemsize
         return sent, received
 
-    def _ask_dtensor(self, name: str) -> None:
-        """Make DTensor a side, or note why it is none."""
-        side = f"DTensor {name}"
+    def _add_dtensor(self, name: str) -> None:
+        """Add DTensor as a variant, or record why it does not support the case."""
+        variant = f"DTensor {name}"
         try:
             self._dtensor(name)
         except (RuntimeError, NotImplementedError, ValueError, AssertionError) as error:
-            self.refusals[side] = str(error).partition("\n")[0] or type(error).__name__
+            self.unsupported[variant] = str(error).partition("\n")[0] or type(error).__name__
             return
-        self.sides[side] = partial(self._dtensor, name)
+        self.calls[variant] = partial(self._dtensor, name)
 
     def _dtensor(self, name: str) -> dict[str, DTensor]:
         if self._src is not self._dst:
-            raise NotImplementedError("the tensors go to another mesh")
+            raise NotImplementedError("the destination is on another mesh")
         with planner(name):
             return {
                 key: tensor.redistribute(self._dst, self._layouts[key][1].dtensor_placements)
                 for key, tensor in self._tensors.items()
             }
 
-    def _is_right(self, side: Side) -> bool:
+    def _is_right(self, call: Variant) -> bool:
         owned = {tensor.to_local().data_ptr() for tensor in self._tensors.values()}
         for tensor in self._out.values():
             if tensor.to_local().data_ptr() not in owned:
                 tensor.to_local().fill_(-1)
-        moved = side()
+        moved = call()
         if self._case.dst[1].position(self._rank) is None:
             return True
         return all(
@@ -184,3 +227,19 @@ def _part(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.int32), other.view(torch.int32))
+
+
+@contextmanager
+def planner(name: str) -> Iterator[None]:
+    """Let DTensor plan with one of PLANNERS."""
+    module: Any = _redistribute
+    before = module._gen_transform_infos
+    module._gen_transform_infos = _dtensor_caches[name]
+    try:
+        if name == "default":
+            yield
+        else:
+            with _redistribute.use_min_cost_redistribution_plan():
+                yield
+    finally:
+        module._gen_transform_infos = before
