@@ -24,7 +24,7 @@ NOT_RUN = {
     r"torchrun .*-m scripts\.calibrate ": "see tests/end_to_end/test_calibrate.py",
     r"torchrun \.\.\.": "stands for the options of a cluster",
     r"torchtitan-lite launch .* 1:4 ": "8 ranks; see tests/resilience/test_launch.py",
-    r"python -m scripts\.chaos ": "takes many minutes; tests/resilience/test_chaos.py has fewer",
+    r"python -m tests\.chaos ": "takes many minutes; tests/resilience/test_chaos.py injects fewer",
     r"py-spy ": "needs an extra package and the right to trace processes",
 }
 """Pattern of a command's beginning: the reason."""
