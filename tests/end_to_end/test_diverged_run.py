@@ -28,7 +28,7 @@ def test_a_run_that_diverges_still_tells_its_books(tmp_path: Path) -> None:
     assert launch.steps_of(folder)[-1]["skipped"]
     told = {event["event"]: event for event in launch.events_of(folder)}
     assert "2 steps in a row" in told["error"]["reason"]
-    books = launch.books_of(folder)
+    books = launch.time_accounting_of(folder)
     assert told["books"]["lost_s"] == books["lost_s"] > 0
     drawn = EventAccumulator(str(folder / "tb"))
     drawn.Reload()

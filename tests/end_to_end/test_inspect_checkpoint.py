@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_checkpoint import TWO_FILES, write_checkpoint
 from tests.snapshots import trainers
-from tests.stored import TWO_FILES, store
 from torchtitan_lite.cli import inspect
 from torchtitan_lite.cli.parsers import parser
 
@@ -26,7 +26,7 @@ def ask(
 
 
 def test_a_step_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    store(tmp_path, step=3)
+    write_checkpoint(tmp_path, step=3)
     text = ask(capsys, tmp_path / "step-3", "--tensors", "--verify")
     for words in (
         "  step 3\n",
@@ -47,7 +47,7 @@ def test_a_step_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 
 def test_damage_is_listed_in_full(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for step in (3, 4, 5):
-        store(tmp_path, step)
+        write_checkpoint(tmp_path, step)
     (tmp_path / "step-3" / "manifest.json").write_text("{")
     (tmp_path / "step-4" / TWO_FILES[0]).unlink()
     path = tmp_path / "step-4" / TWO_FILES[1]
@@ -68,7 +68,7 @@ def test_damage_is_listed_in_full(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_what_cannot_be_answered_is_told_in_a_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    store(tmp_path, step=3)
+    write_checkpoint(tmp_path, step=3)
     path = tmp_path / "step-3" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 9}))
     for arguments, needed in (

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.launch import REPOSITORY, SMALL, steps_of
-from tests.slurm import SCRIPT, write_slurm
+from tests.slurm import SCRIPT, write_slurm_commands
 
 
 def _free_ports(count: int) -> int:
@@ -38,7 +38,7 @@ def _wait_for_step(job: subprocess.Popen[str], log: Path, folder: Path, step: in
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
 def test_replicas_under_slurm_survive_a_kill_and_leave_on_the_signal(tmp_path: Path) -> None:
-    write_slurm(tmp_path / "bin")
+    write_slurm_commands(tmp_path / "bin")
     for name in ("train.py", "configs"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     run = tmp_path / "run"

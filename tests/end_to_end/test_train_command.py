@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch import REPOSITORY, SMALL
-from tests.waiting import until
+from tests.launch import REPOSITORY, SMALL, wait_until
 
 
 def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
@@ -29,7 +28,7 @@ def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     parent = psutil.Process(process.pid)
-    until(lambda: len(parent.children()) == 2, 120)
+    wait_until(lambda: len(parent.children()) == 2, 120)
     return parent.children()
 
 
@@ -68,7 +67,7 @@ def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
 def test_ctrl_c_saves_and_exits_with_0(nproc: int, number: signal.Signals, tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start(f"--nproc={nproc}", *run_without_end(folder), log=log)
-    until(lambda: has_stepped(folder), 120)
+    wait_until(lambda: has_stepped(folder), 120)
     # A terminal sends SIGINT to the foreground process group: ranks are in sessions of their own.
     process.send_signal(number)
     assert process.wait(120) == 0, log.read_text()
@@ -84,7 +83,7 @@ def test_a_killed_rank_is_one_line_and_a_status(waits: bool, tmp_path: Path) -> 
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)
     ranks = ranks_of(process)
-    until(lambda: not waits or has_stepped(folder), 120)
+    wait_until(lambda: not waits or has_stepped(folder), 120)
     os.kill(ranks[-1].pid, signal.SIGKILL)
     assert process.wait(120) == 1
     assert "was killed by SIGKILL." in log.read_text()
@@ -98,10 +97,10 @@ def test_nohup_survives_a_closed_terminal(tmp_path: Path) -> None:
         process = start("--nproc=2", *run_without_end(folder), log=log)
     finally:
         signal.signal(signal.SIGHUP, before)
-    until(lambda: has_stepped(folder), 120)
+    wait_until(lambda: has_stepped(folder), 120)
     process.send_signal(signal.SIGHUP)
     before_step = num_steps(folder)
-    until(lambda: num_steps(folder) > before_step + 3, 120)
+    wait_until(lambda: num_steps(folder) > before_step + 3, 120)
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 0, log.read_text()
 
@@ -122,7 +121,7 @@ def test_a_port_in_use_is_one_line_on_all_ranks(tmp_path: Path) -> None:
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)
-    until(lambda: has_stepped(folder), 120)
+    wait_until(lambda: has_stepped(folder), 120)
     ranks = ranks_of(process)
     process.kill()
     process.wait(60)

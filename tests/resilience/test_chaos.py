@@ -10,7 +10,7 @@ import pytest
 
 from tests import launch
 from tests.chaos.faults import FAULT_KINDS
-from tests.failures import RankFailed
+from tests.launch import RankFailed
 
 _ARGUMENTS = (
     *launch.SMALL,

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests import launch
-from tests.dying_points import POINTS
-from tests.snapshots import starts_of
+from tests.faulty_trainer import CRASH_POINTS
+from tests.snapshots import sessions_of
 from tests.tolerances import PARITY_FLOAT64
 from torchtitan_lite.checkpoint.memory import folder as shared
 from torchtitan_lite.errors import CheckpointError
@@ -112,7 +112,7 @@ def _check_crashes(kills: list[str], run: Path, tmp_path: Path, seed: int) -> No
     found = launch.saved_tensors(run / "checkpoint" / f"step-{last}")
     assert found.keys() == expected.keys() and len(expected) > 50
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    books = launch.books_of(run)
+    books = launch.time_accounting_of(run)
     assert books["idle_s"] > 0
     # The committed steps are kept, but for the one or two before each kill.
     assert books["lost_s"] < books["compute_s"] + books["communication_s"]
@@ -149,14 +149,14 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", CRASH_POINTS)
 def test_killed_at_a_point_of_a_step(point: str, straight: Path, run: Path, tmp_path: Path) -> None:
     """Of a rank that leads and of one that does not, in turns."""
-    rank, log = POINTS.index(point) % _RANKS, tmp_path / "log"
+    rank, log = CRASH_POINTS.index(point) % _RANKS, tmp_path / "log"
     call = _CALL.get(point.partition(".")[0], 8)
-    fault = f"dies_at={rank}:{point}:{call}"
+    fault = f"killed_in_call={rank}:{point}:{call}"
     arguments = _arguments(run, _LAST)
-    process = launch.start(_RANKS, arguments, log, program=launch.FAULTY, FAULTS=fault)
+    process = launch.start(_RANKS, arguments, log, program=launch.FAULTY_PROGRAM, FAULTS=fault)
     try:
         assert process.wait(timeout=120) != 0, log.read_text()[-3000:]
     finally:
@@ -210,15 +210,15 @@ def test_a_crash_while_the_memory_is_taken_over_costs_nothing(
     arguments = [*_arguments(run, 100_000), "--checkpoint.interval=100000"]
     _kill_everything(run, arguments, log)
     resumed = r"Resumed from step \d+ in shared memory at step (\d+)"
-    fault = f"dies_taking_over={rank}"
-    process = launch.start(_RANKS, arguments, log, program=launch.FAULTY, FAULTS=fault)
+    fault = f"killed_during_adoption={rank}"
+    process = launch.start(_RANKS, arguments, log, program=launch.FAULTY_PROGRAM, FAULTS=fault)
     try:
         assert process.wait(timeout=120) != 0, log.read_text()[-3000:]
     finally:
         launch.end(process)
     before = re.search(resumed, log.read_text())
     assert before is not None, log.read_text()[-3000:]
-    starts = [starts_of(path) for path in _regions(run)]
+    starts = [sessions_of(path) for path in _regions(run)]
     assert sorted(map(len, starts)) == [1, 2] and set(starts[rank]) < set(starts[1 - rank])
     last = int(before[1]) + 2
     text = launch.run(_RANKS, _arguments(run, last), tmp_path / "after.log")

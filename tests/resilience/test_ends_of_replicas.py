@@ -30,7 +30,7 @@ def test_who_returns_when_the_run_is_finished_says_so(tmp_path: Path, weights: b
     arguments = [*_ARGUMENTS, "--training.steps=12", last]
     with replicas(tmp_path / "run", 1, arguments) as run:
         # One is lost in the last step, and the other takes it again.
-        run.start_together({0: "", 1: "dies=44"})
+        run.start_together({0: "", 1: "killed_at=44"})
         assert [run.wait(number) for number in (0, 1)] == [0, -9], run.text(0) + run.text(1)
         assert run.steps(0)[-1]["step"] == 12
         assert "step_failed" in run.events(0)
@@ -95,7 +95,7 @@ def test_a_replica_dies_in_the_middle_of_a_save(tmp_path: Path, mode: str) -> No
     arguments = [*_ARGUMENTS, f"--checkpoint.async_mode={mode}", "--checkpoint.interval=10"]
     arguments += ["--training.steps=40", "--checkpoint.keep_latest_k=0"]
     with replicas(tmp_path / "run", 1, arguments) as run:
-        run.start_together({0: "slow=0.05", 1: "slow=0.05 dies_in_save=20"})
+        run.start_together({0: "slow=0.05", 1: "slow=0.05 killed_in_save=20"})
         assert run.wait(1) == -9
         assert run.wait(0) == 0, run.text(0)
         stored = _stored(run)

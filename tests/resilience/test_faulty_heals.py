@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import launch
-from tests.replicas import ENDLESS, check_against_a_straight_run, replicas
+from tests.replicas import ENDLESS, check_against_undisturbed_run, replicas
 from torchtitan_lite.outputs import RECEIVES_STATE
 
 
@@ -18,7 +18,7 @@ def test_a_rank_that_cannot_heal_keeps_its_neighbour_from_training(tmp_path: Pat
     with replicas(tmp_path / "run", 2, ENDLESS) as run:
         run.start(0)
         run.wait_for_step(0, 3)
-        run.start(1, faults="heal_breaks_off=1")
+        run.start(1, faults="heal_interrupted=1")
         run.wait_for_step(1, 1)
         run.wait_for_step(1, run.steps(1)[0]["step"] + 3)
         run.stop()
@@ -28,14 +28,14 @@ def test_a_rank_that_cannot_heal_keeps_its_neighbour_from_training(tmp_path: Pat
         # The leader had received it, and does so again.
         assert happened[:3] == ["healed", "step_failed", "healed"]
         assert "the network is gone" in run.log(1).read_text()
-        check_against_a_straight_run(run, 2, ENDLESS, tmp_path, num_incomplete=0)
+        check_against_undisturbed_run(run, 2, ENDLESS, tmp_path, num_incomplete=0)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(200)
 def test_the_only_donor_dies_while_it_gives(tmp_path: Path) -> None:
     with replicas(tmp_path / "run", 1, ENDLESS) as run:
-        run.start(0, faults="dies_as_donor")
+        run.start(0, faults="donor_killed")
         run.wait_for_step(0, 7)
         run.start(1)
         assert run.wait(0) == -signal.SIGKILL
@@ -50,7 +50,7 @@ def test_the_only_donor_dies_while_it_gives(tmp_path: Path) -> None:
         first = run.steps(1)[0]["step"]
         assert 6 <= first <= given + 2
         assert f"at step {first - 1}" in run.log(1).read_text()
-        check_against_a_straight_run(run, 1, ENDLESS, tmp_path)
+        check_against_undisturbed_run(run, 1, ENDLESS, tmp_path)
 
 
 @pytest.mark.matrix
@@ -60,7 +60,7 @@ def test_another_donor_is_found_where_one_dies_while_it_gives(tmp_path: Path) ->
         run.start(1)
         run.wait_for_step(1, 2)
         # The first in the order of names, and so the one who is asked first.
-        run.start(0, faults="dies_as_donor")
+        run.start(0, faults="donor_killed")
         run.wait_for_step(0, 1)
         run.start(2)
         assert run.wait(0) == -signal.SIGKILL
@@ -69,7 +69,7 @@ def test_another_donor_is_found_where_one_dies_while_it_gives(tmp_path: Path) ->
         run.stop()
         assert [run.wait(number) for number in (1, 2)] == [0, 0]
         assert run.log(2).read_text().count(RECEIVES_STATE) >= 2
-        check_against_a_straight_run(run, 1, ENDLESS, tmp_path)
+        check_against_undisturbed_run(run, 1, ENDLESS, tmp_path)
 
 
 @pytest.mark.matrix
@@ -94,7 +94,7 @@ def test_one_that_differs_ends_alone(tmp_path: Path, differs: list[str], num_ran
         run.wait_for_step(0, before + 5)
         run.stop()
         assert run.wait(0) == 0
-        check_against_a_straight_run(run, 1, ENDLESS, tmp_path, num_incomplete=0)
+        check_against_undisturbed_run(run, 1, ENDLESS, tmp_path, num_incomplete=0)
 
 
 @pytest.mark.matrix
@@ -102,14 +102,14 @@ def test_one_that_differs_ends_alone(tmp_path: Path, differs: list[str], num_ran
 def test_who_was_overtaken_while_it_started_refuses_to_train(tmp_path: Path) -> None:
     """What is stored meanwhile is a floor."""
     with replicas(tmp_path / "run", 1, ENDLESS) as run:
-        run.start(1, faults=f"comes_late={run.folder / 'go_1'}")
+        run.start(1, faults=f"delayed_join={run.folder / 'join_1'}")
         run.wait_until_ready(1)
         run.start(0)
         run.wait_for_step(0, 6)
         run.running[0].terminate()
         assert run.wait(0) == 0
         stored = run.steps(0)[-1]["step"]
-        run.let_go(1)
+        run.release(1)
         assert run.wait(1) == 1
         assert f"Step {stored} of this run is in storage" in run.log(1).read_text()
         assert run.steps(1) == []
@@ -150,7 +150,7 @@ def test_a_step_that_is_refused_while_a_replica_dies(tmp_path: Path) -> None:
     arguments = [*ENDLESS, "--training.global_batch_size=4"]
     with replicas(tmp_path / "run", 1, arguments) as run:
         nan = "nan=32-40"
-        run.start_together({0: nan, 1: f"{nan} dies=36"})
+        run.start_together({0: nan, 1: f"{nan} killed_at=36"})
         assert run.wait(1) == -signal.SIGKILL
         run.wait_for_step(0, 12)
         run.start(1, faults=nan)
@@ -160,7 +160,7 @@ def test_a_step_that_is_refused_while_a_replica_dies(tmp_path: Path) -> None:
         run.stop()
         assert [run.wait(number) for number in run.running] == [0, 0]
         assert run.events(0).count("refused") == 3
-        check_against_a_straight_run(run, 1, arguments, tmp_path, faults=nan)
+        check_against_undisturbed_run(run, 1, arguments, tmp_path, faults=nan)
 
 
 def _wait_for_tries(folder: Path, count: int) -> None:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests import launch
-from tests.failures import RankFailed
+from tests.launch import RankFailed
 from tests.tolerances import FAULTS_FLOAT64
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")

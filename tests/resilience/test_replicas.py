@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import launch
-from tests.replicas import ENDLESS, Replicas, check_against_a_straight_run, replicas
+from tests.replicas import ENDLESS, Replicas, check_against_undisturbed_run, replicas
 
 _ARGUMENTS: tuple[str, ...] = (
     *ENDLESS,
@@ -65,7 +65,7 @@ def _check_books(run: Replicas) -> None:
     """Faults and recoveries are told of, and each second has its place."""
     assert _events(run, 0) >= {"quorum", "step_failed", "books"}
     assert _events(run, 1) >= {"quorum", "healed", "books"}
-    survivor, returned = (launch.books_of(run.output(number)) for number in run.running)
+    survivor, returned = (launch.time_accounting_of(run.output(number)) for number in run.running)
     assert survivor["lost_s"] > 0
     assert survivor["idle_s"] == 0
     assert returned["idle_s"] > 0
@@ -79,11 +79,11 @@ def _check_kill_and_return(
     with replicas(tmp_path / "run", num_ranks, arguments) as run:
         file = tmp_path / "halt"
         run.start(0)
-        run.start(1, faults=f"halts={file}")
+        run.start(1, faults=f"blocked_by={file}")
         run.wait_for_step(0, 4)
         run.wait_for_step(1, 4)
         # Between two steps the other would miss nothing.
-        run.halt(1, file)
+        run.block(1, file)
         run.kill(1)
         run.wait_for_step(0, run.steps(0)[-1]["step"] + 3)
         assert run.steps(0)[-1]["num_replicas"] == 1
@@ -95,7 +95,7 @@ def _check_kill_and_return(
         run.stop()
         assert [run.wait(number) for number in run.running] == [0, 0]
         _check_books(run)
-        check_against_a_straight_run(run, num_ranks, arguments, tmp_path)
+        check_against_undisturbed_run(run, num_ranks, arguments, tmp_path)
 
 
 @pytest.mark.timeout(300)

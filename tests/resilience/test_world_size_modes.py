@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.replicas import ENDLESS, Replicas, check_against_a_straight_run, replicas
+from tests.replicas import ENDLESS, Replicas, check_against_undisturbed_run, replicas
 from torchtitan_lite.outputs import RECEIVES_STATE
 
 _BATCH = 4
@@ -47,7 +47,7 @@ def test_spares_stand_by_with_the_state_ready(tmp_path: Path, killed: int) -> No
             # One of them has all, and the other nothing.
             whole = list(range((step - 1) * _BATCH, step * _BATCH))
             assert sorted(used[number][step] for number in (0, 1)) == [[], whole], step
-        check_against_a_straight_run(run, 1, _ARGUMENTS, tmp_path)
+        check_against_undisturbed_run(run, 1, _ARGUMENTS, tmp_path)
 
 
 @pytest.mark.matrix

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faulty_writer import PowerLossDisk, RecordingFiles
 from tests.launch import REPOSITORY
 from tests.snapshots import Trainers, verify
-from tests.writer_faults import ForgetfulDisk, RecordingFiles
 from torchtitan_lite.checkpoint.background.save import (
     RankSave,
     attempt_token,
@@ -43,12 +43,12 @@ def _wait_until_gone(pids: list[int]) -> None:
             time.sleep(0.01)
 
 
-def _run(base: Path, victim: str, dies_at: int) -> tuple[int, list[dict[str, int]]]:
+def _run(base: Path, victim: str, crash_at: int) -> tuple[int, list[dict[str, int]]]:
     """The operations that the victim did, and what the trainer said."""
     base.mkdir()
-    arguments = ["trainer", str(base), str(base / "checkpoint"), victim, str(dies_at)]
+    arguments = ["trainer", str(base), str(base / "checkpoint"), victim, str(crash_at)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.writer_faults", *arguments],
+        [sys.executable, "-m", "tests.faulty_writer", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         timeout=120,
@@ -61,15 +61,15 @@ def _run(base: Path, victim: str, dies_at: int) -> tuple[int, list[dict[str, int
     return int(count.read_text()), said
 
 
-def _kill_at(tmp_path: Path, victim: str, dies_at: int) -> None:
+def _kill_at(tmp_path: Path, victim: str, crash_at: int) -> None:
     done = 0
     for attempt in range(_ATTEMPTS):
         base = tmp_path / str(attempt)
-        done, said = _run(base, victim, dies_at)
-        if done == dies_at:
+        done, said = _run(base, victim, crash_at)
+        if done == crash_at:
             break
     else:
-        pytest.fail(f"{victim} does {done} operations, and was to die at {dies_at}")
+        pytest.fail(f"{victim} does {done} operations, and was to die at {crash_at}")
     committed = max((line["committed"] for line in said if "committed" in line), default=0)
     if victim.startswith("flush-"):
         # Another writer does what was left to one that is gone.
@@ -96,7 +96,7 @@ def _check(root: Path, at_least: int) -> list[int]:
 def test_no_operation_is_left_out(tmp_path: Path, victim: str) -> None:
     done = 0
     for attempt in range(_ATTEMPTS):
-        done, _ = _run(tmp_path / str(attempt), victim, dies_at=0)
+        done, _ = _run(tmp_path / str(attempt), victim, crash_at=0)
         _check(tmp_path / str(attempt) / "checkpoint", at_least=2)
         if done == OPERATIONS[victim]:
             break
@@ -104,15 +104,15 @@ def test_no_operation_is_left_out(tmp_path: Path, victim: str) -> None:
     assert len(POINTS) >= 180
 
 
-@pytest.mark.parametrize(("victim", "dies_at"), FAST)
-def test_killed_at_an_operation(tmp_path: Path, victim: str, dies_at: int) -> None:
-    _kill_at(tmp_path, victim, dies_at)
+@pytest.mark.parametrize(("victim", "crash_at"), FAST)
+def test_killed_at_an_operation(tmp_path: Path, victim: str, crash_at: int) -> None:
+    _kill_at(tmp_path, victim, crash_at)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("victim", "dies_at"), [p for p in POINTS if p not in FAST])
-def test_killed_at_every_operation(tmp_path: Path, victim: str, dies_at: int) -> None:
-    _kill_at(tmp_path, victim, dies_at)
+@pytest.mark.parametrize(("victim", "crash_at"), [p for p in POINTS if p not in FAST])
+def test_killed_at_every_operation(tmp_path: Path, victim: str, crash_at: int) -> None:
+    _kill_at(tmp_path, victim, crash_at)
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -135,7 +135,7 @@ def test_power_lost_after_every_operation(tmp_path: Path, direct: bool) -> None:
         committed_at[len(files.log)] = step
         delete_old_checkpoints(storage, step, keep_latest_k=1, keep_every=0)
     run.close()
-    disk, committed = ForgetfulDisk(base), 0
+    disk, committed = PowerLossDisk(base), 0
     for place, operation in enumerate(files.log, start=1):
         disk.replay(operation)
         committed = committed_at.get(place, committed)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.slurm import SCRIPT, write_command, write_slurm
+from tests.slurm import SCRIPT, write_command, write_slurm_commands
 from torchtitan_lite.lighthouse.__main__ import _parser as lighthouse_parser
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ esac
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """A folder with stand-ins for Slurm's commands and for Python in bin/."""
-    write_slurm(tmp_path / "bin")
+    write_slurm_commands(tmp_path / "bin")
     write_command(tmp_path / "bin" / "python", _PYTHON)
     return tmp_path
 

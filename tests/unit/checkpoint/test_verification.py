@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.stored import TWO_FILES, damage, store
+from tests.small_checkpoint import TWO_FILES, damage_file, write_checkpoint
 from tests.unit.checkpoint.conftest import same
 from torchtitan_lite.checkpoint.loading import load
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
@@ -34,7 +34,7 @@ def _loaded(root: Path | str, like: dict[str, torch.Tensor], mesh: Mesh) -> dict
 )
 def test_all_damage_is_found_and_the_file_named(tmp_path: Path, mesh: Mesh, number: int) -> None:
     whole, root = tmp_path / "whole", tmp_path / "damaged"
-    tensors = store(whole, step=3)
+    tensors = write_checkpoint(whole, step=3)
     assert same(_loaded(whole, tensors, mesh), tensors)
     assert verify(open_storage(str(whole)), "step-3") == []
     draws = random.Random(0)
@@ -42,7 +42,7 @@ def test_all_damage_is_found_and_the_file_named(tmp_path: Path, mesh: Mesh, numb
     for count in range(number):
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(whole, root)
-        file, what = damage(root / "step-3", draws)
+        file, what = damage_file(root / "step-3", draws)
         case = f"damage {count}: {file} {what}"
         try:
             found = _loaded(root, tensors, mesh)
@@ -67,7 +67,7 @@ def test_all_damage_is_found_and_the_file_named(tmp_path: Path, mesh: Mesh, numb
 
 
 def test_a_tensor_that_is_hit_is_named_and_so_are_all_others(tmp_path: Path, mesh: Mesh) -> None:
-    tensors = store(tmp_path, step=3)
+    tensors = write_checkpoint(tmp_path, step=3)
     storage = open_storage(str(tmp_path))
     manifest = StoredSnapshot(storage, "step-3").manifest
     hit = {}
@@ -91,7 +91,7 @@ def test_a_tensor_that_is_hit_is_named_and_so_are_all_others(tmp_path: Path, mes
 
 
 def test_a_header_that_says_something_else_is_found(tmp_path: Path) -> None:
-    store(tmp_path, step=3)
+    write_checkpoint(tmp_path, step=3)
     path = tmp_path / "step-3" / TWO_FILES[0]
     content = path.read_bytes()
     for other in (
@@ -107,7 +107,7 @@ def test_a_header_that_says_something_else_is_found(tmp_path: Path) -> None:
 def test_files_below_the_name_of_their_attempt(mesh: Mesh) -> None:
     """As an object store has them."""
     root = f"memory://{secrets.token_hex(8)}"
-    tensors = store(root, step=3)
+    tensors = write_checkpoint(root, step=3)
     storage = open_storage(root)
     snapshot = StoredSnapshot(storage, "step-3")
     below = snapshot.manifest.data

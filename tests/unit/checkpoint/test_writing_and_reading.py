@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.stored import TWO_FILES, change, store
+from tests.small_checkpoint import TWO_FILES, replace_manifest, write_checkpoint
 from tests.unit.checkpoint.conftest import (
     Manage,
     SmallState,
@@ -127,7 +127,7 @@ def test_a_folder_is_a_checkpoint_once_its_manifest_is_there(saved: Path) -> Non
 
 
 def test_a_checkpoint_of_another_mesh_loads(mesh: Mesh, tmp_path: Path) -> None:
-    tensors = store(tmp_path, step=3)
+    tensors = write_checkpoint(tmp_path, step=3)
     wanted = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     snapshot = StoredSnapshot(open_storage(str(tmp_path)), "step-3")
     assert snapshot.saved.mesh["dp_shard"] == 2
@@ -386,12 +386,12 @@ def _lone_surrogate(raw: dict[str, Any]) -> None:
 def test_a_manifest_that_cannot_be_true_is_refused_quickly(
     tmp_path: Path, make: Callable[[dict[str, Any]], None], message: str
 ) -> None:
-    store(tmp_path, step=3)
+    write_checkpoint(tmp_path, step=3)
     folder = tmp_path / "step-3"
     raw = json.loads((folder / "manifest.json").read_text())
     make(raw)
     # Signed again, since its own checksum would be found wrong first.
-    change(folder, raw)
+    replace_manifest(folder, raw)
     started, peak_kib = time.process_time(), getrusage(RUSAGE_SELF).ru_maxrss
     with pytest.raises(DamagedCheckpoint, match=message) as error:
         StoredSnapshot(open_storage(str(tmp_path)), "step-3")
@@ -436,7 +436,7 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(saved: Path) -> None:
 
 def test_format_2_is_read(saved: Path) -> None:
     raw = json.loads((saved / "manifest.json").read_text())
-    change(saved, raw | {"version": 2})
+    replace_manifest(saved, raw | {"version": 2})
     assert manifest_in(saved).version == 2
 
 

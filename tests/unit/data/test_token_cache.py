@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.forks import FORKS
+from tests.forks import FORK_SERVER
 from torchtitan_lite.data import open_data
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.corpus import open_corpus
@@ -45,8 +45,8 @@ def open_and_report(path: Path, tokenizer: str | None, cache: Path, end: Connect
 
 
 def start(path: Path, tokenizer: str | None, cache: Path) -> tuple[Any, Connection]:
-    ours, theirs = FORKS.Pipe(duplex=False)
-    process = FORKS.Process(target=open_and_report, args=(path, tokenizer, cache, theirs))
+    ours, theirs = FORK_SERVER.Pipe(duplex=False)
+    process = FORK_SERVER.Process(target=open_and_report, args=(path, tokenizer, cache, theirs))
     process.start()
     theirs.close()
     return process, ours

@@ -11,7 +11,7 @@ import torch
 
 from tests.hugging_face import add_tokenizer, make_folder
 from tests.job import FIXTURE
-from tests.stored import change, store
+from tests.small_checkpoint import replace_manifest, write_checkpoint
 from torchtitan_lite.checkpoint.hugging_face.folder import save_assets
 from torchtitan_lite.cli import main
 from torchtitan_lite.config import Config, to_record
@@ -35,7 +35,7 @@ def mesh() -> Iterator[Mesh]:
 def saved(tmp_path: Path) -> Path:
     """Two steps of what says that it is the smallest Llama."""
     for step in (5, 12):
-        store(tmp_path / "saved", step)
+        write_checkpoint(tmp_path / "saved", step)
         record(tmp_path / "saved" / f"step-{step}", config_of(tmp_path))
     return tmp_path / "saved"
 
@@ -49,7 +49,7 @@ def config_of(folder: Path, **model: Any) -> dict[str, Any]:
 def record(folder: Path, config: dict[str, Any]) -> None:
     """Let a checkpoint say that it is of a run with this configuration."""
     raw = json.loads((folder / "manifest.json").read_text())
-    change(folder, raw | {"config": config})
+    replace_manifest(folder, raw | {"config": config})
 
 
 def test_a_folder_of_steps_gives_its_newest(saved: Path, mesh: Mesh) -> None:

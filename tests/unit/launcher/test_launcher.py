@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import waiting
+from tests import launch
 from tests.launch import REPOSITORY
 from tests.unit.launcher.fakes import fake
 from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
@@ -57,9 +57,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], object]) -> float:
-    """Wait for something that must come; how long that took (seconds)."""
-    return waiting.until(condition, TIMEOUT_S)
+def wait_until(condition: Callable[[], object]) -> float:
+    """Block until the condition holds, and return the elapsed time in seconds."""
+    return launch.wait_until(condition, TIMEOUT_S)
 
 
 def said(folder: Path, text: str) -> int:
@@ -69,8 +69,8 @@ def said(folder: Path, text: str) -> int:
 
 def until_training(folder: Path, *, times: int = 1) -> None:
     """Wait until the launcher has seen two replicas of two ranks train, so many times each."""
-    until(lambda: len(pids(folder, "rank")) == 4)
-    until(lambda: all(said(folder, f"replica {n}: training") == times for n in range(2)))
+    wait_until(lambda: len(pids(folder, "rank")) == 4)
+    wait_until(lambda: all(said(folder, f"replica {n}: training") == times for n in range(2)))
 
 
 def end_of(process: subprocess.Popen[bytes], folder: Path, status: int) -> str:
@@ -87,11 +87,11 @@ def test_a_dead_rank_takes_its_group_and_that_comes_back(tmp_path: Path) -> None
         others = [*pids(tmp_path, "rank", name="0.*"), *pids(tmp_path, "torchrun", name="0")]
         dying = [*pids(tmp_path, "rank", name="1.*"), *pids(tmp_path, "torchrun", name="1")]
         os.kill(pids(tmp_path, "rank", name="1.1")[0], signal.SIGKILL)
-        assert until(lambda: not any(map(is_alive, dying))) < AT_ONCE_S
+        assert wait_until(lambda: not any(map(is_alive, dying))) < AT_ONCE_S
         left = tmp_path / "left"
         told = "127.0.0.1:4321 replica_00001\n"
-        assert until(lambda: left.exists() and left.read_text() == told) < AT_ONCE_S
-        until(lambda: len(pids(tmp_path, "rank", name="1.*")) == 2)
+        assert wait_until(lambda: left.exists() and left.read_text() == told) < AT_ONCE_S
+        wait_until(lambda: len(pids(tmp_path, "rank", name="1.*")) == 2)
         assert all(map(is_alive, others))
         process.send_signal(signal.SIGTERM)
         output = end_of(process, tmp_path, 0)
@@ -108,8 +108,8 @@ def test_a_dead_torchrun_takes_its_ranks(tmp_path: Path) -> None:
         until_training(tmp_path)
         ranks = pids(tmp_path, "rank", name="0.*")
         os.kill(pids(tmp_path, "torchrun", name="0")[0], signal.SIGKILL)
-        assert until(lambda: not any(map(is_alive, ranks))) < AT_ONCE_S
-        until(lambda: len(pids(tmp_path, "rank", name="0.*")) == 2)
+        assert wait_until(lambda: not any(map(is_alive, ranks))) < AT_ONCE_S
+        wait_until(lambda: len(pids(tmp_path, "rank", name="0.*")) == 2)
         process.send_signal(signal.SIGINT)
         output = end_of(process, tmp_path, 0)
     assert "replica 0: failed, torchrun: killed by SIGKILL" in output
@@ -121,7 +121,7 @@ def test_a_dead_launcher_takes_all(tmp_path: Path) -> None:
         until_training(tmp_path)
         assert len(pids(tmp_path)) == 8
         process.kill()
-        assert until(lambda: not pids(tmp_path)) < AT_ONCE_S
+        assert wait_until(lambda: not pids(tmp_path)) < AT_ONCE_S
 
 
 def test_a_dead_lighthouse_comes_back_at_its_port_and_sigterm_lets_ranks_save(
@@ -132,7 +132,7 @@ def test_a_dead_lighthouse_comes_back_at_its_port_and_sigterm_lets_ranks_save(
         ranks = pids(tmp_path, "rank")
         os.kill(pids(tmp_path, "lighthouse")[0], signal.SIGKILL)
         log = tmp_path / "logs" / "lighthouse.log"
-        until(lambda: log.read_text() == "listening on 127.0.0.1:4321\n" * 2)
+        wait_until(lambda: log.read_text() == "listening on 127.0.0.1:4321\n" * 2)
         assert all(map(is_alive, ranks))
         process.send_signal(signal.SIGTERM)
         output = end_of(process, tmp_path, 0)
@@ -155,10 +155,10 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     with launched(tmp_path, "stubborn", 2, 2, 3, 60) as process:
         until_training(tmp_path)
         process.send_signal(signal.SIGINT)
-        until(lambda: said(tmp_path, "save and leave"))
+        wait_until(lambda: said(tmp_path, "save and leave"))
         assert len(pids(tmp_path, "rank")) == 4
         process.send_signal(signal.SIGINT)
-        assert until(lambda: not pids(tmp_path)) < AT_ONCE_S
+        assert wait_until(lambda: not pids(tmp_path)) < AT_ONCE_S
         end_of(process, tmp_path, 1)
 
 
@@ -210,7 +210,7 @@ def test_replicas_re_form_as_places_go_and_come(tmp_path: Path) -> None:
         time.sleep(0.6)
         assert ranks_are(tmp_path, "0.0", "0.1", "1.0", "1.1")
         slots.write_text('{"1": 1}')
-        until(lambda: num_starts(tmp_path, "0.0") == num_starts(tmp_path, "1.0") == 2)
+        wait_until(lambda: num_starts(tmp_path, "0.0") == num_starts(tmp_path, "1.0") == 2)
         assert ranks_are(tmp_path, "0.0", "1.0")
         assert len(list(tmp_path.glob("saved-*"))) == 4
         slots.write_text("{}")
@@ -227,9 +227,9 @@ def test_replicas_re_form_as_places_go_and_come(tmp_path: Path) -> None:
 def test_a_place_where_a_rank_keeps_dying_is_done_without_and_tried_again(tmp_path: Path) -> None:
     with launched(tmp_path, "dies", 2, 2, 20) as process:
         # On a busy machine three deaths and restarts take a minute.
-        waiting.until(lambda: said(tmp_path, "all replicas resize to 1 rank each"), 150)
-        waiting.until(lambda: said(tmp_path, "all replicas resize to 2 ranks each"), 150)
-        until(lambda: len(pids(tmp_path, "rank")) > 2)
+        launch.wait_until(lambda: said(tmp_path, "all replicas resize to 1 rank each"), 150)
+        launch.wait_until(lambda: said(tmp_path, "all replicas resize to 2 ranks each"), 150)
+        wait_until(lambda: len(pids(tmp_path, "rank")) > 2)
         process.send_signal(signal.SIGTERM)
         output = end_of(process, tmp_path, 0)
     first, grown = output.split("all replicas resize to 1 rank each: ")[:2]
@@ -244,10 +244,10 @@ def test_who_does_not_leave_to_re_form_is_killed(tmp_path: Path) -> None:
     with launched(tmp_path, "slots-stubborn", 2, 2, 3, 0.5) as process:
         until_training(tmp_path)
         (tmp_path / "slots").write_text('{"0": 1}')
-        until(lambda: num_starts(tmp_path, "0.0") == num_starts(tmp_path, "1.0") == 2)
+        wait_until(lambda: num_starts(tmp_path, "0.0") == num_starts(tmp_path, "1.0") == 2)
         assert ranks_are(tmp_path, "0.0", "1.0")
         process.kill()
-        until(lambda: not pids(tmp_path))
+        wait_until(lambda: not pids(tmp_path))
 
 
 @pytest.mark.parametrize(("status", "others"), [(DIVERGED, "left"), (MACHINE_FAULT, "finished")])
@@ -265,11 +265,11 @@ def test_a_run_that_diverges_ends_and_a_bad_machine_is_done_without(
 
 def test_writers_outlive_their_trainer_and_nothing_else_does(tmp_path: Path) -> None:
     with launched(tmp_path, "writer", 1, 2) as process:
-        until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)
+        wait_until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)
         (writer,), (stray,) = pids(tmp_path, "writer"), pids(tmp_path, "stray")
         process.send_signal(signal.SIGTERM)
-        until(lambda: len(list(tmp_path.glob("saved-*"))) == 2)
-        until(lambda: said(tmp_path, "waiting for checkpoint writers"))
+        wait_until(lambda: len(list(tmp_path.glob("saved-*"))) == 2)
+        wait_until(lambda: said(tmp_path, "waiting for checkpoint writers"))
         assert is_alive(writer)
         (tmp_path / "go").touch()
         end_of(process, tmp_path, 0)
@@ -280,9 +280,9 @@ def test_writers_outlive_their_trainer_and_nothing_else_does(tmp_path: Path) -> 
 
 def test_writers_outlive_the_launcher(tmp_path: Path) -> None:
     with launched(tmp_path, "writer", 1, 2) as process:
-        until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)
+        wait_until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)
         process.kill()
-        assert until(lambda: not pids(tmp_path, "rank")) < AT_ONCE_S
+        assert wait_until(lambda: not pids(tmp_path, "rank")) < AT_ONCE_S
         assert pids(tmp_path, "writer")
         (tmp_path / "go").touch()
-        until((tmp_path / "durable").exists)
+        wait_until((tmp_path / "durable").exists)

@@ -12,8 +12,8 @@ import grpc
 import pytest
 from torchft.coordination import LighthouseServer
 
+from tests.launch import wait_until
 from tests.unit.lighthouse.crew import Crew, Told
-from tests.waiting import until
 from torchtitan_lite.lighthouse import messages
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.lighthouse.server import LighthouseService
@@ -33,7 +33,7 @@ class Scene(Crew):
 
     def until_asking(self, number: int) -> None:
         """Wait until so many ask."""
-        until(lambda: self._num_asking() == number, 30)
+        wait_until(lambda: self._num_asking() == number, 30)
 
 
 Script = Callable[[Scene], list[Told | None]]

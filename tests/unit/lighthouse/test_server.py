@@ -7,8 +7,8 @@ from concurrent.futures import Future
 
 import pytest
 
+from tests.launch import wait_until
 from tests.unit.lighthouse.crew import Crew, Told, crew_of
-from tests.waiting import until
 from torchtitan_lite.errors import LighthouseError
 from torchtitan_lite.lighthouse import client, server
 from torchtitan_lite.lighthouse.rules import QuorumSettings
@@ -36,14 +36,14 @@ def crew(service: LighthouseService) -> Iterator[Crew]:
 
 def _until_asking(service: LighthouseService, *steps: tuple[str, int]) -> None:
     """Wait until just these replicas ask, from these steps."""
-    until(lambda: _asking(service) == [*steps], _ANSWER_S)
+    wait_until(lambda: _asking(service) == [*steps], _ANSWER_S)
 
 
 def _until_asked(
     service: LighthouseService, call: "Future[Told | None]", step: tuple[str, int]
 ) -> None:
     """Wait until a call has arrived; on a slow machine it may have ended since."""
-    until(lambda: _asking(service) == [step] or call.done(), _ANSWER_S)
+    wait_until(lambda: _asking(service) == [step] or call.done(), _ANSWER_S)
 
 
 def _asking(service: LighthouseService) -> list[tuple[str, int]]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.forks import FORKS, send_output_to
+from tests.forks import FORK_SERVER, send_output_to
 from torchtitan_lite.durations import clock
 from torchtitan_lite.log import configure_logging, logger
 from torchtitan_lite.metrics import Event, StepRecord
@@ -144,7 +144,7 @@ def sent_to_terminal(color, no_color_variable):
     """What a process under a pty of 100 columns sends to it."""
     parent, child = pty.openpty()
     arguments = (os.ttyname(child), color, no_color_variable)
-    process = FORKS.Process(target=run_on_terminal, args=arguments)
+    process = FORK_SERVER.Process(target=run_on_terminal, args=arguments)
     process.start()
     os.set_blocking(parent, False)
     received = b""

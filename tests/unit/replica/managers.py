@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.launch import wait_until
 from tests.unit.replica.test_healing import Run
-from tests.waiting import until
 from torchtitan_lite.lighthouse.client import notify_left, status
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.lighthouse.server import LighthouseService
@@ -85,12 +85,12 @@ def lighthouse(num_replicas: int, bind: str = f"{_HOST}:0") -> Iterator[str]:
 
 def until_known(address: str, num_replicas: int) -> None:
     """Until so many send heartbeats: one whose first is still under way is not waited for."""
-    until(lambda: len(status(address, _TOKEN, timeout_s=30)["replicas"]) >= num_replicas, 100)
+    wait_until(lambda: len(status(address, _TOKEN, timeout_s=30)["replicas"]) >= num_replicas, 100)
 
 
 def until_asking(address: str, num_replicas: int) -> None:
     """Until so many wait for a quorum."""
-    until(lambda: len(status(address, _TOKEN, timeout_s=30)["waiting"]) >= num_replicas, 100)
+    wait_until(lambda: len(status(address, _TOKEN, timeout_s=30)["waiting"]) >= num_replicas, 100)
 
 
 def meet(replicas: list[Replica]) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.faulty_writer import RecordingFiles, SlowFiles
 from tests.snapshots import Trainers, snapshot, trainers, verify
-from tests.writer_faults import RecordingFiles, SlowFiles
 from torchtitan_lite.checkpoint.background import flush as flushing
 from torchtitan_lite.checkpoint.background.flush import Attempt, GracePeriod, flush
 from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token
@@ -120,7 +120,7 @@ def test_an_order_that_reached_some_ranks_is_completed(
         assert any("committed" in response for response in said)
         before = {}
     for run in machines:
-        run.die()
+        run.disconnect()
     for run in machines:
         process = run.writers[0]._process
         assert process is not None and process.wait(100) == 0

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch import REPOSITORY
+from tests.launch import REPOSITORY, wait_until
 from tests.snapshots import orphan, snapshot, trainers, verify
-from tests.waiting import until
 from torchtitan_lite.checkpoint.background.channel import WriterSettings
 from torchtitan_lite.checkpoint.background.flush import VisibleRanks
 from torchtitan_lite.checkpoint.background.process import WriterProcess
@@ -49,7 +48,7 @@ def _told(responses: list[dict[str, Any]], what: str) -> list[int]:
 
 def _begun(root: Path) -> None:
     """Wait until a writer has begun a file."""
-    until(lambda: list(root.glob("*/*/*.safetensors")), 60)
+    wait_until(lambda: list(root.glob("*/*/*.safetensors")), 60)
 
 
 def _steps(root: Path) -> list[str]:
@@ -71,7 +70,7 @@ def test_saves_are_whole_and_old_ones_go(tmp_path: Path, world_size: int, large:
     assert _steps(root) == ["step-2", "step-3"]
     manifest = verify(root / "step-3")
     assert manifest["tensors"]["model.none"]["boxes"] == []
-    assert manifest["layouts"] == [{"cut": world_size}]
+    assert manifest["layouts"] == [{"shards": world_size}]
 
 
 def test_a_killed_trainer_loses_nothing_that_is_complete(tmp_path: Path) -> None:
@@ -82,7 +81,7 @@ def test_a_killed_trainer_loses_nothing_that_is_complete(tmp_path: Path) -> None
         run.snapshot(0, 7)
         run.snapshot(1, 8)
         run.regions[0].begin(2, 9)
-        run.die()
+        run.disconnect()
         _ends(*run.writers)
     verify(root / "step-8")
     assert _steps(root) == ["step-8"]
@@ -112,7 +111,7 @@ def test_a_rank_that_lags_gives_an_older_common_step(tmp_path: Path) -> None:
         run.start()
         run.snapshot(0, 7)
         snapshot(run.regions[1], 1, 8)
-        run.die()
+        run.disconnect()
         _ends(*run.writers)
     verify(root / "step-7")
 
@@ -151,11 +150,11 @@ def test_regions_on_other_machines_get_every_newer_step(tmp_path: Path) -> None:
             run.snapshot(0, 6)
             run.snapshot(1, 7)
         first.snapshot(2, 8)
-        first.die()
-        second.die()
+        first.disconnect()
+        second.disconnect()
         _ends(*second.writers)
         storage = open_storage(str(root))
-        until(storage.steps, 60)
+        wait_until(storage.steps, 60)
         # It would wait for the other's step 8.
         assert first.writers[0].pid is not None and first.writers[0].alive
         os.kill(first.writers[0].pid, signal.SIGKILL)
@@ -169,7 +168,7 @@ def test_a_flush_tries_again_while_there_is_time(tmp_path: Path) -> None:
     with trainers(tmp_path, root, 2) as run:
         run.start()
         run.snapshot(0, 7)
-        run.die()
+        run.disconnect()
         time.sleep(0.5)
         (tmp_path / "place").unlink()
         _ends(*run.writers)
@@ -184,7 +183,7 @@ def test_what_is_stored_is_not_written_again(tmp_path: Path) -> None:
         run.save(0, 7)
         run.writers[0].wait_for("committed", 60)
         before = (root / "step-7").stat().st_ino
-        run.die()
+        run.disconnect()
         _ends(run.writers[0])
         assert (root / "step-7").stat().st_ino == before
 
@@ -196,7 +195,7 @@ def test_a_successor_waits_for_the_flush(tmp_path: Path) -> None:
         lock = RankLock(run.folder, 0)
         assert lock.owner() == run.writers[0].pid
         run.snapshot(0, 7)
-        run.die()
+        run.disconnect()
         assert lock.wait(60)
         verify(root / "step-7")
 
@@ -208,7 +207,7 @@ _CHUNKS = 8 << 20
 def _slow(seconds: float, number: int) -> list[str]:
     """A writer whose first writes are slow."""
     arguments = ["slow", str(seconds), str(number)]
-    return [sys.executable, "-m", "tests.writer_faults", *arguments]
+    return [sys.executable, "-m", "tests.faulty_writer", *arguments]
 
 
 @pytest.mark.parametrize(("grace_s", "slow", "stored"), [(0.4, 2, []), (60.0, 1, [7])])
@@ -222,7 +221,7 @@ def test_what_is_under_way_is_cut_off_when_the_grace_ends(
         run.snapshot(0, 7)
         run.regions[0].confirm(7)
         run.save(0, 7)
-        run.die()
+        run.disconnect()
         _ends(*run.writers)
     assert open_storage(str(root)).steps() == stored
 
@@ -238,7 +237,7 @@ def test_an_older_save_under_way_leaves_time_to_the_newest(tmp_path: Path) -> No
         _begun(root)
         run.snapshot(1, 8)
         run.regions[0].confirm(8)
-        run.die()
+        run.disconnect()
         _ends(*run.writers)
     assert _steps(root) == ["step-8"]
 
@@ -445,7 +444,7 @@ def _save_many(memory: Path, number: int) -> tuple[list[int], list[int]]:
             assert step in _told(writer.wait_for("committed", 60), "committed")
             if step % (number // 5) == 0:
                 # It removes the old one after it has told of the new one, and looks around.
-                until(lambda: len(os.listdir(root)) <= 2, 60)
+                wait_until(lambda: len(os.listdir(root)) <= 2, 60)
                 sizes.append(_private_bytes(writer.pid, run.regions[0].path))
                 handles.append(min(_handles(writer.pid) for _ in range(5)))
         before = set(os.listdir(run.folder))

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.faulty_writer import CrashingFiles
 from tests.forks import exit_status
 from tests.hugging_face import FAMILIES, make_folder, make_model, tensors_of, tokens
-from tests.writer_faults import DyingFiles
 from torchtitan_lite.checkpoint.hugging_face import to_hf
 from torchtitan_lite.checkpoint.hugging_face.from_hf import HuggingFaceImport
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
@@ -186,7 +186,7 @@ def test_an_interrupted_conversion_goes_on(way: str, tmp_path: Path) -> None:
 
 def killed_conversion(folder: Path, tmp_path: Path, way: str, operation: int) -> None:
     """In a process of its own, which is killed at that operation on files."""
-    conversions(folder, tmp_path)[way](DyingFiles(operation)).run(
+    conversions(folder, tmp_path)[way](CrashingFiles(operation)).run(
         num_workers=2, written=lambda count: None
     )
 
