@@ -1,5 +1,5 @@
 """The benchmarks run in their quick mode, their sides agree, and their rows have the keys that
-readers of the files rely on."""
+readers of the files need."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ def test_quick_mode_writes_rows(name: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json", str(path)]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
-    # 0 says that the sides did the same work; a time that misses its goal is no failure.
+    # 0 means that the sides did the same work. A time that misses its goal is not a failure.
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads(path.read_text())
     environment = json.loads((tmp_path / "rows.environment.json").read_text())

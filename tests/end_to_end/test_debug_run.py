@@ -1,4 +1,4 @@
-"""The first thing that a user does: train the debug config, look at the end, resume."""
+"""The first steps of a user: train the debug config, look at the outputs, resume."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from tests import launch
 from tests.forks import run_command
 
 
-def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path: Path) -> None:
+def test_debug_config_trains_prints_a_sample_and_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = [
         "--config=configs/llama3_debug.toml",
@@ -41,9 +41,9 @@ def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path:
     assert times == sorted(times) and time.time() - 600 < times[0] < times[-1] < time.time()
     assert steps[-1]["tokens"] == 6 * 16 * 64
     saved = {path.name for path in (folder / "checkpoint").iterdir()}
-    # The tokenizer is beside the checkpoints.
+    # The tokenizer is stored next to the checkpoints.
     saved.remove("assets")
-    # The second waits, where the machine is loaded, until the first is written.
+    # On a loaded machine, the second save waits until the first is written.
     assert saved in ({"step-1", second, "step-6"} for second in ("step-4", "step-5", "step-6"))
     assert list((folder / "tb").glob("events.*"))
     assert "steps = 6" in (folder / "config.toml").read_text()

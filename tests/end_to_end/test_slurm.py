@@ -1,5 +1,5 @@
-"""deploy/slurm on this machine: the script itself, with stand-ins for Slurm's commands that start
-its steps as local processes."""
+"""deploy/slurm on this machine: the script itself, with fake Slurm commands that start its steps as
+local processes."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tests.slurm import SCRIPT, write_slurm_commands
 
 
 def _free_ports(count: int) -> int:
-    """The first of `count` consecutive free ports."""
+    """Return the first of `count` consecutive free ports."""
     while True:
         with closing(socket.socket()) as probe:
             probe.bind(("127.0.0.1", 0))
@@ -81,7 +81,7 @@ def test_replicas_under_slurm_survive_a_kill_and_leave_on_the_signal(tmp_path: P
         ]
         rank.kill()
         before = steps_of(replicas[1])[-1]["step"]
-        # It heals, and both train.
+        # The replica heals, and both train.
         _wait_for_step(job, log, replicas[1], before + 2)
         job.send_signal(signal.SIGTERM)
         assert job.wait(timeout=120) == 0, log.read_text()[-4000:]
@@ -97,7 +97,7 @@ def test_replicas_under_slurm_survive_a_kill_and_leave_on_the_signal(tmp_path: P
         "replica_1-attempt_0-node_0.log",
         "replica_1-attempt_1-node_0.log",
     }
-    # The survivor repeated at most one step, and no sample is lost or used twice.
+    # The survivor repeats at most one step, and no sample is lost or used twice.
     steps = [line["step"] for line in steps_of(replicas[0])]
     assert steps == list(range(1, len(steps) + 1))
     newest = max(

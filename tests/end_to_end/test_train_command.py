@@ -1,4 +1,4 @@
-"""`torchtitan-lite train --nproc N` as a user calls it: real processes, real signals."""
+"""`torchtitan-lite train --nproc N` with real processes and signals."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def run_without_end(folder: Path) -> list[str]:
     return [*SMALL, *steps, f"--job.dump_folder={folder}"]
 
 
-def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
+def test_an_invalid_config_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=3", *SMALL, f"--job.dump_folder={folder}", log=log)
     assert process.wait(120) == 1
@@ -68,7 +68,7 @@ def test_ctrl_c_saves_and_exits_with_0(nproc: int, number: signal.Signals, tmp_p
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start(f"--nproc={nproc}", *run_without_end(folder), log=log)
     wait_until(lambda: has_stepped(folder), 120)
-    # A terminal sends SIGINT to the foreground process group: ranks are in sessions of their own.
+    # A terminal sends SIGINT to the foreground process group: ranks are in separate sessions.
     process.send_signal(number)
     assert process.wait(120) == 0, log.read_text()
     said = log.read_text()
@@ -79,7 +79,7 @@ def test_ctrl_c_saves_and_exits_with_0(nproc: int, number: signal.Signals, tmp_p
 
 
 @pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.matrix)])
-def test_a_killed_rank_is_one_line_and_a_status(waits: bool, tmp_path: Path) -> None:
+def test_a_killed_rank_is_one_line_and_an_exit_status(waits: bool, tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)
     ranks = ranks_of(process)

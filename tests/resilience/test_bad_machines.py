@@ -1,4 +1,4 @@
-"""Ranks that are wrong: about where they are, or in what they compute; and runs that diverge."""
+"""Faulty ranks, with a wrong data position or wrong numbers, and diverging runs."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-def test_a_lone_replica_whose_ranks_are_at_two_places_commits_nothing(tmp_path: Path) -> None:
+def test_a_single_replica_with_ranks_at_different_positions_commits_nothing(tmp_path: Path) -> None:
     with replicas(tmp_path / "run", 2, ENDLESS) as run:
         run.start(0, faults="wrong_cursor=1:40")
         assert run.wait(0) == 1
@@ -29,7 +29,7 @@ def test_a_lone_replica_whose_ranks_are_at_two_places_commits_nothing(tmp_path: 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-def test_a_machine_that_computes_wrong_numbers_leaves_and_the_others_repeat_the_step(
+def test_a_replica_that_computes_wrong_numbers_leaves_and_the_others_repeat_the_step(
     tmp_path: Path,
 ) -> None:
     arguments = [*ENDLESS, "--fault_tolerance.replay_check=true"]
@@ -49,8 +49,8 @@ def test_a_machine_that_computes_wrong_numbers_leaves_and_the_others_repeat_the_
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-def test_a_run_that_diverges_has_a_status_of_its_own(tmp_path: Path) -> None:
-    """And the launcher does not start it again."""
+def test_a_diverged_run_has_its_own_exit_status(tmp_path: Path) -> None:
+    """The launcher does not restart it."""
     bad = ["--anomalies.on_non_finite=stop", "--checkpoint.enable=true"]
     own = [f"--job.dump_folder={tmp_path / 'one'}", *bad]
     faults = {"program": launch.FAULTY_PROGRAM, "FAULTS": "nan=20"}

@@ -1,5 +1,5 @@
-"""A run that saves to S3: a local server of which 5 % of the requests fail, and a trainer and its
-writer that are killed within a save."""
+"""A run that saves to S3: a local server that fails 5% of the requests, and a trainer and its
+writer that are killed during a save."""
 
 import os
 import re
@@ -41,18 +41,18 @@ def mesh() -> Iterator[Mesh]:
 
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    """The server, as this process and those that it starts see it."""
+    """The server, with the environment for this process and its children."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     with s3_server(0.05) as (url, faults):
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-        # fsspec keeps filesystems, and with them the address of an earlier server.
+        # fsspec caches filesystems, and with them the address of an earlier server.
         type(url_to_fs(ROOT)[0]).clear_instance_cache()
         yield faults
 
 
 def _restored(dump_folder: Path, mesh: Mesh) -> tuple[SmallState, str | None]:
-    """What another machine finds, which shares no memory with the run."""
+    """Restore on another machine, which shares no memory with the run."""
     state = SmallState(seed=1)
     manager = make_manager(dump_folder, ROOT, state, mesh)
     where = manager.restore()
@@ -75,9 +75,9 @@ def test_a_run_saves_and_resumes(tmp_path: Path, mesh: Mesh, s3: FaultyServer) -
     assert manager.final_save(finished=True) == f"{ROOT}/step-6"
     manager.close()
 
-    found, where = _restored(tmp_path / "there", mesh)
+    actual, where = _restored(tmp_path / "there", mesh)
     assert where == f"{ROOT}/step-6"
-    assert found.step == 6 and same(found.tensors(), state.tensors())
+    assert actual.step == 6 and same(actual.tensors(), state.tensors())
     assert s3.requests > 20
 
 
@@ -85,7 +85,7 @@ def test_a_run_saves_and_resumes(tmp_path: Path, mesh: Mesh, s3: FaultyServer) -
     "object_name",
     ["manifest.json", pytest.param("rank-00000.safetensors", marks=pytest.mark.matrix)],
 )
-def test_killed_within_a_save(
+def test_killed_during_a_save(
     tmp_path: Path, mesh: Mesh, s3: FaultyServer, object_name: str
 ) -> None:
     s3.held = held = HeldRequest(rf"/step-\d+/(.+/)?{re.escape(object_name)}$", number=2)
@@ -94,7 +94,7 @@ def test_killed_within_a_save(
     try:
         assert held.reached.wait(120), trainer.poll()
     finally:
-        # Stopped first: it could start another writer in place of the one that is killed.
+        # Stopped first: the trainer could start another writer after the first one is killed.
         trainer.send_signal(signal.SIGSTOP)
         kill([*psutil.Process(trainer.pid).children(recursive=True)])
         trainer.kill()
@@ -104,6 +104,6 @@ def test_killed_within_a_save(
     committed = {int(key.split("/step-")[1].split("/")[0]) for key in s3.put if "manifest" in key}
     steps = open_storage(ROOT).steps()
     assert committed and set(steps) == committed
-    found, where = _restored(tmp_path / "there", mesh)
+    actual, where = _restored(tmp_path / "there", mesh)
     assert where == f"{ROOT}/step-{max(committed)}"
-    assert same(found.tensors(), _after(max(committed)).tensors())
+    assert same(actual.tensors(), _after(max(committed)).tensors())
