@@ -1,4 +1,4 @@
-"""Real writer processes: saves, failures, flushes, and what is left of them."""
+"""Real writer processes: saves, failures, flushes, and what they leave behind."""
 
 import os
 import secrets
@@ -41,13 +41,13 @@ def _ends(*writers: WriterProcess, timeout_s: float = 60) -> None:
         assert writer._process.wait(timeout_s) == 0
 
 
-def _told(responses: list[dict[str, Any]], what: str) -> list[int]:
-    """The steps of which a writer has said `what`."""
+def _steps_of(responses: list[dict[str, Any]], what: str) -> list[int]:
+    """Return the steps that a writer reported as `what`."""
     return [said[what] for said in responses if what in said]
 
 
 def _begun(root: Path) -> None:
-    """Wait until a writer has begun a file."""
+    """Block until a writer has begun a file."""
     wait_until(lambda: list(root.glob("*/*/*.safetensors")), 60)
 
 
@@ -56,7 +56,9 @@ def _steps(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("world_size", "large"), [(1, 3000), (2, 12800), (2, 1 << 20)])
-def test_saves_are_whole_and_old_ones_go(tmp_path: Path, world_size: int, large: int) -> None:
+def test_saves_are_complete_and_old_ones_are_deleted(
+    tmp_path: Path, world_size: int, large: int
+) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, world_size, large_elements=large) as run:
         run.start(keep_latest_k=2)
@@ -64,7 +66,7 @@ def test_saves_are_whole_and_old_ones_go(tmp_path: Path, world_size: int, large:
             run.snapshot(step % 3, step)
             run.save(step % 3, step)
             said = run.writers[0].wait_for("committed", 60)
-            assert [*_told(said, "written"), *_told(said, "committed")] == [step, step]
+            assert [*_steps_of(said, "written"), *_steps_of(said, "committed")] == [step, step]
         run.writers[0].close(free=True)
         assert not run.regions[0].path.exists()
     assert _steps(root) == ["step-2", "step-3"]
@@ -73,10 +75,10 @@ def test_saves_are_whole_and_old_ones_go(tmp_path: Path, world_size: int, large:
     assert manifest["layouts"] == [{"shards": world_size}]
 
 
-def test_a_killed_trainer_loses_nothing_that_is_complete(tmp_path: Path) -> None:
+def test_a_killed_trainer_loses_no_complete_step(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 2) as run:
-        # They wait for nothing of this, which is all longer than they are given here.
+        # Writers must not wait for any of these timeouts, which exceed the time limit here.
         run.start(bytes_per_s=1.0, others_s=200.0, preemption_grace_s=200.0)
         run.snapshot(0, 7)
         run.snapshot(1, 8)
@@ -88,7 +90,7 @@ def test_a_killed_trainer_loses_nothing_that_is_complete(tmp_path: Path) -> None
 
 
 def test_one_killed_trainer_flushes_all_ranks(tmp_path: Path) -> None:
-    """The others live on and wait for it; rank 1 completes a step while the flush is decided."""
+    """The others run and wait for it; rank 1 completes a step while the flush is decided."""
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 3) as run:
         run.start(others_s=60.0, preemption_grace_s=120.0)
@@ -98,14 +100,14 @@ def test_one_killed_trainer_flushes_all_ranks(tmp_path: Path) -> None:
         orphan(run.writers[1])
         time.sleep(0.2)
         snapshot(run.regions[0], 1, 8)
-        assert 8 in _told(run.writers[0].wait_for("committed", 60), "committed")
-        assert 8 in _told(run.writers[2].wait_for("written", 60), "written")
+        assert 8 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
+        assert 8 in _steps_of(run.writers[2].wait_for("written", 60), "written")
         _ends(run.writers[1])
         assert run.writers[0].alive and run.writers[2].alive
     verify(root / "step-8")
 
 
-def test_a_rank_that_lags_gives_an_older_common_step(tmp_path: Path) -> None:
+def test_a_lagging_rank_yields_an_older_common_step(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 2) as run:
         run.start()
@@ -116,7 +118,7 @@ def test_a_rank_that_lags_gives_an_older_common_step(tmp_path: Path) -> None:
     verify(root / "step-7")
 
 
-def test_a_killed_leader_writer_is_stood_in_for(tmp_path: Path) -> None:
+def test_another_writer_replaces_a_killed_leader(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 2) as run:
         run.start()
@@ -132,7 +134,7 @@ def test_a_killed_leader_writer_is_stood_in_for(tmp_path: Path) -> None:
         assert run.writers[0].wait_for("ready", 60) and run.writers[0].alive
 
 
-def test_regions_on_other_machines_get_every_newer_step(tmp_path: Path) -> None:
+def test_regions_on_other_machines_yield_every_newer_step(tmp_path: Path) -> None:
     """Two machines are two folders: rank 1 lacks the newest step."""
     root = tmp_path / "checkpoint"
     here, there = tmp_path / "here", tmp_path / "there"
@@ -155,14 +157,14 @@ def test_regions_on_other_machines_get_every_newer_step(tmp_path: Path) -> None:
         _ends(*second.writers)
         storage = open_storage(str(root))
         wait_until(storage.steps, 60)
-        # It would wait for the other's step 8.
+        # Otherwise it would wait for the other rank's step 8.
         assert first.writers[0].pid is not None and first.writers[0].alive
         os.kill(first.writers[0].pid, signal.SIGKILL)
     assert storage.steps() == [7]
     verify(root / "step-7")
 
 
-def test_a_flush_tries_again_while_there_is_time(tmp_path: Path) -> None:
+def test_a_flush_retries_until_the_grace_period_ends(tmp_path: Path) -> None:
     root = tmp_path / "place" / "checkpoint"
     (tmp_path / "place").write_text("in the way")
     with trainers(tmp_path, root, 2) as run:
@@ -175,7 +177,7 @@ def test_a_flush_tries_again_while_there_is_time(tmp_path: Path) -> None:
     verify(root / "step-7")
 
 
-def test_what_is_stored_is_not_written_again(tmp_path: Path) -> None:
+def test_a_committed_step_is_not_written_again(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 1) as run:
         run.start()
@@ -201,20 +203,20 @@ def test_a_successor_waits_for_the_flush(tmp_path: Path) -> None:
 
 
 _CHUNKS = 8 << 20
-"""Elements that are written in several calls, between which a writer sees to its time."""
+"""Elements written in several calls, between which a writer checks its time limit."""
 
 
 def _slow(seconds: float, number: int) -> list[str]:
-    """A writer whose first writes are slow."""
+    """Return a writer whose first writes are slow."""
     arguments = ["slow", str(seconds), str(number)]
     return [sys.executable, "-m", "tests.faulty_writer", *arguments]
 
 
 @pytest.mark.parametrize(("grace_s", "slow", "stored"), [(0.4, 2, []), (60.0, 1, [7])])
-def test_what_is_under_way_is_cut_off_when_the_grace_ends(
+def test_a_write_is_cancelled_when_the_grace_period_ends(
     tmp_path: Path, grace_s: float, slow: int, stored: list[int]
 ) -> None:
-    """The time counts from the trainer's end."""
+    """The grace period starts at the trainer's end."""
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 1, large_elements=_CHUNKS) as run:
         run.start(_slow(1.2, slow), preemption_grace_s=grace_s)
@@ -226,11 +228,11 @@ def test_what_is_under_way_is_cut_off_when_the_grace_ends(
     assert open_storage(str(root)).steps() == stored
 
 
-def test_an_older_save_under_way_leaves_time_to_the_newest(tmp_path: Path) -> None:
+def test_an_older_save_in_progress_leaves_time_for_the_newest(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 1, large_elements=_CHUNKS) as run:
-        # The trainer's end is seen between the two slow writes. The second takes just more than
-        # half of the grace.
+        # The writer detects the trainer's end between the two slow writes. The second takes
+        # slightly more than half of the grace period.
         run.start(_slow(2.6, 2), preemption_grace_s=5.0)
         run.snapshot(0, 7)
         run.save(0, 7)
@@ -243,8 +245,8 @@ def test_an_older_save_under_way_leaves_time_to_the_newest(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("how", ["asked", "decided"])
-def test_what_nobody_orders_is_tried_until_storage_works(tmp_path: Path, how: str) -> None:
-    """An error there must not end a writer in just the case for which it is there."""
+def test_a_flush_retries_until_storage_works(tmp_path: Path, how: str) -> None:
+    """A storage error must not end a writer during a flush."""
     root = tmp_path / "place" / "checkpoint"
     (tmp_path / "place").write_text("in the way")
     with trainers(tmp_path, root, 2) as run:
@@ -258,7 +260,7 @@ def test_what_nobody_orders_is_tried_until_storage_works(tmp_path: Path, how: st
         time.sleep(1.2)
         assert run.writers[0].alive
         (tmp_path / "place").unlink()
-        assert 7 in _told(run.writers[0].wait_for("committed", 60), "committed")
+        assert 7 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
         ranks.close()
     verify(root / "step-7")
 
@@ -271,18 +273,18 @@ def test_a_file_size_limit_fails_the_save_and_not_the_writer(tmp_path: Path) -> 
         for step in (1, 2):
             run.snapshot(step, step)
             run.save(step, step)
-            told = []
+            reported = []
             for writer in run.writers:
                 (said,) = [r for r in writer.wait_for("failed", 60) if "failed" in r]
                 assert said["failed"] == step
-                told.append(said["error"])
-            # The leader may have removed the attempt before the other rank came to its limit.
-            assert any("File too large" in error for error in told)
+                reported.append(said["error"])
+            # The leader may remove the attempt before the other rank reaches its limit.
+            assert any("File too large" in error for error in reported)
         assert all(writer.alive for writer in run.writers)
         assert open_storage(str(root)).steps() == []
 
 
-def test_a_folder_that_cannot_be_made_and_then_can(tmp_path: Path) -> None:
+def test_a_folder_that_can_be_created_later(tmp_path: Path) -> None:
     root = tmp_path / "place" / "checkpoint"
     (tmp_path / "place").write_text("in the way")
     with trainers(tmp_path, root, 1) as run:
@@ -293,14 +295,16 @@ def test_a_folder_that_cannot_be_made_and_then_can(tmp_path: Path) -> None:
         assert said["failed"] == 1 and "place" in said["error"]
         (tmp_path / "place").unlink()
         run.save(0, 1, token="again-1")
-        assert 1 in _told(run.writers[0].wait_for("committed", 60), "committed")
+        assert 1 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
     verify(root / "step-1")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a small tmpfs")
 @pytest.mark.parametrize("is_full", [True, False])
-def test_a_full_or_read_only_disk_mends(tmp_path: Path, is_full: bool) -> None:
-    """Rank 1's failure fails the step for the leader, too; then there is room again."""
+def test_saves_succeed_once_a_full_or_read_only_disk_recovers(
+    tmp_path: Path, is_full: bool
+) -> None:
+    """Rank 1's failure fails the save for the leader too; then there is space again."""
     disk = tmp_path / "disk"
     disk.mkdir()
     options = ["-t", "tmpfs", "-o", "size=300k", "none", str(disk)]
@@ -325,14 +329,14 @@ def test_a_full_or_read_only_disk_mends(tmp_path: Path, is_full: bool) -> None:
                 subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
             run.snapshot(1, 2)
             run.save(1, 2)
-            assert 2 in _told(run.writers[0].wait_for("committed", 60), "committed")
+            assert 2 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
         assert _steps(root) == ["step-2"]
         verify(root / "step-2")
     finally:
         subprocess.run(["umount", disk], check=True)
 
 
-def test_an_order_to_abandon_ends_a_write(tmp_path: Path) -> None:
+def test_an_abandoned_save_stops_writing(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 2) as run:
         run.start(bytes_per_s=1000.0)
@@ -341,14 +345,14 @@ def test_an_order_to_abandon_ends_a_write(tmp_path: Path) -> None:
         _begun(root)
         for writer in run.writers:
             writer.abandon(1)
-            assert _told(writer.wait_for("abandoned", 60), "abandoned")[-1] == 1
+            assert _steps_of(writer.wait_for("abandoned", 60), "abandoned")[-1] == 1
         assert open_storage(str(root)).steps() == []
-        # The leader does not wait for ranks that are told to give up.
+        # The leader does not wait for ranks that abandon the save.
         run.writers[0].close(timeout_s=60)
         assert not any(name.endswith(".safetensors") for _, _, n in os.walk(root) for name in n)
 
 
-def test_the_leader_says_who_did_not_come(tmp_path: Path) -> None:
+def test_the_leader_names_missing_ranks(tmp_path: Path) -> None:
     with trainers(tmp_path, tmp_path / "checkpoint", 2) as run:
         run.start(commit_timeout_s=0.2)
         run.snapshot(0, 1)
@@ -358,7 +362,7 @@ def test_the_leader_says_who_did_not_come(tmp_path: Path) -> None:
     assert _steps(tmp_path / "checkpoint") == []
 
 
-def test_a_slot_that_changes_meanwhile_fails_the_save(tmp_path: Path) -> None:
+def test_a_slot_that_changes_during_a_save_fails_it(tmp_path: Path) -> None:
     with trainers(tmp_path, tmp_path / "checkpoint", 1) as run:
         run.start(bytes_per_s=4e4)
         run.snapshot(0, 1)
@@ -385,7 +389,7 @@ sys.exit(writer.main(sys.argv[1]))
 """
 
 
-def test_what_others_print_in_the_writer_is_no_response(
+def test_output_of_libraries_in_the_writer_is_not_a_response(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
@@ -397,14 +401,14 @@ def test_what_others_print_in_the_writer_is_no_response(
         run.start([sys.executable, "-c", _NOISY])
         run.snapshot(0, 1)
         run.save(0, 1)
-        assert 1 in _told(run.writers[0].wait_for("committed", 60), "committed")
+        assert 1 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
     logger.removeHandler(caplog.handler)
     said = [r.getMessage() for r in caplog.records]
     assert said == ["The checkpoint writer printed b'a line', which is not a response."]
     assert "from a library\nand past Python\n" in capfd.readouterr().err
 
 
-def test_a_wrong_region_or_setting_is_said(tmp_path: Path) -> None:
+def test_an_invalid_region_or_setting_is_reported(tmp_path: Path) -> None:
     writer = WriterProcess(tmp_path / "rank-00000.snapshots", WriterSettings())
     writer.start()
     (said,) = writer.wait_for("failed", 60)
@@ -415,7 +419,7 @@ def test_a_wrong_region_or_setting_is_said(tmp_path: Path) -> None:
 
 
 def _private_bytes(pid: int, but: Path) -> int:
-    """Memory of a process that is its own, without the mapped region."""
+    """Return the private memory of a process, without the mapped region."""
     total, counts = 0, True
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -441,9 +445,10 @@ def _save_many(memory: Path, number: int) -> tuple[list[int], list[int]]:
         for step in range(1, number + 1):
             snapshot(run.regions[0], step % 3, step)
             writer.save(step % 3, step)
-            assert step in _told(writer.wait_for("committed", 60), "committed")
+            assert step in _steps_of(writer.wait_for("committed", 60), "committed")
             if step % (number // 5) == 0:
-                # It removes the old one after it has told of the new one, and looks around.
+                # The writer deletes the old checkpoint after it reports the new one, and looks for
+                # others.
                 wait_until(lambda: len(os.listdir(root)) <= 2, 60)
                 sizes.append(_private_bytes(writer.pid, run.regions[0].path))
                 handles.append(min(_handles(writer.pid) for _ in range(5)))
