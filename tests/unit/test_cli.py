@@ -72,7 +72,7 @@ def test_help_of_one_section(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--nproc", "2", "--config", "x.toml"], 1, "x.toml"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(
+def test_an_invalid_command_line_is_one_line(
     arguments: list[str], status: int, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == status

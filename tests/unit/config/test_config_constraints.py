@@ -1,4 +1,4 @@
-"""Values that depend on each other: each problem has its numbers."""
+"""Constraints between values: each error has its numbers."""
 
 from pathlib import Path
 
@@ -28,24 +28,24 @@ def refusal(config: Config, world_size: int = 1) -> str:
 
 
 def forced(config: Config, section: str, **values: object) -> Config:
-    """The configuration with values that this version does not admit yet."""
+    """Return the configuration with values that the schema does not support yet."""
     part: Section = getattr(config, section)
     return config.model_copy(update={section: part.model_copy(update=values)})
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_defaults_fit(config, world_size: int) -> None:
+def test_the_defaults_are_valid(config, world_size: int) -> None:
     check_against(config(), world_size)
 
 
-def test_the_mesh_equation_is_printed(config) -> None:
+def test_a_mismatched_mesh_prints_the_equation(config) -> None:
     text = refusal(config("--parallelism.data_parallel_shard_degree", "3"), 4)
     assert "data_parallel_shard (3)" in text
     assert "= 3, but there are 4 processes" in text
     assert "set data_parallel_shard_degree = 4" in text
 
 
-def test_the_batch_equation_is_printed_with_values_that_work(config) -> None:
+def test_a_mismatched_batch_prints_the_equation_and_valid_values(config) -> None:
     arguments = ["--training.local_batch_size", "8", "--training.global_batch_size", "100"]
     arguments += ["--parallelism.data_parallel_replicate_degree", "2"]
     assert refusal(config(*arguments), 4) == (
@@ -68,13 +68,13 @@ def test_a_batch_smaller_than_one_round(config, batch: int, remedy: str) -> None
 
 
 @pytest.mark.parametrize("batch", [-1, 32, 64])
-def test_batches_that_fit(config, batch: int) -> None:
+def test_valid_batches(config, batch: int) -> None:
     check_against(
         config("--training.local_batch_size", "8", "--training.global_batch_size", str(batch)), 4
     )
 
 
-def test_a_sequence_longer_than_the_model(config) -> None:
+def test_a_sequence_longer_than_the_models_maximum(config) -> None:
     arguments = ["--training.seq_len", "200000", "--validation.seq_len", "300000"]
     assert "training.seq_len (200000) is above the 131072 positions of llama3 debugmodel" in (
         refusal(config(*arguments))
@@ -83,7 +83,7 @@ def test_a_sequence_longer_than_the_model(config) -> None:
     assert "validation.seq_len (300000) is above the 131072" in refusal(config(*arguments))
 
 
-def test_a_sequence_that_context_parallel_cannot_share(config) -> None:
+def test_a_sequence_length_that_context_parallel_cannot_split(config) -> None:
     uneven = forced(config("--training.seq_len", "2050"), "parallelism", context_parallel_degree=2)
     assert refusal(uneven, 2) == (
         "training.seq_len (2050) is not a multiple of context_parallel_degree (2) x pieces per "
@@ -92,14 +92,14 @@ def test_a_sequence_that_context_parallel_cannot_share(config) -> None:
     check_against(forced(uneven, "parallelism", context_parallel_degree=1), 2)
 
 
-def test_heads_that_tensor_parallel_cannot_share(config) -> None:
+def test_heads_that_tensor_parallel_cannot_split(config) -> None:
     uneven = forced(config(), "parallelism", tensor_parallel_degree=3)
     text = refusal(uneven, 3)
     assert "tensor_parallel_degree (3) does not divide the 16 key/value heads" in text
     assert "Degrees that do: 1, 2, 4, 8, 16." in text
 
 
-def test_a_schedule_from_a_file(config, tmp_path: Path) -> None:
+def test_a_pipeline_schedule_from_a_file(config, tmp_path: Path) -> None:
     file = tmp_path / "order.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     arguments = ["--parallelism.pipeline_parallel_schedule_csv", str(file)]
@@ -153,7 +153,7 @@ def test_flex_attention_needs_a_gpu(config, monkeypatch, arguments: list[str]) -
     assert 'but job.device is "cpu"' in refusal(config(*arguments, "--job.device", "cpu"))
 
 
-def test_a_gpu_that_is_not_there(config, monkeypatch) -> None:
+def test_a_missing_gpu(config, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert 'job.device = "cuda", but there is no GPU' in refusal(config("--job.device", "cuda"))
 
@@ -181,7 +181,7 @@ def test_conversations_need_a_chat_data_set(config, tmp_path: Path) -> None:
     assert "training.streaming = true: conversations are tokenised before the first step" in text
 
 
-def test_samples_need_validation_and_weights_that_are_there(config, monkeypatch) -> None:
+def test_samples_need_validation_and_existing_weights(config, monkeypatch) -> None:
     assert refusal(config("--validation.samples", "2")) == (
         "validation.samples = 2 has no effect while validation.enable is false. Set "
         "validation.enable = true, or samples = 0."
@@ -195,7 +195,7 @@ def test_samples_need_validation_and_weights_that_are_there(config, monkeypatch)
     assert "training.enable_cpu_offload = true" in text
 
 
-def test_loading_while_checkpoints_are_off(config, tmp_path: Path) -> None:
+def test_loading_with_checkpoints_disabled(config, tmp_path: Path) -> None:
     arguments = ["--checkpoint.load_step", "5", "--checkpoint.initial_load_path", str(tmp_path)]
     text = refusal(config(*arguments))
     assert "checkpoint.load_step = 5 and checkpoint.initial_load_path" in text
@@ -259,7 +259,7 @@ def test_all_problems_at_once(config) -> None:
         ),
     ],
 )
-def test_experts_that_cannot_be_shared_are_refused(
+def test_a_number_of_experts_that_cannot_be_split_is_rejected(
     config, degree: str, flavor: str, expected: str
 ) -> None:
     arguments = ["--model.name", "qwen3", "--model.flavor", flavor, f"--parallelism.{degree}", "3"]
@@ -267,12 +267,12 @@ def test_experts_that_cannot_be_shared_are_refused(
     assert refusal(config(*arguments), 3) == expected
 
 
-def test_a_rate_for_routers_needs_routers(config) -> None:
+def test_a_bias_update_rate_needs_routers(config) -> None:
     text = refusal(config("--model.router_bias_update_rate", "0.01"))
     assert "model.router_bias_update_rate (0.01): llama3 debugmodel has no experts" in text
 
 
-def test_async_tensor_parallelism_says_all_that_it_needs(config) -> None:
+def test_async_tensor_parallelism_lists_its_requirements(config) -> None:
     text = refusal(config("--parallelism.enable_async_tensor_parallel", "true"))
     assert text == (
         "parallelism.enable_async_tensor_parallel = true needs tensor_parallel_degree above 1, and "
@@ -285,28 +285,28 @@ FLOAT8 = ["--model.converters", "quantize.linear.float8"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU may compute in float8")
-def test_float8_without_a_gpu_is_refused(config) -> None:
+def test_float8_without_a_gpu_is_rejected(config) -> None:
     assert refusal(config(*FLOAT8)) == (
         'model.converters = ["quantize.linear.float8"]: there is no GPU to compute in float8. Set '
         "model.converters = [], or emulate = true, which is slow and for tests."
     )
 
 
-def test_float8_is_refused_where_tensor_parallelism_cuts(config) -> None:
+def test_float8_is_rejected_for_shapes_that_tensor_parallelism_splits(config) -> None:
     emulated = [*FLOAT8, "--quantize.linear.float8.emulate", "true"]
     check_against(config(*emulated), 1)
     text = refusal(config(*emulated, "--parallelism.tensor_parallel_degree", "2"), 2)
     assert "do not support tensor parallelism. Set tensor_parallel_degree = 1 (given: 2)." in text
 
 
-def test_float8_without_torchao_is_refused(config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_without_torchao_is_rejected(config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtitan_lite.extras.find_spec", lambda name: None)
     assert "Run pip install torchao, or install torchtitan_lite with the extra" in refusal(
         config(*FLOAT8)
     )
 
 
-def test_microbatches_that_a_schedule_cannot_run_are_refused_with_the_nearest_batch(config) -> None:
+def test_unsupported_numbers_of_microbatches_are_rejected_with_the_nearest_batch(config) -> None:
     arguments = ["--parallelism.pipeline_parallel_degree", "2"]
     arguments += ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
     text = refusal(config(*arguments, "--training.global_batch_size", "9"), 2)
@@ -315,7 +315,7 @@ def test_microbatches_that_a_schedule_cannot_run_are_refused_with_the_nearest_ba
     check_against(config(*arguments, "--training.global_batch_size", "10"), 2)
 
 
-def test_ways_of_context_parallelism_that_do_not_fit_are_refused_before_the_start(config) -> None:
+def test_unsupported_context_parallel_options_are_rejected_at_the_start(config) -> None:
     two = ["--parallelism.context_parallel_degree", "2"]
     ring = [*two, "--parallelism.context_parallel_rotate_method", "alltoall"]
     assert "cannot keep attention within documents" in refusal(
@@ -330,7 +330,7 @@ def test_ways_of_context_parallelism_that_do_not_fit_are_refused_before_the_star
     assert "shares the 16 heads" in text and "do: 1, 2, 4, 8, 16; or use" in text
 
 
-def test_tied_weights_are_not_projected_whole(config) -> None:
+def test_tied_weights_need_a_sharded_output(config) -> None:
     arguments = ["--model.flavor", "1B", "--parallelism.tensor_parallel_degree", "2"]
     arguments += ["--parallelism.disable_loss_parallel", "true"]
     assert "the output of llama3 1B is its embedding" in refusal(config(*arguments), 2)
@@ -344,7 +344,7 @@ _SEMI_SYNC = (
 
 
 @pytest.mark.parametrize("method", ["local_sgd", "diloco", "streaming_diloco"])
-def test_averages_every_few_steps_fit(config, method: str) -> None:
+def test_semi_synchronous_training_with_supported_features(config, method: str) -> None:
     check_against(config(*_SEMI_SYNC, f"--fault_tolerance.semi_sync_method={method}"), 1)
 
 
@@ -384,7 +384,7 @@ def test_averages_every_few_steps_fit(config, method: str) -> None:
         ),
     ],
 )
-def test_what_averages_every_few_steps_cannot_do_is_refused(
+def test_features_without_semi_synchronous_support_are_rejected(
     config, method: str, overrides: list[str], problem: str
 ) -> None:
     asked = f"--fault_tolerance.semi_sync_method={method}"
@@ -392,12 +392,12 @@ def test_what_averages_every_few_steps_cannot_do_is_refused(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without a GPU")
-def test_quantized_averages_need_a_gpu(config) -> None:
+def test_quantized_averaging_needs_a_gpu(config) -> None:
     asked = ["--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.should_quantize=true"]
     assert "should_quantize = true needs a GPU" in refusal(config(*_SEMI_SYNC, *asked))
 
 
-def test_a_dump_folder_that_cannot_be_written_is_refused(config, tmp_path: Path) -> None:
+def test_an_unwritable_dump_folder_is_rejected(config, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     text = refusal(config("--job.dump_folder", str(tmp_path / "file" / "run")))
     assert "cannot be written" in text and f"{tmp_path / 'file'} is not a folder" in text

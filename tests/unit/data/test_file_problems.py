@@ -1,4 +1,4 @@
-"""Data files that cannot be read: one line with the file, the line and what to change."""
+"""Unreadable data files: one line with the file, the line number and the remedy."""
 
 import gzip
 from pathlib import Path
@@ -149,7 +149,7 @@ def test_one_line_names_the_file_and_the_remedy(
     ],
     ids=["one of two is empty", "byte order mark", "blank line", "one object over lines"],
 )
-def test_what_can_be_read_is_read(files: dict[str, bytes], tmp_path: Path) -> None:
+def test_readable_files_are_read(files: dict[str, bytes], tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for name, content in files.items():
@@ -169,7 +169,7 @@ def test_conversations_in_a_file_that_is_not_compressed(content: bytes, tmp_path
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_conversations_that_are_not_utf8_are_listed_with_their_place(tmp_path: Path) -> None:
+def test_conversations_that_are_not_utf8_are_listed_with_their_position(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_bytes(b'{"messages": [{"role": "user", "content": "caf\xe9"}]}\n')
     corpus = open_corpus(

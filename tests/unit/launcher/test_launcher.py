@@ -1,4 +1,4 @@
-"""Real processes that are killed, and what is left of them: nothing."""
+"""The launcher's processes are killed in various ways; no process is left behind."""
 
 import os
 import signal
@@ -18,14 +18,14 @@ from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
 
 TIMEOUT_S = 40
 AT_ONCE_S = 5
-"""What takes a tenth of a second, on a machine that has other things to do."""
+"""Limit for actions that take a tenth of a second on an idle machine."""
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
 
 
 @contextmanager
 def launched(folder: Path, mode: str, *numbers: float) -> Iterator[subprocess.Popen[bytes]]:
-    """The launcher with its fakes, which prints into FOLDER/output; all that is left at the end is
-    killed."""
+    """Run the launcher with fake programs and its output in FOLDER/output; kill everything at the
+    end."""
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             fake("launch", folder, mode, *numbers),
@@ -44,10 +44,10 @@ def launched(folder: Path, mode: str, *numbers: float) -> Iterator[subprocess.Po
 
 
 def pids(folder: Path, kind: str = "*", *, name: str = "*") -> list[int]:
-    """Processes that were started and run, in the order of their starts."""
+    """Return the running processes, in the order of their starts."""
     files = sorted(folder.glob(f"pids/{kind}-{name}-*"), key=lambda path: path.stat().st_mtime_ns)
-    found = [int(path.name.rpartition("-")[2]) for path in files]
-    return [pid for pid in found if is_alive(pid)]
+    actual = [int(path.name.rpartition("-")[2]) for path in files]
+    return [pid for pid in actual if is_alive(pid)]
 
 
 def is_alive(pid: int) -> bool:
@@ -63,25 +63,25 @@ def wait_until(condition: Callable[[], object]) -> float:
 
 
 def said(folder: Path, text: str) -> int:
-    """How often the launcher has said this."""
+    """Return how often the launcher printed this."""
     return (folder / "output").read_text().count(text)
 
 
 def until_training(folder: Path, *, times: int = 1) -> None:
-    """Wait until the launcher has seen two replicas of two ranks train, so many times each."""
+    """Block until the launcher has seen two replicas of two ranks train `times` times each."""
     wait_until(lambda: len(pids(folder, "rank")) == 4)
     wait_until(lambda: all(said(folder, f"replica {n}: training") == times for n in range(2)))
 
 
 def end_of(process: subprocess.Popen[bytes], folder: Path, status: int) -> str:
-    """All that it printed."""
+    """Return the launcher's complete output."""
     process.wait(TIMEOUT_S)
     output = (folder / "output").read_text()
     assert process.returncode == status, output
     return output
 
 
-def test_a_dead_rank_takes_its_group_and_that_comes_back(tmp_path: Path) -> None:
+def test_a_dead_rank_ends_its_replica_which_restarts(tmp_path: Path) -> None:
     with launched(tmp_path, "run") as process:
         until_training(tmp_path)
         others = [*pids(tmp_path, "rank", name="0.*"), *pids(tmp_path, "torchrun", name="0")]
@@ -89,8 +89,8 @@ def test_a_dead_rank_takes_its_group_and_that_comes_back(tmp_path: Path) -> None
         os.kill(pids(tmp_path, "rank", name="1.1")[0], signal.SIGKILL)
         assert wait_until(lambda: not any(map(is_alive, dying))) < AT_ONCE_S
         left = tmp_path / "left"
-        told = "127.0.0.1:4321 replica_00001\n"
-        assert wait_until(lambda: left.exists() and left.read_text() == told) < AT_ONCE_S
+        message = "127.0.0.1:4321 replica_00001\n"
+        assert wait_until(lambda: left.exists() and left.read_text() == message) < AT_ONCE_S
         wait_until(lambda: len(pids(tmp_path, "rank", name="1.*")) == 2)
         assert all(map(is_alive, others))
         process.send_signal(signal.SIGTERM)
@@ -103,7 +103,7 @@ def test_a_dead_rank_takes_its_group_and_that_comes_back(tmp_path: Path) -> None
     assert not pids(tmp_path)
 
 
-def test_a_dead_torchrun_takes_its_ranks(tmp_path: Path) -> None:
+def test_a_dead_torchrun_ends_its_ranks(tmp_path: Path) -> None:
     with launched(tmp_path, "run") as process:
         until_training(tmp_path)
         ranks = pids(tmp_path, "rank", name="0.*")
@@ -116,7 +116,7 @@ def test_a_dead_torchrun_takes_its_ranks(tmp_path: Path) -> None:
     assert not pids(tmp_path)
 
 
-def test_a_dead_launcher_takes_all(tmp_path: Path) -> None:
+def test_a_dead_launcher_ends_everything(tmp_path: Path) -> None:
     with launched(tmp_path, "run") as process:
         until_training(tmp_path)
         assert len(pids(tmp_path)) == 8
@@ -124,7 +124,7 @@ def test_a_dead_launcher_takes_all(tmp_path: Path) -> None:
         assert wait_until(lambda: not pids(tmp_path)) < AT_ONCE_S
 
 
-def test_a_dead_lighthouse_comes_back_at_its_port_and_sigterm_lets_ranks_save(
+def test_a_dead_lighthouse_restarts_at_its_port_and_sigterm_lets_ranks_save(
     tmp_path: Path,
 ) -> None:
     with launched(tmp_path, "run") as process:
@@ -142,7 +142,7 @@ def test_a_dead_lighthouse_comes_back_at_its_port_and_sigterm_lets_ranks_save(
     assert not pids(tmp_path)
 
 
-def test_who_does_not_leave_is_killed(tmp_path: Path) -> None:
+def test_a_replica_that_does_not_leave_is_killed(tmp_path: Path) -> None:
     with launched(tmp_path, "stubborn", 2, 2, 3, 0.5) as process:
         until_training(tmp_path)
         process.send_signal(signal.SIGTERM)
@@ -169,7 +169,7 @@ def test_all_finish(tmp_path: Path) -> None:
     assert not pids(tmp_path)
 
 
-def test_a_wrong_setting_is_given_up_early_and_shown(tmp_path: Path) -> None:
+def test_an_invalid_setting_fails_early_and_is_shown(tmp_path: Path) -> None:
     with launched(tmp_path, "wrong", 1, 2) as process:
         output = end_of(process, tmp_path, 1)
     assert "Replica 0 is given up: it failed 2 times in the same way" in output
@@ -181,7 +181,7 @@ def test_a_wrong_setting_is_given_up_early_and_shown(tmp_path: Path) -> None:
     assert not pids(tmp_path)
 
 
-def test_who_fails_again_and_again_is_given_up_and_ends_the_others(tmp_path: Path) -> None:
+def test_a_replica_that_fails_repeatedly_ends_the_job(tmp_path: Path) -> None:
     with launched(tmp_path, "breaks", 2, 2, 1) as process:
         output = end_of(process, tmp_path, 1)
     assert "is given up: it failed 2 times in a row. rank 1: exit status 1." in output
@@ -194,14 +194,14 @@ def num_starts(folder: Path, rank: str) -> int:
 
 
 def ranks_are(folder: Path, *wanted: str) -> bool:
-    """Whether just these ranks run, each named REPLICA.RANK. Others may be about to start or end:
-    say also which start is meant."""
+    """Return whether exactly these ranks run, each named REPLICA.RANK. Others may be about to start
+    or exit, so also check the number of starts."""
     return all(len(pids(folder, "rank", name=name)) == 1 for name in wanted) and len(
         pids(folder, "rank")
     ) == len(wanted)
 
 
-def test_replicas_re_form_as_places_go_and_come(tmp_path: Path) -> None:
+def test_replicas_resize_when_slots_change(tmp_path: Path) -> None:
     slots = tmp_path / "slots"
     slots.write_text('{"1": 2}')
     with launched(tmp_path, "slots") as process:
@@ -224,7 +224,7 @@ def test_replicas_re_form_as_places_go_and_come(tmp_path: Path) -> None:
     assert not pids(tmp_path)
 
 
-def test_a_place_where_a_rank_keeps_dying_is_done_without_and_tried_again(tmp_path: Path) -> None:
+def test_a_slot_whose_rank_keeps_dying_is_removed_and_retried(tmp_path: Path) -> None:
     with launched(tmp_path, "dies", 2, 2, 20) as process:
         # On a busy machine three deaths and restarts take a minute.
         launch.wait_until(lambda: said(tmp_path, "all replicas resize to 1 rank each"), 150)
@@ -239,7 +239,7 @@ def test_a_place_where_a_rank_keeps_dying_is_done_without_and_tried_again(tmp_pa
     assert not pids(tmp_path)
 
 
-def test_who_does_not_leave_to_re_form_is_killed(tmp_path: Path) -> None:
+def test_a_replica_that_does_not_leave_to_resize_is_killed(tmp_path: Path) -> None:
     (tmp_path / "slots").write_text("{}")
     with launched(tmp_path, "slots-stubborn", 2, 2, 3, 0.5) as process:
         until_training(tmp_path)
@@ -251,7 +251,7 @@ def test_who_does_not_leave_to_re_form_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "others"), [(DIVERGED, "left"), (MACHINE_FAULT, "finished")])
-def test_a_run_that_diverges_ends_and_a_bad_machine_is_done_without(
+def test_a_diverged_run_ends_and_a_faulty_machine_is_excluded(
     tmp_path: Path, status: int, others: str
 ) -> None:
     with launched(tmp_path, str(status)) as process:
@@ -263,7 +263,7 @@ def test_a_run_that_diverges_ends_and_a_bad_machine_is_done_without(
     assert not pids(tmp_path)
 
 
-def test_writers_outlive_their_trainer_and_nothing_else_does(tmp_path: Path) -> None:
+def test_only_writers_outlive_their_trainer(tmp_path: Path) -> None:
     with launched(tmp_path, "writer", 1, 2) as process:
         wait_until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)
         (writer,), (stray,) = pids(tmp_path, "writer"), pids(tmp_path, "stray")

@@ -1,4 +1,4 @@
-"""The rules by themselves, at times that the tests choose."""
+"""The quorum rules, at times chosen by the tests."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ SETTINGS = QuorumSettings(min_replicas=2, join_timeout_ms=3000, heartbeat_timeou
 
 @dataclass(frozen=True)
 class Replica:
-    """A member as the rules see it."""
+    """A member, as the rules see it."""
 
     replica_id: str
     shrink_only: bool = False
@@ -24,14 +24,15 @@ class Replica:
 
 @dataclass(frozen=True)
 class Case:
-    """A moment, and who is in a quorum then; None for no quorum."""
+    """A point in time, and the members of a quorum then; None for no quorum."""
 
     name: str
     expected: tuple[str, ...] | None
     asking: dict[str, float]
-    """Id -> since when (seconds before now); a "!" at the end of the id asks for no newcomers."""
+    """Id -> time since the request, in seconds; with a "!" at the end of the id, no newcomers are
+    accepted."""
     silent: dict[str, float] = field(default_factory=dict)
-    """Heartbeats of those who do not ask, or whose last one was not when they asked."""
+    """Heartbeats of replicas that do not request a quorum, or that sent one after their request."""
     previous: tuple[str, ...] | None = None
     reason: str = ""
     changes_in_s: float | None = None
@@ -90,7 +91,7 @@ def _rules(case: Case) -> QuorumRules:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_who_is_in_a_quorum(case: Case) -> None:
+def test_members_of_a_quorum(case: Case) -> None:
     rules = _rules(case)
     verdict = rules.evaluate(NOW_S)
     ids = None if verdict.members is None else tuple(one.replica_id for one in verdict.members)
@@ -101,34 +102,34 @@ def test_who_is_in_a_quorum(case: Case) -> None:
 
 
 def _ask(rules: QuorumRules, now_s: float, *replicas: str | Replica) -> Quorum | None:
-    """All ask at once; the quorum that is made then."""
+    """Request a quorum for all, and return the one that forms."""
     for replica in replicas:
         rules.request_quorum(Replica(replica) if isinstance(replica, str) else replica, now_s)
     return rules.form_quorum(now_s)
 
 
-def test_the_id_grows_when_the_members_change() -> None:
+def test_the_id_increases_when_the_members_change() -> None:
     rules = QuorumRules(SETTINGS)
-    told = []
+    ids = []
     for second, asking in enumerate(["ab", "ab", "abc", "cba", "abcd"]):
         quorum = _ask(rules, second, *asking)
         assert quorum is not None
         assert quorum.ids == tuple(sorted(asking))
-        told.append(quorum.quorum_id)
-    assert told == [1, 1, 2, 2, 3]
+        ids.append(quorum.quorum_id)
+    assert ids == [1, 1, 2, 2, 3]
 
 
-def test_the_id_grows_with_each_step_that_a_member_could_not_commit() -> None:
+def test_the_id_increases_with_each_step_that_a_member_could_not_commit() -> None:
     rules = QuorumRules(SETTINGS)
-    told = []
+    ids = []
     for second, failures in enumerate([0, 0, 1, 2, 0]):
         quorum = _ask(rules, second, "a", Replica("b", commit_failures=failures))
         assert quorum is not None
-        told.append(quorum.quorum_id)
-    assert told == [1, 1, 2, 3, 3]
+        ids.append(quorum.quorum_id)
+    assert ids == [1, 1, 2, 3, 3]
 
 
-def test_failures_of_those_who_are_left_out_do_not_count() -> None:
+def test_failures_of_excluded_replicas_do_not_count() -> None:
     rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a", "b")
     quorum = _ask(rules, 1, Replica("c", commit_failures=1), Replica("a", shrink_only=True), "b")
@@ -136,7 +137,7 @@ def test_failures_of_those_who_are_left_out_do_not_count() -> None:
     assert (quorum.quorum_id, quorum.ids) == (1, ("a", "b"))
 
 
-def test_members_ask_no_more_and_others_wait_anew() -> None:
+def test_requests_of_members_are_fulfilled_and_others_wait_again() -> None:
     rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a", "b")
     assert _ask(rules, 1, "c") is None
@@ -147,7 +148,7 @@ def test_members_ask_no_more_and_others_wait_anew() -> None:
     assert (quorum.quorum_id, quorum.ids) == (2, ("a", "b", "c"))
 
 
-def test_asking_again_does_not_begin_the_wait_anew() -> None:
+def test_a_repeated_request_does_not_restart_the_wait() -> None:
     rules = QuorumRules(SETTINGS)
     rules.heartbeat("c", 0)
     assert _ask(rules, 0, "a", "b") is None
@@ -158,13 +159,13 @@ def test_asking_again_does_not_begin_the_wait_anew() -> None:
     assert rules.form_quorum(3)
 
 
-def test_ids_of_an_earlier_lighthouse_do_not_come_again() -> None:
+def test_ids_of_an_earlier_lighthouse_are_not_reused() -> None:
     rules = QuorumRules(SETTINGS, first_id=1000)
-    found = _ask(rules, 0, "a", "b")
-    assert found is not None and found.quorum_id == 1001
+    actual = _ask(rules, 0, "a", "b")
+    assert actual is not None and actual.quorum_id == 1001
 
 
-def test_who_withdraws_is_in_no_quorum() -> None:
+def test_a_replica_that_withdraws_is_in_no_quorum() -> None:
     rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a") is None
     rules.cancel_request("a")
@@ -183,7 +184,7 @@ def test_a_replica_that_has_left_is_not_waited_for(told: str) -> None:
     assert (quorum.quorum_id, quorum.ids) == (2, ("a:1", "b:1"))
 
 
-def test_a_replica_that_has_left_is_no_participant() -> None:
+def test_a_replica_that_has_left_is_not_a_participant() -> None:
     rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a:1") is None
     assert rules.mark_left("a") == ["a:1"]
@@ -191,7 +192,7 @@ def test_a_replica_that_has_left_is_no_participant() -> None:
     assert rules.waiting.keys() == {"b:1"}
 
 
-def test_what_still_arrives_from_it_does_not_count() -> None:
+def test_late_messages_of_a_replica_that_has_left_are_ignored() -> None:
     rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a:1", "b:1", "c:1")
     rules.mark_left("c")
@@ -202,7 +203,7 @@ def test_what_still_arrives_from_it_does_not_count() -> None:
     assert quorum.ids == ("a:1", "b:1")
 
 
-def test_it_returns_with_another_uuid() -> None:
+def test_it_rejoins_with_another_uuid() -> None:
     rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a:1", "b:1")
     assert rules.mark_left("b") == ["b:1"]
@@ -212,7 +213,7 @@ def test_it_returns_with_another_uuid() -> None:
     assert rules.mark_left("b") == ["b:2"]
 
 
-def test_an_id_without_a_uuid_may_return() -> None:
+def test_an_id_without_a_uuid_may_rejoin() -> None:
     rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a", "b")
     assert rules.mark_left("b") == ["b"]
@@ -227,7 +228,7 @@ def test_other_names_do_not_leave() -> None:
     assert rules.mark_left("x") == []
 
 
-def test_the_last_quorum_of_one_that_has_left_can_be_had_again_by_nobody() -> None:
+def test_the_last_quorum_of_a_replica_that_has_left_cannot_be_repeated() -> None:
     rules = QuorumRules(QuorumSettings(1, 3000, 5000))
     assert _ask(rules, 0, "a:1")
     assert rules.mark_left("a") == ["a:1"]
@@ -237,7 +238,7 @@ def test_the_last_quorum_of_one_that_has_left_can_be_had_again_by_nobody() -> No
     assert (quorum.quorum_id, quorum.ids) == (2, ("b:1",))
 
 
-def test_replicas_long_silent_are_forgotten() -> None:
+def test_long_silent_replicas_are_forgotten() -> None:
     rules = QuorumRules(SETTINGS)
     rules.heartbeat("old", 0)
     assert _ask(rules, 100, "a", "b")
@@ -247,7 +248,7 @@ def test_replicas_long_silent_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("wrong", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
-def test_impossible_settings(wrong: tuple[int, int, int]) -> None:
+def test_invalid_settings(wrong: tuple[int, int, int]) -> None:
     with pytest.raises(LighthouseError, match="too small"):
         QuorumSettings(*wrong)
 
@@ -261,7 +262,7 @@ _AGES_S = st.floats(0, 8)
     previous=st.none() | st.sets(st.sampled_from("abcd"), min_size=1).map(tuple),
     part=st.floats(0, 1, exclude_max=True),
 )
-def test_nothing_changes_before_the_time_that_is_told(
+def test_nothing_changes_before_the_reported_time(
     asking: dict[str, float], silent: dict[str, float], previous: tuple[str, ...], part: float
 ) -> None:
     rules = _rules(Case("", None, asking, silent, previous))
