@@ -91,15 +91,15 @@ def plan_with(environment: dict[str, str]) -> LaunchPlan:
 
 
 def test_environment() -> None:
-    environment = {"RANK": "3", "PATH": "/bin", "OMP_NUM_THREADS": "8"}
-    plan = plan_with(environment)
+    variables = {"RANK": "3", "PATH": "/bin", "OMP_NUM_THREADS": "8"}
+    plan = plan_with(variables)
     environment = plan.base_environment()
     assert "RANK" not in environment and environment["PATH"] == "/bin"
     assert environment["OMP_NUM_THREADS"] == "8"
     assert len(environment["TORCHTITAN_LITE_TOKEN"]) >= 16
     assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > plan.grace_s
-    inputs["TORCHTITAN_LITE_TOKEN"] = "a secret of the user"
-    kept = plan_with(inputs).base_environment()
+    variables["TORCHTITAN_LITE_TOKEN"] = "a secret of the user"
+    kept = plan_with(variables).base_environment()
     assert kept["TORCHTITAN_LITE_TOKEN"] == "a secret of the user"
 
 
