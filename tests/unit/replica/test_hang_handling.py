@@ -1,6 +1,5 @@
-"""A rank that hangs: the watchdog ends it with its stacks, and the flight recorder names the
-collective in which it waits. That it answers a request of the launcher is tested with the
-launcher."""
+"""A hanging rank: the watchdog ends it with its stacks, and the flight recorder names the
+collective in which it waits. The tests of the launcher cover its requests to ranks."""
 
 import os
 import subprocess
@@ -66,14 +65,14 @@ def _run(program: str) -> tuple[int, str, float]:
 
 
 @pytest.mark.parametrize("hang", _HANGS)
-def test_a_process_that_hangs_ends_with_its_stack(hang: str) -> None:
+def test_a_hanging_process_ends_with_its_stacks(hang: str) -> None:
     status, said, _ = _run(_HANGS[hang])
     assert status == 1
     assert "Timeout" in said and "hung_here" in said
 
 
-def test_progress_puts_it_off() -> None:
-    # Longer than the limit in all, and each time by far shorter: a slow machine is no hang.
+def test_progress_resets_the_timeout() -> None:
+    # Longer than the timeout in total, but each time far shorter: a slow machine is not a hang.
     program = (
         "for _ in range(8):\n    enter(Phase.COMPUTE)\n    time.sleep(0.2)\n"
         "enter(Phase.BETWEEN)\ntime.sleep(1.7)"
@@ -82,7 +81,7 @@ def test_progress_puts_it_off() -> None:
     assert (status, said) == (0, "")
 
 
-def test_a_rank_says_in_which_collective_it_waits(tmp_path: Path) -> None:
+def test_a_rank_reports_the_collective_in_which_it_waits(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
@@ -95,7 +94,7 @@ def test_a_rank_says_in_which_collective_it_waits(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     path, deadline_s = flight_record_file(tmp_path, 0), time.monotonic() + 200
-    # Both, since rank 1 would write nothing any more once it goes on.
+    # Both ranks, because rank 1 would no longer write once it continues.
     while not (path.exists() and flight_record_file(tmp_path, 1).exists()):
         assert time.monotonic() < deadline_s and ranks[0].poll() is None
         time.sleep(0.05)
