@@ -52,6 +52,6 @@ def test_a_single_process_reports_what_is_missing(
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert main(["--out", str(tmp_path / "costs.json")]) == 2
-    said = capsys.readouterr().err
-    assert "torchrun --nproc-per-node" in said and len(said.splitlines()) == 1
+    output = capsys.readouterr().err
+    assert "torchrun --nproc-per-node" in output and len(output.splitlines()) == 1
     assert not list(tmp_path.iterdir())

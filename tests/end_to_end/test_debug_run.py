@@ -31,7 +31,7 @@ def test_debug_config_trains_prints_a_sample_and_resumes(tmp_path: Path) -> None
     assert start["parameters"] > 10**6 and 0 < start["process_age_s"] < 600
     durable = [e["checkpoint_step"] for e in launch.events_of(folder) if e["event"] == "saved"]
     assert durable == sorted(durable) and (durable[0], durable[-1]) == (1, 6)
-    books = launch.time_accounting_of(folder)
+    accounting = launch.time_accounting_of(folder)
     sample = text.split("A sample of the model:")[1].split("Outputs")[0]
     assert len(sample.strip()) > 20
     steps = launch.steps_of(folder)
@@ -56,8 +56,8 @@ def test_debug_config_trains_prints_a_sample_and_resumes(tmp_path: Path) -> None
     assert f"Resumed from {folder}/checkpoint/step-6" in again
     assert launch.steps_of(folder)[-1]["step"] == 12
     went_on = launch.time_accounting_of(folder)
-    assert went_on["first_start_ns"] == books["first_start_ns"]
-    assert went_on["start_s"] > books["start_s"] and went_on["idle_s"] > 0
+    assert went_on["first_start_ns"] == accounting["first_start_ns"]
+    assert went_on["start_s"] > accounting["start_s"] and went_on["idle_s"] > 0
 
 
 def test_one_process_without_torchrun(tmp_path: Path) -> None:

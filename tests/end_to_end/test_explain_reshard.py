@@ -143,9 +143,9 @@ def test_dtensor_comparison(
 def test_errors_are_one_line(
     src: str, more: tuple[str, ...], needed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = ask(capsys, *between(src, DST, "8x8"), *more, status=2)
-    assert needed in said
-    assert len(said.splitlines()) == 1
+    output = ask(capsys, *between(src, DST, "8x8"), *more, status=2)
+    assert needed in output
+    assert len(output.splitlines()) == 1
 
 
 def test_too_large_drawings_are_rejected_early(

@@ -78,9 +78,9 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (["--shm", "--free", "0" * 32], "No run"),
         ([tmp_path, "--quick"], "unrecognized arguments: --quick"),
     ):
-        said = ask(capsys, *arguments, shm=tmp_path, status=2)
-        assert needed in said
-        assert len(said.splitlines()) == 1
+        output = ask(capsys, *arguments, shm=tmp_path, status=2)
+        assert needed in output
+        assert len(output.splitlines()) == 1
 
 
 def test_shared_memory_is_listed_and_freed(
@@ -104,12 +104,12 @@ def test_shared_memory_is_listed_and_freed(
         assert actual["writers"] == {str(r): w.pid for r, w in enumerate(run.writers)}
         text = ask(capsys, "--shm", "--free", shm=tmp_path)
         assert "Freed" not in text and f"rank 1 is written by process {run.writers[1].pid}" in text
-        said = ask(capsys, "--shm", "--free", run.run_id, shm=tmp_path, status=2)
-        assert "still writes" in said
+        output = ask(capsys, "--shm", "--free", run.run_id, shm=tmp_path, status=2)
+        assert "still writes" in output
         for writer in run.writers:
             writer.close()
-        said = ask(capsys, "--shm", "--free", shm=tmp_path, status=2)
-        assert run.run_id in said and "Confirm with --yes" in said
+        output = ask(capsys, "--shm", "--free", shm=tmp_path, status=2)
+        assert run.run_id in output and "Confirm with --yes" in output
         assert run.folder.exists()
         text = ask(capsys, "--shm", "--free", "--yes", shm=tmp_path)
         assert text == f"Freed run {run.run_id}.\n"

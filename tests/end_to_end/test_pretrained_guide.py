@@ -37,12 +37,12 @@ def test_the_guide_from_a_folder_to_an_exported_model(tmp_path: Path) -> None:
     page = Page(tmp_path / "tree", {"HF_DIR": str(folder), "OUT": str(out)})
     for block in blocks(GUIDE):
         page.run(block, [])
-    said = page.output
+    output = page.output
     # It starts from the folder, then resumes from its own checkpoint on another mesh.
-    assert f"Initial weights loaded from {folder}\n" in said, said[-6000:]
-    assert f"Resumed from {out}/run/checkpoint/step-2 at step 2" in said, said[-6000:]
-    assert f"Initial weights loaded from {out}/converted/step-0\n" in said, said[-6000:]
-    assert "perplexity" in said
+    assert f"Initial weights loaded from {folder}\n" in output, output[-6000:]
+    assert f"Resumed from {out}/run/checkpoint/step-2 at step 2" in output, output[-6000:]
+    assert f"Initial weights loaded from {out}/converted/step-0\n" in output, output[-6000:]
+    assert "perplexity" in output
     before, after = tensors_of(folder), tensors_of(out / "exported")
     assert before.keys() == after.keys()
     assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())

@@ -71,8 +71,8 @@ def test_ctrl_c_saves_and_exits_with_0(nproc: int, number: signal.Signals, tmp_p
     # A terminal sends SIGINT to the foreground process group: ranks are in separate sessions.
     process.send_signal(number)
     assert process.wait(120) == 0, log.read_text()
-    said = log.read_text()
-    assert "Traceback" not in said and "received: finishing the step, saving" in said
+    output = log.read_text()
+    assert "Traceback" not in output and "received: finishing the step, saving" in output
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = max(record["step"] for record in steps)
     assert (folder / "checkpoint" / f"step-{last}").is_dir()
@@ -113,8 +113,8 @@ def test_a_port_in_use_is_one_line_on_all_ranks(tmp_path: Path) -> None:
         arguments = (*run_without_end(folder), f"--metrics.prometheus_port={port}")
         process = start("--nproc=2", *arguments, log=log)
         assert process.wait(120) == 1
-    said = log.read_text()
-    assert "Traceback" not in said and f"127.0.0.1:{port} cannot be opened" in said
+    output = log.read_text()
+    assert "Traceback" not in output and f"127.0.0.1:{port} cannot be opened" in output
     assert not has_stepped(folder)
 
 

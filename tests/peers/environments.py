@@ -41,11 +41,11 @@ def run_script(environment: str, requirements: tuple[str, ...], script: str, *wo
 def _python(name: str, requirements: tuple[str, ...]) -> str:
     folder = _ENVIRONMENTS / name
     python, marker = folder / "bin" / "python", folder / ".installed"
-    wanted = "\n".join(requirements)
+    expected = "\n".join(requirements)
     _ENVIRONMENTS.mkdir(exist_ok=True)
     with (_ENVIRONMENTS / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if marker.exists() and marker.read_text() == wanted:
+        if marker.exists() and marker.read_text() == expected:
             return str(python)
         for command in (
             [sys.executable, "-m", "venv", "--clear", str(folder)],
@@ -55,5 +55,5 @@ def _python(name: str, requirements: tuple[str, ...]) -> str:
             if done.returncode == 0:
                 continue
             pytest.skip(f"{', '.join(requirements)} cannot be installed: {done.stderr[-300:]}")
-        marker.write_text(wanted)
+        marker.write_text(expected)
     return str(python)

@@ -113,11 +113,11 @@ def _check_crashes(kills: list[str], run: Path, tmp_path: Path, seed: int) -> No
     actual = launch.saved_tensors(run / "checkpoint" / f"step-{last}")
     assert actual.keys() == expected.keys() and len(expected) > 50
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
-    books = launch.time_accounting_of(run)
-    assert books["idle_s"] > 0
+    accounting = launch.time_accounting_of(run)
+    assert accounting["idle_s"] > 0
     # All committed steps are kept, except for one or two before each kill.
-    assert books["lost_s"] < books["compute_s"] + books["communication_s"]
-    assert 0 < books["goodput"] < 1
+    assert accounting["lost_s"] < accounting["compute_s"] + accounting["communication_s"]
+    assert 0 < accounting["goodput"] < 1
     run_id = (run / "run_id").read_text().strip()
     assert run_id not in [left.run_id for left in shared.list_runs()]
 

@@ -167,8 +167,8 @@ def test_a_stopped_rank_is_named_and_replaced(
         # Otherwise the other replica may finish before this one restarts.
         last_step = f"step {FEW_STEPS}/{FEW_STEPS}"
         assert last_step in (attempts / "attempt_01" / "rank_0.log").read_text()
-    wanted = {step: loss for step, loss in undisturbed_losses.items() if step <= FEW_STEPS}
-    assert losses(folder) == pytest.approx(wanted, rel=FAULTS_FLOAT64)
+    expected = {step: loss for step, loss in undisturbed_losses.items() if step <= FEW_STEPS}
+    assert losses(folder) == pytest.approx(expected, rel=FAULTS_FLOAT64)
 
 
 def wait_for_ranks(folder: Path, replica: int, number: int, log: Path) -> None:

@@ -45,8 +45,8 @@ def test_spares_hold_the_state_ready(tmp_path: Path, killed: int) -> None:
         used = [_used(run, number) for number in (0, 1)]
         for step in used[0].keys() & used[1].keys():
             # One replica has all samples, and the other none.
-            whole = list(range((step - 1) * _BATCH, step * _BATCH))
-            assert sorted(used[number][step] for number in (0, 1)) == [[], whole], step
+            full = list(range((step - 1) * _BATCH, step * _BATCH))
+            assert sorted(used[number][step] for number in (0, 1)) == [[], full], step
         check_against_undisturbed_run(run, 1, _ARGUMENTS, tmp_path)
 
 

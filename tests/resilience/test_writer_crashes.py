@@ -57,22 +57,22 @@ def _run(base: Path, victim: str, crash_at: int) -> tuple[int, list[dict[str, in
         check=False,
     )
     assert done.returncode == -9, done.stderr.decode()
-    said = [json.loads(line) for line in done.stdout.splitlines()]
-    _wait_until_gone([line["writer"] for line in said if "writer" in line])
+    output = [json.loads(line) for line in done.stdout.splitlines()]
+    _wait_until_gone([line["writer"] for line in output if "writer" in line])
     count = base / f"count-{victim.rpartition('-')[2]}"
-    return int(count.read_text()), said
+    return int(count.read_text()), output
 
 
 def _kill_at(tmp_path: Path, victim: str, crash_at: int) -> None:
     done = 0
     for attempt in range(_ATTEMPTS):
         base = tmp_path / str(attempt)
-        done, said = _run(base, victim, crash_at)
+        done, output = _run(base, victim, crash_at)
         if done == crash_at:
             break
     else:
         pytest.fail(f"{victim} does {done} operations, and was to die at {crash_at}")
-    committed = max((line["committed"] for line in said if "committed" in line), default=0)
+    committed = max((line["committed"] for line in output if "committed" in line), default=0)
     if victim.startswith("flush-"):
         # Another writer completes the save for the dead one.
         committed = 2

@@ -79,10 +79,10 @@ def test_slurm_counts_consecutive_restarts(site: Path) -> None:
     for replica, plan in enumerate(plans):
         (site / f"plan_{replica}").write_text(plan + "\n")
     job = start(["bash", str(SCRIPT), "--config", "x.toml"], site, MAX_RESTARTS="1", HEALTHY_S="3")
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 1, said
-    assert [attempts(site, replica) for replica in range(3)] == [1, 3, 2], said
-    assert "Replica 2 failed 2 times in a row and is given up" in said
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 1, output
+    assert [attempts(site, replica) for replica in range(3)] == [1, 3, 2], output
+    assert "Replica 2 failed 2 times in a row and is given up" in output
     assert (
         sorted((site / "notices").read_text().split())
         == ["replica_00001"] * 2 + ["replica_00002"] * 2
@@ -94,17 +94,17 @@ def test_slurm_counts_consecutive_restarts(site: Path) -> None:
     (lighthouse,) = re.findall(r"^-m torchtitan_lite\.lighthouse (.*)$", called, re.MULTILINE)
     # "localhost" resolves to a loopback address, to which other nodes cannot connect.
     assert lighthouse_parser().parse_args(lighthouse.split()).bind == "[::]:29510"
-    assert "listens on all interfaces; set LIGHTHOUSE_BIND" in said
+    assert "listens on all interfaces; set LIGHTHOUSE_BIND" in output
 
 
 def test_slurm_binds_the_lighthouse_to_the_given_address(site: Path) -> None:
     for replica in range(3):
         (site / f"plan_{replica}").write_text("0.1 0\n")
     job = start(["bash", str(SCRIPT), "--config", "x.toml"], site, LIGHTHOUSE_BIND="10.0.0.1")
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 0, said
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, output
     assert "-m torchtitan_lite.lighthouse --bind 10.0.0.1:29510 " in (site / "calls").read_text()
-    assert "LIGHTHOUSE_BIND" not in said
+    assert "LIGHTHOUSE_BIND" not in output
 
 
 def test_slurm_forwards_the_signal_and_waits_for_the_saves(site: Path) -> None:
@@ -115,8 +115,8 @@ def test_slurm_forwards_the_signal_and_waits_for_the_saves(site: Path) -> None:
         wait_for(site / f"attempts_{replica}")
     time.sleep(0.3)
     job.send_signal(signal.SIGTERM)
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 0, said
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, output
     assert sorted((site / "saves").read_text().splitlines()) == ["saved 0", "saved 1", "saved 2"]
     assert not (site / "notices").exists()
 
@@ -132,8 +132,8 @@ def test_slurm_rejects_invalid_calls(
     site: Path, arguments: list[str], variables: dict[str, str], error: str
 ) -> None:
     job = start(["bash", str(SCRIPT), *arguments], site, **variables)
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 2 and error in said
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 2 and error in output
 
 
 def test_slurm_does_not_log_into_a_missing_folder() -> None:
@@ -208,8 +208,8 @@ def test_a_pod_counts_consecutive_restarts(site: Path) -> None:
     (site / "plan_1").write_text("0 1\n3 1\n0 0\n")
     variables = pod_variables(MAX_RESTARTS="1", HEALTHY_S="3")
     pod = start(pod_script(), site, **variables)
-    said, _ = pod.communicate(timeout=60)
-    assert pod.returncode == 0, said
+    output, _ = pod.communicate(timeout=60)
+    assert pod.returncode == 0, output
     assert attempts(site, 1) == 3
     assert (site / "notices").read_text().split() == ["replica_00001"] * 2
 
@@ -217,10 +217,10 @@ def test_a_pod_counts_consecutive_restarts(site: Path) -> None:
 def test_a_pod_fails_with_the_status_of_the_failure_policy(site: Path) -> None:
     (site / "plan_1").write_text("0 1\n0 1\n0 0\n")
     pod = start(pod_script(), site, **pod_variables(MAX_RESTARTS="1"))
-    said, _ = pod.communicate(timeout=60)
+    output, _ = pod.communicate(timeout=60)
     replica = jobset()["spec"]["replicatedJobs"][1]["template"]["spec"]
     assert [pod.returncode] == replica["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
-    assert "is given up" in said
+    assert "is given up" in output
 
 
 def test_a_deleted_pod_saves_and_does_not_count_as_complete(site: Path) -> None:
@@ -229,8 +229,8 @@ def test_a_deleted_pod_saves_and_does_not_count_as_complete(site: Path) -> None:
     wait_for(site / "attempts_1")
     time.sleep(0.3)
     pod.send_signal(signal.SIGTERM)
-    said, _ = pod.communicate(timeout=60)
-    assert pod.returncode == 143, said
+    output, _ = pod.communicate(timeout=60)
+    assert pod.returncode == 143, output
     assert (site / "saves").read_text() == "saved 1\n"
 
 

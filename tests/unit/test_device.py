@@ -30,12 +30,12 @@ _STARTED = "from torchtitan_lite.device import *; print(detect_device('cpu').pea
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts so")
 def test_peak_memory_excludes_that_of_the_parent_process() -> None:
     path = os.pathsep.join(sys.path)
-    said = subprocess.check_output(
+    output = subprocess.check_output(
         [sys.executable, "-c", _STARTER, _STARTED],
         env={**os.environ, "PYTHONPATH": path},
         text=True,
     )
-    assert 0.05 < float(said) < 0.9
+    assert 0.05 < float(output) < 0.9
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

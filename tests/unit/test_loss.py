@@ -124,11 +124,11 @@ def test_full_logits_are_never_materialized(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
     monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", 10 * _VOCAB)
     sizes = []
-    whole = module._chunk_loss_and_gradients
+    full = module._chunk_loss_and_gradients
 
     def recording(hidden: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         sizes.append(len(hidden))
-        return whole(hidden, *rest)
+        return full(hidden, *rest)
 
     monkeypatch.setattr(module, "_chunk_loss_and_gradients", recording)
     cross_entropy()(*_inputs(torch.float32))

@@ -650,7 +650,7 @@ def test_waiting_for_a_hanging_writer_is_logged_repeatedly(
     finally:
         logged.handler.removeFilter(goes_on)
     took_s = time.monotonic() - started
-    said = [text for text in warnings_in(logged) if waiting in text]
-    assert len(said) > 1
-    waited_s = [int(text.partition("have waited for ")[2].split()[0]) for text in said]
+    output = [text for text in warnings_in(logged) if waiting in text]
+    assert len(output) > 1
+    waited_s = [int(text.partition("have waited for ")[2].split()[0]) for text in output]
     assert waited_s == sorted(waited_s) and waited_s[-1] <= took_s + 1

@@ -53,9 +53,9 @@ _CASES = {
 
 @pytest.mark.parametrize("case", _CASES)
 def test_the_newest_step_that_all_ranks_of_one_session_have(case: str) -> None:
-    seen, wanted = _CASES[case]
+    seen, expected = _CASES[case]
     actual = newest_common(seen, range(len(seen)))
-    assert (actual and (actual.session, actual.step)) == wanted
+    assert (actual and (actual.session, actual.step)) == expected
 
 
 def test_a_region_is_opened_on_the_machine_of_its_session() -> None:

@@ -33,15 +33,15 @@ def _loaded(root: Path | str, like: dict[str, torch.Tensor], mesh: Mesh) -> dict
     "number", [pytest.param(200, id="200"), pytest.param(1000, id="1000", marks=pytest.mark.matrix)]
 )
 def test_all_damage_is_detected_and_the_file_named(tmp_path: Path, mesh: Mesh, number: int) -> None:
-    whole, root = tmp_path / "whole", tmp_path / "damaged"
-    tensors = write_checkpoint(whole, step=3)
-    assert same(_loaded(whole, tensors, mesh), tensors)
-    assert verify(open_storage(str(whole)), "step-3") == []
+    full, root = tmp_path / "whole", tmp_path / "damaged"
+    tensors = write_checkpoint(full, step=3)
+    assert same(_loaded(full, tensors, mesh), tensors)
+    assert verify(open_storage(str(full)), "step-3") == []
     rng = random.Random(0)
     unseen = 0
     for count in range(number):
         shutil.rmtree(root, ignore_errors=True)
-        shutil.copytree(whole, root)
+        shutil.copytree(full, root)
         file, what = damage_file(root / "step-3", rng)
         case = f"damage {count}: {file} {what}"
         try:
@@ -49,18 +49,18 @@ def test_all_damage_is_detected_and_the_file_named(tmp_path: Path, mesh: Mesh, n
         except CheckpointError as error:
             missing = file == "manifest.json" and what == "deleted"
             assert (file if not missing else "holds no manifest.json") in str(error), case
-            refused = True
+            rejected = True
         else:
             # A load does not read the headers of safetensors files: the manifest has everything.
             assert same(actual, tensors), case
-            refused = False
+            rejected = False
         try:
             seen = verify(open_storage(str(root)), "step-3")
         except CheckpointError as error:
             assert not isinstance(error, DamagedCheckpoint) and "format version" in str(error), case
             continue
         assert {one.file for one in seen} in ({file}, set()), case
-        assert seen or not refused, case
+        assert seen or not rejected, case
         unseen += not seen
     # For example, 1e-05 instead of 1E-05 in a manifest: the same value in another spelling.
     assert unseen <= number // 100

@@ -128,11 +128,11 @@ def test_a_folder_is_a_checkpoint_once_its_manifest_exists(saved: Path) -> None:
 
 def test_a_checkpoint_of_another_mesh_loads(mesh: Mesh, tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path, step=3)
-    wanted = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    expected = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     snapshot = StoredSnapshot(open_storage(str(tmp_path)), "step-3")
     assert snapshot.saved.mesh["dp_shard"] == 2
-    load(snapshot, wanted, {"model", "optimizer"}, mesh)
-    assert same(wanted, tensors)
+    load(snapshot, expected, {"model", "optimizer"}, mesh)
+    assert same(expected, tensors)
 
 
 def test_all_mismatched_tensors_are_listed(saved: Path, mesh: Mesh) -> None:
@@ -147,8 +147,8 @@ def test_all_mismatched_tensors_are_listed(saved: Path, mesh: Mesh) -> None:
     with pytest.raises(CheckpointError) as error:
         load(snapshot, tensors, {"model", "optimizer"}, mesh)
     assert not isinstance(error.value, DamagedCheckpoint)
-    said = str(error.value)
-    assert f"{saved} does not fit this run (5 tensors): " in said
+    output = str(error.value)
+    assert f"{saved} does not fit this run (5 tensors): " in output
     for problem in (
         "model.weight has shape [5, 7] in it, and [5, 8] here",
         "model.other is not in it",
@@ -156,7 +156,7 @@ def test_all_mismatched_tensors_are_listed(saved: Path, mesh: Mesh) -> None:
         "model.wide has no place here",
         "model.narrow has no place here",
     ):
-        assert problem in said
+        assert problem in output
     assert same(tensors, before)
 
 
@@ -295,9 +295,9 @@ def _layout_of_copies(raw: dict[str, Any]) -> None:
     """The files are declared as replicas, but only one of them has the data."""
     _layout(raw)["placements"] = ["R"]
     entry = raw["tensors"]["model.weight"]
-    whole = entry["boxes"][0]
-    first, _ = whole["bytes"]
-    entry["shape"], entry["boxes"] = [150, 7], [whole | {"bytes": [first, first + 150 * 7 * 4]}]
+    full = entry["boxes"][0]
+    first, _ = full["bytes"]
+    entry["shape"], entry["boxes"] = [150, 7], [full | {"bytes": [first, first + 150 * 7 * 4]}]
 
 
 def _layout_of_contributions(raw: dict[str, Any]) -> None:
@@ -445,7 +445,7 @@ def test_another_version_is_distinguished_from_damage(saved: Path, version: obje
     path = saved / "manifest.json"
     raw = json.loads(path.read_text())
     path.write_text(json.dumps(raw | {"version": version, "new": "keys"}))
-    wanted = f"has format version {version}; this version of torchtitan_lite reads 2 and 3"
-    with pytest.raises(CheckpointError, match=wanted) as got:
+    expected = f"has format version {version}; this version of torchtitan_lite reads 2 and 3"
+    with pytest.raises(CheckpointError, match=expected) as got:
         manifest_in(saved)
     assert not isinstance(got.value, DamagedCheckpoint)

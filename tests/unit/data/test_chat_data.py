@@ -52,7 +52,7 @@ def blocks_of(data: OpenedData) -> dict[tuple[int, ...], tuple[int, ...]]:
     [state] = data.loader.state(0)["corpora"]
     [batch] = data.loader.take([range(state["num_blocks"])], step=0)
     tokens, targets = batch.tokens_BS.tolist(), batch.targets_BS.tolist()
-    return {tuple(row): tuple(wanted) for row, wanted in zip(tokens, targets, strict=True)}
+    return {tuple(row): tuple(expected) for row, expected in zip(tokens, targets, strict=True)}
 
 
 def test_samples_are_the_packed_conversations(opened_chat: Opener, chat_folder: Path) -> None:
@@ -67,16 +67,16 @@ def test_samples_are_the_packed_conversations(opened_chat: Opener, chat_folder: 
         tokens += made["input_ids"]
         masks += made["assistant_masks"]
         owners += [number] * len(made["input_ids"])
-    wanted, documents = {}, {}
+    expected, documents = {}, {}
     for start in range(0, len(tokens) - SEQ_LEN, SEQ_LEN):
         places = range(start, start + SEQ_LEN)
         key = tuple(tokens[place] for place in places)
-        wanted[key] = tuple(tokens[p + 1] if masks[p + 1] else IGNORE for p in places)
+        expected[key] = tuple(tokens[p + 1] if masks[p + 1] else IGNORE for p in places)
         documents[key] = [owners[place] - owners[start] for place in places]
     data = opened_chat()
-    assert blocks_of(data) == wanted
-    assert any(set(targets) == {IGNORE} for targets in wanted.values())
-    assert 0.2 < np.mean([t != IGNORE for row in wanted.values() for t in row]) < 0.8
+    assert blocks_of(data) == expected
+    assert any(set(targets) == {IGNORE} for targets in expected.values())
+    assert 0.2 < np.mean([t != IGNORE for row in expected.values() for t in row]) < 0.8
     [batch] = data.loader.take([range(9)], step=0)
     assert batch.documents_BS is not None
     for row, numbers in zip(batch.tokens_BS.tolist(), batch.documents_BS.tolist(), strict=True):

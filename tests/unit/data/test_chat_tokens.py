@@ -134,13 +134,13 @@ def test_targets_are_assistant_messages_and_their_end_tokens(
     inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
     messages = without_system(chat_messages()[:-4])
     for one, tokens in zip(messages, tokens_of(folder, messages), strict=True):
-        wanted = [said.format(m["content"]) for m in one if m["role"] == "assistant"]
+        expected = [said.format(m["content"]) for m in one if m["role"] == "assistant"]
         runs = tokens.target_bounds.reshape(-1, 2)
         decoded = [
             inner.decode(tokens.ids[begin:end].tolist(), skip_special_tokens=False)
             for begin, end in runs
         ]
-        assert decoded == wanted
+        assert decoded == expected
 
 
 def test_user_messages_change_no_target(tmp_path: Path) -> None:
@@ -154,8 +154,8 @@ def test_user_messages_change_no_target(tmp_path: Path) -> None:
         for one in messages
     ]
     for before, after in zip(tokens_of(folder, messages), tokens_of(folder, changed), strict=True):
-        said = [tokens.ids[np.array(mask(tokens)) == 1].tolist() for tokens in (before, after)]
-        assert said[0] == said[1] != []
+        output = [tokens.ids[np.array(mask(tokens)) == 1].tolist() for tokens in (before, after)]
+        assert output[0] == output[1] != []
         assert before.ids.tolist() != after.ids.tolist()
 
 
@@ -174,11 +174,11 @@ def test_a_template_that_rewrites_earlier_turns_is_rejected(tmp_path: Path) -> N
 def test_errors_of_a_template_are_collected(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, INSTRUCT)
     messages = chat_messages()
-    refused = unusable(folder)
-    kept = tokens_of(folder, messages, refused)
-    assert len(kept) == len(without_system(messages)) == len(messages) - len(refused)
+    rejected = unusable(folder)
+    kept = tokens_of(folder, messages, rejected)
+    assert len(kept) == len(without_system(messages)) == len(messages) - len(rejected)
     with pytest.raises(DataError, match=r"chat.jsonl:4: the template refuses it.*No system here!"):
-        refused.check()
+        rejected.check()
 
 
 def test_locations_of_a_template(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def read(path: Path, cache: Path, column: str = "messages") -> list[Conversation
 @pytest.mark.parametrize("format", ["jsonl", "list", "gz", "parquet"])
 def test_every_format_gives_the_same_conversations(tmp_path: Path, format: str) -> None:
     values = [json.loads(line) for line in LINES]
-    wanted = [value["messages"] for value in values]
+    expected = [value["messages"] for value in values]
     folder = tmp_path / "data"
     folder.mkdir()
     if format == "jsonl":
@@ -44,9 +44,9 @@ def test_every_format_gives_the_same_conversations(tmp_path: Path, format: str) 
         values[0]["messages"][0]["name"] = "Ada"
         datasets.Dataset.from_list(values).to_parquet(str(folder / "all.parquet"))
     actual = read(folder, tmp_path / "cache")
-    assert [one.messages for one in actual] == wanted
+    assert [one.messages for one in actual] == expected
     assert [one.text for one in actual] == [
-        json.dumps(messages, ensure_ascii=False, sort_keys=True) for messages in wanted
+        json.dumps(messages, ensure_ascii=False, sort_keys=True) for messages in expected
     ]
     last = actual[-1].place
     assert (

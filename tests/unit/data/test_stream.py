@@ -43,7 +43,7 @@ def stream_of(path: Path, tokenizer_folder: Path, cache: Path, fraction: float =
     return StreamedBlocks(corpus, tokenizer, SEQ_LEN, held_out_fraction=fraction)
 
 
-def straight(documents: list[str], tokenizer_folder: Path, epochs: int) -> PackedBlocks:
+def packed_table(documents: list[str], tokenizer_folder: Path, epochs: int) -> PackedBlocks:
     ids = tokenise(load_tokenizer(tokenizer_folder), documents * epochs)
     lengths = np.array([len(document) for document in ids])
     return PackedBlocks(np.concatenate(ids), np.cumsum(lengths) - lengths, SEQ_LEN)
@@ -57,7 +57,7 @@ def assert_same(a, b) -> None:
 def test_stream_matches_the_table_over_epochs_and_resumes_anywhere(
     path: Path, tokenizer_folder: Path, documents: list[str], tmp_path: Path
 ) -> None:
-    table = straight(documents, tokenizer_folder, epochs=3)
+    table = packed_table(documents, tokenizer_folder, epochs=3)
     stream = stream_of(path, tokenizer_folder, tmp_path)
     num_blocks = table.num_blocks - 8
     states = {}
@@ -82,7 +82,7 @@ def test_blocks_of_one_rank_and_steps_back(
 ) -> None:
     file = tmp_path / "all.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    table = straight(documents, tokenizer_folder, epochs=6)
+    table = packed_table(documents, tokenizer_folder, epochs=6)
     stream = stream_of(file, tokenizer_folder, tmp_path)
     for first in [3, 11, 19, 11, 0, 400, 396, 2]:
         blocks = np.array([first, first + 1, first + 4])
@@ -104,7 +104,7 @@ def test_held_out_documents_are_excluded(
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     kept = [text for text in documents if not is_held_out(text, 0.3)]
     assert len(kept) < len(documents)
-    table = straight(kept, tokenizer_folder, epochs=2)
+    table = packed_table(kept, tokenizer_folder, epochs=2)
     stream = stream_of(file, tokenizer_folder, tmp_path, fraction=0.3)
     blocks = np.arange(table.num_blocks)
     assert_same(stream.read(blocks), table.read(blocks))

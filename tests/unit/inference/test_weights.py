@@ -147,7 +147,7 @@ def test_the_tokenizer_of_the_run_is_used_or_requested(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--prompt=a", "--top-p=0"], "top-p (0.0)"),
         (["--prompt=a", "--temperature=-1"], "temperature (-1.0)"),
@@ -155,14 +155,14 @@ def test_the_tokenizer_of_the_run_is_used_or_requested(
     ],
 )
 def test_errors_of_generate(
-    saved: Path, arguments: list[str], told: str, capfd: pytest.CaptureFixture[str]
+    saved: Path, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", str(saved), "--device=cpu", *arguments]) == 1
-    assert told in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "no prompt"),
         (["--prompt=a", "--max-new-tokens=0"], "'0' is not a whole number of at least 1"),
@@ -171,14 +171,14 @@ def test_errors_of_generate(
     ],
 )
 def test_generate_rejects_invalid_arguments(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "somewhere", *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "--dataset NAME or --dataset-path FILES"),
         (["--dataset-path=nowhere/*.jsonl"], "validation.dataset_path"),
@@ -188,7 +188,7 @@ def test_generate_rejects_invalid_arguments(
     ],
 )
 def test_errors_of_evaluate(
-    saved: Path, arguments: list[str], told: str, capfd: pytest.CaptureFixture[str]
+    saved: Path, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(saved), "--device=cpu", *arguments]) == 1
-    assert told in capfd.readouterr().err
+    assert message in capfd.readouterr().err

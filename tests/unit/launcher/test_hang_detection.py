@@ -131,11 +131,11 @@ def test_a_damaged_heartbeat_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "pulses"
     path.write_bytes(bytes(64))
     HeartbeatWriter(path, 0, LIMITS, 10.0).entered(Phase.COMPUTE, 3)
-    whole = path.read_bytes()
-    assert parse(whole) is not None
-    assert all(parse(whole[:length]) is None for length in range(44))
+    full = path.read_bytes()
+    assert parse(full) is not None
+    assert all(parse(full[:length]) is None for length in range(44))
     for place in range(44):
-        changed = bytearray(whole)
+        changed = bytearray(full)
         changed[place] ^= 1 << place % 8
         assert parse(bytes(changed)) is None, place
     assert parse(random.Random(0).randbytes(64)) is None
@@ -174,11 +174,11 @@ def test_a_flight_recorder_is_read(tmp_path: Path) -> None:
 def test_a_malformed_flight_recorder_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     assert read_flight_record(path) is None
-    whole = json.dumps({"entries": [entry(1, retired=True)]})
+    full = json.dumps({"entries": [entry(1, retired=True)]})
     odd: list[object] = [[], {"entries": 3}, {"entries": [{}]}, {"entries": ["x"]}, None]
     odd += [{"entries": [{**entry(1, retired=True), key: None}]} for key in entry(1, retired=True)
             if key not in ("is_p2p", "profiling_name", "retired")]  # fmt: skip
-    for text in [whole[:-5], "\xff", *map(json.dumps, odd)]:
+    for text in [full[:-5], "\xff", *map(json.dumps, odd)]:
         path.write_text(text)
         assert read_flight_record(path) is None, text
     # Unusual text is escaped, because it is shown to people.

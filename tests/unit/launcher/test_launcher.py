@@ -62,7 +62,7 @@ def wait_until(condition: Callable[[], object]) -> float:
     return launch.wait_until(condition, TIMEOUT_S)
 
 
-def said(folder: Path, text: str) -> int:
+def times_printed(folder: Path, text: str) -> int:
     """Return how often the launcher printed this."""
     return (folder / "output").read_text().count(text)
 
@@ -70,7 +70,9 @@ def said(folder: Path, text: str) -> int:
 def until_training(folder: Path, *, times: int = 1) -> None:
     """Block until the launcher has seen two replicas of two ranks train `times` times each."""
     wait_until(lambda: len(pids(folder, "rank")) == 4)
-    wait_until(lambda: all(said(folder, f"replica {n}: training") == times for n in range(2)))
+    wait_until(
+        lambda: all(times_printed(folder, f"replica {n}: training") == times for n in range(2))
+    )
 
 
 def end_of(process: subprocess.Popen[bytes], folder: Path, status: int) -> str:
@@ -155,7 +157,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     with launched(tmp_path, "stubborn", 2, 2, 3, 60) as process:
         until_training(tmp_path)
         process.send_signal(signal.SIGINT)
-        wait_until(lambda: said(tmp_path, "save and leave"))
+        wait_until(lambda: times_printed(tmp_path, "save and leave"))
         assert len(pids(tmp_path, "rank")) == 4
         process.send_signal(signal.SIGINT)
         assert wait_until(lambda: not pids(tmp_path)) < AT_ONCE_S
@@ -227,8 +229,12 @@ def test_replicas_resize_when_slots_change(tmp_path: Path) -> None:
 def test_a_slot_whose_rank_keeps_dying_is_removed_and_retried(tmp_path: Path) -> None:
     with launched(tmp_path, "dies", 2, 2, 20) as process:
         # On a busy machine three deaths and restarts take a minute.
-        launch.wait_until(lambda: said(tmp_path, "all replicas resize to 1 rank each"), 150)
-        launch.wait_until(lambda: said(tmp_path, "all replicas resize to 2 ranks each"), 150)
+        launch.wait_until(
+            lambda: times_printed(tmp_path, "all replicas resize to 1 rank each"), 150
+        )
+        launch.wait_until(
+            lambda: times_printed(tmp_path, "all replicas resize to 2 ranks each"), 150
+        )
         wait_until(lambda: len(pids(tmp_path, "rank")) > 2)
         process.send_signal(signal.SIGTERM)
         output = end_of(process, tmp_path, 0)
@@ -269,7 +275,7 @@ def test_only_writers_outlive_their_trainer(tmp_path: Path) -> None:
         (writer,), (stray,) = pids(tmp_path, "writer"), pids(tmp_path, "stray")
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: len(list(tmp_path.glob("saved-*"))) == 2)
-        wait_until(lambda: said(tmp_path, "waiting for checkpoint writers"))
+        wait_until(lambda: times_printed(tmp_path, "waiting for checkpoint writers"))
         assert is_alive(writer)
         (tmp_path / "go").touch()
         end_of(process, tmp_path, 0)

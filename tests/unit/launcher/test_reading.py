@@ -35,7 +35,7 @@ def test_dump_folder(config: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "error"),
     [
         ([], "--config FILE"),
         (["--config"], "cannot be read"),
@@ -44,10 +44,10 @@ def test_dump_folder(config: str, tmp_path: Path) -> None:
         (["--fault_tolerance.no_enable"], "the launcher sets it"),
     ],
 )
-def test_unsupported_arguments(arguments: list[str], told: str) -> None:
+def test_unsupported_arguments(arguments: list[str], error: str) -> None:
     with pytest.raises(ConfigError) as raised:
         dump_folder(arguments)
-    assert told in str(raised.value) and "\n" not in str(raised.value)
+    assert error in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_plan(config: str) -> None:
@@ -132,8 +132,8 @@ def test_an_invalid_command_line_is_one_line(capsys: pytest.CaptureFixture[str])
     }
     for message, arguments in wrong.items():
         assert main(["launch", *arguments]) == 2
-        said = capsys.readouterr().err
-        assert message in said and len(said.splitlines()) == 1
+        output = capsys.readouterr().err
+        assert message in output and len(output.splitlines()) == 1
 
 
 def step(number: int) -> str:

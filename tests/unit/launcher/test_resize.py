@@ -89,18 +89,18 @@ def test_slots(content: bytes, slots: dict[int, int] | None) -> None:
 
 
 def test_a_missing_or_malformed_file_changes_nothing(tmp_path: Path) -> None:
-    path, said = tmp_path / "slots", []
-    file, now_s = SlotsFile(path, said.append), time.monotonic()
-    assert file.read(now_s) == {} and len(said) == 1
+    path, output = tmp_path / "slots", []
+    file, now_s = SlotsFile(path, output.append), time.monotonic()
+    assert file.read(now_s) == {} and len(output) == 1
     path.write_text('{"0": 1}')
     assert file.read(now_s + 1) == {0: 1}
     for number, content in enumerate(['{"0": ', None, '{"0": 2, "1": 2}']):
         path.write_text(content) if content is not None else path.unlink()
-        wanted = {0: 2, 1: 2} if number == 2 else {0: 1}
-        assert file.read(now_s + 2 + number) == wanted
-        assert file.read(now_s + 2.5 + number) == wanted
+        expected = {0: 2, 1: 2} if number == 2 else {0: 1}
+        assert file.read(now_s + 2 + number) == expected
+        assert file.read(now_s + 2.5 + number) == expected
     # Logged once each, although the file was read twice.
-    assert len(said) == 3
+    assert len(output) == 3
 
 
 def config_with(*more: str):

@@ -31,8 +31,8 @@ def _lighthouse(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     ) as process:
         assert process.stdout is not None
         try:
-            said, _, address = process.stdout.readline().rstrip("\n").rpartition(" ")
-            assert said == "listening on"
+            output, _, address = process.stdout.readline().rstrip("\n").rpartition(" ")
+            assert output == "listening on"
             yield process, address
         finally:
             process.kill()

@@ -173,12 +173,12 @@ def test_a_replica_that_withdraws_is_in_no_quorum() -> None:
     assert rules.is_healthy("a", 1)
 
 
-@pytest.mark.parametrize("told", ["c:1", "c"])
-def test_a_replica_that_has_left_is_not_waited_for(told: str) -> None:
+@pytest.mark.parametrize("left_id", ["c:1", "c"])
+def test_a_replica_that_has_left_is_not_waited_for(left_id: str) -> None:
     rules = QuorumRules(SETTINGS)
     assert _ask(rules, 0, "a:1", "b:1", "c:1")
     assert _ask(rules, 1, "a:1", "b:1") is None
-    assert rules.mark_left(told) == ["c:1"]
+    assert rules.mark_left(left_id) == ["c:1"]
     quorum = rules.form_quorum(1)
     assert quorum is not None
     assert (quorum.quorum_id, quorum.ids) == (2, ("a:1", "b:1"))

@@ -119,8 +119,8 @@ def test_resume_with_nothing_to_drop_does_not_change_the_file(path, write):
 
 def test_an_incomplete_last_line_is_dropped_and_named(path, write, caplog):
     write(1, 2, resume_step=0)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-20])
+    full = path.read_bytes()
+    path.write_bytes(full[:-20])
     with caplog.at_level(logging.WARNING, logger="torchtitan_lite"):
         write(2, resume_step=1)
     assert steps_in(path) == [1, 2]

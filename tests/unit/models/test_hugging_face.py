@@ -130,7 +130,7 @@ def test_unsupported_routing_is_not_exported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "Known are: LlamaForCausalLM, Mixtral"),
         ({"architectures": None}, "Known are"),
@@ -141,14 +141,16 @@ def test_unsupported_routing_is_not_exported() -> None:
         ({"num_key_value_heads": 4}, "num_kv_heads (4) must divide"),
     ],
 )
-def test_unsupported_models_are_rejected(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_unsupported_models_are_rejected(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     save_config(tmp_path, "llama")
     values = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(values | change))
     (tmp_path / "run.toml").write_text(f'[model]\nflavor = "hf"\nhf_assets_path = "{tmp_path}"\n')
     with pytest.raises(ConfigError) as caught:
         model_spec(load_config(tmp_path / "run.toml").model)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_former_names_of_rope_settings_are_read(tmp_path: Path) -> None:
@@ -156,9 +158,9 @@ def test_former_names_of_rope_settings_are_read(tmp_path: Path) -> None:
     values = read_hugging_face_config(tmp_path)
     rope = values.pop("rope_parameters")
     before = {**values, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    wanted = hugging_face_dims(values | {"rope_parameters": {**rope, "rope_theta": 10000.0}})
-    assert hugging_face_dims(before) == wanted
-    assert wanted[1]["rope_scaling"]["original_max_position"] == 16
+    expected = hugging_face_dims(values | {"rope_parameters": {**rope, "rope_theta": 10000.0}})
+    assert hugging_face_dims(before) == expected
+    assert expected[1]["rope_scaling"]["original_max_position"] == 16
 
 
 def test_a_family_that_differs_from_the_folder_is_rejected(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ def test_sites_samples_and_positions_drop_different_elements() -> None:
 
 def test_dropout_of_a_sample_does_not_depend_on_its_batch_or_sharding() -> None:
     dropout = KeyedDropout(0.25, 3)
-    whole = dropout(_ONES_BSD, _KEYS_B, _POSITIONS_BS)
+    full = dropout(_ONES_BSD, _KEYS_B, _POSITIONS_BS)
     part = dropout(_ONES_BSD[:1, 20:30], _KEYS_B[2:3], _POSITIONS_BS[:1, 20:30])
-    assert torch.equal(part[0], whole[2, 20:30])
+    assert torch.equal(part[0], full[2, 20:30])
 
 
 def test_the_share_is_dropped_and_the_rest_scaled_up() -> None:

@@ -31,18 +31,18 @@ def test_any_box_equals_that_part_of_the_full_tensor(data: st.DataObject) -> Non
     elements_per_block = data.draw(st.sampled_from([1, 5, 24, 1 << 18]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_ELEMENTS_PER_BLOCK", elements_per_block)
-        whole = draw_box("w", shape, Box((0,) * len(shape), tuple(shape)), _RULE, 3)
+        full = draw_box("w", shape, Box((0,) * len(shape), tuple(shape)), _RULE, 3)
         part = draw_box("w", shape, Box(offset, size), _RULE, 3)
-    assert whole.shape == torch.Size(shape)
-    assert torch.equal(part, whole[Box(offset, size).slices])
+    assert full.shape == torch.Size(shape)
+    assert torch.equal(part, full[Box(offset, size).slices])
 
 
 def test_a_box_across_real_row_blocks_equals_that_part_of_the_full_tensor() -> None:
     shape = (1030, 300)  # 873 rows per block.
-    whole = draw_box("w", shape, Box((0, 0), shape), _RULE, 0)
+    full = draw_box("w", shape, Box((0, 0), shape), _RULE, 0)
     for first, num_rows in [(0, 873), (870, 10), (873, 157), (1029, 1)]:
         part = draw_box("w", shape, Box((first, 100), (num_rows, 50)), _RULE, 0)
-        assert torch.equal(part, whole[first : first + num_rows, 100:150])
+        assert torch.equal(part, full[first : first + num_rows, 100:150])
 
 
 def test_draws_have_the_deviation_and_the_cutoff_of_their_rule() -> None:

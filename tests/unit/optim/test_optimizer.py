@@ -212,8 +212,8 @@ def test_the_norm_and_the_scale_cover_all_existing_gradients() -> None:
 
 
 def test_a_gradient_that_several_ranks_hold_counts_once() -> None:
-    whole, copied = torch.tensor([2.0]), torch.tensor([3.0])
-    share = square_norm([(whole, 1), (copied, 4)])
+    full, copied = torch.tensor([2.0]), torch.tensor([3.0])
+    share = square_norm([(full, 1), (copied, 4)])
     assert share.item() == pytest.approx(4 + 9 / 4)
 
 

@@ -45,11 +45,11 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(
     reference = tiny_decoder(torch.bfloat16, tied_embeddings=tied)
     _backward(model)
     _backward(reference)
-    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
-        assert isinstance(sharded.grad, DTensor) and whole.grad is not None
+    for sharded, full in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(sharded.grad, DTensor) and full.grad is not None
         assert sharded.dtype == sharded.grad.dtype == torch.float32
-        scale = whole.grad.abs().max()
-        error = (sharded.grad.full_tensor() - whole.grad.float()).abs().max()
+        scale = full.grad.abs().max()
+        error = (sharded.grad.full_tensor() - full.grad.float()).abs().max()
         assert error <= CHUNKED_LOSS_BFLOAT16 * scale
 
 
@@ -59,9 +59,9 @@ def test_gradients_of_offloaded_weights_equal_those_without_offload(mesh: Mesh) 
     fsdp.apply(model, tiny_spec(), mesh, ParallelismConfig(), precision)
     assert isinstance(model, FSDPModule)
     assert torch.equal(_backward(model), _backward(reference))
-    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
-        assert isinstance(sharded.grad, DTensor) and whole.grad is not None
-        assert torch.equal(sharded.grad.full_tensor(), whole.grad)
+    for sharded, full in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(sharded.grad, DTensor) and full.grad is not None
+        assert torch.equal(sharded.grad.full_tensor(), full.grad)
 
 
 def test_weights_gathered_by_a_forward_without_backward_are_freed(mesh: Mesh) -> None:

@@ -83,9 +83,9 @@ def _last_rank(
     others = 0
     if plan is not None:
         (stage,) = plan.of_rank(rank)
-        whole = sum(parameter.numel() for parameter in model.parameters())
+        full = sum(parameter.numel() for parameter in model.parameters())
         keep_only(model, spec, plan.modules[stage])
-        others = whole - sum(parameter.numel() for parameter in model.parameters())
+        others = full - sum(parameter.numel() for parameter in model.parameters())
     parallelize(
         model,
         spec,

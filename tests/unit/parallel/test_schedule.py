@@ -12,16 +12,16 @@ _SAMPLES, _TARGETS = tiny_samples(6), tiny_targets(6)
 
 
 def test_microbatches_add_up_to_the_whole_batch(mesh: Mesh) -> None:
-    whole, parts = tiny_decoder(), tiny_decoder()
+    full, parts = tiny_decoder(), tiny_decoder()
     loss = cross_entropy()
-    expected = OneStage(whole, loss, mesh, WHOLE).run([_microbatch(slice(0, 6))], backward=True)
+    expected = OneStage(full, loss, mesh, WHOLE).run([_microbatch(slice(0, 6))], backward=True)
     total = OneStage(parts, loss, mesh, WHOLE).run(
         [_microbatch(slice(0, 1)), _microbatch(slice(1, 4)), _microbatch(slice(4, 6))],
         backward=True,
     )
     assert total.dtype == torch.float64 and total.shape == () and not total.requires_grad
     torch.testing.assert_close(total, expected)
-    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+    for a, b in zip(full.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 
 

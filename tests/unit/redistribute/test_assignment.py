@@ -28,9 +28,9 @@ def test_no_other_assignment_moves_less(count: int) -> None:
 
 def test_ties_keep_the_axes_and_the_order() -> None:
     mesh = HolderMesh((2, 2), (0, 1, 2, 3), ("copy", "tp"))
-    whole = Layout(HolderMesh.ranks(4), [Replicate()])
+    full = Layout(HolderMesh.ranks(4), [Replicate()])
     chosen = choose_holders(
-        [TensorMove(whole, Layout(mesh, [Replicate(), Shard(0)]), (4, 4), torch.float32)], range(4)
+        [TensorMove(full, Layout(mesh, [Replicate(), Shard(0)]), (4, 4), torch.float32)], range(4)
     )
     assert chosen == mesh
 

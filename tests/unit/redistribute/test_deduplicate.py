@@ -36,9 +36,9 @@ def test_every_element_has_one_of_its_holders(
     held = sum(prod(once.local_shape(shape, holder)) for holder in once.mesh.holders)
     assert held == prod(shape)
     assert plan(layout, once, shape, torch.float32).moved_bytes == 0
-    whole = np.arange(prod(shape)).reshape(shape)
+    full = np.arange(prod(shape)).reshape(shape)
     for holder in once.mesh.holders:
-        mine, part = (_part(some, whole, holder) for some in (layout, once))
+        mine, part = (_part(some, full, holder) for some in (layout, once))
         start, stop = element_range(layout, once, shape, holder)
         assert np.array_equal(mine.reshape(-1)[start:stop], part.reshape(-1))
 

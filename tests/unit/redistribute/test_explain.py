@@ -43,18 +43,18 @@ def test_the_explained_bytes_are_those_of_the_plan_and_minimal(src: str, dst: st
 @pytest.mark.parametrize(("src", "dst"), _WAYS)
 def test_the_numbers_in_the_text_are_those_of_the_plan(src: str, dst: str) -> None:
     actual = _plan(src, dst)
-    said = explain(actual)
-    assert f"From: {actual.src}\nTo: {actual.dst}\n" in said
-    assert f"Moved in all: {actual.moved_bytes:,} bytes" in said
-    assert said.count("\nRound ") == (0 if actual.is_noop else len(actual.rounds))
-    assert ("for the averages" in said) == ("avg" in src)
+    output = explain(actual)
+    assert f"From: {actual.src}\nTo: {actual.dst}\n" in output
+    assert f"Moved in all: {actual.moved_bytes:,} bytes" in output
+    assert output.count("\nRound ") == (0 if actual.is_noop else len(actual.rounds))
+    assert ("for the averages" in output) == ("avg" in src)
     costs = traffic(actual)
     if actual.moved_bytes:
-        assert f"{max(cost.sent for cost in costs.values()):,} bytes" in said
-        assert f"{max(cost.received for cost in costs.values()):,} bytes" in said
-    rows = [line.split() for line in said.splitlines() if line.startswith("  ")]
+        assert f"{max(cost.sent for cost in costs.values()):,} bytes" in output
+        assert f"{max(cost.received for cost in costs.values()):,} bytes" in output
+    rows = [line.split() for line in output.splitlines() if line.startswith("  ")]
     if len(costs) > 16:
-        assert not rows and "Median of 32 holders" in said
+        assert not rows and "Median of 32 holders" in output
         return
     assert [[cell.replace(",", "") for cell in row] for row in rows[1:]] == [
         [str(number) for number in (holder, c.sent, c.received, c.stays, c.result)]

@@ -16,12 +16,12 @@ SHAPE = (13, 6)
 
 
 def test_state_is_written_to_files_and_read_on_other_ranks(tmp_path: Path) -> None:
-    whole = np.arange(78, dtype=np.int32).reshape(SHAPE)
+    full = np.arange(78, dtype=np.int32).reshape(SHAPE)
     saving = Layout(HolderMesh.ranks(2, 2), [Replicate(), Shard(0)])
     files = Layout(HolderMesh((3,), ("a.bin", "b.bin", "c.bin"), ("file",)), [Shard(0)])
     loading = Layout(HolderMesh.ranks(5), [Shard(1)])
 
-    live = _parts(saving, whole)
+    live = _parts(saving, full)
     stored: dict[Holder, np.ndarray] = {
         name: np.memmap(tmp_path / str(name), np.int32, "w+", shape=_local_shape(files, name))
         for name in files.mesh.holders
@@ -31,7 +31,7 @@ def test_state_is_written_to_files_and_read_on_other_ranks(tmp_path: Path) -> No
     for memory in stored.values():
         assert isinstance(memory, np.memmap)
         memory.flush()
-    assert written == whole.nbytes == to_files.moved_bytes
+    assert written == full.nbytes == to_files.moved_bytes
 
     actual: dict[Holder, np.ndarray] = {
         name: np.memmap(tmp_path / str(name), np.int32, "r", shape=_local_shape(files, name))
@@ -42,8 +42,8 @@ def test_state_is_written_to_files_and_read_on_other_ranks(tmp_path: Path) -> No
     }
     from_files = plan(files, loading, SHAPE, torch.int32)
     read = _carry_out(from_files, actual, restored)
-    assert read == whole.nbytes
-    for rank, part in _parts(loading, whole).items():
+    assert read == full.nbytes
+    for rank, part in _parts(loading, full).items():
         assert np.array_equal(restored[rank], part)
 
 

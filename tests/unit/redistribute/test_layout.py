@@ -26,11 +26,11 @@ _PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
 @pytest.mark.parametrize("shape", [(1, 1), (4, 6), (5, 7), (2, 3), (7, 0)])
 @pytest.mark.parametrize("mesh_shape", [(1,), (3,), (4,), (2, 2), (2, 3), (3, 2), (1, 4)])
 def test_boxes_equal_torchs_chunks(shape: tuple[int, int], mesh_shape: tuple[int, ...]) -> None:
-    whole = torch.arange(math.prod(shape)).reshape(shape)
+    full = torch.arange(math.prod(shape)).reshape(shape)
     for placements in itertools.product(_PLACEMENTS, repeat=len(mesh_shape)):
         layout = Layout(HolderMesh.ranks(*mesh_shape), placements)
         for coordinate in _coordinates(mesh_shape):
-            held = whole
+            held = full
             for axis_size, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
                 if isinstance(placement, Shard):
                     chunks = held.chunk(axis_size, placement.dim)
@@ -42,7 +42,7 @@ def test_boxes_equal_torchs_chunks(shape: tuple[int, int], mesh_shape: tuple[int
                     )
             box = layout.box(shape, coordinate)
             assert box.size == tuple(held.shape), (placements, coordinate)
-            assert torch.equal(whole[box.slices], held), (placements, coordinate)
+            assert torch.equal(full[box.slices], held), (placements, coordinate)
 
 
 @pytest.mark.parametrize("mesh_shape", [(3,), (2, 2), (2, 3)])

@@ -93,12 +93,12 @@ def test_the_text_is_complete() -> None:
 def test_boxes_cover_exactly_the_elements_of_a_holder(data: st.DataObject) -> None:
     mesh, shape = data.draw(meshes(range(12))), data.draw(shapes())
     layout = data.draw(layouts(mesh, len(shape), "sum", averages=False))
-    whole = np.arange(int(np.prod(shape, dtype=np.int64))).reshape(shape)
+    full = np.arange(int(np.prod(shape, dtype=np.int64))).reshape(shape)
     for holder, at in coordinates(mesh):
         boxes = layout.boxes(shape, holder)
         assert not any(box.is_empty for box in boxes)
         # In storage order: the boxes of a dim one after the other.
-        mine = np.concatenate([np.empty(0, np.int64), *(whole[b.slices].ravel() for b in boxes)])
+        mine = np.concatenate([np.empty(0, np.int64), *(full[b.slices].ravel() for b in boxes)])
         expected = elements_of(layout, shape, at)
         assert sorted(mine.tolist()) == sorted(expected.ravel().tolist())
         assert len(np.unique(mine)) == len(mine)

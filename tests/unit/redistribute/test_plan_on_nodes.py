@@ -21,8 +21,8 @@ def test_every_pair_is_exact_with_relays(ranks_per_node: int) -> None:
     rng = np.random.default_rng(ranks_per_node)
     mesh = HolderMesh.ranks(2, 4)
     pairs = itertools.product(itertools.product(_PLACEMENTS, repeat=2), repeat=2)
-    for source, wanted in pairs:
-        actual = _on_nodes(Layout(mesh, source), Layout(mesh, wanted), (7, 9), ranks_per_node)
+    for source, expected in pairs:
+        actual = _on_nodes(Layout(mesh, source), Layout(mesh, expected), (7, 9), ranks_per_node)
         assert replay(actual, rng) * 4 == actual.moved_bytes
 
 
@@ -54,8 +54,8 @@ def test_elements_on_a_node_come_from_it() -> None:
 @pytest.mark.parametrize("costs", [CPU.with_ranks_per_node(4), CUDA, CUDA.with_ranks_per_node(4)])
 def test_multi_step_plans_are_used_only_if_predicted_to_be_faster(costs) -> None:
     mesh, with_legs = HolderMesh.ranks(2, 4), 0
-    for source, wanted in itertools.product(itertools.product(_PLACEMENTS, repeat=2), repeat=2):
-        src, dst = Layout(mesh, source), Layout(mesh, wanted)
+    for source, expected in itertools.product(itertools.product(_PLACEMENTS, repeat=2), repeat=2):
+        src, dst = Layout(mesh, source), Layout(mesh, expected)
         actual = plan(src, dst, (512, 512), torch.float32, costs=costs)
         direct = plan(src, dst, (512, 512), torch.float32, costs=costs, single_exchange=True)
         assert actual.predicted_s <= direct.predicted_s * (1 + 1e-9)

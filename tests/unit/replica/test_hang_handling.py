@@ -66,9 +66,9 @@ def _run(program: str) -> tuple[int, str, float]:
 
 @pytest.mark.parametrize("hang", _HANGS)
 def test_a_hanging_process_ends_with_its_stacks(hang: str) -> None:
-    status, said, _ = _run(_HANGS[hang])
+    status, output, _ = _run(_HANGS[hang])
     assert status == 1
-    assert "Timeout" in said and "hung_here" in said
+    assert "Timeout" in output and "hung_here" in output
 
 
 def test_progress_resets_the_timeout() -> None:
@@ -77,8 +77,8 @@ def test_progress_resets_the_timeout() -> None:
         "for _ in range(8):\n    enter(Phase.COMPUTE)\n    time.sleep(0.2)\n"
         "enter(Phase.BETWEEN)\ntime.sleep(1.7)"
     )
-    status, said, _ = _run(program)
-    assert (status, said) == (0, "")
+    status, output, _ = _run(program)
+    assert (status, output) == (0, "")
 
 
 def test_a_rank_reports_the_collective_in_which_it_waits(tmp_path: Path) -> None:
@@ -99,15 +99,15 @@ def test_a_rank_reports_the_collective_in_which_it_waits(tmp_path: Path) -> None
         assert time.monotonic() < deadline_s and ranks[0].poll() is None
         time.sleep(0.05)
     (tmp_path / "go").touch()
-    said = [one.communicate(timeout=100)[0] for one in ranks]
-    assert [one.returncode for one in ranks] == [0, 0], said
+    output = [one.communicate(timeout=100)[0] for one in ranks]
+    assert [one.returncode for one in ranks] == [0, 0], output
     flight = read_flight_record(path)
     assert flight is not None
     (waits,) = flight.pending
     assert (waits.name, waits.sizes, waits.number) == ("gloo:all_reduce", "Float [7]", 2)
     assert waits.group.startswith("shards")
-    assert "No progress in compute after step 5" in said[0]
-    assert f"It waits in {waits.description}" in said[0]
+    assert "No progress in compute after step 5" in output[0]
+    assert f"It waits in {waits.description}" in output[0]
     other = read_flight_record(flight_record_file(tmp_path, 1))
     assert other is not None and not other.pending
     assert other.newest[waits.group] == waits.number - 1

@@ -74,15 +74,15 @@ def write_metrics(path: Path, lines: Sequence[StepRecord | Event]) -> None:
 def write_goodput(folder: Path, *, compute_s: int, startup_s: int) -> None:
     """Write a file with the time accounting of a run."""
     now_ns = 0
-    books = GoodputTracker(
+    accounting = GoodputTracker(
         folder / BOOKS, started_ns=0, resumes=False, clock=lambda: now_ns, compiled_ns=lambda: 0
     )
     now_ns = startup_s * 10**9
-    books.entered(Phase.QUORUM, 0)
-    books.entered(Phase.COMPUTE, 0)
+    accounting.entered(Phase.QUORUM, 0)
+    accounting.entered(Phase.COMPUTE, 0)
     now_ns += compute_s * 10**9
-    books.entered(Phase.CHECKPOINT, 1)
-    books.close()
+    accounting.entered(Phase.CHECKPOINT, 1)
+    accounting.close()
 
 
 @pytest.fixture

@@ -61,8 +61,8 @@ def test_attempts_without_a_launcher(tmp_path):
 
 
 def test_skipped_steps_are_marked_once(tmp_path):
-    refused = event("refused", 1, 12.0, action="skip", reason="is not finite")
-    write_metrics(tmp_path / "a" / "metrics.jsonl", [record(1), record(2, skipped=True), refused])
+    rejected = event("refused", 1, 12.0, action="skip", reason="is not finite")
+    write_metrics(tmp_path / "a" / "metrics.jsonl", [record(1), record(2, skipped=True), rejected])
     write_metrics(tmp_path / "b" / "metrics.jsonl", [record(1), record(2, skipped=True)])
     for name in "ab":
         actual = timeline(read_run(tmp_path / name))

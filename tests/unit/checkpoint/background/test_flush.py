@@ -116,8 +116,8 @@ def test_a_save_request_that_reached_only_some_ranks_is_completed(
         before = {p.name: p.stat().st_ino for p in folder.glob("*.safetensors")}
         assert len(before) == 1
     else:
-        said = machines[0].writers[0].wait_for("committed", 60)
-        assert any("committed" in response for response in said)
+        output = machines[0].writers[0].wait_for("committed", 60)
+        assert any("committed" in response for response in output)
         before = {}
     for run in machines:
         run.disconnect()
@@ -153,8 +153,8 @@ def test_machines_one_step_apart_save_the_common_step_of_hanging_trainers(
     for run in machines:
         run.start(preemption_grace_s=0.3)
         os.write(run.writers[0].signals_fd, bytes([15]))
-    said = first.writers[0].wait_for("committed", 60)
-    assert [r["committed"] for r in said if "committed" in r] == [7]
+    output = first.writers[0].wait_for("committed", 60)
+    assert [r["committed"] for r in output if "committed" in r] == [7]
     verify(Path(first.root) / "step-7")
     # Otherwise it would wait for the other rank's step 8.
     assert first.writers[0].pid is not None

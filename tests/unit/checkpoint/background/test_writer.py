@@ -43,7 +43,7 @@ def _ends(*writers: WriterProcess, timeout_s: float = 60) -> None:
 
 def _steps_of(responses: list[dict[str, Any]], what: str) -> list[int]:
     """Return the steps that a writer reported as `what`."""
-    return [said[what] for said in responses if what in said]
+    return [output[what] for output in responses if what in output]
 
 
 def _begun(root: Path) -> None:
@@ -65,8 +65,8 @@ def test_saves_are_complete_and_old_ones_are_deleted(
         for step in (1, 2, 3):
             run.snapshot(step % 3, step)
             run.save(step % 3, step)
-            said = run.writers[0].wait_for("committed", 60)
-            assert [*_steps_of(said, "written"), *_steps_of(said, "committed")] == [step, step]
+            output = run.writers[0].wait_for("committed", 60)
+            assert [*_steps_of(output, "written"), *_steps_of(output, "committed")] == [step, step]
         run.writers[0].close(free=True)
         assert not run.regions[0].path.exists()
     assert _steps(root) == ["step-2", "step-3"]
@@ -275,9 +275,9 @@ def test_a_file_size_limit_fails_the_save_and_not_the_writer(tmp_path: Path) -> 
             run.save(step, step)
             reported = []
             for writer in run.writers:
-                (said,) = [r for r in writer.wait_for("failed", 60) if "failed" in r]
-                assert said["failed"] == step
-                reported.append(said["error"])
+                (output,) = [r for r in writer.wait_for("failed", 60) if "failed" in r]
+                assert output["failed"] == step
+                reported.append(output["error"])
             # The leader may remove the attempt before the other rank reaches its limit.
             assert any("File too large" in error for error in reported)
         assert all(writer.alive for writer in run.writers)
@@ -291,8 +291,8 @@ def test_a_folder_that_can_be_created_later(tmp_path: Path) -> None:
         run.start()
         run.snapshot(0, 1)
         run.save(0, 1)
-        (said,) = run.writers[0].wait_for("failed", 60)
-        assert said["failed"] == 1 and "place" in said["error"]
+        (output,) = run.writers[0].wait_for("failed", 60)
+        assert output["failed"] == 1 and "place" in output["error"]
         (tmp_path / "place").unlink()
         run.save(0, 1, token="again-1")
         assert 1 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
@@ -357,8 +357,8 @@ def test_the_leader_names_missing_ranks(tmp_path: Path) -> None:
         run.start(commit_timeout_s=0.2)
         run.snapshot(0, 1)
         run.writers[0].save(0, 1)
-        said = run.writers[0].wait_for("failed", 60)
-        assert "ranks [1] did not write their parts" in said[-1]["error"]
+        output = run.writers[0].wait_for("failed", 60)
+        assert "ranks [1] did not write their parts" in output[-1]["error"]
     assert _steps(tmp_path / "checkpoint") == []
 
 
@@ -369,8 +369,8 @@ def test_a_slot_that_changes_during_a_save_fails_it(tmp_path: Path) -> None:
         run.save(0, 1)
         _begun(tmp_path / "checkpoint")
         run.snapshot(0, 2)
-        said = run.writers[0].wait_for("failed", 60)
-        assert "holds step 2" in said[-1]["error"]
+        output = run.writers[0].wait_for("failed", 60)
+        assert "holds step 2" in output[-1]["error"]
 
 
 _NOISY = """
@@ -403,16 +403,16 @@ def test_output_of_libraries_in_the_writer_is_not_a_response(
         run.save(0, 1)
         assert 1 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
     logger.removeHandler(caplog.handler)
-    said = [r.getMessage() for r in caplog.records]
-    assert said == ["The checkpoint writer printed b'a line', which is not a response."]
+    output = [r.getMessage() for r in caplog.records]
+    assert output == ["The checkpoint writer printed b'a line', which is not a response."]
     assert "from a library\nand past Python\n" in capfd.readouterr().err
 
 
 def test_an_invalid_region_or_setting_is_reported(tmp_path: Path) -> None:
     writer = WriterProcess(tmp_path / "rank-00000.snapshots", WriterSettings())
     writer.start()
-    (said,) = writer.wait_for("failed", 60)
-    assert said["failed"] == -1 and "cannot be opened" in said["error"]
+    (output,) = writer.wait_for("failed", 60)
+    assert output["failed"] == -1 and "cannot be opened" in output["error"]
     writer.close()
     with pytest.raises(ValueError, match="Unknown settings of a writer: nicer"):
         WriterSettings.from_json({"nicer": 1})
@@ -485,7 +485,7 @@ def test_the_writer_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
         assert writer.pid is not None
         peak = _private_bytes(writer.pid, run.regions[0].path)
         run.save(0, 1)
-        while not any("committed" in said for said in writer.responses()):
+        while not any("committed" in output for output in writer.responses()):
             peak = max(peak, _private_bytes(writer.pid, run.regions[0].path))
             time.sleep(0.01)
     assert 4 << 20 < peak < 20 << 20

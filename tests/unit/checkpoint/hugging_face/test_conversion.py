@@ -71,10 +71,10 @@ def test_an_export_generates_the_same_text_with_transformers(family: str, tmp_pa
     prompt = tokens()[:, :9]
     settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     theirs: Any = make_model(family)
-    wanted = theirs.generate(prompt, **settings)
+    expected = theirs.generate(prompt, **settings)
     for one in (exported, bare):
         loaded: Any = AutoModelForCausalLM.from_pretrained(one)
-        assert torch.equal(loaded.generate(prompt, **settings), wanted)
+        assert torch.equal(loaded.generate(prompt, **settings), expected)
 
 
 def test_the_dtype_is_converted_and_small_shards_hold_one_tensor(tmp_path: Path) -> None:
@@ -246,16 +246,16 @@ def test_two_processes_cannot_write_one_folder(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
     there(folder, tmp_path / "ours")
     make = conversions(folder, tmp_path)["out"]
-    refused: list[str] = []
+    rejected: list[str] = []
 
     def meanwhile(count: int) -> None:
-        if not refused:
+        if not rejected:
             with pytest.raises(CheckpointError, match="Another process is writing") as caught:
                 make(Files()).run(num_workers=1, written=lambda count: None)
-            refused.append(str(caught.value))
+            rejected.append(str(caught.value))
 
     make(Files()).run(num_workers=1, written=meanwhile)
-    assert refused and tensors_of(tmp_path / "out").keys() == tensors_of(folder).keys()
+    assert rejected and tensors_of(tmp_path / "out").keys() == tensors_of(folder).keys()
 
 
 class WeakMemory(bytearray):

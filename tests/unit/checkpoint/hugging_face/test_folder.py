@@ -42,7 +42,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(values))
 
 
-def refusal(folder: Path) -> UserError:
+def load_error(folder: Path) -> UserError:
     with pytest.raises(CheckpointError) as caught:
         our_model(folder)
     return caught.value
@@ -56,7 +56,7 @@ def test_a_complete_folder_loads(folder: Path) -> None:
 def test_a_truncated_shard_is_named(folder: Path) -> None:
     path = first_file(folder)
     path.write_bytes(path.read_bytes()[:-100])
-    error = refusal(folder)
+    error = load_error(folder)
     assert isinstance(error, DamagedCheckpoint)
     assert path.name in str(error) and "Download it again" in str(error)
 
@@ -67,7 +67,7 @@ def test_a_truncated_shard_is_named(folder: Path) -> None:
 )
 def test_a_shard_that_is_not_a_safetensors_file_is_named(folder: Path, content: bytes) -> None:
     first_file(folder).write_bytes(content)
-    assert first_file(folder).name in str(refusal(folder))
+    assert first_file(folder).name in str(load_error(folder))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_an_inconsistent_header_is_named(folder: Path, change: dict[str, Any]) -
     header[key] |= change
     encoded = json.dumps(header).encode()
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + raw[8 + size :])
-    error = refusal(folder)
+    error = load_error(folder)
     assert isinstance(error, DamagedCheckpoint)
     assert path.name in str(error) and key in str(error)
 
@@ -98,12 +98,12 @@ def test_an_inconsistent_header_is_named(folder: Path, change: dict[str, Any]) -
 def test_a_missing_shard_is_named(folder: Path) -> None:
     name = first_file(folder).name
     first_file(folder).unlink()
-    assert f"{name} named by {INDEX} is missing" in str(refusal(folder))
+    assert f"{name} named by {INDEX} is missing" in str(load_error(folder))
 
 
 def test_an_index_that_names_a_nonexistent_file(folder: Path) -> None:
     edit(folder / INDEX, lambda values: values["weight_map"].update(a="other.safetensors"))
-    assert "other.safetensors named by" in str(refusal(folder))
+    assert "other.safetensors named by" in str(load_error(folder))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_an_index_that_names_a_nonexistent_file(folder: Path) -> None:
 def test_an_index_cannot_point_outside_the_folder(folder: Path, file: Any) -> None:
     save_file({"a": torch.zeros(1)}, folder.parent / "secret.safetensors")
     edit(folder / INDEX, lambda values: values["weight_map"].update(a=file))
-    error = refusal(folder)
+    error = load_error(folder)
     assert isinstance(error, DamagedCheckpoint)
     assert "is rejected" in str(error)
 
@@ -133,7 +133,7 @@ def test_contradictions_of_index_and_headers(folder: Path) -> None:
     key = next(iter(tensors))
     tensors["stranger"] = tensors.pop(key)
     save_file(tensors, path)
-    text = str(refusal(folder))
+    text = str(load_error(folder))
     assert f"{path.name} does not hold {key}" in text
     assert f"{path.name} holds stranger, which {INDEX} has not" in text
 
@@ -150,7 +150,7 @@ def test_all_mismatches_are_listed(folder: Path) -> None:
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
     save_file(tensors, folder / "model.safetensors")
-    text = str(refusal(folder))
+    text = str(load_error(folder))
     assert "(4 problems)" in text
     assert "model.layers.1.mlp.experts.2.up_proj.weight is missing" in text
     assert "model.norm.weight has shape [5], and [48] is needed" in text

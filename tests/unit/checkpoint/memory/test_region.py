@@ -174,12 +174,12 @@ def test_a_region_that_all_ranks_adopted_belongs_to_the_last_session(tmp_path: P
 def test_a_longer_description_is_adopted_if_there_is_space(tmp_path: Path) -> None:
     made = Region.create(tmp_path, 0, {"session": "a", "config": ""}, 4096)
     made.close()
-    wanted = {"session": "b", "config": "x" * ALIGNMENT}
-    adopted = Region.adopt(tmp_path, 0, wanted, 4096)
-    assert adopted is not None and adopted.description == wanted
+    expected = {"session": "b", "config": "x" * ALIGNMENT}
+    adopted = Region.adopt(tmp_path, 0, expected, 4096)
+    assert adopted is not None and adopted.description == expected
     adopted.close()
-    assert Region.open(made.path).description == wanted
-    assert Region.adopt(tmp_path, 0, wanted | {"config": "x" * 3 * ALIGNMENT}, 4096) is None
+    assert Region.open(made.path).description == expected
+    assert Region.adopt(tmp_path, 0, expected | {"config": "x" * 3 * ALIGNMENT}, 4096) is None
 
 
 def test_damage_is_detected_by_name(region: Region) -> None:
@@ -254,8 +254,8 @@ def test_the_region_of_an_earlier_process_is_replaced(region: Region) -> None:
 def test_a_region_with_too_little_space_for_values_is_not_adopted(tmp_path: Path) -> None:
     made = Region.create(tmp_path, 0, {"session": "1"}, 4096, values_bytes=4096)
     made.close()
-    wanted = {"session": "2"}
-    assert Region.adopt(tmp_path, 0, wanted, 4096, values_bytes=4097) is None
-    adopted = Region.adopt(tmp_path, 0, wanted, 4096, values_bytes=4096)
-    assert adopted is not None and adopted.description == wanted
+    expected = {"session": "2"}
+    assert Region.adopt(tmp_path, 0, expected, 4096, values_bytes=4097) is None
+    adopted = Region.adopt(tmp_path, 0, expected, 4096, values_bytes=4096)
+    assert adopted is not None and adopted.description == expected
     adopted.close()

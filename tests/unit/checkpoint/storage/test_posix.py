@@ -136,10 +136,10 @@ def test_more_files_are_read_than_may_be_open(tmp_path: Path, few_descriptors: i
     order = [rng.choice(names) for _ in range(3000)] + names
 
     def read(name: str) -> bool:
-        wanted = name.encode() * 2000
-        target = bytearray(len(wanted))
+        expected = name.encode() * 2000
+        target = bytearray(len(expected))
         folder.read_into(name, 0, memoryview(target), lambda piece: None)
-        return target == wanted and bytes(folder.read(name)) == wanted
+        return target == expected and bytes(folder.read(name)) == expected
 
     # No descriptor is closed and reused for another file while a thread reads.
     with ThreadPoolExecutor(8) as pool:

@@ -45,9 +45,9 @@ def test_every_box_is_read_back(
     raw = path.read_bytes()
     actual = read_safetensors(raw)
     for box, place in zip(boxes, written, strict=True):
-        wanted = bytes(pool[box.start : box.start + box.bytes])
-        assert actual[box.name] == ("U8", [box.bytes], wanted)
-        assert raw[place.first : place.end] == wanted
+        expected = bytes(pool[box.start : box.start + box.bytes])
+        assert actual[box.name] == ("U8", [box.bytes], expected)
+        assert raw[place.first : place.end] == expected
     if boxes:
         assert written[0].first % 4096 == 0
     with safe_open(path, "np") as file:
