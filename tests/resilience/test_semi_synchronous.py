@@ -46,9 +46,9 @@ def _held_out(run: Replicas, number: int) -> dict[int, float]:
 
 
 def _check(method: str, num_ranks: int, more: Sequence[str], folder: Path, *, kill: bool) -> None:
-    asked = [f"--fault_tolerance.semi_sync_method={method}", *more]
+    settings = [f"--fault_tolerance.semi_sync_method={method}", *more]
     steps = 100_000 if kill else 6 * _SYNC
-    with replicas(folder, num_ranks, [*_ARGUMENTS, *asked, f"--training.steps={steps}"]) as run:
+    with replicas(folder, num_ranks, [*_ARGUMENTS, *settings, f"--training.steps={steps}"]) as run:
         run.start(0)
         run.start(1)
         if kill:
@@ -106,11 +106,11 @@ def test_with_fsdp_inside_the_replicas(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["local_sgd", "diloco"])
 def test_a_resume_equals_the_undisturbed_run(method: str, tmp_path: Path) -> None:
     """For one replica; several replicas all resume from the checkpoint of the first."""
-    asked = [*_ARGUMENTS, f"--fault_tolerance.semi_sync_method={method}"]
+    settings = [*_ARGUMENTS, f"--fault_tolerance.semi_sync_method={method}"]
     actual = []
     for name, parts in {"uninterrupted": [16], "resumed": [8, 16]}.items():
         for steps in parts:
-            arguments = [*asked, f"--training.steps={steps}"]
+            arguments = [*settings, f"--training.steps={steps}"]
             with replicas(tmp_path / name, 1, arguments) as run:
                 run.start(0)
                 assert run.wait(0) == 0, run.text(0)

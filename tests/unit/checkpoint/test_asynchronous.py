@@ -579,16 +579,16 @@ class _GrowingState(SmallState):
         return super().values() | {"notes": self.notes}
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("free_core", [True, False])
 def test_values_that_outgrow_their_size_disable_snapshots_but_not_the_run(
     manage: Manage,
     mesh: Mesh,
     tmp_path: Path,
     logged: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    beside: bool,
+    free_core: bool,
 ) -> None:
-    monkeypatch.setattr("torchtitan_lite.checkpoint.copier.has_free_core", lambda: beside)
+    monkeypatch.setattr("torchtitan_lite.checkpoint.copier.has_free_core", lambda: free_core)
     state = _GrowingState()
     manager = manage(state, interval=4, enable_first_step_checkpoint=False, **ASYNC)
     steps(manager, state, mesh, 2)

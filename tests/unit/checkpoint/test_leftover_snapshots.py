@@ -25,14 +25,14 @@ _CASES = {
         [machine(r0=region("s", 2, 4, 5)), machine(r1=region("s", 2, 4))],
         ("s", 4),
     ),
-    "machines that have changed places": (
+    "swapped machines": (
         [
             machine(r0=region("s", 2, 4), r1=region("t", 2, 7, 8)),
             machine(r0=region("t", 2, 7, 9), r1=region("s", 2, 4)),
         ],
         ("t", 7),
     ),
-    "an older start that is whole beside a newer one that is not": (
+    "a complete older session and an incomplete newer one": (
         [
             machine(r0=region("s", 2, 4), r1=region("s", 2, 4)),
             machine(r0=region("t", 2, 9)),
@@ -43,7 +43,7 @@ _CASES = {
         [machine(r0=region("ts", 2, 4, 5), r1=region("s", 2, 5, 6))],
         ("s", 5),
     ),
-    "one that a later start has alone already": (
+    "one that a later session has adopted alone": (
         [machine(r0=region("t", 2, 5), r1=region("ts", 2, 5, 6))],
         ("t", 5),
     ),
@@ -59,7 +59,7 @@ def test_the_newest_step_that_all_ranks_of_one_session_have(case: str) -> None:
 
 
 def test_a_region_is_opened_on_the_machine_of_its_session() -> None:
-    seen = _CASES["machines that have changed places"][0]
+    seen = _CASES["swapped machines"][0]
     actual = newest_common(seen, range(2))
     assert actual is not None
     assert actual.reach == {0: [1], 1: [0]}

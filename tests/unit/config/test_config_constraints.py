@@ -169,9 +169,9 @@ def test_validation_needs_data(config) -> None:
 def test_conversations_need_a_chat_data_set(config, tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").touch()
     chat = f"--training.dataset_path={tmp_path / 'chat.jsonl'}"
-    asked = "--training.messages_column=messages"
-    check_against(config(chat, asked), 1)
-    text = config_error(config(asked, "--validation.messages_column=messages"))
+    options = "--training.messages_column=messages"
+    check_against(config(chat, options), 1)
+    text = config_error(config(options, "--validation.messages_column=messages"))
     assert (
         'training.messages_column = "messages" needs conversations, and dataset = "python_' in text
     )
@@ -179,7 +179,7 @@ def test_conversations_need_a_chat_data_set(config, tmp_path: Path) -> None:
         'validation.messages_column = "messages" needs conversations. Set validation.data' in text
     )
     text = config_error(
-        config(chat, asked, "--training.streaming=true", "--training.text_column=body")
+        config(chat, options, "--training.streaming=true", "--training.text_column=body")
     )
     assert 'training.text_column = "body": a corpus holds either conversations or texts' in text
     assert "training.streaming = true: conversations are tokenised before the first step" in text
@@ -190,11 +190,11 @@ def test_samples_need_validation_and_existing_weights(config, monkeypatch) -> No
         "validation.samples = 2 has no effect while validation.enable is false. Set "
         "validation.enable = true, or samples = 0."
     )
-    asked = ["--validation.enable", "--training.held_out_fraction", "0.01"]
-    asked += ["--validation.samples", "1", "--training.enable_cpu_offload"]
-    check_against(config(*asked), 1)
+    options = ["--validation.enable", "--training.held_out_fraction", "0.01"]
+    options += ["--validation.samples", "1", "--training.enable_cpu_offload"]
+    check_against(config(*options), 1)
     monkeypatch.setattr("torchtitan_lite.config.constraints.on_gpu", lambda config: True)
-    text = config_error(config(*asked))
+    text = config_error(config(*options))
     assert "validation.samples = 1 needs the weights on the GPU" in text
     assert "training.enable_cpu_offload = true" in text
 
@@ -209,12 +209,12 @@ def test_loading_with_checkpoints_disabled(config, tmp_path: Path) -> None:
 
 
 def test_an_export_at_the_end_needs_a_checkpoint_that_transformers_can_read(config) -> None:
-    asked = "--checkpoint.last_save_in_hf"
-    assert "exports the last checkpoint, and none is saved" in config_error(config(asked))
-    check_against(config(asked, "--checkpoint.enable"), 1)
+    options = "--checkpoint.last_save_in_hf"
+    assert "exports the last checkpoint, and none is saved" in config_error(config(options))
+    check_against(config(options, "--checkpoint.enable"), 1)
     experts = ["--model.name", "qwen3", "--model.flavor", "tiny_moe", "--checkpoint.enable"]
-    check_against(config(asked, *experts), 1)
-    text = config_error(config(asked, *experts, "--model.router_bias_update_rate", "0.01"))
+    check_against(config(options, *experts), 1)
+    text = config_error(config(options, *experts, "--model.router_bias_update_rate", "0.01"))
     assert "router_bias_update_rate = 0.01) has no place in a Hugging Face folder" in text
 
 
@@ -393,14 +393,17 @@ def test_semi_synchronous_training_with_supported_features(config, method: str) 
 def test_features_without_semi_synchronous_support_are_rejected(
     config, method: str, overrides: list[str], problem: str
 ) -> None:
-    asked = f"--fault_tolerance.semi_sync_method={method}"
-    assert problem in config_error(config(*_SEMI_SYNC, asked, *overrides))
+    options = f"--fault_tolerance.semi_sync_method={method}"
+    assert problem in config_error(config(*_SEMI_SYNC, options, *overrides))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without a GPU")
 def test_quantized_averaging_needs_a_gpu(config) -> None:
-    asked = ["--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.should_quantize=true"]
-    assert "should_quantize = true needs a GPU" in config_error(config(*_SEMI_SYNC, *asked))
+    options = [
+        "--fault_tolerance.semi_sync_method=diloco",
+        "--fault_tolerance.should_quantize=true",
+    ]
+    assert "should_quantize = true needs a GPU" in config_error(config(*_SEMI_SYNC, *options))
 
 
 def test_an_unwritable_dump_folder_is_rejected(config, tmp_path: Path) -> None:

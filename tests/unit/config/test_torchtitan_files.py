@@ -60,7 +60,7 @@ class File:
     flavor: str = "debugmodel"
     settings: dict[str, Any] = field(default_factory=dict)
     ranks: int = 8
-    refused: tuple[str, ...] = ()
+    load_errors: tuple[str, ...] = ()
     """Error lines of loading. Empty if the file loads."""
     unfit: tuple[str, ...] = ()
     """Error lines of a file that loads but does not fit `ranks` processes on a CPU."""
@@ -93,7 +93,7 @@ def _flux(path: str, releases: tuple[str, ...], module: str) -> Iterator[File]:
                 "training.img_size": 256,
                 "validation.denoising_steps": 4,
             },
-            refused=FLUX,
+            load_errors=FLUX,
         )
 
 
@@ -118,7 +118,7 @@ FILES = [
             "job.custom_config_module": "torchtitan.experiments.vlm.job_config",
             "data.max_images_per_batch": 64,
         },
-        refused=VLM,
+        load_errors=VLM,
     ),
     *(
         File(
@@ -127,7 +127,7 @@ FILES = [
             name="transformers_modeling_backend",
             flavor=flavor,
             settings={"hf_transformers.model": "Qwen/Qwen3-4B-Instruct-2507"},
-            refused=TRANSFORMERS,
+            load_errors=TRANSFORMERS,
         )
         for file, flavor in (("debug_model", "debugmodel"), ("full", "full"))
     ),
@@ -152,7 +152,7 @@ FILES = [
             "quantize.linear.float8.enable_fsdp_float8_all_gather": True,
             "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True,
         },
-        refused=FLOAT8,
+        load_errors=FLOAT8,
     ),
     _model(
         "llama3_ft",
@@ -248,8 +248,8 @@ def check(file: File, tables: dict[str, Any]) -> None:
     assets = tables["model"].get("hf_assets_path")
     if assets:
         Path(assets).mkdir(parents=True, exist_ok=True)
-    if file.refused:
-        assert problems(lambda: config_from(tables, "FILE")) == file.refused
+    if file.load_errors:
+        assert problems(lambda: config_from(tables, "FILE")) == file.load_errors
         return
     config = config_from(tables, "FILE", ["--job.device=cpu"])
     actual = problems(lambda: check_against(config, file.ranks))

@@ -39,8 +39,8 @@ def _traces(
     pools: Pools, folder: Path, world_size: int, overrides: Mapping[str, Any], steps: int = 2
 ) -> list[dict[str, Any]]:
     """Return the traces of all ranks."""
-    asked = {**overrides, "training.steps": steps, "debug.trace_communication": True}
-    pools(world_size).run(run_job, folder, asked)
+    settings = {**overrides, "training.steps": steps, "debug.trace_communication": True}
+    pools(world_size).run(run_job, folder, settings)
     files = [folder / f"communication_rank_{rank}.json" for rank in range(world_size)]
     return [json.loads(file.read_text()) for file in files]
 
@@ -213,8 +213,8 @@ def test_training_is_the_same_bit_by_bit(mesh: str, pools: Pools, tmp_path: Path
     world_size, overrides = MESHES[mesh]
     overrides = {**overrides, "training.steps": 3}
     plain: list[Outcome] = pools(world_size).run(run_job, tmp_path / "plain", overrides)
-    asked = {**overrides, "debug.trace_communication": True, "debug.trace_communication_step": 2}
-    traced: list[Outcome] = pools(world_size).run(run_job, tmp_path / "traced", asked)
+    settings = {**overrides, "debug.trace_communication": True, "debug.trace_communication_step": 2}
+    traced: list[Outcome] = pools(world_size).run(run_job, tmp_path / "traced", settings)
     for one, other in zip(plain, traced, strict=True):
         assert one.losses == other.losses and one.grad_norms == other.grad_norms
         assert all(one.weights[name].equal(other.weights[name]) for name in one.weights)

@@ -73,8 +73,8 @@ def replicas(service: LighthouseService) -> Iterator[list[Replica]]:
             replica.server.shutdown()
 
 
-def _quorums(replicas: list[Replica], step: int, **asked: int) -> list[Any]:
-    return [answer.result() for answer in [one.quorum(step, **asked) for one in replicas]]
+def _quorums(replicas: list[Replica], step: int, **options: int) -> list[Any]:
+    return [answer.result() for answer in [one.quorum(step, **options) for one in replicas]]
 
 
 def test_quorums_and_votes(replicas: list[Replica]) -> None:

@@ -97,5 +97,5 @@ def wait_for_requests(address: str, num_replicas: int) -> None:
 def meet(replicas: list[Replica]) -> None:
     """Request a quorum for all replicas, and block until they receive it."""
     with ThreadPoolExecutor(len(replicas)) as threads:
-        for asked in [threads.submit(one.manager.start_quorum) for one in replicas]:
-            asked.result(timeout=100)
+        for request in [threads.submit(one.manager.start_quorum) for one in replicas]:
+            request.result(timeout=100)

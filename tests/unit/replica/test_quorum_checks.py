@@ -79,8 +79,8 @@ def _leaving(likes: str, steps: list[int]) -> list[int]:
             assert len(set(likes)) == 1
         except ReplicaError:
             result.append(place)
-        except IncompatiblePeers as told:
-            assert all(f"replica_{n:05d}" in str(told) for n, o in enumerate(likes) if o != own)
+        except IncompatiblePeers as error:
+            assert all(f"replica_{n:05d}" in str(error) for n, o in enumerate(likes) if o != own)
     return result
 
 

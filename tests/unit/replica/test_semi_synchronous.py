@@ -59,20 +59,20 @@ def _replicas(
         any=any_rank, device=SimpleNamespace(torch_device=torch.device("cpu"))
     )
     untyped: Any = manager
-    nobody: Any = None
+    unused: Any = None
     return SemiSynchronousReplicas(
         config,
         run,
         mesh,
         averaging=Averaging(config, nn.Linear(2, 2)),
         manager=untyped,
-        transport=nobody,
+        transport=unused,
         floor=ProgressFloor(0),
-        endpoint=nobody,
-        newest_stored_step=nobody,
+        endpoint=unused,
+        newest_stored_step=unused,
         wait_until_modifiable=lambda: None,
-        leave=nobody,
-        stop_requested=nobody,
+        leave=unused,
+        stop_requested=unused,
         initial_stored_step=0,
         phases=Phases([]),
     )

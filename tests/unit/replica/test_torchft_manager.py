@@ -75,13 +75,13 @@ def test_a_restarted_lighthouse_answers_waiting_replicas(last: int) -> None:
     with _kept_address() as address, ThreadPoolExecutor(4) as threads:
         with lighthouse(2, address):
             ranks, others = (_two_ranks(address, number) for number in range(2))
-            asked = [threads.submit(ranks[1 - last].manager.start_quorum)]
+            requests = [threads.submit(ranks[1 - last].manager.start_quorum)]
             time.sleep(0.2)
-            asked.append(threads.submit(ranks[last].manager.start_quorum))
+            requests.append(threads.submit(ranks[last].manager.start_quorum))
             wait_for_requests(address, 1)
         with lighthouse(2, address):
-            asked += [threads.submit(one.manager.start_quorum) for one in others]
-            for one in asked:
+            requests += [threads.submit(one.manager.start_quorum) for one in others]
+            for one in requests:
                 one.result(timeout=50)
             assert all(one.manager.num_participants() == 2 for one in (*ranks, *others))
             for one in (*ranks[::-1], *others[::-1]):
@@ -164,11 +164,11 @@ def test_an_incompatible_replica_leaves_before_any_connection() -> None:
             for n, one in enumerate("ab")
         )
         wait_for_heartbeats(address, 2)
-        asked = [threads.submit(one.manager.start_quorum) for one in (first, second)]
+        requests = [threads.submit(one.manager.start_quorum) for one in (first, second)]
         with pytest.raises(IncompatiblePeers, match="replica_00001 has another config"):
-            asked[0].result(timeout=100)
+            requests[0].result(timeout=100)
         with pytest.raises(ReplicaError, match="same config and the same number of ranks"):
-            asked[1].result(timeout=100)
+            requests[1].result(timeout=100)
         assert first.manager.quorum is second.manager.quorum is None
         second.close()
         first.manager.forget_failed_quorum()

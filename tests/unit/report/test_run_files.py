@@ -152,10 +152,10 @@ def test_a_config_may_have_non_finite_values(make_run):
 def test_an_unreadable_folder_is_one_clear_error(make_run, monkeypatch):
     folder = make_run()
 
-    def refused(path):
+    def fail(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "iterdir", refused)
+    monkeypatch.setattr(Path, "iterdir", fail)
     with pytest.raises(UserError, match="run cannot be read: .*Permission denied") as raised:
         read_run(folder)
     assert "\n" not in str(raised.value)

@@ -244,7 +244,7 @@ def test_an_older_save_in_progress_leaves_time_for_the_newest(tmp_path: Path) ->
     assert _steps(root) == ["step-8"]
 
 
-@pytest.mark.parametrize("how", ["asked", "decided"])
+@pytest.mark.parametrize("how", ["requested", "decided"])
 def test_a_flush_retries_until_storage_works(tmp_path: Path, how: str) -> None:
     """A storage error must not end a writer during a flush."""
     root = tmp_path / "place" / "checkpoint"
@@ -253,7 +253,7 @@ def test_a_flush_retries_until_storage_works(tmp_path: Path, how: str) -> None:
         run.start()
         run.snapshot(0, 7)
         ranks = VisibleRanks(RankSave(run.regions[0], open_storage(str(root))))
-        if how == "asked":
+        if how == "requested":
             ranks.request_save(7)
         else:
             orphan(run.writers[1])

@@ -42,7 +42,7 @@ def _parts(num_ranks: int, num_tensors: int) -> list[dict[str, Any]]:
         {
             "rank": rank,
             "rng": {"python": [rank, 0.5]},
-            "layouts": [Encoded(cut=num_ranks)],
+            "layouts": [Encoded(shards=num_ranks)],
             "tensors": {
                 f"model.{number}": {
                     "dtype": "F32",

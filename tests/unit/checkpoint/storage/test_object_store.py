@@ -97,7 +97,7 @@ def _save(
             "xxh3": place.xxh3,
         }
         entry = {"dtype": "U8", "shape": [world_size, 5000], "layout": 0, "boxes": [box]}
-        part = {"rank": rank, "rng": {}, "layouts": [{"cut": 2}], "tensors": {"model.w": entry}}
+        part = {"rank": rank, "rng": {}, "layouts": [{"shards": 2}], "tensors": {"model.w": entry}}
         store.put_part(step, token, rank, part)
     assert store.parts_present(step, token) == set(range(world_size))
     for rank in range(world_size):
