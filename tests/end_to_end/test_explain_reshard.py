@@ -12,7 +12,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 SRC, DST = "mesh=dp:2,tp:2 placements=S0,R", "mesh=dp:4 placements=S1"
 
 
-def ask(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+def run_script(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
     """Return the output of the command, or its errors if it fails."""
     assert main(list(arguments)) == status
     printed = capsys.readouterr()
@@ -33,7 +33,7 @@ def classes(file: Path) -> list[str]:
 
 def test_text_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "moved.svg"
-    text = ask(capsys, *between(SRC, DST, "64x128"), "--dtype=bfloat16", f"--svg={file}")
+    text = run_script(capsys, *between(SRC, DST, "64x128"), "--dtype=bfloat16", f"--svg={file}")
     assert "From: [S0, R] on (dp 2 x tp 2)\nTo: [S1] on (dp 4)" in text
     # Each of 4 holders keeps half of its quarter of 16384 bytes.
     assert "Moved in all: 8,192 bytes (8 KiB); that is the lower bound." in text
@@ -64,13 +64,13 @@ def test_every_box_is_drawn_once(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "moved.svg"
-    ask(capsys, *between(src, dst, shape), f"--svg={file}")
+    run_script(capsys, *between(src, dst, shape), f"--svg={file}")
     actual = classes(file)
     assert (actual.count("source"), actual.count("destination")) == boxes
 
 
 def test_numbers_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    actual = json.loads(ask(capsys, *between(SRC, DST, "64x128"), "--json"))
+    actual = json.loads(run_script(capsys, *between(SRC, DST, "64x128"), "--json"))
     assert actual["moved_bytes"] == actual["lower_bound_bytes"] == 16384
     assert actual["rounds"] == ["move"] and actual["dtype"] == "float32"
     assert sum(holder["sent"] for holder in actual["holders"].values()) == 16384
@@ -115,7 +115,7 @@ def test_numbers_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_dtensor_comparison(
     src: str, dst: str, shape: str, needed: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = ask(capsys, *between(src, dst, shape), "--torch")
+    text = run_script(capsys, *between(src, dst, shape), "--torch")
     for words in needed:
         assert words in text
 
@@ -143,7 +143,7 @@ def test_dtensor_comparison(
 def test_errors_are_one_line(
     src: str, more: tuple[str, ...], needed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = ask(capsys, *between(src, DST, "8x8"), *more, status=2)
+    output = run_script(capsys, *between(src, DST, "8x8"), *more, status=2)
     assert needed in output
     assert len(output.splitlines()) == 1
 
@@ -153,5 +153,5 @@ def test_too_large_drawings_are_rejected_early(
 ) -> None:
     file = tmp_path / "large.svg"
     layouts = between("mesh=a:2 placements=S0/20000", DST, "100000x8")
-    assert "boxes, and at most" in ask(capsys, *layouts, f"--svg={file}", status=2)
+    assert "boxes, and at most" in run_script(capsys, *layouts, f"--svg={file}", status=2)
     assert not file.exists()

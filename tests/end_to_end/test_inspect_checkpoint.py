@@ -11,7 +11,7 @@ from torchtitan_lite.cli import inspect
 from torchtitan_lite.cli.parsers import parser
 
 
-def ask(
+def run_script(
     capsys: pytest.CaptureFixture[str], *arguments: object, shm: Path = Path("/"), status: int = 0
 ) -> str:
     """Return the output of the command, or its errors if it fails."""
@@ -27,7 +27,7 @@ def ask(
 
 def test_a_checkpoint_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_checkpoint(tmp_path, step=3)
-    text = ask(capsys, tmp_path / "step-3", "--tensors", "--verify")
+    text = run_script(capsys, tmp_path / "step-3", "--tensors", "--verify")
     for words in (
         "  step 3\n",
         "format version 3, written by torchtitan_lite test",
@@ -39,7 +39,7 @@ def test_a_checkpoint_is_described(capsys: pytest.CaptureFixture[str], tmp_path:
         "whole: all checksums hold",
     ):
         assert words in text
-    actual = json.loads(ask(capsys, f"{tmp_path}/step-3/", "--json"))
+    actual = json.loads(run_script(capsys, f"{tmp_path}/step-3/", "--json"))
     assert (actual["step"], actual["model_only"], actual["verified"]) == (3, False, False)
     assert actual["bytes"] == sum(actual["bytes_by_file"].values()) == 16879
     assert "tensors" not in actual
@@ -55,14 +55,14 @@ def test_all_damage_is_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path
     content[-1] ^= 1
     path.write_bytes(content)
     # Without reading the files, the command detects only damage to the manifest.
-    assert ask(capsys, tmp_path, status=1).count("DAMAGED") == 1
-    actual = json.loads(ask(capsys, tmp_path, "--verify", "--json", status=1))["steps"]
+    assert run_script(capsys, tmp_path, status=1).count("DAMAGED") == 1
+    actual = json.loads(run_script(capsys, tmp_path, "--verify", "--json", status=1))["steps"]
     assert [[(one["file"], one["tensor"]) for one in step["damage"]] for step in actual] == [
         [("manifest.json", None)],
         [(TWO_FILES[0], None), (TWO_FILES[1], "optimizer.weight.momentum")],
         [],
     ]
-    assert "whole: all checksums hold" in ask(capsys, tmp_path / "step-5", "--verify")
+    assert "whole: all checksums hold" in run_script(capsys, tmp_path / "step-5", "--verify")
 
 
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (["--shm", "--free", "0" * 32], "No run"),
         ([tmp_path, "--quick"], "unrecognized arguments: --quick"),
     ):
-        output = ask(capsys, *arguments, shm=tmp_path, status=2)
+        output = run_script(capsys, *arguments, shm=tmp_path, status=2)
         assert needed in output
         assert len(output.splitlines()) == 1
 
@@ -87,13 +87,13 @@ def test_shared_memory_is_listed_and_freed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     root = tmp_path / "checkpoint"
-    assert "No run" in ask(capsys, "--shm", shm=tmp_path)
+    assert "No run" in run_script(capsys, "--shm", shm=tmp_path)
     with trainers(tmp_path, root, 2) as run:
         run.start()
         run.snapshot(0, 7)
         run.snapshot(1, 8)
         run.regions[0].begin(0, 9)
-        (actual,) = json.loads(ask(capsys, "--shm", "--json", shm=tmp_path))["runs"]
+        (actual,) = json.loads(run_script(capsys, "--shm", "--json", shm=tmp_path))["runs"]
         assert (actual["run_id"], actual["root"], actual["ranks"]) == (
             run.run_id,
             str(root),
@@ -102,15 +102,15 @@ def test_shared_memory_is_listed_and_freed(
         assert actual["steps"] == [8]
         assert actual["bytes"] >= 6 * 12288
         assert actual["writers"] == {str(r): w.pid for r, w in enumerate(run.writers)}
-        text = ask(capsys, "--shm", "--free", shm=tmp_path)
+        text = run_script(capsys, "--shm", "--free", shm=tmp_path)
         assert "Freed" not in text and f"rank 1 is written by process {run.writers[1].pid}" in text
-        output = ask(capsys, "--shm", "--free", run.run_id, shm=tmp_path, status=2)
+        output = run_script(capsys, "--shm", "--free", run.run_id, shm=tmp_path, status=2)
         assert "still writes" in output
         for writer in run.writers:
             writer.close()
-        output = ask(capsys, "--shm", "--free", shm=tmp_path, status=2)
+        output = run_script(capsys, "--shm", "--free", shm=tmp_path, status=2)
         assert run.run_id in output and "Confirm with --yes" in output
         assert run.folder.exists()
-        text = ask(capsys, "--shm", "--free", "--yes", shm=tmp_path)
+        text = run_script(capsys, "--shm", "--free", "--yes", shm=tmp_path)
         assert text == f"Freed run {run.run_id}.\n"
         assert not run.folder.exists()

@@ -7,7 +7,7 @@ import pytest
 
 from tests import launch
 from tests.replicas import ENDLESS, check_against_undisturbed_run, replicas
-from tests.resilience.test_launch import REPLICAS, ending, start
+from tests.resilience.test_launch import REPLICAS, killed_at_exit, start
 from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
 
 
@@ -58,7 +58,7 @@ def test_a_diverged_run_has_its_own_exit_status(tmp_path: Path) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     # So large a step that the next one is not finite.
     process = start(folder, log, *bad, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0")
-    with ending(process, folder):
+    with killed_at_exit(process, folder):
         assert process.wait(timeout=120) == 1
         text = log.read_text()
     assert "the training has diverged" in text and "restarts in" not in text, text

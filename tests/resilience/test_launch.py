@@ -56,7 +56,7 @@ def start(
         )
 
 
-def of_the_run(folder: Path) -> list[psutil.Process]:
+def processes_of_run(folder: Path) -> list[psutil.Process]:
     """Return every process that was started for a run, wherever it is in the process tree."""
     result = []
     for process in psutil.process_iter(["cmdline", "status"]):
@@ -75,7 +75,10 @@ def rank_of(folder: Path, replica: int, rank: int = 0) -> psutil.Process:
     """Return a rank of a replica."""
     deadline = time.monotonic() + 20
     # A process that the rank starts has its command line for a moment.
-    while len(result := [one for one in of_the_run(folder) if _is_rank(one, replica, rank)]) != 1:
+    while (
+        len(result := [one for one in processes_of_run(folder) if _is_rank(one, replica, rank)])
+        != 1
+    ):
         assert time.monotonic() < deadline, result
         time.sleep(0.02)
     return result[0]
@@ -93,7 +96,7 @@ def _is_rank(process: psutil.Process, replica: int, rank: int) -> bool:
 
 
 @contextmanager
-def ending(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
+def killed_at_exit(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
     """At the end of the block, kill what is left of a launched run."""
     try:
         yield
@@ -101,14 +104,14 @@ def ending(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
         process.kill()
         process.wait()
         deadline = time.monotonic() + 30
-        while (left := of_the_run(folder)) and time.monotonic() < deadline:
+        while (left := processes_of_run(folder)) and time.monotonic() < deadline:
             time.sleep(0.05)
         for one in left:
             one.kill()
     assert not left
 
 
-def end_of(process: subprocess.Popen[bytes], log: Path, timeout_s: float = 120) -> str:
+def output_of(process: subprocess.Popen[bytes], log: Path, timeout_s: float = 120) -> str:
     """Return the output of a launcher that must exit with status 0."""
     status = process.wait(timeout=timeout_s)
     text = log.read_text()
@@ -149,10 +152,10 @@ def test_a_stopped_rank_is_named_and_replaced(
     hangs = ["--checkpoint.enable=true", "--fault_tolerance.hang_timeout_s=6"]
     process = start(folder, log, *EXACT, *hangs, replicas=replicas, ranks="2")
     last = replicas - 1
-    with ending(process, folder):
+    with killed_at_exit(process, folder):
         launch.wait_for_step(folder / REPLICAS[last], 3, process, log)
         rank_of(folder, last, 1).send_signal(signal.SIGSTOP)
-        text = end_of(process, log)
+        text = output_of(process, log)
     match = re.search(rf"replica {last}: failed, rank 1: no progress for (\S+) s in .*", text)
     assert match is not None, text
     assert float(match[1]) >= 6
@@ -196,12 +199,12 @@ def test_a_resized_run_has_the_losses_of_an_undisturbed_one(
     own = [f"--slots-file={slots}"]
     process = start(folder, log, *EXACT, *more, replicas=replicas, ranks="1:2", own=own)
     last = replicas - 1
-    with ending(process, folder):
+    with killed_at_exit(process, folder):
         launch.wait_for_step(folder / REPLICAS[last], 3, process, log)
         slots.write_text(f'{{"{last}": 1}}')
         wait_for_ranks(folder, last, 1, log)
         slots.write_text(f'{{"{last}": 2}}')
-        text = end_of(process, log, 200)
+        text = output_of(process, log, 200)
     assert f"resize to 1 rank each: replica {last} has slots for 1" in text
     assert "resize to 2 ranks each: the slots are back" in text
     assert len(list(folder.glob("launch_logs/*/attempt_*/rank_*.log"))) == 5 * replicas
@@ -220,11 +223,11 @@ def test_a_replica_that_loses_a_rank_recovers_and_all_finish(tmp_path: Path) -> 
     folder, log = tmp_path / "run", tmp_path / "log"
     process = start(folder, log)
     started_with = {process.pid}
-    with ending(process, folder):
+    with killed_at_exit(process, folder):
         launch.wait_for_step(folder / REPLICAS[1], 4, process, log)
         started_with |= {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
         rank_of(folder, 1).send_signal(signal.SIGKILL)
-        text = end_of(process, log)
+        text = output_of(process, log)
     assert not {pid for pid in started_with if psutil.pid_exists(pid)}
     assert "replica 1: failed, rank 0: killed by SIGKILL" in text
     assert "replica 1: restarts in 0.2 s" in text

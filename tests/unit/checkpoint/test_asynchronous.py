@@ -637,18 +637,18 @@ def test_waiting_for_a_hanging_writer_is_logged_repeatedly(
     os.kill(pid, signal.SIGSTOP)
     waiting = "Step 1 is still being saved in"
 
-    def goes_on(record: logging.LogRecord) -> bool:
+    def continues(record: logging.LogRecord) -> bool:
         # After the message was repeated.
         if any(waiting in text for text in warnings_in(logged)) and waiting in record.getMessage():
             os.kill(pid, signal.SIGCONT)
         return True
 
-    logged.handler.addFilter(goes_on)
+    logged.handler.addFilter(continues)
     started = time.monotonic()
     try:
         assert manager.final_save(finished=True) == f"{manager.root}/step-1"
     finally:
-        logged.handler.removeFilter(goes_on)
+        logged.handler.removeFilter(continues)
     took_s = time.monotonic() - started
     output = [text for text in warnings_in(logged) if waiting in text]
     assert len(output) > 1

@@ -192,7 +192,7 @@ def _data_new_line(raw: dict[str, Any]) -> None:
     raw["data"] = "a\n"
 
 
-def _data_nowhere(raw: dict[str, Any]) -> None:
+def _data_in_no_file(raw: dict[str, Any]) -> None:
     raw["data"] = ""
 
 
@@ -283,7 +283,7 @@ def _layout_of_more_files(raw: dict[str, Any]) -> None:
     _layout(raw)["mesh"] |= {"shape": [3], "holders": [*TWO_FILES, "rank-00002.safetensors"]}
 
 
-def _layout_turned(raw: dict[str, Any]) -> None:
+def _layout_reversed(raw: dict[str, Any]) -> None:
     _layout(raw)["mesh"]["holders"].reverse()
 
 
@@ -291,7 +291,7 @@ def _layout_of_other_boxes(raw: dict[str, Any]) -> None:
     _layout(raw)["placements"] = ["S1"]
 
 
-def _layout_of_copies(raw: dict[str, Any]) -> None:
+def _layout_of_replicas(raw: dict[str, Any]) -> None:
     """The files are declared as replicas, but only one of them has the data."""
     _layout(raw)["placements"] = ["R"]
     entry = raw["tensors"]["model.weight"]
@@ -300,12 +300,12 @@ def _layout_of_copies(raw: dict[str, Any]) -> None:
     entry["shape"], entry["boxes"] = [150, 7], [full | {"bytes": [first, first + 150 * 7 * 4]}]
 
 
-def _layout_of_contributions(raw: dict[str, Any]) -> None:
-    _layout_of_copies(raw)
+def _layout_of_partial_sums(raw: dict[str, Any]) -> None:
+    _layout_of_replicas(raw)
     _layout(raw)["placements"] = ["P(sum)"]
 
 
-def _layout_of_stripes(raw: dict[str, Any]) -> None:
+def _strided_layout(raw: dict[str, Any]) -> None:
     _layout(raw)["placements"] = ["S0/9999999999"]
 
 
@@ -347,7 +347,7 @@ def _lone_surrogate(raw: dict[str, Any]) -> None:
         (_data_outside, r"damaged at data: String should match"),
         (_data_below, r"damaged at data: String should match"),
         (_data_new_line, r"damaged at data: String should match"),
-        (_data_nowhere, r"damaged at data: String should match"),
+        (_data_in_no_file, r"damaged at data: String should match"),
         (_data_in_version_2, r"version 2 has no field data"),
         (_absurd_shape, r"the box of model.weight .* does not fit"),
         (_absurd_dims, r"damaged at tensors.model.weight.shape: List should have at most"),
@@ -370,11 +370,11 @@ def _lone_surrogate(raw: dict[str, Any]) -> None:
         (_negative_layout, r"damaged at tensors.model.weight.layout: Input should be greater"),
         (_layout_of_a_file_outside, r"layout 0 names '\.\./\.\./other\.safetensors'"),
         (_layout_of_more_files, r"model.weight holds other boxes"),
-        (_layout_turned, r"model.weight holds other boxes"),
+        (_layout_reversed, r"model.weight holds other boxes"),
         (_layout_of_other_boxes, r"model.weight holds other boxes"),
-        (_layout_of_copies, r"model.weight .* elements that several files hold"),
-        (_layout_of_contributions, r"model.weight .* elements that several files hold"),
-        (_layout_of_stripes, r"layout 0 .* strided"),
+        (_layout_of_replicas, r"model.weight .* elements that several files hold"),
+        (_layout_of_partial_sums, r"model.weight .* elements that several files hold"),
+        (_strided_layout, r"layout 0 .* strided"),
         (_layout_of_absurdly_many, r"layout 0: A mesh of shape .* needs 2305843009213693952"),
         (_layout_of_many, r"model.weight holds other boxes"),
         (_layout_that_repeats, r"layout 0: Holder rank-99998.safetensors is twice"),

@@ -75,7 +75,7 @@ def until_training(folder: Path, *, times: int = 1) -> None:
     )
 
 
-def end_of(process: subprocess.Popen[bytes], folder: Path, status: int) -> str:
+def output_of(process: subprocess.Popen[bytes], folder: Path, status: int) -> str:
     """Return the launcher's complete output."""
     process.wait(TIMEOUT_S)
     output = (folder / "output").read_text()
@@ -96,7 +96,7 @@ def test_a_dead_rank_ends_its_replica_which_restarts(tmp_path: Path) -> None:
         wait_until(lambda: len(pids(tmp_path, "rank", name="1.*")) == 2)
         assert all(map(is_alive, others))
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, tmp_path, 0)
+        output = output_of(process, tmp_path, 0)
     assert "replica 1: failed, rank 1: killed by SIGKILL" in output
     assert "replica 1: restarts in 0.2 s" in output
     for attempt in ("attempt_00", "attempt_01"):
@@ -113,7 +113,7 @@ def test_a_dead_torchrun_ends_its_ranks(tmp_path: Path) -> None:
         assert wait_until(lambda: not any(map(is_alive, ranks))) < AT_ONCE_S
         wait_until(lambda: len(pids(tmp_path, "rank", name="0.*")) == 2)
         process.send_signal(signal.SIGINT)
-        output = end_of(process, tmp_path, 0)
+        output = output_of(process, tmp_path, 0)
     assert "replica 0: failed, torchrun: killed by SIGKILL" in output
     assert not pids(tmp_path)
 
@@ -137,7 +137,7 @@ def test_a_dead_lighthouse_restarts_at_its_port_and_sigterm_lets_ranks_save(
         wait_until(lambda: log.read_text() == "listening on 127.0.0.1:4321\n" * 2)
         assert all(map(is_alive, ranks))
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, tmp_path, 0)
+        output = output_of(process, tmp_path, 0)
     assert output.count("listening on 127.0.0.1:4321") == 2
     assert len(list(tmp_path.glob("saved-*"))) == 4
     assert output.count(": left") == 2
@@ -148,7 +148,7 @@ def test_a_replica_that_does_not_leave_is_killed(tmp_path: Path) -> None:
     with launched(tmp_path, "stubborn", 2, 2, 3, 0.5) as process:
         until_training(tmp_path)
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, tmp_path, 1)
+        output = output_of(process, tmp_path, 1)
     assert output.count("killed before it had left") == 2
     assert not pids(tmp_path)
 
@@ -161,19 +161,19 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
         assert len(pids(tmp_path, "rank")) == 4
         process.send_signal(signal.SIGINT)
         assert wait_until(lambda: not pids(tmp_path)) < AT_ONCE_S
-        end_of(process, tmp_path, 1)
+        output_of(process, tmp_path, 1)
 
 
 def test_all_finish(tmp_path: Path) -> None:
     with launched(tmp_path, "short") as process:
-        output = end_of(process, tmp_path, 0)
+        output = output_of(process, tmp_path, 0)
     assert output.count(": finished") == 2
     assert not pids(tmp_path)
 
 
 def test_an_invalid_setting_fails_early_and_is_shown(tmp_path: Path) -> None:
     with launched(tmp_path, "wrong", 1, 2) as process:
-        output = end_of(process, tmp_path, 1)
+        output = output_of(process, tmp_path, 1)
     assert "Replica 0 is given up: it failed 2 times in the same way" in output
     assert "rank 0: exit status 1." in output
     assert "rank_0.log ends with: " in output
@@ -185,7 +185,7 @@ def test_an_invalid_setting_fails_early_and_is_shown(tmp_path: Path) -> None:
 
 def test_a_replica_that_fails_repeatedly_ends_the_job(tmp_path: Path) -> None:
     with launched(tmp_path, "breaks", 2, 2, 1) as process:
-        output = end_of(process, tmp_path, 1)
+        output = output_of(process, tmp_path, 1)
     assert "is given up: it failed 2 times in a row. rank 1: exit status 1." in output
     assert "RuntimeError: the device is gone" in output
     assert not pids(tmp_path)
@@ -218,7 +218,7 @@ def test_replicas_resize_when_slots_change(tmp_path: Path) -> None:
         slots.write_text("{}")
         until_training(tmp_path, times=3)
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, tmp_path, 0)
+        output = output_of(process, tmp_path, 0)
     assert "slots is not of the form" in output
     assert "all replicas resize to 1 rank each: replica 1 has slots for 1" in output
     assert "all replicas resize to 2 ranks each: the slots are back" in output
@@ -237,7 +237,7 @@ def test_a_slot_whose_rank_keeps_dying_is_removed_and_retried(tmp_path: Path) ->
         )
         wait_until(lambda: len(pids(tmp_path, "rank")) > 2)
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, tmp_path, 0)
+        output = output_of(process, tmp_path, 0)
     first, grown = output.split("all replicas resize to 1 rank each: ")[:2]
     assert first.count("replica 1: failed, rank 1: killed by SIGKILL") >= 3
     assert grown.startswith("a rank of replica 1 failed 3 times in a row")
@@ -261,7 +261,7 @@ def test_a_diverged_run_ends_and_a_faulty_machine_is_excluded(
     tmp_path: Path, status: int, others: str
 ) -> None:
     with launched(tmp_path, str(status)) as process:
-        output = end_of(process, tmp_path, 1)
+        output = output_of(process, tmp_path, 1)
     why = {DIVERGED: "the training has diverged", MACHINE_FAULT: "its machine is at fault"}[status]
     assert f"Replica 1 is given up: {why}. rank" in output
     assert output.count("started") == 2
@@ -278,7 +278,7 @@ def test_only_writers_outlive_their_trainer(tmp_path: Path) -> None:
         wait_until(lambda: times_printed(tmp_path, "waiting for checkpoint writers"))
         assert is_alive(writer)
         (tmp_path / "go").touch()
-        end_of(process, tmp_path, 0)
+        output_of(process, tmp_path, 0)
     assert (tmp_path / "durable").exists()
     assert not is_alive(writer) and not is_alive(stray)
     assert not pids(tmp_path)

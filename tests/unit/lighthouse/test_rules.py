@@ -137,7 +137,7 @@ def test_members_of_a_quorum(case: Case) -> None:
         assert verdict.until_s == NOW_S + case.changes_in_s
 
 
-def _ask(rules: QuorumRules, now_s: float, *replicas: str | Replica) -> Quorum | None:
+def _request(rules: QuorumRules, now_s: float, *replicas: str | Replica) -> Quorum | None:
     """Request a quorum for all, and return the one that forms."""
     for replica in replicas:
         rules.request_quorum(Replica(replica) if isinstance(replica, str) else replica, now_s)
@@ -148,7 +148,7 @@ def test_the_id_increases_when_the_members_change() -> None:
     rules = QuorumRules(SETTINGS)
     ids = []
     for second, asking in enumerate(["ab", "ab", "abc", "cba", "abcd"]):
-        quorum = _ask(rules, second, *asking)
+        quorum = _request(rules, second, *asking)
         assert quorum is not None
         assert quorum.ids == tuple(sorted(asking))
         ids.append(quorum.quorum_id)
@@ -159,7 +159,7 @@ def test_the_id_increases_with_each_step_that_a_member_could_not_commit() -> Non
     rules = QuorumRules(SETTINGS)
     ids = []
     for second, failures in enumerate([0, 0, 1, 2, 0]):
-        quorum = _ask(rules, second, "a", Replica("b", commit_failures=failures))
+        quorum = _request(rules, second, "a", Replica("b", commit_failures=failures))
         assert quorum is not None
         ids.append(quorum.quorum_id)
     assert ids == [1, 1, 2, 3, 3]
@@ -167,19 +167,21 @@ def test_the_id_increases_with_each_step_that_a_member_could_not_commit() -> Non
 
 def test_failures_of_excluded_replicas_do_not_count() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a", "b")
-    quorum = _ask(rules, 1, Replica("c", commit_failures=1), Replica("a", shrink_only=True), "b")
+    assert _request(rules, 0, "a", "b")
+    quorum = _request(
+        rules, 1, Replica("c", commit_failures=1), Replica("a", shrink_only=True), "b"
+    )
     assert quorum is not None
     assert (quorum.quorum_id, quorum.ids) == (1, ("a", "b"))
 
 
 def test_requests_of_members_are_fulfilled_and_others_wait_again() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a", "b")
-    assert _ask(rules, 1, "c") is None
-    assert _ask(rules, 2, Replica("a", shrink_only=True), "b")
+    assert _request(rules, 0, "a", "b")
+    assert _request(rules, 1, "c") is None
+    assert _request(rules, 2, Replica("a", shrink_only=True), "b")
     assert {one: asking.since_s for one, asking in rules.waiting.items()} == {"c": 2}
-    quorum = _ask(rules, 3, "a", "b")
+    quorum = _request(rules, 3, "a", "b")
     assert quorum is not None
     assert (quorum.quorum_id, quorum.ids) == (2, ("a", "b", "c"))
 
@@ -187,33 +189,33 @@ def test_requests_of_members_are_fulfilled_and_others_wait_again() -> None:
 def test_a_repeated_request_does_not_restart_the_wait() -> None:
     rules = QuorumRules(SETTINGS)
     rules.heartbeat("c", 0)
-    assert _ask(rules, 0, "a", "b") is None
+    assert _request(rules, 0, "a", "b") is None
     rules.cancel_request("a")
     rules.heartbeat("c", 2)
-    assert _ask(rules, 2, "a", "b") is None
+    assert _request(rules, 2, "a", "b") is None
     assert rules.form_quorum(2.9) is None
     assert rules.form_quorum(3)
 
 
 def test_ids_of_an_earlier_lighthouse_are_not_reused() -> None:
     rules = QuorumRules(SETTINGS, first_id=1000)
-    actual = _ask(rules, 0, "a", "b")
+    actual = _request(rules, 0, "a", "b")
     assert actual is not None and actual.quorum_id == 1001
 
 
 def test_a_replica_that_withdraws_is_in_no_quorum() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a") is None
+    assert _request(rules, 0, "a") is None
     rules.cancel_request("a")
-    assert _ask(rules, 1, "b") is None
+    assert _request(rules, 1, "b") is None
     assert rules.is_healthy("a", 1)
 
 
 @pytest.mark.parametrize("left_id", ["c:1", "c"])
 def test_a_replica_that_has_left_is_not_waited_for(left_id: str) -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a:1", "b:1", "c:1")
-    assert _ask(rules, 1, "a:1", "b:1") is None
+    assert _request(rules, 0, "a:1", "b:1", "c:1")
+    assert _request(rules, 1, "a:1", "b:1") is None
     assert rules.mark_left(left_id) == ["c:1"]
     quorum = rules.form_quorum(1)
     assert quorum is not None
@@ -222,28 +224,28 @@ def test_a_replica_that_has_left_is_not_waited_for(left_id: str) -> None:
 
 def test_a_replica_that_has_left_is_not_a_participant() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a:1") is None
+    assert _request(rules, 0, "a:1") is None
     assert rules.mark_left("a") == ["a:1"]
-    assert _ask(rules, 0, "b:1") is None
+    assert _request(rules, 0, "b:1") is None
     assert rules.waiting.keys() == {"b:1"}
 
 
 def test_late_messages_of_a_replica_that_has_left_are_ignored() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a:1", "b:1", "c:1")
+    assert _request(rules, 0, "a:1", "b:1", "c:1")
     rules.mark_left("c")
     assert not rules.heartbeat("c:1", 1)
     assert not rules.request_quorum(Replica("c:1"), 1)
-    quorum = _ask(rules, 1, "a:1", "b:1")
+    quorum = _request(rules, 1, "a:1", "b:1")
     assert quorum is not None
     assert quorum.ids == ("a:1", "b:1")
 
 
 def test_it_rejoins_with_another_uuid() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a:1", "b:1")
+    assert _request(rules, 0, "a:1", "b:1")
     assert rules.mark_left("b") == ["b:1"]
-    quorum = _ask(rules, 1, "a:1", "b:2")
+    quorum = _request(rules, 1, "a:1", "b:2")
     assert quorum is not None
     assert quorum.ids == ("a:1", "b:2")
     assert rules.mark_left("b") == ["b:2"]
@@ -251,25 +253,25 @@ def test_it_rejoins_with_another_uuid() -> None:
 
 def test_an_id_without_a_uuid_may_rejoin() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a", "b")
+    assert _request(rules, 0, "a", "b")
     assert rules.mark_left("b") == ["b"]
     assert rules.mark_left("b") == []
-    assert _ask(rules, 1, "a", "b")
+    assert _request(rules, 1, "a", "b")
 
 
 def test_other_names_do_not_leave() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "replica_1:x", "replica_10:x", "replica_1:y:z", "y:replica_1:x")
+    assert _request(rules, 0, "replica_1:x", "replica_10:x", "replica_1:y:z", "y:replica_1:x")
     assert rules.mark_left("replica_1") == ["replica_1:x", "replica_1:y:z"]
     assert rules.mark_left("x") == []
 
 
 def test_the_last_quorum_of_a_replica_that_has_left_cannot_be_repeated() -> None:
     rules = QuorumRules(QuorumSettings(1, 3000, 5000))
-    assert _ask(rules, 0, "a:1")
+    assert _request(rules, 0, "a:1")
     assert rules.mark_left("a") == ["a:1"]
     assert rules.form_quorum(0) is None
-    quorum = _ask(rules, 0, "b:1")
+    quorum = _request(rules, 0, "b:1")
     assert quorum is not None
     assert (quorum.quorum_id, quorum.ids) == (2, ("b:1",))
 
@@ -277,9 +279,9 @@ def test_the_last_quorum_of_a_replica_that_has_left_cannot_be_repeated() -> None
 def test_long_silent_replicas_are_forgotten() -> None:
     rules = QuorumRules(SETTINGS)
     rules.heartbeat("old", 0)
-    assert _ask(rules, 100, "a", "b")
+    assert _request(rules, 100, "a", "b")
     assert "old" in rules.heartbeats
-    assert _ask(rules, 1000, "a", "b")
+    assert _request(rules, 1000, "a", "b")
     assert rules.heartbeats.keys() == {"a", "b"}
 
 

@@ -27,7 +27,7 @@ def test_state_is_written_to_files_and_read_on_other_ranks(tmp_path: Path) -> No
         for name in files.mesh.holders
     }
     to_files = plan(saving, files, SHAPE, torch.int32)
-    written = _carry_out(to_files, live, stored)
+    written = _execute(to_files, live, stored)
     for memory in stored.values():
         assert isinstance(memory, np.memmap)
         memory.flush()
@@ -41,7 +41,7 @@ def test_state_is_written_to_files_and_read_on_other_ranks(tmp_path: Path) -> No
         rank: np.empty(_local_shape(loading, rank), np.int32) for rank in range(5)
     }
     from_files = plan(files, loading, SHAPE, torch.int32)
-    read = _carry_out(from_files, actual, restored)
+    read = _execute(from_files, actual, restored)
     assert read == full.nbytes
     for rank, part in _parts(loading, full).items():
         assert np.array_equal(restored[rank], part)
@@ -68,7 +68,7 @@ def _local_shape(layout: Layout, holder: Holder) -> tuple[int, ...]:
     return layout.local_shape(SHAPE, holder)
 
 
-def _carry_out(
+def _execute(
     found: Plan, sources: dict[Holder, np.ndarray], results: dict[Holder, np.ndarray]
 ) -> int:
     """Copy every piece from its sender, and return the number of copied bytes."""

@@ -39,16 +39,16 @@ def test_each_element_enters_a_node_once() -> None:
     shape = (4096, 64)
     gathered = _on_nodes(Layout(mesh, [Shard(0)]), Layout(mesh, [Replicate()]), shape, 4)
     # Each node lacks the half that the other has.
-    assert _crossing(gathered) == 4096 * 64
+    assert _elements_between_nodes(gathered) == 4096 * 64
     direct = plan(gathered.src, gathered.dst, shape, torch.float32)
-    assert _crossing(direct) == 4 * 4096 * 64
+    assert _elements_between_nodes(direct) == 4 * 4096 * 64
     assert direct.moved_bytes == gathered.moved_bytes
 
 
 def test_elements_on_a_node_come_from_it() -> None:
     mesh = HolderMesh.ranks(2, 4)
     src, dst = Layout(mesh, [Replicate(), Shard(0)]), Layout(mesh, [Replicate(), Shard(1)])
-    assert _crossing(_on_nodes(src, dst, (64, 64), 4)) == 0
+    assert _elements_between_nodes(_on_nodes(src, dst, (64, 64), 4)) == 0
 
 
 @pytest.mark.parametrize("costs", [CPU.with_ranks_per_node(4), CUDA, CUDA.with_ranks_per_node(4)])
@@ -99,7 +99,7 @@ def _on_nodes(src: Layout, dst: Layout, shape: tuple[int, ...], ranks_per_node: 
     return plan(src, dst, shape, torch.float32, costs=costs, objective="bytes")
 
 
-def _crossing(found: Plan) -> int:
+def _elements_between_nodes(found: Plan) -> int:
     """Return the number of elements sent to another node, of four ranks each."""
     crossing: Counter[bool] = Counter()
     for holder in found.src.mesh.holders:

@@ -94,7 +94,7 @@ def wait_for_requests(address: str, num_replicas: int) -> None:
     wait_until(lambda: len(status(address, _TOKEN, timeout_s=30)["waiting"]) >= num_replicas, 100)
 
 
-def meet(replicas: list[Replica]) -> None:
+def form_quorum(replicas: list[Replica]) -> None:
     """Request a quorum for all replicas, and block until they receive it."""
     with ThreadPoolExecutor(len(replicas)) as threads:
         for request in [threads.submit(one.manager.start_quorum) for one in replicas]:

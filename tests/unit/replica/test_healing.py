@@ -119,7 +119,7 @@ def test_a_state_that_lacks_a_tensor_is_rejected(server: StateServer) -> None:
         receive_state(endpoint(server), 8, Run())
 
 
-def _die_in_the_middle(donor: Run, server: StateServer) -> None:
+def _die_during_transfer(donor: Run, server: StateServer) -> None:
     state = LiveState.of(donor)
     read = state.read
 
@@ -135,7 +135,7 @@ def _die_in_the_middle(donor: Run, server: StateServer) -> None:
 def test_a_donor_that_dies_during_a_transfer_leaves_a_partial_state(
     donor: Run, server: StateServer
 ) -> None:
-    _die_in_the_middle(donor, server)
+    _die_during_transfer(donor, server)
     with pytest.raises(TornState, match="cannot be read|closed the connection"):
         receive_state(endpoint(server), 8, Run())
 
@@ -173,7 +173,7 @@ def test_bytes_corrupted_in_transfer_are_detected(
 
 
 @contextmanager
-def _answering(content: bytes) -> Iterator[str]:
+def _serving(content: bytes) -> Iterator[str]:
     """Start a server that sends `content` to its first client, and yield its URL."""
 
     def answer() -> None:
@@ -201,7 +201,7 @@ def _answering(content: bytes) -> Iterator[str]:
 )
 def test_a_malformed_response_is_an_error_and_changes_nothing(content: bytes) -> None:
     fresh, untouched = Run(), Run()
-    with _answering(content) as url, pytest.raises(ReplicaError) as caught:
+    with _serving(content) as url, pytest.raises(ReplicaError) as caught:
         receive_state(PeerEndpoint(url, _TOKEN, 1.0, 2), 8, fresh)
     assert not isinstance(caught.value, TornState)
     assert same(fresh, untouched)

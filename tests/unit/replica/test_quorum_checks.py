@@ -39,7 +39,7 @@ def test_own_progress_raises_the_floor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("likes", "steps", "leaving"),
+    ("fingerprints", "steps", "leaving"),
     [
         ("aaa", [5, 5, 0], []),
         # The newcomer leaves, even if it is first in the order of names.
@@ -55,18 +55,21 @@ def test_own_progress_raises_the_floor() -> None:
     ],
 )
 def test_replicas_with_one_fingerprint_stay(
-    likes: str, steps: list[int], leaving: list[int]
+    fingerprints: str, steps: list[int], leaving: list[int]
 ) -> None:
-    assert _leaving(likes, steps) == leaving
+    assert _leaving(fingerprints, steps) == leaving
 
 
-def _leaving(likes: str, steps: list[int]) -> list[int]:
+def _leaving(fingerprints: str, steps: list[int]) -> list[int]:
     """Return the indices of the replicas that leave a quorum whose fingerprints are the letters of
-    `likes`."""
-    ids = [replica_id_for(f"replica_{place:05d}", one) + ":uuid" for place, one in enumerate(likes)]
+    `fingerprints`."""
+    ids = [
+        replica_id_for(f"replica_{place:05d}", one) + ":uuid"
+        for place, one in enumerate(fingerprints)
+    ]
     ahead = [place for place, step in enumerate(steps) if step == max(steps)]
     result = []
-    for place, own in enumerate(likes):
+    for place, own in enumerate(fingerprints):
         heals = place not in ahead
         quorum: Any = SimpleNamespace(
             replica_ids=ids,
@@ -76,11 +79,13 @@ def _leaving(likes: str, steps: list[int]) -> list[int]:
         )
         try:
             check_compatibility(own, quorum)
-            assert len(set(likes)) == 1
+            assert len(set(fingerprints)) == 1
         except ReplicaError:
             result.append(place)
         except IncompatiblePeers as error:
-            assert all(f"replica_{n:05d}" in str(error) for n, o in enumerate(likes) if o != own)
+            assert all(
+                f"replica_{n:05d}" in str(error) for n, o in enumerate(fingerprints) if o != own
+            )
     return result
 
 

@@ -12,8 +12,8 @@ import torch
 
 from tests.unit.replica.managers import (
     Replica,
+    form_quorum,
     lighthouse,
-    meet,
     wait_for_heartbeats,
     wait_for_requests,
 )
@@ -55,7 +55,7 @@ def test_a_replica_may_start_before_the_lighthouse() -> None:
         assert not making.done()
         with lighthouse(1, address):
             replica = making.result(timeout=100)
-            meet([replica])
+            form_quorum([replica])
             assert replica.manager.num_participants() == 1
             replica.close()
 
@@ -96,16 +96,16 @@ def _two_ranks(address: str, number: int) -> list[Replica]:
 def test_the_tenth_replica_follows_the_second() -> None:
     """Participants are ordered by name as text."""
     with _replicas(10, 2) as (tenth, second):
-        meet([tenth, second])
+        form_quorum([tenth, second])
         assert [one.manager.participating_rank() for one in (second, tenth)] == [0, 1]
 
 
 def test_a_step_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """torchft logs about eight lines per step."""
     with caplog.at_level(logging.INFO), _replicas(0) as (replica,):
-        meet([replica])
+        form_quorum([replica])
         assert replica.manager.should_commit()
-        meet([replica])
+        form_quorum([replica])
     assert not [one for one in caplog.records if one.name.startswith("torchft")]
 
 
@@ -130,7 +130,7 @@ def test_the_state_is_not_accessed_after_the_quorum() -> None:
     with lighthouse(2) as address:
         giving, taking = (Replica(address, n, run) for n, run in enumerate((ahead, behind)))
         ahead.num_read = 0
-        meet([giving, taking])
+        form_quorum([giving, taking])
         assert ahead.num_read == 1
         time.sleep(0.3)
         assert ahead.num_read == 1
@@ -172,7 +172,7 @@ def test_an_incompatible_replica_leaves_before_any_connection() -> None:
         assert first.manager.quorum is second.manager.quorum is None
         second.close()
         first.manager.forget_failed_quorum()
-        meet([first])
+        form_quorum([first])
         assert first.manager.quorum.replica_world_size == 1
         assert first.manager.should_commit()
         first.close()

@@ -35,12 +35,12 @@ from torchtitan_lite.schema.model import ModelConfig
 Convert = Callable[[list[str]], int]
 
 
-def there(folder: Path, out: Path, *options: str) -> Path:
+def import_folder(folder: Path, out: Path, *options: str) -> Path:
     assert main(["convert", "from-hf", str(folder), str(out), *options]) == 0
     return out / "step-0"
 
 
-def back(checkpoint: Path, out: Path, *options: str) -> Path:
+def export_checkpoint(checkpoint: Path, out: Path, *options: str) -> Path:
     assert main(["convert", "to-hf", str(checkpoint), str(out), *options]) == 0
     return out
 
@@ -48,8 +48,8 @@ def back(checkpoint: Path, out: Path, *options: str) -> Path:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_round_trip_is_byte_identical(family: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", family, dtype=torch.bfloat16)
-    checkpoint = there(folder, tmp_path / "ours")
-    exported = back(checkpoint, tmp_path / "back", "--max-shard-size", "70KB")
+    checkpoint = import_folder(folder, tmp_path / "ours")
+    exported = export_checkpoint(checkpoint, tmp_path / "back", "--max-shard-size", "70KB")
     before, after = tensors_of(folder), tensors_of(exported)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -64,10 +64,10 @@ def test_a_round_trip_is_byte_identical(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama_tied_stretched", "qwen3", "qwen3_moe", "mixtral"])
 def test_an_export_generates_the_same_text_with_transformers(family: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", family)
-    exported = back(there(folder, tmp_path / "ours"), tmp_path / "back")
+    exported = export_checkpoint(import_folder(folder, tmp_path / "ours"), tmp_path / "back")
     # Without the original folder, config.json is written by this project.
     (tmp_path / "ours" / "assets" / "config.json").unlink()
-    bare = back(tmp_path / "ours" / "step-0", tmp_path / "bare")
+    bare = export_checkpoint(tmp_path / "ours" / "step-0", tmp_path / "bare")
     prompt = tokens()[:, :9]
     settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     theirs: Any = make_model(family)
@@ -79,9 +79,11 @@ def test_an_export_generates_the_same_text_with_transformers(family: str, tmp_pa
 
 def test_the_dtype_is_converted_and_small_shards_hold_one_tensor(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
-    checkpoint = there(folder, tmp_path / "ours", "--dtype", "bf16", "--workers", "1")
+    checkpoint = import_folder(folder, tmp_path / "ours", "--dtype", "bf16", "--workers", "1")
     assert verify(*open_parent_storage(str(checkpoint))) == []
-    exported = back(checkpoint, tmp_path / "back", "--dtype", "fp32", "--max-shard-size", "1KB")
+    exported = export_checkpoint(
+        checkpoint, tmp_path / "back", "--dtype", "fp32", "--max-shard-size", "1KB"
+    )
     before, after = tensors_of(folder), tensors_of(exported)
     assert all(torch.equal(after[n], before[n].bfloat16().float()) for n in before)
     for file in exported.glob("*.safetensors"):
@@ -91,7 +93,7 @@ def test_the_dtype_is_converted_and_small_shards_hold_one_tensor(tmp_path: Path)
 
 
 def test_a_checkpoint_describes_its_model_without_the_folder(tmp_path: Path) -> None:
-    checkpoint = there(make_folder(tmp_path / "hf", "mixtral"), tmp_path / "ours")
+    checkpoint = import_folder(make_folder(tmp_path / "hf", "mixtral"), tmp_path / "ours")
     manifest = StoredSnapshot(*open_parent_storage(str(checkpoint))).manifest
     model = recorded_config(manifest.config, "it").model
     assert (model.name, model.flavor, model.dims["num_layers"]) == ("mixtral", "hf", 2)
@@ -127,7 +129,7 @@ def conversions(folder: Path, tmp_path: Path) -> dict[str, Callable[[Files], Any
     model = ModelConfig(name=family, flavor="hf", dims=dims)
     spec = model_spec(model)
 
-    def in_(files: Files) -> HuggingFaceImport:
+    def importer(files: Files) -> HuggingFaceImport:
         return HuggingFaceImport(
             source=HuggingFaceSnapshot(
                 *open_parent_storage(str(folder)), spec, block_bytes=1 << 16
@@ -138,18 +140,18 @@ def conversions(folder: Path, tmp_path: Path) -> dict[str, Callable[[Files], Any
             file_bytes=60_000,
         )
 
-    def out(files: Files) -> HuggingFaceExport:
+    def exporter(files: Files) -> HuggingFaceExport:
         source = StoredSnapshot(*open_parent_storage(str(tmp_path / "ours" / "step-0")))
         target = tmp_path / "out"
         return HuggingFaceExport(source, target, spec, max_shard_bytes=60_000, files=files)
 
-    return {"in": in_, "out": out}
+    return {"in": importer, "out": exporter}
 
 
 @pytest.mark.parametrize("way", ["in", "out"])
 def test_a_full_disk_leaves_no_files(way: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "qwen3")
-    there(folder, tmp_path / "ours")
+    import_folder(folder, tmp_path / "ours")
     before = sorted(tmp_path.rglob("*"))
     files = BreakingFiles(3, OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(OSError, match="No space left"):
@@ -162,7 +164,7 @@ def test_a_full_disk_leaves_no_files(way: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["in", "out"])
 def test_an_interrupted_conversion_resumes(way: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "qwen3")
-    there(folder, tmp_path / "ours")
+    import_folder(folder, tmp_path / "ours")
     make = conversions(folder, tmp_path)[way]
     files = BreakingFiles(3, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
@@ -178,7 +180,7 @@ def test_an_interrupted_conversion_resumes(way: str, tmp_path: Path) -> None:
     exported = tmp_path / "out"
     if way == "in":
         assert verify(*open_parent_storage(str(tmp_path / "in" / "step-0"))) == []
-        exported = back(tmp_path / "in" / "step-0", tmp_path / "back")
+        exported = export_checkpoint(tmp_path / "in" / "step-0", tmp_path / "back")
     before, after = tensors_of(folder), tensors_of(exported)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -194,7 +196,7 @@ def killed_conversion(folder: Path, tmp_path: Path, way: str, operation: int) ->
 @pytest.mark.parametrize("way", ["in", pytest.param("out", marks=pytest.mark.matrix)])
 def test_a_killed_conversion_resumes(way: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "mixtral")
-    there(folder, tmp_path / "ours")
+    import_folder(folder, tmp_path / "ours")
     assert exit_status(killed_conversion, folder, tmp_path, way, 40) == -signal.SIGKILL
     assert not (tmp_path / "in" / "step-0").exists() and not (tmp_path / "out").exists()
     conversion = conversions(folder, tmp_path)[way](Files())
@@ -202,7 +204,7 @@ def test_a_killed_conversion_resumes(way: str, tmp_path: Path) -> None:
     conversion.run(num_workers=2, written=lambda count: None)
     exported = tmp_path / "out"
     if way == "in":
-        exported = back(tmp_path / "in" / "step-0", tmp_path / "back")
+        exported = export_checkpoint(tmp_path / "in" / "step-0", tmp_path / "back")
     before, after = tensors_of(folder), tensors_of(exported)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -226,7 +228,7 @@ def test_another_conversion_does_not_resume_from_these_files(tmp_path: Path) -> 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
-    checkpoint = there(folder, tmp_path / "ours")
+    checkpoint = import_folder(folder, tmp_path / "ours")
     assert main(["convert", "from-hf", str(folder), str(tmp_path / "ours")]) == 1
     assert main(["convert", "to-hf", str(checkpoint), str(folder)]) == 1
     assert main(["convert", "from-hf", str(tmp_path), str(tmp_path / "other")]) == 1
@@ -244,7 +246,7 @@ def test_insufficient_space_is_detected_before_writing(
 
 def test_two_processes_cannot_write_one_folder(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
-    there(folder, tmp_path / "ours")
+    import_folder(folder, tmp_path / "ours")
     make = conversions(folder, tmp_path)["out"]
     rejected: list[str] = []
 
@@ -266,7 +268,7 @@ def test_only_one_tensor_at_a_time_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_folder(tmp_path / "hf", "mixtral")
-    there(folder, tmp_path / "ours")
+    import_folder(folder, tmp_path / "ours")
     alive: list[weakref.ref[WeakMemory]] = []
 
     def watched(source: Snapshot, name: str) -> torch.Tensor:
@@ -299,12 +301,14 @@ def test_values_out_of_the_range_of_float16_are_rejected(
 
 
 def test_a_generation_config_of_another_model_is_harmless(tmp_path: Path) -> None:
-    checkpoint = there(make_folder(tmp_path / "hf", "llama"), tmp_path / "ours")
+    checkpoint = import_folder(make_folder(tmp_path / "hf", "llama"), tmp_path / "ours")
     for number, content in enumerate(["{", '{"architectures": ["GPT2LMHeadModel"]}']):
         assets = tmp_path / f"assets_{number}"
         assets.mkdir()
         (assets / "config.json").write_text(content)
-        exported = back(checkpoint, tmp_path / f"out_{number}", "--assets", str(assets))
+        exported = export_checkpoint(
+            checkpoint, tmp_path / f"out_{number}", "--assets", str(assets)
+        )
         config = json.loads((exported / "config.json").read_bytes())
         assert config["architectures"] == ["LlamaForCausalLM"]
         assert config["eos_token_id"] is None

@@ -98,7 +98,9 @@ def theirs(spec: ModelSpec, release: Release, *, prefix: str = "") -> Theirs:
     return Theirs({**weights, "optimizer": slots, **rest})
 
 
-def come_in(dcp: Path, out: Path, spec: ModelSpec, **options: Any) -> tuple[ConversionResult, Any]:
+def import_dcp(
+    dcp: Path, out: Path, spec: ModelSpec, **options: Any
+) -> tuple[ConversionResult, Any]:
     done = convert_from_dcp(DcpFolder(dcp), open_storage(str(out)), spec, run_config={}, **options)
     return done, StoredSnapshot(*open_parent_storage(done.where))
 
@@ -117,7 +119,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("spec", [LLAMA, TIED, QWEN], ids=["llama3", "tied", "experts"])
 def test_round_trip_is_bit_identical(tmp_path: Path, spec: ModelSpec, release: Release) -> None:
     original = theirs(spec, release)
-    done, ours = come_in(
+    done, ours = import_dcp(
         original.save(tmp_path / "given"), tmp_path / "ours", spec, file_bytes=9999
     )
     assert (done.step, done.model_only) == (7, False)
@@ -134,20 +136,20 @@ def test_round_trip_is_bit_identical(tmp_path: Path, spec: ModelSpec, release: R
         plain = {k: v for k, v in original.state[part].items() if not isinstance(v, torch.Tensor)}
         assert {k: v for k, v in got.state[part].items() if k in plain} == plain
 
-    _, again = come_in(back, tmp_path / "again", spec)
+    _, again = import_dcp(back, tmp_path / "again", spec)
     assert_same(tensors_of(again), tensors_of(ours))
 
 
 def test_keys_may_begin_with_model(tmp_path: Path) -> None:
     plain, prefixed = theirs(LLAMA, "0.2"), theirs(LLAMA, "0.2", prefix="model.")
-    _, a = come_in(plain.save(tmp_path / "a"), tmp_path / "from-a", LLAMA)
-    _, b = come_in(prefixed.save(tmp_path / "b"), tmp_path / "from-b", LLAMA)
+    _, a = import_dcp(plain.save(tmp_path / "a"), tmp_path / "from-a", LLAMA)
+    _, b = import_dcp(prefixed.save(tmp_path / "b"), tmp_path / "from-b", LLAMA)
     assert_same(tensors_of(a), tensors_of(b))
 
 
 def test_weights_only_stay_weights_only(tmp_path: Path) -> None:
     weights = Theirs(spec_weights(LLAMA))
-    done, ours = come_in(weights.save(tmp_path / "a"), tmp_path / "ours", LLAMA)
+    done, ours = import_dcp(weights.save(tmp_path / "a"), tmp_path / "ours", LLAMA)
     assert done.model_only and done.step == 0
     convert_to_dcp(ours, tmp_path / "back", LLAMA, release="0.2", param_group=GROUP)
     dcp_to_torch_save(tmp_path / "back", tmp_path / "back.pt")
@@ -218,7 +220,7 @@ def test_chunks_of_several_ranks_are_assembled(
 ) -> None:
     expected = pools(2).run(_save_sharded, tmp_path / "given")[0]
     assert len(list((tmp_path / "given").glob("*.distcp"))) == 2
-    _, ours = come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
+    _, ours = import_dcp(tmp_path / "given", tmp_path / "ours", LLAMA)
     heads = {"wq": DIMS.num_heads, "wk": DIMS.num_kv_heads}
     for name, value in expected.items():
         matrix = next((m for m in heads if f".{m}." in name), None)
@@ -236,7 +238,7 @@ def test_unmapped_missing_and_misshapen_are_listed(tmp_path: Path) -> None:
     del original.state["optimizer"]["state.tok_embeddings.weight.exp_avg"]
     original.save(tmp_path / "given")
     with pytest.raises(CheckpointError) as caught:
-        come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
+        import_dcp(tmp_path / "given", tmp_path / "ours", LLAMA)
     message = str(caught.value)
     assert "does not fit llama3 odd (5 problems)" in message
     for problem in (
@@ -253,14 +255,14 @@ def test_unmapped_missing_and_misshapen_are_listed(tmp_path: Path) -> None:
 def test_tied_weights_that_differ_are_rejected(tmp_path: Path) -> None:
     theirs(LLAMA, "0.3").save(tmp_path / "given")
     with pytest.raises(CheckpointError, match=r"lm_head.weight and tok_embeddings.weight differ"):
-        come_in(tmp_path / "given", tmp_path / "ours", TIED)
+        import_dcp(tmp_path / "given", tmp_path / "ours", TIED)
 
 
 def test_an_existing_step_is_kept(tmp_path: Path) -> None:
     theirs(LLAMA, "0.3").save(tmp_path / "given")
-    come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
+    import_dcp(tmp_path / "given", tmp_path / "ours", LLAMA)
     with pytest.raises(CheckpointError, match="step-7 already exists"):
-        come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
+        import_dcp(tmp_path / "given", tmp_path / "ours", LLAMA)
 
 
 class _Bomb:
@@ -318,7 +320,7 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], Any], message:
     dcp = theirs(LLAMA, "0.3").save(tmp_path / "given")
     damage(dcp)
     with pytest.raises(DamagedCheckpoint, match=message):
-        come_in(dcp, tmp_path / "ours", LLAMA)
+        import_dcp(dcp, tmp_path / "ours", LLAMA)
 
 
 def test_a_folder_without_dcp_metadata(tmp_path: Path) -> None:

@@ -17,23 +17,23 @@ from torchtitan_lite.errors import CheckpointError
 BASE = {"mesh": {"dp_shard": 3}, "values": {"train_state": {"step": 5}}, "config": {}}
 
 
-class Looked(list[int]):
+class CountingList(list[int]):
     """A list that counts how often it is iterated."""
 
     looks = 0
 
     def __iter__(self) -> Iterator[int]:
-        Looked.looks += 1
+        CountingList.looks += 1
         return super().__iter__()
 
 
-class Encoded(dict[str, Any]):
+class CountingLayout(dict[str, Any]):
     """A layout that counts how often it is encoded as JSON."""
 
     times = 0
 
     def items(self) -> Any:
-        Encoded.times += 1
+        CountingLayout.times += 1
         return super().items()
 
 
@@ -42,7 +42,7 @@ def _parts(num_ranks: int, num_tensors: int) -> list[dict[str, Any]]:
         {
             "rank": rank,
             "rng": {"python": [rank, 0.5]},
-            "layouts": [Encoded(shards=num_ranks)],
+            "layouts": [CountingLayout(shards=num_ranks)],
             "tensors": {
                 f"model.{number}": {
                     "dtype": "F32",
@@ -50,8 +50,8 @@ def _parts(num_ranks: int, num_tensors: int) -> list[dict[str, Any]]:
                     "layout": 0,
                     "boxes": [
                         {
-                            "offset": Looked([rank, 0]),
-                            "size": Looked([1, 4]),
+                            "offset": CountingList([rank, 0]),
+                            "size": CountingList([1, 4]),
                             "file": f"rank-{rank:05d}.safetensors",
                             "bytes": [4096 + 16 * number, 4112 + 16 * number],
                             "xxh3": "0" * 16,
@@ -68,10 +68,10 @@ def _parts(num_ranks: int, num_tensors: int) -> list[dict[str, Any]]:
 def test_joining_reads_each_box_and_layout_a_few_times() -> None:
     num_ranks, num_tensors = 40, 30
     parts = _parts(num_ranks, num_tensors)
-    Looked.looks = Encoded.times = 0
+    CountingList.looks = CountingLayout.times = 0
     build_manifest(5, parts, BASE | {"versions": {}})
-    assert Looked.looks <= 6 * num_ranks * num_tensors
-    assert Encoded.times <= 4 * num_ranks
+    assert CountingList.looks <= 6 * num_ranks * num_tensors
+    assert CountingLayout.times <= 4 * num_ranks
 
 
 def test_the_text_has_a_line_per_tensor() -> None:

@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 from torchtitan_lite.errors import CheckpointError
 
 
-class Flaky:
+class FlakyFilesystem:
     """A filesystem that fails a share of the operations, before or after their effect."""
 
     def __init__(self, share: float, seed: int) -> None:
@@ -53,7 +53,7 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
-class Dying:
+class KillingFilesystem:
     """A filesystem that kills its user at the n-th operation, before or after its effect."""
 
     def __init__(self, kill_at: int, *, after: bool) -> None:
@@ -113,7 +113,7 @@ def root() -> str:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_failure_of_one_in_twenty_operations_has_no_effect(root: str, seed: int) -> None:
-    flaky = Flaky(0.05, seed)
+    flaky = FlakyFilesystem(0.05, seed)
     store = ObjectStore(root, flaky, first_wait_s=1e-4)  # type: ignore[arg-type]
     for step in range(1, 11):
         _save(store, step, "a-0")
@@ -134,12 +134,12 @@ def _manifest(store: ObjectStore, step: int) -> dict[str, Any]:
 
 
 def test_a_store_that_never_responds_fails_with_its_name(root: str) -> None:
-    store = ObjectStore(root, Flaky(1.0, 0), first_wait_s=1e-4)  # type: ignore[arg-type]
+    store = ObjectStore(root, FlakyFilesystem(1.0, 0), first_wait_s=1e-4)  # type: ignore[arg-type]
     with pytest.raises(OSError, match=rf"{root} failed 8 times, at last with"):
         store.put_part(1, "a-0", 0, {})
 
 
-class Misused:
+class ClientErrors:
     """A filesystem whose client raises exceptions other than OSError."""
 
     def __init__(self, error: Exception) -> None:
@@ -157,7 +157,7 @@ class Misused:
     "error", [ValueError("no region"), KeyError("ETag"), TypeError("None"), ImportError("no ssl")]
 )
 def test_client_exceptions_become_os_errors_with_the_operation(root: str, error: Exception) -> None:
-    store = ObjectStore(root, Misused(error), first_wait_s=1e-4)  # type: ignore[arg-type]
+    store = ObjectStore(root, ClientErrors(error), first_wait_s=1e-4)  # type: ignore[arg-type]
     named = rf"in {root} failed with {type(error).__name__}: "
     for what, action in {
         "listing": store.steps,
@@ -236,7 +236,7 @@ def test_killed_while_a_step_is_saved_again(after: bool) -> None:
         root = f"memory://{secrets.token_hex(8)}"
         store = ObjectStore(root)
         _save(store, 1, "a-0", seed=11)
-        dying = ObjectStore(root, Dying(kill_at, after=after))  # type: ignore[arg-type]
+        dying = ObjectStore(root, KillingFilesystem(kill_at, after=after))  # type: ignore[arg-type]
         with suppress(Killed):
             _save(dying, 1, "b-0", seed=12)
             break
