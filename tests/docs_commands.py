@@ -142,7 +142,7 @@ def copy_tree(folder: Path) -> None:
     for stamp in (".installed", ".installed-dev"):
         (environment / stamp).touch()
     write_command(folder / ".bin" / "pgrep", _PGREP)
-    # As an installation has it.
+    # The command of an installation.
     write_command(folder / ".bin" / "torchtitan-lite", 'exec python -m torchtitan_lite "$@"')
 
 
