@@ -40,8 +40,8 @@ test-all: setup ## Run all tests, the long matrices included.
 test-shard: setup ## Run a part of the long matrices (SHARD=K/N, BUDGET_S=seconds).
 	$(PYTEST) -m "matrix and not gpu" --shard $(SHARD) --budget-s $(BUDGET_S) $(ARGS)
 
-chaos: setup ## Disturb a run with 200 seeded faults, and compare it with an undisturbed one.
-	$(BIN)/python -m scripts.chaos --faults 200 $(ARGS)
+chaos: setup ## Inject 200 seeded faults into a run, and compare it with an undisturbed run.
+	$(BIN)/python -m tests.chaos --faults 200 $(ARGS)
 
 check: setup ## Lint, format, types, layers, generated docs.
 	$(BIN)/ruff check .

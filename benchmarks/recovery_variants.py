@@ -16,8 +16,7 @@ from typing import Protocol
 import psutil
 
 from benchmarks.processes import ChildFailed, Group, Supervisor, free_port, start, tail
-from torchtitan_lite.chaos.scene import Missed, Scene
-from torchtitan_lite.chaos.storm import processes_of
+from tests.chaos.job_view import FaultNotApplicable, JobView, processes_using
 
 NUM_REPLICAS = 2
 JOIN_TIMEOUT_MS = 1000
@@ -132,23 +131,23 @@ class Ours:
 class _UnderLauncher:
     def __init__(self, process: subprocess.Popen[bytes], folder: Path, log: Path) -> None:
         self._process, self._log = process, log
-        self._scene = Scene(process.pid, folder, NUM_REPLICAS)
+        self._job = JobView(process.pid, folder, NUM_REPLICAS)
         self.metrics = [
             folder / f"replica_{number:03d}" / "metrics.jsonl" for number in range(NUM_REPLICAS)
         ]
 
     def ranks(self, replica: int) -> list[psutil.Process]:
         try:
-            return self._scene.ranks(replica)
-        except Missed:
+            return self._job.ranks(replica)
+        except FaultNotApplicable:
             return []
 
     def log(self, replica: int) -> str:
-        return self._scene.log(replica)
+        return self._job.log(replica)
 
     def lighthouse(self) -> psutil.Process:
         words = ("torchtitan_lite.lighthouse", _LIGHTHOUSE)
-        for process in self._scene.launcher.children():
+        for process in self._job.launcher.children():
             with suppress(psutil.NoSuchProcess):
                 if any(word in process.cmdline() for word in words):
                     return process
@@ -235,7 +234,7 @@ def _end(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
         process.kill()
         process.wait()
     deadline_s = time.monotonic() + _GRACE_S
-    while left := processes_of(folder):
+    while left := processes_using(folder):
         if time.monotonic() >= deadline_s:
             for one in left:
                 with suppress(psutil.NoSuchProcess):

@@ -1,10 +1,9 @@
-"""Compare two checkouts: the same runs must give the same losses and gradient norms bit by bit.
+"""Compare two checkouts: the same runs must have bitwise equal losses and gradient norms.
 
 python -m tests.compare_checkouts OTHER    (OTHER: the root of another checkout)
 
-For refactorings, which must not change the mathematics. Each checkout runs the debug model on one
-process, on four meshes, and as two replicas, in float32. The exit status is 1 if
-a number differs.
+For refactorings, which must not change the mathematics. Each checkout trains the debug model in one
+process, on four meshes, and as two replicas, in float32. The exit status is 1 if a number differs.
 """
 
 import json
@@ -33,32 +32,32 @@ def losses(checkout: Path, name: str, folder: Path) -> list[tuple[float, float]]
     arguments = [*SMALL, *_MODEL, *_BATCH, f"--job.dump_folder={folder}"]
     if name == "two replicas":
         launch = ["-m", "torchtitan_lite", "launch", "--replicas=2", "--min-replicas=2"]
-        given = [sys.executable, *launch, "--", *arguments, "--fault_tolerance.min_replica_size=2"]
+        words = [sys.executable, *launch, "--", *arguments, "--fault_tolerance.min_replica_size=2"]
         metrics = folder / "replica_000" / "metrics.jsonl"
     else:
         num_processes, mesh = _RUNS[name]
-        given = command(num_processes, [*arguments, *mesh])
+        words = command(num_processes, [*arguments, *mesh])
         metrics = folder / "metrics.jsonl"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    # The checkout's own package, whatever is installed.
+    # Import the checkout's own package instead of the installed one.
     environment["PYTHONPATH"] = str(checkout)
-    subprocess.run(given, cwd=checkout, env=environment, check=True, capture_output=True)
+    subprocess.run(words, cwd=checkout, env=environment, check=True, capture_output=True)
     lines = map(json.loads, metrics.read_text().splitlines())
     return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line and "lr" in line]
 
 
 def main(other: str) -> int:
-    """Compare this checkout with `other`. Returns the exit status."""
+    """Compare this checkout with `other` and return the exit status."""
     differing = 0
     for name in (*_RUNS, "two replicas"):
         with tempfile.TemporaryDirectory() as folder:
-            found = [
+            results = [
                 losses(checkout, name, Path(folder) / str(number))
                 for number, checkout in enumerate((REPOSITORY, Path(other).resolve()))
             ]
-        is_equal = found[0] == found[1] and len(found[0]) == _STEPS
+        is_equal = results[0] == results[1] and len(results[0]) == _STEPS
         differing += not is_equal
-        print(f"{name:12}  {'equal' if is_equal else f'differs: {found}'}", flush=True)
+        print(f"{name:12}  {'equal' if is_equal else f'differs: {results}'}", flush=True)
     return 1 if differing else 0
 
 

@@ -1,4 +1,5 @@
-"""What all tests share: the worker pools, and an environment that asks no hub."""
+"""Fixtures and options of all tests: worker pools, shards, and an environment without hub
+access."""
 
 import os
 import signal
@@ -9,16 +10,16 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.failures import RankFailed, note_failure
+from tests.launch import RankFailed, record_failure
 from tests.pool import WorkerPool
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# A shell starts a background command with SIGINT ignored, and processes of tests would inherit it.
+# A shell starts background commands with SIGINT ignored, and processes of tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples on each run; and a slow machine is no fault of theirs.
+# Same examples in each run; no failures because the machine is slow.
 settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -26,9 +27,9 @@ settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", metavar="K/N", help="run the tests of shard K of N (from 0) only")
+    parser.addoption("--shard", metavar="K/N", help="run only the tests of shard K of N (from 0)")
     parser.addoption(
-        "--budget-s", type=float, help="skip the tests that begin after so many seconds"
+        "--budget-s", type=float, help="skip the tests that would start after this time in seconds"
     )
 
 
@@ -39,40 +40,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         number, count = int(number) % int(count), int(count)
         chosen, others = [], []
         for item in items:
-            # By test: a shard of files could have one with hundreds of slow tests.
+            # Per test: a file may have hundreds of slow tests.
             is_chosen = zlib.crc32(item.nodeid.encode()) % count == number
             (chosen if is_chosen else others).append(item)
         items[:] = chosen
         config.hook.pytest_deselected(items=others)
 
 
-_BEGAN_S = time.monotonic()
+_STARTED_S = time.monotonic()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     budget_s = item.config.getoption("--budget-s")
-    if budget_s is not None and time.monotonic() - _BEGAN_S > budget_s:
+    if budget_s is not None and time.monotonic() - _STARTED_S > budget_s:
         pytest.skip(f"the time budget of {budget_s:g} s is used up")
 
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[Callable[[int], WorkerPool]]:
-    """World size -> the pool of that size for the tests of a file."""
-    made: dict[int, WorkerPool] = {}
+    """Return a function that returns the pool of a world size, shared by the tests of a file."""
+    existing: dict[int, WorkerPool] = {}
 
     def pool(world_size: int) -> WorkerPool:
-        if world_size not in made:
-            made[world_size] = WorkerPool(world_size)
-        return made[world_size]
+        if world_size not in existing:
+            existing[world_size] = WorkerPool(world_size)
+        return existing[world_size]
 
     yield pool
-    for existing in made.values():
-        existing.close()
+    for one in existing.values():
+        one.close()
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Note the log of the rank that failed a test; a failure that a test expects is none."""
+    """Record the log of the rank that failed a test, unless the test expects the failure."""
     yield
     if call.excinfo is not None and isinstance(call.excinfo.value, RankFailed):
-        note_failure(call.excinfo.value.log)
+        record_failure(call.excinfo.value.log)

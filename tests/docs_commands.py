@@ -49,7 +49,7 @@ _SETTINGS = {
     "held_out_fraction": "0.2",
 }
 _ENDLESS = "100000"
-"""Steps of a run that is disturbed and stopped."""
+"""Steps of a run that a later command stops."""
 _PGREP = """
 for word in "$@"; do
   [ "$word" = -n ] || words+=("$word")
@@ -76,19 +76,19 @@ class Block:
 
 
 def pages() -> list[str]:
-    """All pages with commands, relative to the root."""
-    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    texts = {path: path.read_text(encoding="utf-8") for path in found}
+    """Return all pages with commands, relative to the root."""
+    paths = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
     return sorted(str(p.relative_to(ROOT)) for p, text in texts.items() if _BLOCK.search(text))
 
 
 def blocks(page: str) -> list[Block]:
-    """The blocks of a page, in order."""
-    found = []
+    """Return the blocks of a page, in order."""
+    parsed = []
     for one in _BLOCK.finditer((ROOT / page).read_text(encoding="utf-8")):
         before = one["before"] or ""
         until = before.removeprefix("background until ")
-        found.append(
+        parsed.append(
             Block(
                 tuple(split(one["text"])),
                 until=until if until != before else None,
@@ -96,11 +96,12 @@ def blocks(page: str) -> list[Block]:
                 fails=before == "fails",
             )
         )
-    return found
+    return parsed
 
 
 def split(text: str) -> list[str]:
-    """Single commands: lines with their continuations and here-documents, without comments."""
+    """Split a block into commands: lines with their continuations and here-documents, without
+    comments."""
     commands: list[str] = []
     lines = iter(text.splitlines())
     for line in lines:
@@ -141,7 +142,7 @@ def copy_tree(folder: Path) -> None:
     for stamp in (".installed", ".installed-dev"):
         (environment / stamp).touch()
     write_command(folder / ".bin" / "pgrep", _PGREP)
-    # As an installation has it.
+    # The command of an installation.
     write_command(folder / ".bin" / "torchtitan-lite", 'exec python -m torchtitan_lite "$@"')
 
 

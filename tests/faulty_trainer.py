@@ -1,8 +1,8 @@
-"""`train.py` on a machine with faults, which the variable FAULTS names.
+"""`train.py` with injected faults, which the variable FAULTS names.
 
-`FAULTS="nan=24 dies=30" python -m tests.faulty_trainer ARGUMENTS`
+`FAULTS="nan=24 killed_at=30" python -m tests.faulty_trainer ARGUMENTS`
 
-Numbers are places in the order of samples, at which a step begins. What is not named is as in
+Positions are positions in the order of samples at which a step begins. Everything else is as in
 `train.py`.
 """
 
@@ -19,28 +19,45 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.dying_points import die_at
-from tests.snapshots import starts_of
+from tests.snapshots import sessions_of
 from torchtitan_lite import trainer
 from torchtitan_lite.builders import state as build_state
-from torchtitan_lite.checkpoint import sync_saver
+from torchtitan_lite.checkpoint import copier, sync_saver
+from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.background.process import WriterProcess
+from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.memory.folder import region_files
 from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.cli.train import train_rank
 from torchtitan_lite.leaving import leave
 from torchtitan_lite.nn.feed_forward import FeedForward
+from torchtitan_lite.optim.sharded import ShardedOptimizer
 from torchtitan_lite.replica import fault_tolerant, joining
 from torchtitan_lite.replica.healing import client, live_state
 
 _RANK = int(os.environ.get("RANK", "0"))
+_CALLS: dict[str, tuple[Any, str]] = {
+    "forward": (FeedForward, "forward"),
+    "optimizer": (ShardedOptimizer, "step"),
+    "snapshot": (AsynchronousSaver, "_snapshot"),
+    "begin": (Region, "begin"),
+    "copy": (copier, "foreach_copy_"),
+    "complete": (Region, "complete"),
+    "header": (Region, "_put_header"),
+    "confirm": (Region, "confirm"),
+    "order": (WriterProcess, "save"),
+    "agreement": (CheckpointManager, "apply_signals"),
+}
+"""Functions that change the state, its snapshot, or what is recorded of a save."""
+CRASH_POINTS = [f"{name}.{when}" for name in _CALLS for when in ("before", "after")]
+"""The points for `killed_in_call`."""
 
 
-def heal_breaks_off(rank: str) -> None:
-    """The first state that this rank receives ends in the middle."""
+def heal_interrupted(rank: str) -> None:
+    """Interrupt the first state transfer to this rank halfway."""
     fetch_all, calls = client._fetch_all, []
 
-    def breaks_off(link: Any, progress: int, chunks: Any) -> None:
+    def interrupted(link: Any, progress: int, chunks: Any) -> None:
         calls.append(progress)
         if len(calls) > 1:
             fetch_all(link, progress, chunks)
@@ -49,144 +66,161 @@ def heal_breaks_off(rank: str) -> None:
         raise OSError("the network is gone")
 
     if int(rank) == _RANK:
-        client._fetch_all = breaks_off
+        client._fetch_all = interrupted
 
 
-def dies_as_donor(unused: str) -> None:
-    """Ends when a peer has begun to read its tensors."""
+def donor_killed(unused: str) -> None:
+    """Kill this process once a peer has begun to read its tensors."""
     read = live_state.LiveState.read
 
-    def dies(self: live_state.LiveState, start: int, stop: int) -> Any:
+    def killed(self: live_state.LiveState, start: int, stop: int) -> Any:
         if start >= len(self.header):
-            _die()
+            _kill_this_process()
         return read(self, start, stop)
 
-    live_state.LiveState.read = dies  # pyright: ignore[reportAttributeAccessIssue]
+    live_state.LiveState.read = killed  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def nan(places: str) -> None:
-    """The data of these steps make gradients that are not finite, whenever they are computed."""
-    first, _, last = places.partition("-")
-    _flip(lambda place: int(first) <= place <= int(last or first))
+def nan(positions: str) -> None:
+    """Make the gradients of the steps at `FIRST-LAST` non-finite whenever they are computed."""
+    first, _, last = positions.partition("-")
+    _corrupt_gradients(lambda position: int(first) <= position <= int(last or first))
 
 
 def nan_until(file: str) -> None:
-    """The same, until there is such a file and no step of any replica is under way."""
-    _flip(lambda place: not Path(file).exists())
+    """Make all gradients non-finite until `file` exists."""
+    _corrupt_gradients(lambda position: not Path(file).exists())
 
 
-def flips(place: str) -> None:
-    """A number in this process is wrong, once."""
-    left = [int(place)]
+def nan_once(position: str) -> None:
+    """Make a gradient of the step at this position non-finite in its first attempt only."""
+    remaining = [int(position)]
 
-    def once(now: int) -> bool:
+    def once(current: int) -> bool:
         with suppress(ValueError):
-            left.remove(now)
+            remaining.remove(current)
             return True
         return False
 
-    _flip(once)
+    _corrupt_gradients(once)
 
 
-def dies(place: str) -> None:
-    """Ends in this step, when its gradients are computed."""
+def killed_at(position: str) -> None:
+    """Kill this process in the step at this position, after its gradients are computed."""
     reduce = fault_tolerant.FaultTolerantReplicas.reduce
 
-    def dies_before(
+    def killed_before(
         self: fault_tolerant.FaultTolerantReplicas, parameters: Any, counts: torch.Tensor
     ) -> None:
-        if self._state.cursor == int(place):
-            _die()
+        if self._state.cursor == int(position):
+            _kill_this_process()
         reduce(self, parameters, counts)
 
-    fault_tolerant.FaultTolerantReplicas.reduce = dies_before
+    fault_tolerant.FaultTolerantReplicas.reduce = killed_before
 
 
-def dies_in_save(step: str) -> None:
-    """Ends when it is to write this step, and its writer too."""
+def killed_in_save(step: str) -> None:
+    """Kill this process and its writer when they begin to save this step."""
     order, write = WriterProcess.save, sync_saver.write_boxes
 
-    def dies_in_writer(
-        self: WriterProcess, slot: int, saved: int, *given: Any, **named: Any
+    def killed_with_writer(
+        self: WriterProcess, slot: int, saved: int, *args: Any, **kwargs: Any
     ) -> bool:
         if saved == int(step):
             assert self._process is not None
             self._process.kill()
-            _die()
-        return order(self, slot, saved, *given, **named)
+            _kill_this_process()
+        return order(self, slot, saved, *args, **kwargs)
 
-    def dies_writing(storage: Any, about: Any, saved: int, *given: Any, **named: Any) -> Any:
+    def killed_while_writing(
+        storage: Any, description: Any, saved: int, *args: Any, **kwargs: Any
+    ) -> Any:
         if saved == int(step):
-            _die()
-        return write(storage, about, saved, *given, **named)
+            _kill_this_process()
+        return write(storage, description, saved, *args, **kwargs)
 
-    WriterProcess.save = dies_in_writer  # pyright: ignore[reportAttributeAccessIssue]
-    sync_saver.write_boxes = dies_writing
-
-
-def dies_at(given: str) -> None:
-    """RANK:POINT:CALL, a point of `dying_points`."""
-    rank, point, call = given.split(":")
-    if int(rank) == _RANK:
-        die_at(point, int(call))
+    WriterProcess.save = killed_with_writer  # pyright: ignore[reportAttributeAccessIssue]
+    sync_saver.write_boxes = killed_while_writing
 
 
-def dies_taking_over(rank: str) -> None:
-    """That rank, as the others have taken their shared memory over and it has not."""
+def killed_in_call(value: str) -> None:
+    """RANK:POINT:CALL: kill this rank at the n-th call of one of the CRASH_POINTS."""
+    rank, point, number = value.split(":")
+    if int(rank) != _RANK:
+        return
+    name, _, when = point.partition(".")
+    owner, attribute = _CALLS[name]
+    original: Callable[..., Any] = getattr(owner, attribute)
+    remaining = [int(number)]
 
-    def late(folder: Path, own: int, *given: Any, **named: Any) -> None:
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        remaining[0] -= 1
+        if remaining[0] == 0 and when == "before":
+            _kill_this_process()
+        result = original(*args, **kwargs)
+        if remaining[0] == 0:
+            _kill_this_process()
+        return result
+
+    setattr(owner, attribute, killed)
+
+
+def killed_during_adoption(rank: str) -> None:
+    """Kill this rank after the others have adopted their shared memory, and before it does."""
+
+    def adopt(folder: Path, own: int, *args: Any, **kwargs: Any) -> None:
         for other, path in region_files(folder).items():
-            while other != own and len(starts_of(path)) < 2:
+            while other != own and len(sessions_of(path)) < 2:
                 time.sleep(0.02)
-        # The others go on to where they wait for this rank.
+        # Let the others reach the point where they wait for this rank.
         time.sleep(1)
-        _die()
+        _kill_this_process()
 
     if int(rank) == _RANK:
-        Region.adopt = late  # pyright: ignore[reportAttributeAccessIssue]
+        Region.adopt = adopt  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def loses_its_place(given: str) -> None:
-    """RANK:PLACE, where that rank believes itself further on than it is."""
-    rank, place = map(int, given.split(":"))
+def wrong_cursor(value: str) -> None:
+    """RANK:POSITION: advance the cursor of this rank by one at this position."""
+    rank, position = map(int, value.split(":"))
     step = trainer.train_step
 
-    def elsewhere(job: trainer.Job) -> trainer.StepReport:
-        if rank == _RANK and job.state.cursor == place:
+    def with_wrong_cursor(job: trainer.Job) -> trainer.StepReport:
+        if rank == _RANK and job.state.cursor == position:
             job.state.cursor += 1
         return step(job)
 
-    trainer.train_step = elsewhere
+    trainer.train_step = with_wrong_cursor
 
 
-def comes_late(file: str) -> None:
-    """Has restored its state, and joins the others only when there is such a file."""
+def delayed_join(file: str) -> None:
+    """Delay joining the other replicas, with the state restored, until `file` exists."""
     join = joining.join
 
-    def later(*given: Any, **named: Any) -> Any:
+    def delayed(*args: Any, **kwargs: Any) -> Any:
         Path(file).with_suffix(".waits").touch()
         while not Path(file).exists():
             time.sleep(0.02)
-        return join(*given, **named)
+        return join(*args, **kwargs)
 
-    joining.join = later
+    joining.join = delayed
 
 
-def halts(file: str) -> None:
-    """Stays in a step, when its gradients are computed, once there is such a file."""
+def blocked_by(file: str) -> None:
+    """Block in a step, after its gradients are computed, while `file` exists."""
     reduce = fault_tolerant.FaultTolerantReplicas.reduce
 
-    def halts_before(*given: Any) -> None:
+    def blocked(*args: Any) -> None:
         while Path(file).exists():
-            Path(file).with_suffix(".halted").touch()
+            Path(file).with_suffix(".blocked").touch()
             time.sleep(0.02)
-        reduce(*given)
+        reduce(*args)
 
-    fault_tolerant.FaultTolerantReplicas.reduce = halts_before  # pyright: ignore[reportAttributeAccessIssue]
+    fault_tolerant.FaultTolerantReplicas.reduce = blocked  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def slow(seconds: str) -> None:
-    """Each step takes so much longer."""
+    """Prolong each step by this time."""
     step = trainer.train_step
 
     def slower(job: trainer.Job) -> trainer.StepReport:
@@ -197,28 +231,28 @@ def slow(seconds: str) -> None:
 
 
 _FAULTS: dict[str, Callable[[str], None]] = {
-    one.__name__: one
-    for one in (
-        heal_breaks_off,
-        dies_as_donor,
+    inject.__name__: inject
+    for inject in (
+        heal_interrupted,
+        donor_killed,
         nan,
         nan_until,
-        flips,
-        dies,
-        dies_in_save,
-        dies_at,
-        dies_taking_over,
-        loses_its_place,
-        comes_late,
-        halts,
+        nan_once,
+        killed_at,
+        killed_in_save,
+        killed_in_call,
+        killed_during_adoption,
+        wrong_cursor,
+        delayed_join,
+        blocked_by,
         slow,
     )
 }
 
 
-def _flip(strikes: Callable[[int], bool]) -> None:
-    """Make a gradient infinite in the first of a step's layers, where the place of the step
-    `strikes`."""
+def _corrupt_gradients(is_affected: Callable[[int], bool]) -> None:
+    """Make a gradient infinite in the first feed-forward layers of each step whose position
+    `is_affected`."""
     state: list[Any] = []
     build = build_state.TrainState
 
@@ -227,14 +261,15 @@ def _flip(strikes: Callable[[int], bool]) -> None:
         return state[0]
 
     def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        if isinstance(module, FeedForward) and output.requires_grad and strikes(state[0].cursor):
+        is_trained = isinstance(module, FeedForward) and output.requires_grad
+        if is_trained and is_affected(state[0].cursor):
             output.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
 
     build_state.TrainState = remembered  # pyright: ignore[reportAttributeAccessIssue]
     nn.modules.module.register_module_forward_hook(hook)
 
 
-def _die() -> None:
+def _kill_this_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

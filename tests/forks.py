@@ -1,8 +1,8 @@
-"""Processes for tests that start in milliseconds.
+"""A fork server: test processes that start in milliseconds.
 
-Importing torch takes most of the time of a small process, so one process imports it once, and each
-process of `FORKS` is a fork of that one. Its own code has not run before the fork: no CUDA context,
-no thread and no process group is copied.
+Importing torch takes most of the time of a small process. The fork server imports it once, and each
+process of `FORK_SERVER` is a fork of it. The server runs no other code, so no CUDA context, thread
+or process group is copied.
 """
 
 import multiprocessing
@@ -16,14 +16,14 @@ from typing import Any
 from tests.launch import REPOSITORY
 from torchtitan_lite.cli import main
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["tests.job", "torch._dynamo"])
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["tests.job", "torch._dynamo"])
 
 
 def exit_status(function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> int | None:
-    """Run `function(*args)` in a process of its own. Returns its exit status, negative for a
-    signal; None if it did not end in time."""
-    process = FORKS.Process(target=function, args=args)
+    """Run `function(*args)` in a separate process and return its exit status: negative after a
+    signal, None after the timeout."""
+    process = FORK_SERVER.Process(target=function, args=args)
     process.start()
     process.join(timeout_s)
     status = process.exitcode
@@ -34,17 +34,17 @@ def exit_status(function: Callable[..., Any], *args: Any, timeout_s: float = 120
 
 
 def run_command(*words: str, folder: Path = REPOSITORY, status: int = 0) -> str:
-    """Run `torchtitan-lite WORDS` in `folder`, check the exit status, and return the output. What a
-    start imports, and how an interpreter ends, is not tested so."""
+    """Run `torchtitan-lite WORDS` in `folder`, check the exit status, and return the output. The
+    imports and the exit of an interpreter are not tested because the process is a fork."""
     with tempfile.NamedTemporaryFile("r") as output:
-        given = exit_status(_command, words, folder, output.name)
+        actual = exit_status(_command, words, folder, output.name)
         text = output.read()
-    assert given == status, text
+    assert actual == status, text
     return text
 
 
 def send_output_to(path: str) -> None:
-    """Append what this process prints from now on to the file at `path`, output of C++ included."""
+    """Append all further output of this process, that of C++ included, to the file at `path`."""
     with open(path, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,8 +1,7 @@
-"""Tiny models of transformers with random weights, in folders as its `save_pretrained` writes them.
+"""Tiny models of transformers with random weights, in folders written by its `save_pretrained`.
 
-Their sizes are awkward on purpose: grouped heads, heads of another width than dim / heads, a
-vocabulary that no number of ranks divides, rotations stretched from a context that is shorter than
-the samples.
+Their sizes cover edge cases: grouped heads, a head width other than dim / heads, a vocabulary size
+that no number of ranks divides, RoPE scaling from a context that is shorter than the samples.
 """
 
 from collections.abc import Callable
@@ -48,7 +47,7 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
 }
-_STRETCHED: dict[str, Any] = {
+_SCALED_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
     "factor": 8.0,
@@ -56,7 +55,7 @@ _STRETCHED: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-_PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 20000.0}
+_DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 20000.0}
 
 
 def _llama(**more: Any) -> PreTrainedModel:
@@ -69,7 +68,7 @@ def _qwen3_moe(**more: Any) -> PreTrainedModel:
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 40,
     }
-    config = Qwen3MoeConfig(**_COMMON, **sizes, rope_parameters=_PLAIN, **more)
+    config = Qwen3MoeConfig(**_COMMON, **sizes, rope_parameters=_DEFAULT_ROPE, **more)
     return Qwen3MoeForCausalLM(config)
 
 
@@ -79,18 +78,18 @@ def _mixtral() -> PreTrainedModel:
         "num_experts_per_tok": 2,
         "intermediate_size": 40,
     }
-    return MixtralForCausalLM(MixtralConfig(**_COMMON, **sizes, rope_parameters=_PLAIN))
+    return MixtralForCausalLM(MixtralConfig(**_COMMON, **sizes, rope_parameters=_DEFAULT_ROPE))
 
 
 _FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: _llama(rope_parameters=_PLAIN, rms_norm_eps=3e-5),
-    "llama_tied_stretched": lambda: _llama(rope_parameters=_STRETCHED, tie_word_embeddings=True),
+    "llama": lambda: _llama(rope_parameters=_DEFAULT_ROPE, rms_norm_eps=3e-5),
+    "llama_tied_stretched": lambda: _llama(rope_parameters=_SCALED_ROPE, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**_COMMON, intermediate_size=80, rope_parameters=_PLAIN)
+        Qwen3Config(**_COMMON, intermediate_size=80, rope_parameters=_DEFAULT_ROPE)
     ),
     "qwen3_tied": lambda: Qwen3ForCausalLM(
         Qwen3Config(
-            **_COMMON, intermediate_size=80, rope_parameters=_PLAIN, tie_word_embeddings=True
+            **_COMMON, intermediate_size=80, rope_parameters=_DEFAULT_ROPE, tie_word_embeddings=True
         )
     ),
     "qwen3_moe": lambda: _qwen3_moe(norm_topk_prob=True),
@@ -101,7 +100,7 @@ FAMILIES = tuple(_FAMILIES)
 
 
 def make_model(family: str) -> PreTrainedModel:
-    """The same each time, in float32; its norms are no ones."""
+    """Return the same model in each call, in float32, with norm weights other than 1."""
     torch.manual_seed(5)
     model = _FAMILIES[family]()
     with torch.no_grad():
@@ -114,7 +113,7 @@ def make_model(family: str) -> PreTrainedModel:
 def make_folder(
     folder: Path, family: str, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "60KB"
 ) -> Path:
-    """A folder with its weights in several shards."""
+    """Save a model with its weights in several shards, and return its folder."""
     model = make_model(family)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -124,7 +123,7 @@ def make_folder(
 
 
 def save_config(folder: Path, family: str) -> Path:
-    """The config.json alone."""
+    """Save only the config.json, and return its folder."""
     model = make_model(family)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -132,7 +131,7 @@ def save_config(folder: Path, family: str) -> Path:
 
 
 def add_tokenizer(folder: Path) -> Path:
-    """A tokenizer of fewer ids than the model has, which knows the text fixture."""
+    """Add a tokenizer trained on the text fixture, with fewer ids than the model, to a folder."""
     raw = ByteLevelBPETokenizer()
     raw.train([str(FIXTURE)], vocab_size=500, special_tokens=["<s>", "</s>"], show_progress=False)
     wrapped = PreTrainedTokenizerFast(
@@ -144,7 +143,7 @@ def add_tokenizer(folder: Path) -> Path:
 
 
 def our_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The model of a folder, filled by one process without a mesh."""
+    """Load the model of a folder in one process, without a mesh."""
     spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
     snapshot = open_snapshot(*open_parent_storage(str(folder)), spec)
     model = filled(spec, snapshot)
@@ -154,7 +153,7 @@ def our_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def filled(spec: ModelSpec, snapshot: Snapshot) -> nn.Module:
-    """The model of a spec with the weights of a snapshot."""
+    """Return the model of a spec with the weights of a snapshot."""
     model = spec.build()
     tensors = {
         name.removeprefix("model."): read_tensor(snapshot, name)
@@ -166,13 +165,13 @@ def filled(spec: ModelSpec, snapshot: Snapshot) -> nn.Module:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All that the files of a folder hold."""
-    found: dict[str, torch.Tensor] = {}
+    """Return all tensors in the files of a folder."""
+    tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        tensors |= load_file(file)
+    return tensors
 
 
 def tokens() -> torch.Tensor:
-    """Two samples of 41 positions."""
+    """Return two samples of 41 positions."""
     return torch.randint(0, VOCAB_SIZE, (2, 41), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,5 @@
-"""Small real jobs for tests: a model of odd sizes on the text fixture, run in a pool's worker."""
+"""Small real jobs for tests: a model with odd sizes on the text fixture, trained in the workers of
+a pool."""
 
 import hashlib
 import logging
@@ -36,23 +37,23 @@ ODD_DIMS = llama3.Llama3Dims(
     vocab_size=517,
     document_mask=True,
 )
-"""No size is a multiple of 4, so that every cut over ranks is uneven."""
+"""No size is a multiple of 4, so that every sharding is uneven."""
 
 
 @dataclass
 class Outcome:
-    """What a job did, in values that can be compared."""
+    """The results of a job, in values that can be compared."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     samples: list[tuple[int, ...]] = field(default_factory=list)
-    """Of this rank, by step."""
+    """Samples of this rank, per step."""
     committed: list[bool] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Whole parameters after the last step."""
+    """Full parameters after the last step."""
     state: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Whole tensors of the train state after the last step."""
+    """Full tensors of the train state after the last step."""
     resumed_at: int = 0
     finished: bool = False
 
@@ -74,19 +75,20 @@ MANY_EXPERTS = replace(
         balance_loss_weight=0.01,
     ),
 )
-"""Experts that expert parallelism can share out, most of them without a token in some microbatch,
-with all that a router may do."""
+"""Enough experts for expert parallelism, most of which get no token in some microbatch, and all
+options of the router."""
 
 
 def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
-    """The config of the odd model, with `section.key` overrides. Batches of 8 samples of 24
-    tokens; documents begin within them, so ranks have unequal numbers of targets."""
+    """Return the config of the odd model, with `section.key` overrides. A global batch has 8
+    samples of 24 tokens; documents begin within samples, so ranks have unequal numbers of
+    targets."""
     values: dict[str, dict[str, Any]] = {
         "job": {"dump_folder": str(folder), "device": "cpu"},
         "model": {"flavor": "odd"},
         "training": {
             "dataset_path": str(FIXTURE),
-            # For all tests of the process: the same tokenizer need not be trained each time.
+            # Shared by all tests of the process, so that the tokenizer is trained once.
             "cache_folder": str(folder.parents[1] / "cache"),
             "local_batch_size": 1,
             "global_batch_size": 8,
@@ -115,13 +117,13 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
 
 
 def run_job(folder: Path, overrides: Mapping[str, Any], stop_after: int = 0) -> Outcome:
-    """Train the odd model in this worker, and tell what happened. `stop_after`: ask to leave, on
-    the last rank only, during that step."""
+    """Train the odd model in this worker and return the results. With `stop_after`, the last rank
+    requests a stop during that step."""
     return run_config(odd_config(folder, overrides), stop_after)
 
 
 def run_config(config: Config, stop_after: int = 0) -> Outcome:
-    """Train in this worker what `config` asks for; see `run_job`."""
+    """Train `config` in this worker; see `run_job`."""
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     outcome = Outcome()
     stop = StopRequest()
@@ -151,8 +153,9 @@ def run_config(config: Config, stop_after: int = 0) -> Outcome:
 
 
 def mesh_for(config: Config) -> Mesh:
-    """The mesh of a config in this worker. Each shape is made once: DTensor caches what it worked
-    out for a mesh, with the names of its process groups, and finds it for an equal mesh."""
+    """Return the mesh of a config in this worker. Each shape is created once: DTensor caches
+    results per mesh, including the names of its process groups, and reuses them for an equal
+    mesh."""
     return _mesh(resolve_degrees(config.parallelism, torch.distributed.get_world_size()))
 
 
@@ -162,10 +165,10 @@ def _mesh(degrees: Degrees) -> Mesh:
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that the ranks hold together, put together from their boxes; with a pipeline,
-    also those of the other stages. Every rank must call it. (`full_tensor` is wrong for uneven
-    strided shards in torch 2.13.)"""
-    mine = {
+    """Return the full tensors, assembled from the boxes of all ranks; with a pipeline, also those
+    of the other stages. Every rank must call it. (`full_tensor` is wrong for uneven strided shards
+    in torch 2.13.)"""
+    local = {
         name: (
             tuple(tensor.shape),
             local_box(tensor).slices,
@@ -174,18 +177,18 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name, tensor in tensors.items()
     }
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(of_ranks, mine)
-    found: dict[str, torch.Tensor] = {}
-    for held in of_ranks:
-        for name, (shape, slices, part) in held.items():
-            if name not in found:
-                found[name] = torch.full(shape, torch.nan, dtype=torch.float64).to(part.dtype)
-            found[name][slices] = part
-    return found
+    torch.distributed.all_gather_object(of_ranks, local)
+    full: dict[str, torch.Tensor] = {}
+    for boxes in of_ranks:
+        for name, (shape, slices, part) in boxes.items():
+            if name not in full:
+                full[name] = torch.full(shape, torch.nan, dtype=torch.float64).to(part.dtype)
+            full[name][slices] = part
+    return full
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """A hash of each tensor's bits."""
+    """Return a hash of each tensor's bits."""
     return {
         name: hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         if tensor.ndim

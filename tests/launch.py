@@ -1,11 +1,12 @@
-"""Start `train.py` as a user does, in real processes."""
+"""Starts `train.py` as a user does, in real processes, and keeps the logs of failed ones."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from tests.failures import RankFailed
 from tests.job import FIXTURE
 
 REPOSITORY = Path(__file__).parent.parent
+LOGS = REPOSITORY / "test-logs"
+"""Logs of a test session; the file `failures` lists those of failed processes."""
 SMALL: tuple[str, ...] = (
     "--config=configs/llama3_debug.toml",
     f"--training.dataset_path={FIXTURE}",
@@ -30,20 +32,49 @@ SMALL: tuple[str, ...] = (
     "--lr_scheduler.total_steps=1000",
     "--job.device=cpu",
 )
-"""The debug config on the text fixture, in steps of milliseconds."""
+"""Arguments for the debug config on the text fixture; a step takes milliseconds."""
 PROGRAM: tuple[str, ...] = ("train.py",)
-FAULTY: tuple[str, ...] = ("-m", "tests.faulty_trainer")
-"""The same on a machine with faults."""
+FAULTY_PROGRAM: tuple[str, ...] = ("-m", "tests.faulty_trainer")
+"""The same with injected faults, which the variable FAULTS names."""
+
+
+class RankFailed(AssertionError):
+    """Failure of a process that a test started; `log` holds its output."""
+
+    def __init__(self, message: str, log: Path) -> None:
+        super().__init__(message)
+        self.log = log
+
+
+def record_failure(log: Path) -> None:
+    """Add the log of a failed process to the list that CI prints from. A log outside LOGS is copied
+    there."""
+    LOGS.mkdir(exist_ok=True)
+    if LOGS not in log.parents:
+        copy = LOGS / f"{log.parent.name}-{log.name}"
+        shutil.copy(log, copy)
+        log = copy
+    with (LOGS / "failures").open("a") as failures:
+        failures.write(f"{log}\n")
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float) -> float:
+    """Block until the condition holds, and return the elapsed time in seconds."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < timeout_s
+        time.sleep(0.005)
+    return time.monotonic() - started
 
 
 def command(
     num_processes: int, arguments: Sequence[str], program: Sequence[str] = PROGRAM
 ) -> list[str]:
-    """The command line of a run."""
+    """Return the command line of a run."""
     if num_processes == 1:
         return [sys.executable, *program, *arguments]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-    # A port of its own choice: another run of the machine may hold the usual one.
+    # Port 0: another run on this machine may use the default port.
     return [*launcher, str(num_processes), "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
             *program, *arguments]  # fmt: skip
 
@@ -56,7 +87,7 @@ def start(
     program: Sequence[str] = PROGRAM,
     **variables: str,
 ) -> subprocess.Popen[bytes]:
-    """Start a run whose output goes to `log`, with more `variables` in its environment."""
+    """Start a run with `variables` added to its environment, and write its output to `log`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
@@ -79,15 +110,15 @@ def run(
     program: Sequence[str] = PROGRAM,
     **variables: str,
 ) -> str:
-    """Run to the end, check the exit status, and return the output."""
+    """Run until the process exits, check its exit status, and return its output."""
     process = start(num_processes, arguments, log, program=program, **variables)
     try:
-        given = process.wait(timeout=240)
+        actual = process.wait(timeout=240)
     finally:
         end(process)
     text = log.read_text()
-    if given != status:
-        message = f"exit status {given}, wanted {status}:\n{text[-4000:]}"
+    if actual != status:
+        message = f"exit status {actual}, expected {status}:\n{text[-4000:]}"
         raise RankFailed(message, log)
     return text
 
@@ -95,7 +126,7 @@ def run(
 def wait_for_step(
     folder: Path, step: int, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 120
 ) -> None:
-    """Wait until the run has written the metrics of `step`."""
+    """Block until the run has written the metrics of `step`."""
     deadline = time.monotonic() + timeout_s
     while not any(line["step"] >= step for line in steps_of(folder)):
         assert process.poll() is None, log.read_text()[-4000:]
@@ -104,7 +135,7 @@ def wait_for_step(
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that tell of steps."""
+    """Return the records of steps in metrics.jsonl."""
     path = folder / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     complete = text[: text.rfind("\n") + 1].splitlines()
@@ -112,31 +143,31 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that tell of something else than steps."""
+    """Return the records of events in metrics.jsonl."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if "event" in line]
 
 
-def books_of(folder: Path) -> dict[str, Any]:
-    """The books that a run has left, which add up."""
-    books = json.loads((folder / "books.json").read_text())
-    booked_ns = sum(sum(ns.values()) for _, _, ns in books["entries"])
-    assert booked_ns == books["until_ns"] - books["first_start_ns"]
-    return books
+def time_accounting_of(folder: Path) -> dict[str, Any]:
+    """Return the time accounting of a run, after checking that it adds up."""
+    accounting = json.loads((folder / "books.json").read_text())
+    total_ns = sum(sum(ns.values()) for _, _, ns in accounting["entries"])
+    assert total_ns == accounting["until_ns"] - accounting["first_start_ns"]
+    return accounting
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The processes that torchrun started, and that have not ended."""
-    found = []
+    """Return the running rank processes that torchrun started."""
+    ranks = []
     for child in psutil.Process(process.pid).children():
         with suppress(psutil.NoSuchProcess):
             if {"train.py", "torchtitan_lite", "tests.faulty_trainer"} & set(child.cmdline()):
-                found.append(child)
-    return found
+                ranks.append(child)
+    return ranks
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Make sure that a run that was started here is over, its ranks included."""
+    """Kill a run and its ranks, if it still runs."""
     if process.poll() is None:
         kill(ranks_of(process))
         process.kill()
@@ -144,14 +175,14 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """Kill these; when the first is gone, others may end by themselves."""
-    for one in processes:
+    """Kill those of the processes that still run."""
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
-            one.kill()
+            process.kill()
 
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint's files, by file and name."""
+    """Return all tensors in a checkpoint's files, by file and name."""
     return {
         f"{file.name}:{name}": tensor
         for file in sorted(folder.glob("*.safetensors"))

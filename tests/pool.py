@@ -1,7 +1,7 @@
-"""Pools of worker processes that live for the tests of a file, one pool per world size.
+"""Pools of worker processes, one per world size, shared by the tests of a file.
 
-The workers are kept and are sent cases: a function of a test module, by reference, with its
-arguments. A case that fails or hangs ends its pool, and the next case gets a new one.
+A pool sends cases to its workers: a function of a test module, by reference, and its arguments. A
+case that fails or hangs closes its pool; the next case starts a new one.
 """
 
 import gc
@@ -18,32 +18,35 @@ from typing import Any
 
 import psutil
 
-from tests.failures import LOGS, RankFailed
-from tests.forks import FORKS, send_output_to
+from tests.forks import FORK_SERVER, send_output_to
+from tests.launch import LOGS, RankFailed
 
 GLOO_TIMEOUT_S = 120
 _MAX_THREADS = 300
-"""Each process group that a case leaves behind polls from threads of its own, 100 times a second: a
-pool with more threads than this in a worker is ended."""
+"""Each process group that a case leaves behind has threads that poll 100 times per second. A pool
+with more threads than this in one of its workers is closed."""
 
 
 class WorkerPool:
-    """`world_size` processes with a gloo process group among them."""
+    """`world_size` processes with a common gloo process group."""
 
-    def __init__(self, world_size: int, context: ForkServerContext | SpawnContext = FORKS) -> None:
-        """`context`: how processes start. Forks share the seed of the hashes of strings."""
+    def __init__(
+        self, world_size: int, context: ForkServerContext | SpawnContext = FORK_SERVER
+    ) -> None:
+        """`context` starts the processes. Forks of one server have the same string hash seed."""
         self.world_size = world_size
         self._context = context
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, case: Callable[..., Any], *args: Any, timeout_s: float = 180) -> list[Any]:
-        """`case(*args)` on every rank; its results by rank. Raises with the first traceback."""
+        """Run `case(*args)` on every rank and return the results by rank. Raises RankFailed with
+        the first traceback."""
         if not self._workers:
             self._start()
         for _, connection in self._workers:
             connection.send((case, args))
         results: dict[int, Any] = {}
-        most_threads = 0
+        max_threads = 0
         deadline = time.monotonic() + timeout_s
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
         while waiting:
@@ -51,7 +54,7 @@ class WorkerPool:
             if not ready:
                 silent = sorted(waiting.values())
                 self.close()
-                message = f"Ranks {silent} gave nothing in {timeout_s} s"
+                message = f"ranks {silent} returned nothing within {timeout_s} s"
                 raise RankFailed(message, self._log(silent[0]))
             for connection in ready:
                 assert isinstance(connection, Connection)
@@ -65,13 +68,13 @@ class WorkerPool:
                     message = f"rank {rank} of {self.world_size} failed:\n{value}"
                     raise RankFailed(message, self._log(rank))
                 results[rank] = value
-                most_threads = max(most_threads, num_threads)
-        if most_threads > _MAX_THREADS:
+                max_threads = max(max_threads, num_threads)
+        if max_threads > _MAX_THREADS:
             self.close()
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         workers, self._workers = self._workers, []
         for process, connection in workers:
             connection.close()
@@ -81,7 +84,7 @@ class WorkerPool:
                 process.join()
 
     def _log(self, rank: int) -> Path:
-        # Each process of pytest-xdist has pools of its own.
+        # Each process of pytest-xdist has its own pools.
         worker = os.environ.get("PYTEST_XDIST_WORKER", "")
         return LOGS / f"pool-of-{self.world_size}{worker}" / f"rank-{rank}.log"
 
@@ -118,7 +121,7 @@ def _serve(rank: int, world_size: int, store: str, log: str, connection: Connect
         world_size=world_size,
         timeout=timedelta(seconds=GLOO_TIMEOUT_S),
     )
-    # What was imported is not searched for garbage again after each case.
+    # Exclude imported modules from the garbage collection after each case.
     gc.freeze()
     while True:
         try:
@@ -127,7 +130,8 @@ def _serve(rank: int, world_size: int, store: str, log: str, connection: Connect
             return
         try:
             value = case(*args)
-            # A job's process groups keep threads until the cycles that hold them are collected.
+            # The threads of a job's process groups end only when the cycles that hold them are
+            # collected.
             gc.collect()
             connection.send((False, value, psutil.Process().num_threads()))
         except BaseException:

@@ -1,4 +1,4 @@
-"""Replicas of a run in real processes, with a lighthouse: each is what a user's torchrun starts."""
+"""Replicas in real processes, started as by a user's torchrun, and a lighthouse."""
 
 import json
 import secrets
@@ -29,11 +29,11 @@ ENDLESS: tuple[str, ...] = (
     "--checkpoint.interval=5",
     "--fault_tolerance.process_group_timeout_ms=20000",
 )
-"""A run that lasts until it is stopped, and can be compared with a straight one."""
+"""Arguments of a run that trains until it is stopped, for comparison with an undisturbed run."""
 
 
 class Replicas:
-    """The replicas that were started, by number."""
+    """The replicas of a run, by number."""
 
     def __init__(self, folder: Path, num_ranks: int, arguments: Sequence[str], url: str) -> None:
         self.folder = folder
@@ -44,7 +44,7 @@ class Replicas:
     def start(
         self, number: int, *more: str, faults: str = "", num_ranks: int | None = None
     ) -> None:
-        """Start one, or start it again, with `more` arguments than the others have, and `faults` as
+        """Start or restart a replica with additional arguments, and with `faults` as
         `tests.faulty_trainer` reads them."""
         own = [
             f"--job.dump_folder={self.folder}",
@@ -55,29 +55,30 @@ class Replicas:
             num_ranks or self._num_ranks,
             [*self._arguments, *own, *more],
             self.log(number),
-            program=launch.FAULTY if faults else launch.PROGRAM,
+            program=launch.FAULTY_PROGRAM if faults else launch.PROGRAM,
             FAULTS=faults,
             TORCHFT_LIGHTHOUSE=self._url,
             TORCHTITAN_LITE_TOKEN=self._token,
         )
 
     def start_together(self, faults: Mapping[int, str]) -> None:
-        """Start those with these faults, so that all are there from the first steps on."""
+        """Start the replicas with these faults, so that all train together from the first step."""
         for number, own in faults.items():
-            self.start(number, faults=f"comes_late={self._go(number)} {own}")
+            self.start(number, faults=f"delayed_join={self._join_file(number)} {own}")
         for number in faults:
             self.wait_until_ready(number)
         for number in faults:
-            self.let_go(number)
+            self.release(number)
 
     def wait_until_ready(self, number: int) -> None:
-        """Until one that `comes_late` would join the others."""
-        self._wait_for_file(number, self._go(number).with_suffix(".waits"))
+        """Block until a replica with the fault `delayed_join` is ready to join the others."""
+        self._wait_for_file(number, self._join_file(number).with_suffix(".waits"))
 
-    def halt(self, number: int, file: Path) -> None:
-        """Let one that `halts` at this file do so, within a step that the others take with it."""
+    def block(self, number: int, file: Path) -> None:
+        """Block a replica with the fault `blocked_by` this file within a step that it takes with
+        the others."""
         file.touch()
-        self._wait_for_file(number, file.with_suffix(".halted"))
+        self._wait_for_file(number, file.with_suffix(".blocked"))
 
     def _wait_for_file(self, number: int, file: Path) -> None:
         deadline = time.monotonic() + 120
@@ -86,62 +87,62 @@ class Replicas:
             assert time.monotonic() < deadline, self.text(number)
             time.sleep(0.02)
 
-    def let_go(self, number: int) -> None:
-        """Let it."""
-        self._go(number).touch()
+    def release(self, number: int) -> None:
+        """Let a replica with the fault `delayed_join` join."""
+        self._join_file(number).touch()
 
-    def _go(self, number: int) -> Path:
-        return self.folder / f"go_{number}"
+    def _join_file(self, number: int) -> Path:
+        return self.folder / f"join_{number}"
 
     def log(self, number: int) -> Path:
         return self.folder / f"replica_{number}.log"
 
     def output(self, number: int) -> Path:
-        """The folder of what a replica says of itself."""
+        """Return the folder of a replica's metrics."""
         return self.folder / f"replica_{number:03d}"
 
     def steps(self, number: int) -> list[dict[str, Any]]:
-        """The committed steps that a replica has told of."""
+        """Return the committed steps that a replica recorded."""
         return [step for step in launch.steps_of(self.output(number)) if not step["skipped"]]
 
     def losses(self, number: int) -> dict[int, float]:
-        """Of those, by step."""
+        """Return the losses of the committed steps, by step."""
         return {step["step"]: step["loss"] for step in self.steps(number)}
 
     def events(self, number: int) -> list[str]:
-        """The names of what has happened to a replica."""
+        """Return the names of a replica's events."""
         return [event["event"] for event in launch.events_of(self.output(number))]
 
     def wait_for_step(self, number: int, step: int, timeout_s: float = 120) -> None:
         deadline = time.monotonic() + timeout_s
-        while not any(told["step"] >= step for told in self.steps(number)):
+        while not any(record["step"] >= step for record in self.steps(number)):
             assert self.running[number].poll() is None, self.text(number)
             assert time.monotonic() < deadline, self.text(number)
             time.sleep(0.02)
 
     def text(self, number: int) -> str:
-        """The end of a replica's log."""
+        """Return the end of a replica's log."""
         return self.log(number).read_text(errors="replace")[-6000:]
 
     def kill(self, number: int) -> None:
-        """As a machine that is lost: all processes of a replica at once, writers included."""
-        for one in self._processes(number):
+        """Kill all processes of a replica at once, writers included, as when a machine is lost."""
+        for process in self._processes(number):
             with suppress(psutil.NoSuchProcess):
-                one.kill()
+                process.kill()
         self.running[number].wait()
 
     def suspend(self, number: int) -> None:
-        """Stop all processes of a replica."""
-        for one in self._processes(number):
+        """Suspend all processes of a replica."""
+        for process in self._processes(number):
             with suppress(psutil.NoSuchProcess):
-                one.suspend()
+                process.suspend()
 
     def _processes(self, number: int) -> list[psutil.Process]:
         first = psutil.Process(self.running[number].pid)
         return [first, *first.children(recursive=True)]
 
     def stop(self) -> None:
-        """Ask all to leave."""
+        """Send SIGTERM to all ranks."""
         for process in self.running.values():
             if process.poll() is not None:
                 continue
@@ -155,8 +156,8 @@ class Replicas:
 
 @contextmanager
 def replicas(folder: Path, num_ranks: int, arguments: Sequence[str]) -> Iterator[Replicas]:
-    """A lighthouse, and replicas of `num_ranks` processes that find each other by it; in the end
-    nothing of them is left."""
+    """Start a lighthouse for replicas of `num_ranks` processes. On exit, all processes and shared
+    memory are removed."""
     lighthouse = LighthouseServer(
         bind="127.0.0.1:0",
         min_replicas=1,
@@ -166,25 +167,25 @@ def replicas(folder: Path, num_ranks: int, arguments: Sequence[str]) -> Iterator
     )
     folder.mkdir(parents=True, exist_ok=True)
     port = lighthouse.address().rpartition(":")[2]
-    made = Replicas(folder, num_ranks, arguments, f"http://127.0.0.1:{port}")
+    started = Replicas(folder, num_ranks, arguments, f"http://127.0.0.1:{port}")
     try:
-        yield made
+        yield started
     finally:
-        for number, process in made.running.items():
+        for number, process in started.running.items():
             if process.poll() is None:
-                made.kill(number)
+                started.kill(number)
         lighthouse.shutdown()
         if (folder / "run_id").exists():
             run_id = (folder / "run_id").read_text().strip()
-            own = {replica_run_id(run_id, number) for number in made.running}
-            for left in list_runs():
-                if left.run_id in own:
-                    for rank in left.ranks:
-                        RankLock(left.path, rank).wait(20)
-                    free_run(left.run_id)
+            own = {replica_run_id(run_id, number) for number in started.running}
+            for existing in list_runs():
+                if existing.run_id in own:
+                    for rank in existing.ranks:
+                        RankLock(existing.path, rank).wait(20)
+                    free_run(existing.run_id)
 
 
-def check_against_a_straight_run(
+def check_against_undisturbed_run(
     run: Replicas,
     num_ranks: int,
     arguments: Sequence[str],
@@ -193,34 +194,34 @@ def check_against_a_straight_run(
     faults: str = "",
     num_incomplete: int = 1,
 ) -> None:
-    """The losses of all replicas are those of a run that nothing has disturbed, but for `faults`
-    of the data; each sample was used in its step, but in `num_incomplete` of them at most: who is
-    killed may have committed a step and not written down what it used."""
-    told = [run.losses(number) for number in run.running]
-    last = max(step for losses in told for step in losses)
-    straight = tmp_path / "straight"
-    own = [f"--job.dump_folder={straight}", f"--training.steps={last}"]
+    """Check that the losses of all replicas equal those of an undisturbed run, which has only the
+    `faults` in its data, and that each step used its samples. At most `num_incomplete` steps may
+    lack records of samples, because a killed process may commit a step without recording it."""
+    actual = [run.losses(number) for number in run.running]
+    last = max(step for losses in actual for step in losses)
+    undisturbed = tmp_path / "undisturbed"
+    own = [f"--job.dump_folder={undisturbed}", f"--training.steps={last}"]
     own += ["--checkpoint.enable=false", "--fault_tolerance.replay_check=false"]
-    program = launch.FAULTY if faults else launch.PROGRAM
-    log = tmp_path / "straight.log"
+    program = launch.FAULTY_PROGRAM if faults else launch.PROGRAM
+    log = tmp_path / "undisturbed.log"
     launch.run(num_ranks, [*arguments, *own], log, program=program, FAULTS=faults)
-    steps = launch.steps_of(straight)
+    steps = launch.steps_of(undisturbed)
     expected = {step["step"]: step["loss"] for step in steps if not step["skipped"]}
-    for losses in told:
+    for losses in actual:
         for step, loss in losses.items():
             assert loss == pytest.approx(expected[step], rel=FAULTS_FLOAT64), step
     used = _samples(run.folder.glob("replica_*/samples_rank_*.jsonl"))
-    in_order = _samples(straight.glob("samples_rank_*.jsonl"))
-    assert all(samples <= in_order[step] for step, samples in used.items())
-    incomplete = [step for step, samples in used.items() if samples != in_order[step]]
+    expected_samples = _samples(undisturbed.glob("samples_rank_*.jsonl"))
+    assert all(samples <= expected_samples[step] for step, samples in used.items())
+    incomplete = [step for step, samples in used.items() if samples != expected_samples[step]]
     assert len(incomplete) <= num_incomplete, incomplete
 
 
 def _samples(ledgers: Iterable[Path]) -> dict[int, set[int]]:
-    """Step -> the samples of all ranks that share no sample, as they used them."""
-    found: dict[int, set[int]] = {}
+    """Return the recorded samples of each step, over all ranks."""
+    samples: dict[int, set[int]] = {}
     for path in ledgers:
         for line in path.read_text().splitlines():
-            told = json.loads(line)
-            found.setdefault(told["step"], set()).update(told["samples"])
-    return found
+            record = json.loads(line)
+            samples.setdefault(record["step"], set()).update(record["samples"])
+    return samples

@@ -1,4 +1,4 @@
-"""Stand-ins for Slurm's commands, which start the steps of deploy/slurm on this machine."""
+"""Fake Slurm commands that start the steps of deploy/slurm on this machine."""
 
 from pathlib import Path
 
@@ -16,17 +16,17 @@ while [[ "$1" == --* ]]; do
 done
 exec "$@" >>"${output//%n/0}" 2>&1
 """
-"""Each step on one node; srun passes signals on, as exec does here."""
+"""Each step runs on one node. srun forwards signals, as exec does here."""
 
 
-def write_slurm(folder: Path) -> None:
-    """Write `srun` and `scontrol` into `folder`. SLURM_JOB_NODELIST holds the names themselves."""
+def write_slurm_commands(folder: Path) -> None:
+    """Write `srun` and `scontrol` into `folder`. SLURM_JOB_NODELIST must list the names."""
     write_command(folder / "srun", _SRUN)
     write_command(folder / "scontrol", 'printf "%s\\n" $3')
 
 
 def write_command(path: Path, text: str) -> None:
-    """Write a bash script that can be called."""
+    """Write an executable bash script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/usr/bin/env bash\n{text}")
     path.chmod(0o755)

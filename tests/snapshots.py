@@ -1,4 +1,4 @@
-"""Small snapshots for tests of the writer: regions as a trainer makes them, without torch."""
+"""Small snapshots for tests of the writer: shared-memory regions of trainers, without torch."""
 
 import json
 import math
@@ -20,12 +20,12 @@ from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST, checksum_
 LARGE = 3 * 4096 + 512
 
 
-def starts_of(path: Path) -> list[str]:
-    """The starts of a run that have a region."""
+def sessions_of(path: Path) -> list[str]:
+    """Return the sessions of a run that used a region."""
     region = Region.open(path)
-    starts = region.sessions
+    sessions = region.sessions
     region.close()
-    return starts
+    return sessions
 
 
 def description(
@@ -38,16 +38,17 @@ def description(
     large_elements: int = LARGE,
     layout: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A rank that holds its rows of a large tensor, and the leader a small and an empty one."""
-    layout = layout or {"cut": world_size}
-    held: list[tuple[str, str, list[int], list[int], list[int]]] = [
+    """Describe a rank that holds its rows of a large tensor; the leader also holds small
+    tensors."""
+    layout = layout or {"shards": world_size}
+    local: list[tuple[str, str, list[int], list[int], list[int]]] = [
         ("model.large", "F32", [world_size, large_elements], [rank, 0], [1, large_elements])
     ]
     if rank == 0:
-        held.append(("model.small", "BF16", [3], [0], [3]))
-        held.append(("model.tiny", "U8", [5], [0], [5]))
+        local.append(("model.small", "BF16", [3], [0], [3]))
+        local.append(("model.tiny", "U8", [5], [0], [5]))
     tensors, boxes, start = [], [], 0
-    for name, dtype, shape, offset, size in held:
+    for name, dtype, shape, offset, size in local:
         width = {"F32": 4, "BF16": 2, "U8": 1}[dtype]
         num_bytes = math.prod(size) * width
         tensors.append(
@@ -107,12 +108,12 @@ def slot_bytes_of(described: dict[str, Any]) -> int:
 
 
 def content(rank: int, step: int, num_bytes: int) -> bytes:
-    """What a rank's slot holds at a step."""
+    """Return the content of a rank's slot at a step."""
     return random.Random(f"{rank} {step}").randbytes(num_bytes)
 
 
 def snapshot(region: Region, slot: int, step: int) -> None:
-    """What a trainer does after a step."""
+    """Take a snapshot, as a trainer does after a step."""
     region.begin(slot, step)
     used = slot_bytes_of(region.description)
     region.data(slot)[:used] = content(region.rank, step, used)
@@ -121,15 +122,15 @@ def snapshot(region: Region, slot: int, step: int) -> None:
 
 
 class Trainers:
-    """The regions of all ranks of a run on this machine, and their writers."""
+    """Regions and writers of all ranks of a run on this machine."""
 
-    def __init__(self, base: Path, root: Path | str, world_size: int, **about: Any) -> None:
+    def __init__(self, base: Path, root: Path | str, world_size: int, **options: Any) -> None:
         self.root = root
-        self.run_id = about.pop("run_id", secrets.token_hex(16))
+        self.run_id = options.pop("run_id", secrets.token_hex(16))
         self.folder = run_folder(self.run_id, base=base)
         self.regions: list[Region] = []
         for rank in range(world_size):
-            described = description(root, rank, world_size, run_id=self.run_id, **about)
+            described = description(root, rank, world_size, run_id=self.run_id, **options)
             region = Region.create(
                 self.folder, rank, described, slot_bytes_of(described), values_bytes=8192
             )
@@ -137,13 +138,13 @@ class Trainers:
         self.writers: list[WriterProcess] = []
 
     def start(self, command: list[str] | None = None, **settings: Any) -> None:
-        """Start a writer for every rank, and wait until they are ready."""
+        """Start a writer for every rank and block until all are ready."""
         for region in self.regions:
             writer = WriterProcess(region.path, WriterSettings(**settings), command)
             writer.start()
             self.writers.append(writer)
         for writer in self.writers:
-            assert any("ready" in said for said in writer.wait_for("ready", 100))
+            assert any("ready" in message for message in writer.wait_for("ready", 100))
 
     def snapshot(self, slot: int, step: int) -> None:
         for region in self.regions:
@@ -153,8 +154,8 @@ class Trainers:
         for writer in self.writers:
             writer.save(slot, step, token)
 
-    def die(self) -> None:
-        """What writers see when the trainers are killed."""
+    def disconnect(self) -> None:
+        """Disconnect all writers, as when the trainers are killed."""
         for writer in self.writers:
             orphan(writer)
 
@@ -167,39 +168,40 @@ class Trainers:
 
 
 def orphan(writer: WriterProcess) -> None:
-    """End a writer's orders without "stop"."""
+    """Close a writer's input without "stop"."""
     process = writer._process
     assert process is not None and process.stdin is not None
     process.stdin.close()
 
 
 @contextmanager
-def trainers(base: Path, root: Path | str, world_size: int, **about: Any) -> Iterator[Trainers]:
-    made = Trainers(base, root, world_size, **about)
+def trainers(base: Path, root: Path | str, world_size: int, **options: Any) -> Iterator[Trainers]:
+    run = Trainers(base, root, world_size, **options)
     try:
-        yield made
+        yield run
     finally:
-        made.close()
+        run.close()
 
 
 def read_safetensors(raw: bytes) -> dict[str, tuple[str, list[int], bytes]]:
-    """Name -> (dtype, shape, bytes), checking that the data has no holes."""
+    """Return (dtype, shape, bytes) by name, after checking that the data has no gaps."""
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
     header.pop("__metadata__", None)
     data = raw[8 + length :]
-    position, found = 0, {}
+    position, tensors = 0, {}
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         first, end = entry["data_offsets"]
         assert first == position
         position = end
-        found[name] = (entry["dtype"], entry["shape"], data[first:end])
+        tensors[name] = (entry["dtype"], entry["shape"], data[first:end])
     assert position == len(data)
-    return found
+    return tensors
 
 
 def verify(folder: Path, run_bytes: bool = True) -> dict[str, Any]:
-    """Check that a checkpoint is whole, with all checksums and the contents; its manifest."""
+    """Check that a checkpoint is complete with correct checksums and contents; return its
+    manifest."""
     text = (folder / MANIFEST).read_bytes()
     manifest = json.loads(text)
     assert checksum_matches(text)
@@ -209,12 +211,12 @@ def verify(folder: Path, run_bytes: bool = True) -> dict[str, Any]:
     for name in files:
         read_safetensors(raw[name])
     for entry in manifest["tensors"].values():
-        held = 0
+        num_elements = 0
         for box in entry["boxes"]:
             first, end = box["bytes"]
             assert xxhash.xxh3_64_hexdigest(raw[box["file"]][first:end]) == box["xxh3"]
-            held += math.prod(box["size"])
-        assert held == math.prod(entry["shape"])
+            num_elements += math.prod(box["size"])
+        assert num_elements == math.prod(entry["shape"])
     step = manifest["step"]
     assert manifest["values"]["train_state"]["step"] == step
     assert folder.name == f"step-{step}"

@@ -1,11 +1,11 @@
-"""How far two ways to the same number may lie apart: every tolerance of the tests, with its reason.
+"""Every tolerance of the tests, with its reason.
 
-A number here is loosened only with a new reason beside it. What should be equal bit by bit is
-compared with `torch.equal`, and has no entry.
+A tolerance may only be increased together with its reason. Values that must be bitwise equal are
+compared with `torch.equal` and have no entry.
 """
 
 PARITY_FLOAT64 = 1e-10
-"""Relative, float64. Another mesh adds the same terms in another order: an error of 1e-16 per
+"""Relative, float64. Another mesh sums the same terms in another order: an error of 1e-16 per
 addition, some 1e4 additions deep, and Adam divides by small second moments in its first steps."""
 
 PARITY_FLOAT32_LOSS = 1e-6
@@ -13,7 +13,7 @@ PARITY_FLOAT32_LOSS = 1e-6
 
 PARITY_FLOAT32_NORM = 1e-6
 """Relative, of the gradient's norm in float32: the errors of single gradients, from the order of
-the sums in forward and backward, average out. What the norm adds is below 1e-7 (`NORM_FLOAT32`)."""
+the sums in forward and backward, average out. The norm adds less than 1e-7 (`NORM_FLOAT32`)."""
 
 NORM_FLOAT32 = 1e-7
 """Relative, of the norm of given float32 values, however they are sharded."""
@@ -23,67 +23,68 @@ PARITY_BFLOAT16_LOSS = 1e-3
 tokens is rounded once on one process and once per rank on several."""
 
 CHUNKED_LOSS_FLOAT64 = 1e-12
-"""Absolute and relative. The same formula as F.cross_entropy, with sums cut into chunks."""
+"""Absolute and relative. The same formula as F.cross_entropy, with sums split into chunks."""
 
 CHUNKED_LOSS_FLOAT32 = 2e-5
-"""Absolute and relative, of gradients. A weight's gradient adds some 1e2 terms of about 1, each
-off by 1e-7."""
+"""Absolute and relative, of gradients. A weight's gradient is a sum of some 1e2 terms of about 1,
+each with an error of 1e-7."""
 
 CHUNKED_LOSS_BFLOAT16 = 2e-2
 """Relative to the largest element. bfloat16 keeps 8 bits (4e-3); logits and the result are
 rounded once each."""
 
 ROPE_FLOAT32 = 1e-6
-"""Absolute, of rotated numbers below 1 at positions below 8, whose angles are off by 5e-7 from
-rounding; also relative, of the frequencies. It grows with the position: 1e-5 at 64."""
+"""Absolute, of rotated values below 1 at positions below 8, whose angles have rounding errors of
+5e-7; also relative, of the frequencies. It grows with the position: 1e-5 at 64."""
 
 LOGITS_FLOAT32 = 2e-5
-"""Absolute, of logits about 1 behind some layers: the same formula in another order of sums."""
+"""Absolute, of logits about 1 after some layers: the same formula with sums in another order."""
 
 LOGITS_FLOAT64 = 1e-6
-"""Absolute, of the same in float64. Both sides keep their rotations and angles in float32."""
+"""Absolute, of logits in float64. Both sides compute rotations and angles in float32."""
 
 ATTENTION_FLOAT64 = 1e-12
-"""Absolute, of outputs about 1. A masked and a plain call are two kernels with equal terms."""
+"""Absolute, of outputs about 1. Calls with and without a mask use two kernels with equal terms."""
 
 OPTIMIZER_FLOAT32 = 1e-6
-"""Absolute, of weights about 1 after some steps: fused kernels fold multiplications and
-additions together."""
+"""Absolute, of weights about 1 after some steps: fused kernels combine multiplications and
+additions."""
 
 SCHEDULE = 1e-12
-"""Relative. Python's floats, with the same formula written in another order."""
+"""Relative. Python's floats, with the same formula in another order of operations."""
 
 COUNTED_FLOPS = 1e-9
-"""Relative. Both are whole numbers of operations; only their division by the tokens rounds."""
+"""Relative. Both are integer numbers of operations; only their division by the tokens rounds."""
 
 GOLDEN_DIGEST = 1e-4
-"""Relative, of a sum over all initial weights. Vector units of other processors round the last bit
-of a draw otherwise, which moves the sum by 1e-6; another seed, name or block moves it by 10."""
+"""Relative, of a sum over all initial weights. Vector units of other processors may round the last
+bit of a draw differently, which changes the sum by 1e-6; another seed, name or block changes it by
+10."""
 
 MOE_FLOAT64 = 1e-12
-"""Absolute and relative, of outputs and gradients about 1 to 10: the same products as a loop over
-single tokens, added in another order."""
+"""Absolute and relative, of outputs and gradients about 1 to 10: the same products as in a loop
+over single tokens, summed in another order."""
 
 GROUPED_BFLOAT16 = 2e-2
-"""Relative to the largest element. Both ways add in float32 and round to bfloat16 (4e-3) once; on
-a GPU the kernel may add in parts."""
+"""Relative to the largest element. Both sides sum in float32 and round to bfloat16 (4e-3) once; on
+a GPU the kernel may sum in parts."""
 
 FLOAT8_LOSS = 2e-2
-"""Relative, of the loss of some steps. Products of numbers that keep 3 bits are off by 6 % each,
-and a sum of a hundred of random sign by a tenth of that."""
+"""Relative, of the loss of some steps. Products of numbers with 3 bits have errors of 6% each,
+and a sum of a hundred with random signs a tenth of that."""
 
 PARITY_FLOAT8_LOSS = 2e-3
 """Relative, of losses after the first step. Weights that differ in float32's last bit may round to
-neighbouring float8 numbers, 6 % apart, in one product of hundreds."""
+neighboring float8 numbers, 6% apart, in one product of hundreds."""
 
 FAULTS_FLOAT64 = 1e-8
-"""Relative, float64, of the loss of a step of a run with faults. Replicas that come and go add the
-same terms in another order, as another mesh does, and AdamW carries the difference through some
-1e2 steps."""
+"""Relative, float64, of the loss of a step of a run with faults. A changing number of replicas
+sums the same terms in another order, as another mesh does, and AdamW propagates the difference
+through some 1e2 steps."""
 
 PRETRAINED_LOGITS = 1e-5
-"""Absolute, float32, of logits about 1 from the weights of transformers: what is promised of a
-conversion. Both sides round the same formula in another order."""
+"""Absolute, float32, of logits about 1 with the weights of transformers: the documented
+accuracy of a conversion. Both sides round the same formula in another order."""
 
 PRETRAINED_GRADIENTS = 2e-5
 """Relative to the largest element of a gradient, float32: sums over some 80 tokens, in another

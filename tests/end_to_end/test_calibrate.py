@@ -16,16 +16,16 @@ from torchtitan_lite.redistribute.cost import CPU, Costs
 
 
 def calibrated() -> tuple[str, list[float]]:
-    """The figures, and what they say of some steps: on every rank."""
+    """Return the fitted figures and their errors on some steps, on every rank."""
     samples, costs = calibrate(3, torch.device("cpu"), shapes=[(64, 64), (512, 512)])
     return repr(costs), [predicted_s(sample.step, costs) for sample in samples]
 
 
 @pytest.mark.matrix
 def test_ranks_fit_the_same_figures(pools: Callable[[int], WorkerPool]) -> None:
-    found = pools(4).run(calibrated)
-    assert all(one == found[0] for one in found)
-    assert all(seconds > 0 for seconds in found[0][1])
+    actual = pools(4).run(calibrated)
+    assert all(one == actual[0] for one in actual)
+    assert all(seconds > 0 for seconds in actual[0][1])
 
 
 @pytest.mark.matrix
@@ -46,12 +46,12 @@ def test_the_command_writes_a_file_and_a_table(tmp_path: Path) -> None:
     assert costs.piece_s != CPU.piece_s and costs.between == CPU.between
 
 
-def test_alone_it_says_what_is_missing(
+def test_a_single_process_reports_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert main(["--out", str(tmp_path / "costs.json")]) == 2
-    said = capsys.readouterr().err
-    assert "torchrun --nproc-per-node" in said and len(said.splitlines()) == 1
+    output = capsys.readouterr().err
+    assert "torchrun --nproc-per-node" in output and len(output.splitlines()) == 1
     assert not list(tmp_path.iterdir())

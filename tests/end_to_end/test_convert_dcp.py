@@ -1,4 +1,4 @@
-"""A run's checkpoint goes to torchtitan and comes back, by the commands that a user gives."""
+"""Conversion of a checkpoint to torchtitan's DCP format and back, by the command line."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_out_and_in_again(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_round_trip(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saving = [*SMALL, "--checkpoint.enable=true"]
     first = [*saving, f"--job.dump_folder={tmp_path}/first", "--training.steps=2"]
     run(ranks, first, tmp_path / "log")
@@ -37,7 +37,7 @@ def test_out_and_in_again(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixt
 
     out = tmp_path / "converted"
     capsys.readouterr()
-    # The weights fit, and would give other logits.
+    # The weights fit, but would give other logits.
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     dims = manifest["config"]["model"]["dims"] | {"rope_theta": 5.0}
     shown = ", ".join(
@@ -67,12 +67,15 @@ def test_out_and_in_again(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "second" / "checkpoint" / "step-3").is_dir()
 
 
-def test_foreign_folders_are_refused(tmp_path: Path) -> None:
+def test_unsupported_folders_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").touch()
     (tmp_path / "hf").mkdir()
     save_file({"a": torch.zeros(1)}, tmp_path / "hf" / "model.safetensors")
-    for folder, told in (("dcp", "torchtitan-lite convert from-dcp"), ("hf", "Hugging Face")):
+    for folder, expected_text in (
+        ("dcp", "torchtitan-lite convert from-dcp"),
+        ("hf", "Hugging Face"),
+    ):
         arguments = [
             *SMALL,
             f"--job.dump_folder={tmp_path}/out-{folder}",
@@ -80,4 +83,4 @@ def test_foreign_folders_are_refused(tmp_path: Path) -> None:
             f"--checkpoint.initial_load_path={tmp_path}/{folder}",
         ]
         log = run_command("train", *arguments, status=1)
-        assert told in log and "Traceback" not in log
+        assert expected_text in log and "Traceback" not in log

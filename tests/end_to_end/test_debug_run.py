@@ -1,4 +1,4 @@
-"""The first thing that a user does: train the debug config, look at the end, resume."""
+"""The first steps of a user: train the debug config, look at the outputs, resume."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from tests import launch
 from tests.forks import run_command
 
 
-def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path: Path) -> None:
+def test_debug_config_trains_prints_a_sample_and_resumes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = [
         "--config=configs/llama3_debug.toml",
@@ -31,7 +31,7 @@ def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path:
     assert start["parameters"] > 10**6 and 0 < start["process_age_s"] < 600
     durable = [e["checkpoint_step"] for e in launch.events_of(folder) if e["event"] == "saved"]
     assert durable == sorted(durable) and (durable[0], durable[-1]) == (1, 6)
-    books = launch.books_of(folder)
+    accounting = launch.time_accounting_of(folder)
     sample = text.split("A sample of the model:")[1].split("Outputs")[0]
     assert len(sample.strip()) > 20
     steps = launch.steps_of(folder)
@@ -41,9 +41,9 @@ def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path:
     assert times == sorted(times) and time.time() - 600 < times[0] < times[-1] < time.time()
     assert steps[-1]["tokens"] == 6 * 16 * 64
     saved = {path.name for path in (folder / "checkpoint").iterdir()}
-    # The tokenizer is beside the checkpoints.
+    # The tokenizer is stored next to the checkpoints.
     saved.remove("assets")
-    # The second waits, where the machine is loaded, until the first is written.
+    # On a loaded machine, the second save waits until the first is written.
     assert saved in ({"step-1", second, "step-6"} for second in ("step-4", "step-5", "step-6"))
     assert list((folder / "tb").glob("events.*"))
     assert "steps = 6" in (folder / "config.toml").read_text()
@@ -55,9 +55,9 @@ def test_debug_config_trains_ends_with_a_sample_and_resumes_as_it_says(tmp_path:
     again = launch.run(2, words[4:], tmp_path / "again.log")
     assert f"Resumed from {folder}/checkpoint/step-6" in again
     assert launch.steps_of(folder)[-1]["step"] == 12
-    went_on = launch.books_of(folder)
-    assert went_on["first_start_ns"] == books["first_start_ns"]
-    assert went_on["start_s"] > books["start_s"] and went_on["idle_s"] > 0
+    went_on = launch.time_accounting_of(folder)
+    assert went_on["first_start_ns"] == accounting["first_start_ns"]
+    assert went_on["start_s"] > accounting["start_s"] and went_on["idle_s"] > 0
 
 
 def test_one_process_without_torchrun(tmp_path: Path) -> None:

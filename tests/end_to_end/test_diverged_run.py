@@ -1,4 +1,4 @@
-"""A run that cannot go on says so everywhere, and what its time went into."""
+"""A diverged run reports why it stopped, and its time accounting."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.forks import run_command
 from torchtitan_lite.errors import DIVERGED
 
 
-def test_a_run_that_diverges_still_tells_its_books(tmp_path: Path) -> None:
+def test_a_diverged_run_writes_its_time_accounting(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = [
         *launch.SMALL,
@@ -26,12 +26,12 @@ def test_a_run_that_diverges_still_tells_its_books(tmp_path: Path) -> None:
     assert "the last of 2 consecutive steps (debug.max_skipped_steps)" in text
     assert "Goodput" in text
     assert launch.steps_of(folder)[-1]["skipped"]
-    told = {event["event"]: event for event in launch.events_of(folder)}
-    assert "2 consecutive steps" in told["error"]["reason"]
-    books = launch.books_of(folder)
-    assert told["books"]["lost_s"] == books["lost_s"] > 0
+    events = {event["event"]: event for event in launch.events_of(folder)}
+    assert "2 consecutive steps" in events["error"]["reason"]
+    accounting = launch.time_accounting_of(folder)
+    assert events["books"]["lost_s"] == accounting["lost_s"] > 0
     drawn = EventAccumulator(str(folder / "tb"))
     drawn.Reload()
     assert "error/reason/text_summary" in drawn.Tags()["tensors"]
     (lost,) = drawn.Scalars("books/lost_s")
-    assert math.isclose(lost.value, books["lost_s"], rel_tol=1e-5)
+    assert math.isclose(lost.value, accounting["lost_s"], rel_tol=1e-5)

@@ -24,10 +24,10 @@ NOT_RUN = {
     r"torchrun .*-m scripts\.calibrate ": "see tests/end_to_end/test_calibrate.py",
     r"torchrun \.\.\.": "stands for the options of a cluster",
     r"torchtitan-lite launch .* 1:4 ": "8 ranks; see tests/resilience/test_launch.py",
-    r"python -m scripts\.chaos ": "takes many minutes; tests/resilience/test_chaos.py has fewer",
+    r"python -m tests\.chaos ": "takes many minutes; tests/resilience/test_chaos.py injects fewer",
     r"py-spy ": "needs an extra package and the right to trace processes",
 }
-"""Pattern of a command's beginning: the reason."""
+"""Maps the pattern of a command's beginning to the reason."""
 RUN_ON_ANOTHER_PAGE = {"docs/guides/first_run.md": {"make train": "README.md"}}
 """Commands of a page that are already run on another one."""
 PREPARED = {
@@ -52,9 +52,9 @@ COVERED = {
 
 
 def reason(command: str) -> str | None:
-    """Why a command is not run; None if it is."""
-    found = (why for pattern, why in NOT_RUN.items() if re.match(pattern, command))
-    return next(found, None)
+    """Return why a command is not run; None if it is run."""
+    reasons = (why for pattern, why in NOT_RUN.items() if re.match(pattern, command))
+    return next(reasons, None)
 
 
 def run_page(page: str, folder: Path) -> str:
@@ -85,8 +85,8 @@ def test_every_page_is_run_or_covered() -> None:
     for page, elsewhere in RUN_ON_ANOTHER_PAGE.items():
         for command, other in elsewhere.items():
             for one in (page, other):
-                found = [c for block in blocks(one) for c in block.commands]
-                assert any(c.partition("#")[0].strip() == command for c in found)
+                page_commands = [c for block in blocks(one) for c in block.commands]
+                assert any(c.partition("#")[0].strip() == command for c in page_commands)
     # Reasons that no command needs must be removed.
     commands = [command for page in pages() for block in blocks(page) for command in block.commands]
     unused = [pattern for pattern in NOT_RUN if not any(re.match(pattern, c) for c in commands)]
@@ -104,7 +104,7 @@ def test_commands_are_split_at_lines() -> None:
     assert split(text) == ["a \\\n  b", "cat >x <<'EOF'\n1\n\n2\nEOF", "c  # why"]
 
 
-def test_links_of_the_docs_lead_to_files() -> None:
+def test_links_of_the_docs_point_to_files() -> None:
     broken = []
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):

@@ -1,4 +1,4 @@
-"""A wrong config ends with exit status 1 and one clear error, before anything is started."""
+"""An invalid config ends with exit status 1 and one clear error, before anything starts."""
 
 from pathlib import Path
 
@@ -28,12 +28,12 @@ def test_wrong_config(case: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_missing_config_file_names_those_that_exist(tmp_path: Path) -> None:
+def test_missing_config_file_lists_existing_files(tmp_path: Path) -> None:
     text = launch.run(1, ["--config=configs/lama3_debug.toml"], tmp_path / "log", status=1)
     assert "llama3_debug.toml" in text
     assert "Traceback" not in text
 
 
-def test_two_processes_tell_of_it_once(tmp_path: Path) -> None:
+def test_two_processes_report_an_error_once(tmp_path: Path) -> None:
     text = launch.run(2, [*launch.SMALL, "--training.step=3"], tmp_path / "log", status=1)
     assert text.count("Did you mean training.steps") == 1

@@ -1,4 +1,4 @@
-"""The explanation of a plan, as a user asks for it."""
+"""The command that explains a redistribution plan."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 SRC, DST = "mesh=dp:2,tp:2 placements=S0,R", "mesh=dp:4 placements=S1"
 
 
-def ask(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
-    """What the command prints, its errors where it fails."""
+def run_script(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    """Return the output of the command, or its errors if it fails."""
     assert main(list(arguments)) == status
     printed = capsys.readouterr()
     assert not (printed.err if status == 0 else printed.out)
@@ -25,7 +25,7 @@ def between(src: str, dst: str, shape: str) -> list[str]:
 
 
 def classes(file: Path) -> list[str]:
-    """Those of the boxes in a drawing."""
+    """Return the classes of the boxes in a drawing."""
     tree = ElementTree.parse(file).getroot()
     assert not list(tree.iter(f"{SVG}script"))
     return [name for rect in tree.iter(f"{SVG}rect") if (name := rect.get("class"))]
@@ -33,14 +33,14 @@ def classes(file: Path) -> list[str]:
 
 def test_text_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "moved.svg"
-    text = ask(capsys, *between(SRC, DST, "64x128"), "--dtype=bfloat16", f"--svg={file}")
+    text = run_script(capsys, *between(SRC, DST, "64x128"), "--dtype=bfloat16", f"--svg={file}")
     assert "From: [S0, R] on (dp 2 x tp 2)\nTo: [S1] on (dp 4)" in text
     # Each of 4 holders keeps half of its quarter of 16384 bytes.
     assert "Moved in all: 8,192 bytes (8 KiB); that is the lower bound." in text
-    found = classes(file)
-    assert found.count("source") == 2 and found.count("destination") == 4
-    # Half of each part stays, and the other half comes in two stripes or from two holders.
-    assert found.count("part") == 4 * 3
+    actual = classes(file)
+    assert actual.count("source") == 2 and actual.count("destination") == 4
+    # Half of each part stays; the other half arrives in two stripes or from two holders.
+    assert actual.count("part") == 4 * 3
 
 
 @pytest.mark.parametrize(
@@ -64,24 +64,25 @@ def test_every_box_is_drawn_once(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "moved.svg"
-    ask(capsys, *between(src, dst, shape), f"--svg={file}")
-    found = classes(file)
-    assert (found.count("source"), found.count("destination")) == boxes
+    run_script(capsys, *between(src, dst, shape), f"--svg={file}")
+    actual = classes(file)
+    assert (actual.count("source"), actual.count("destination")) == boxes
 
 
 def test_numbers_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(ask(capsys, *between(SRC, DST, "64x128"), "--json"))
-    assert found["moved_bytes"] == found["lower_bound_bytes"] == 16384
-    assert found["rounds"] == ["move"] and found["dtype"] == "float32"
-    assert sum(holder["sent"] for holder in found["holders"].values()) == 16384
+    actual = json.loads(run_script(capsys, *between(SRC, DST, "64x128"), "--json"))
+    assert actual["moved_bytes"] == actual["lower_bound_bytes"] == 16384
+    assert actual["rounds"] == ["move"] and actual["dtype"] == "float32"
+    assert sum(holder["sent"] for holder in actual["holders"].values()) == 16384
 
 
 @pytest.mark.parametrize(
     ("src", "dst", "shape", "needed"),
     [
-        # gloo's DTensor gathers all to keep a part: 4 ranks send 3 others their 4096 bytes.
+        # gloo's DTensor gathers the tensor to keep a part: 4 ranks send their 4096 bytes to 3
+        # others.
         ("mesh=a:4 placements=S0", "mesh=a:4 placements=S1", "64x64", ("49,152 bytes", "4 times")),
-        # As reduce-scatter, gloo reduces all: measured with 4 ranks.
+        # For reduce-scatter, gloo reduces everything: measured with 4 ranks.
         ("mesh=a:4 placements=P", "mesh=a:4 placements=S0", "64x64", ("98,304 bytes", "2 times")),
         (SRC, DST, "64x64", ("not supported: Cross device mesh",)),
         (
@@ -111,10 +112,10 @@ def test_numbers_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_what_dtensor_would_do(
+def test_dtensor_comparison(
     src: str, dst: str, shape: str, needed: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = ask(capsys, *between(src, dst, shape), "--torch")
+    text = run_script(capsys, *between(src, dst, shape), "--torch")
     for words in needed:
         assert words in text
 
@@ -139,18 +140,18 @@ def test_what_dtensor_would_do(
         (SRC, ("--svg=/no/such/folder/a.svg",), "cannot be written: No such file or directory"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_line(
+def test_errors_are_one_line(
     src: str, more: tuple[str, ...], needed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = ask(capsys, *between(src, DST, "8x8"), *more, status=2)
-    assert needed in said
-    assert len(said.splitlines()) == 1
+    output = run_script(capsys, *between(src, DST, "8x8"), *more, status=2)
+    assert needed in output
+    assert len(output.splitlines()) == 1
 
 
-def test_a_drawing_of_too_much_is_not_begun(
+def test_too_large_drawings_are_rejected_early(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "large.svg"
     layouts = between("mesh=a:2 placements=S0/20000", DST, "100000x8")
-    assert "boxes, and at most" in ask(capsys, *layouts, f"--svg={file}", status=2)
+    assert "boxes, and at most" in run_script(capsys, *layouts, f"--svg={file}", status=2)
     assert not file.exists()

@@ -1,5 +1,5 @@
-"""A user's own package extends a run, and a script trains: the examples of the docs, as they
-stand, run from a temporary folder."""
+"""A user's package that extends a run, and a training script: the examples of the docs, run
+unchanged from a temporary folder."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def call(*words: str, folder: Path, status: int = 0) -> str:
     return done.stdout
 
 
-def test_the_example_of_a_package(tmp_path: Path) -> None:
+def test_example_package(tmp_path: Path) -> None:
     write_files("extending.md", tmp_path)
     command = ("-m", "torchtitan_lite", "train", "--config", "fruits.toml")
     text = call(*command, "--nproc=2", "--training.cache_folder=cache", folder=tmp_path)
@@ -50,7 +50,7 @@ def test_the_example_of_a_package(tmp_path: Path) -> None:
     assert large and {record["fruit"] for record in large} == {"pear"}
     resolved = (folder / "config.toml").read_text()
     assert 'name = "pear"' in resolved and "max_norm_after = 0.01" in resolved
-    # It resumes, and another override reaches the hook.
+    # The run resumes, and a changed override reaches the hook.
     more = ("--training.steps=5", "--fruit.name=plum", "--training.cache_folder=cache")
     run_command(*command[2:], *more, folder=tmp_path)
     assert '"plum"' in (folder / "metrics.jsonl").read_text()
@@ -71,21 +71,21 @@ def test_the_example_of_a_package(tmp_path: Path) -> None:
         (["--experimental.custom_import=.foo"], "is not the dotted name of a module"),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], error: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line_errors(arguments: list[str], error: str, tmp_path: Path) -> None:
     write_files("extending.md", tmp_path)
     command = ("train", "--config", "fruits.toml", *arguments)
     text = run_command(*command, folder=tmp_path, status=1)
     assert error in text and len(text.splitlines()) == 1
 
 
-def test_help_has_the_keys(tmp_path: Path) -> None:
+def test_help_lists_the_keys(tmp_path: Path) -> None:
     write_files("extending.md", tmp_path)
     command = ("train", "--config", "fruits.toml", "--help", "fruit")
     text = run_command(*command, folder=tmp_path)
     assert "Which fruit the texts are about." in text
 
 
-def test_the_script_of_the_python_api(tmp_path: Path) -> None:
+def test_python_api_script(tmp_path: Path) -> None:
     write_files("python_api.md", tmp_path)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     text = call("train_in_python.py", folder=tmp_path)

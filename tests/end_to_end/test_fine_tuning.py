@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations, as a user starts it."""
+"""Fine-tuning on conversations."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run's checkpoint gives text and a loss, by the commands that a user gives."""
+"""Text generation and evaluation from a checkpoint, by the command line."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def trained(pools: Callable[[int], WorkerPool], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that has saved its last step."""
+    """Return the folder of a run that saved its last step."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     pools(1).run(run_job, folder, RUN)
     return folder
@@ -43,9 +43,9 @@ def test_text(trained: Path, tmp_path: Path) -> None:
         f"--json={out}",
     ]
     text = run_command("generate", *arguments)
-    (found,) = json.loads(out.read_text())
-    assert found["prompt"] == "import os" and len(found["ids"]) == 16
-    assert "import os" + found["text"] in text and "tokens/s" in text
+    (actual,) = json.loads(out.read_text())
+    assert actual["prompt"] == "import os" and len(actual["ids"]) == 16
+    assert "import os" + actual["text"] in text and "tokens/s" in text
     assert "Traceback" not in text
 
 
@@ -55,14 +55,17 @@ def test_loss(trained: Path, tmp_path: Path) -> None:
     text = run_command("evaluate", *arguments)
     record = json.loads(out.read_text())
     lines = map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())
-    (told,) = [line["loss"] for line in lines if line.get("event") == "validation"]
-    # The same model, data and kernels.
-    assert record["loss"] == told
-    assert f"loss        {told:.6f}" in text and f"perplexity  {record['perplexity']:.4f}" in text
+    (logged_loss,) = [line["loss"] for line in lines if line.get("event") == "validation"]
+    # Same model, data and kernels.
+    assert record["loss"] == logged_loss
+    assert (
+        f"loss        {logged_loss:.6f}" in text
+        and f"perplexity  {record['perplexity']:.4f}" in text
+    )
 
 
-def test_a_checkpoint_is_complete_without_the_tokenizers_folder(tmp_path: Path) -> None:
-    """The path of the tokenizer was relative, and its folder is gone since."""
+def test_a_checkpoint_does_not_need_the_tokenizer_folder(tmp_path: Path) -> None:
+    """The tokenizer's path is relative, and its folder is deleted after training."""
     (tmp_path / "start" / "tokenizer").mkdir(parents=True)
     train_tokenizer([FIXTURE.read_text()], 300).save(tmp_path / "start" / "tokenizer")
     arguments = (

@@ -1,20 +1,20 @@
-"""What a checkpoint holds and what runs left in shared memory, as a user asks for it."""
+"""The command that shows the contents of checkpoints and of snapshots in shared memory."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from tests.small_checkpoint import TWO_FILES, write_checkpoint
 from tests.snapshots import trainers
-from tests.stored import TWO_FILES, store
 from torchtitan_lite.cli import inspect
 from torchtitan_lite.cli.parsers import parser
 
 
-def ask(
+def run_script(
     capsys: pytest.CaptureFixture[str], *arguments: object, shm: Path = Path("/"), status: int = 0
 ) -> str:
-    """What the command prints, its errors where it fails."""
+    """Return the output of the command, or its errors if it fails."""
     try:
         options = parser().parse_args(["inspect", *map(str, arguments)])
         assert inspect.run(options, [], shm) == status
@@ -25,9 +25,9 @@ def ask(
     return printed.err if status == 2 else printed.out
 
 
-def test_a_step_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    store(tmp_path, step=3)
-    text = ask(capsys, tmp_path / "step-3", "--tensors", "--verify")
+def test_a_checkpoint_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, step=3)
+    text = run_script(capsys, tmp_path / "step-3", "--tensors", "--verify")
     for words in (
         "  step 3\n",
         "format version 3, written by torchtitan_lite test",
@@ -39,36 +39,34 @@ def test_a_step_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         "whole: all checksums hold",
     ):
         assert words in text
-    found = json.loads(ask(capsys, f"{tmp_path}/step-3/", "--json"))
-    assert (found["step"], found["model_only"], found["verified"]) == (3, False, False)
-    assert found["bytes"] == sum(found["bytes_by_file"].values()) == 16879
-    assert "tensors" not in found
+    actual = json.loads(run_script(capsys, f"{tmp_path}/step-3/", "--json"))
+    assert (actual["step"], actual["model_only"], actual["verified"]) == (3, False, False)
+    assert actual["bytes"] == sum(actual["bytes_by_file"].values()) == 16879
+    assert "tensors" not in actual
 
 
-def test_damage_is_listed_in_full(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_all_damage_is_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for step in (3, 4, 5):
-        store(tmp_path, step)
+        write_checkpoint(tmp_path, step)
     (tmp_path / "step-3" / "manifest.json").write_text("{")
     (tmp_path / "step-4" / TWO_FILES[0]).unlink()
     path = tmp_path / "step-4" / TWO_FILES[1]
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    # Without reading the files only the manifest's damage is seen.
-    assert ask(capsys, tmp_path, status=1).count("DAMAGED") == 1
-    found = json.loads(ask(capsys, tmp_path, "--verify", "--json", status=1))["steps"]
-    assert [[(one["file"], one["tensor"]) for one in step["damage"]] for step in found] == [
+    # Without reading the files, the command detects only damage to the manifest.
+    assert run_script(capsys, tmp_path, status=1).count("DAMAGED") == 1
+    actual = json.loads(run_script(capsys, tmp_path, "--verify", "--json", status=1))["steps"]
+    assert [[(one["file"], one["tensor"]) for one in step["damage"]] for step in actual] == [
         [("manifest.json", None)],
         [(TWO_FILES[0], None), (TWO_FILES[1], "optimizer.weight.momentum")],
         [],
     ]
-    assert "whole: all checksums hold" in ask(capsys, tmp_path / "step-5", "--verify")
+    assert "whole: all checksums hold" in run_script(capsys, tmp_path / "step-5", "--verify")
 
 
-def test_what_cannot_be_answered_is_told_in_a_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    store(tmp_path, step=3)
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, step=3)
     path = tmp_path / "step-3" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 9}))
     for arguments, needed in (
@@ -80,35 +78,39 @@ def test_what_cannot_be_answered_is_told_in_a_line(
         (["--shm", "--free", "0" * 32], "No run"),
         ([tmp_path, "--quick"], "unrecognized arguments: --quick"),
     ):
-        said = ask(capsys, *arguments, shm=tmp_path, status=2)
-        assert needed in said
-        assert len(said.splitlines()) == 1
+        output = run_script(capsys, *arguments, shm=tmp_path, status=2)
+        assert needed in output
+        assert len(output.splitlines()) == 1
 
 
 def test_shared_memory_is_listed_and_freed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     root = tmp_path / "checkpoint"
-    assert "No run" in ask(capsys, "--shm", shm=tmp_path)
+    assert "No run" in run_script(capsys, "--shm", shm=tmp_path)
     with trainers(tmp_path, root, 2) as run:
         run.start()
         run.snapshot(0, 7)
         run.snapshot(1, 8)
         run.regions[0].begin(0, 9)
-        (found,) = json.loads(ask(capsys, "--shm", "--json", shm=tmp_path))["runs"]
-        assert (found["run_id"], found["root"], found["ranks"]) == (run.run_id, str(root), [0, 1])
-        assert found["steps"] == [8]
-        assert found["bytes"] >= 6 * 12288
-        assert found["writers"] == {str(r): w.pid for r, w in enumerate(run.writers)}
-        text = ask(capsys, "--shm", "--free", shm=tmp_path)
+        (actual,) = json.loads(run_script(capsys, "--shm", "--json", shm=tmp_path))["runs"]
+        assert (actual["run_id"], actual["root"], actual["ranks"]) == (
+            run.run_id,
+            str(root),
+            [0, 1],
+        )
+        assert actual["steps"] == [8]
+        assert actual["bytes"] >= 6 * 12288
+        assert actual["writers"] == {str(r): w.pid for r, w in enumerate(run.writers)}
+        text = run_script(capsys, "--shm", "--free", shm=tmp_path)
         assert "Freed" not in text and f"rank 1 is written by process {run.writers[1].pid}" in text
-        said = ask(capsys, "--shm", "--free", run.run_id, shm=tmp_path, status=2)
-        assert "still writes" in said
+        output = run_script(capsys, "--shm", "--free", run.run_id, shm=tmp_path, status=2)
+        assert "still writes" in output
         for writer in run.writers:
             writer.close()
-        said = ask(capsys, "--shm", "--free", shm=tmp_path, status=2)
-        assert run.run_id in said and "Confirm with --yes" in said
+        output = run_script(capsys, "--shm", "--free", shm=tmp_path, status=2)
+        assert run.run_id in output and "Confirm with --yes" in output
         assert run.folder.exists()
-        text = ask(capsys, "--shm", "--free", "--yes", shm=tmp_path)
+        text = run_script(capsys, "--shm", "--free", "--yes", shm=tmp_path)
         assert text == f"Freed run {run.run_id}.\n"
         assert not run.folder.exists()

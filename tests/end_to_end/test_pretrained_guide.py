@@ -1,4 +1,4 @@
-"""The guide to pretrained weights: its commands, as they stand there, with a small model."""
+"""The guide to pretrained weights: its commands, unchanged, with a small model."""
 
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,12 @@ def test_the_guide_from_a_folder_to_an_exported_model(tmp_path: Path) -> None:
     page = Page(tmp_path / "tree", {"HF_DIR": str(folder), "OUT": str(out)})
     for block in blocks(GUIDE):
         page.run(block, [])
-    said = page.output
-    # It began from the folder, and then went on from its own state on another mesh.
-    assert f"Initial weights loaded from {folder}\n" in said, said[-6000:]
-    assert f"Resumed from {out}/run/checkpoint/step-2 at step 2" in said, said[-6000:]
-    assert f"Initial weights loaded from {out}/converted/step-0\n" in said, said[-6000:]
-    assert "perplexity" in said
+    output = page.output
+    # It starts from the folder, then resumes from its own checkpoint on another mesh.
+    assert f"Initial weights loaded from {folder}\n" in output, output[-6000:]
+    assert f"Resumed from {out}/run/checkpoint/step-2 at step 2" in output, output[-6000:]
+    assert f"Initial weights loaded from {out}/converted/step-0\n" in output, output[-6000:]
+    assert "perplexity" in output
     before, after = tensors_of(folder), tensors_of(out / "exported")
     assert before.keys() == after.keys()
     assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())
@@ -54,7 +54,7 @@ def test_the_guide_from_a_folder_to_an_exported_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_the_last_save_is_a_folder_that_transformers_reads(ranks: int, tmp_path: Path) -> None:
+def test_transformers_reads_the_last_export(ranks: int, tmp_path: Path) -> None:
     arguments = [
         *SMALL,
         "--checkpoint.enable=true",
@@ -75,6 +75,6 @@ def test_the_last_save_is_a_folder_that_transformers_reads(ranks: int, tmp_path:
         == (ours.encode_batch([text])[0][-6:])
     )
     assert (model.config.bos_token_id, model.config.eos_token_id) == (ours.bos_id, ours.eos_id)
-    # Of replicas that come to the end together, the second finds it there.
+    # If several replicas finish together, the second finds the export done.
     config = load_config(tmp_path / "run" / "config.toml")
     export_last_save(config, str(tmp_path / "run" / "checkpoint"), exported)

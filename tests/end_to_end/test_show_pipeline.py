@@ -1,4 +1,4 @@
-"""The drawing of a config's pipeline, as a user asks for it, and its widths."""
+"""The drawing of a config's pipeline schedule, and its widths."""
 
 import io
 import os
@@ -23,7 +23,7 @@ PP = ("--parallelism.pipeline_parallel_degree=2", "--training.global_batch_size=
 
 
 def show(*arguments: str, status: int = 0) -> str:
-    """What the command prints for the debug config."""
+    """Return the output of the command for the debug config."""
     environment = {"COLUMNS": "100"}
     output = io.StringIO()
     with (
@@ -42,7 +42,7 @@ def chart_of(schedule: str, num_ranks: int, num_microbatches: int, costs: Costs)
 
 
 def rows_of(text: str, name: str) -> str:
-    """The parts of a rank's row, one after the other."""
+    """Return the parts of a rank's row, in order."""
     margin = len(name) + 2
     return "".join(line[margin:] for line in text.splitlines() if line.startswith(f"{name} "))
 
@@ -80,7 +80,7 @@ def test_the_order_of_a_file(tmp_path: Path) -> None:
         ((*PP, "--svg=/no/such/folder/step.svg"), "cannot be written: No such file or directory"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_line(arguments: Sequence[str], needed: str) -> None:
+def test_errors_are_one_line(arguments: Sequence[str], needed: str) -> None:
     assert needed in show(*arguments, status=1)
 
 
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_told_in_a_line(arguments: Sequence[str], needed: str) 
     ("schedule", "num_ranks", "num_microbatches"),
     [("1F1B", 2, 4), ("ZBVZeroBubble", 4, 12), ("DualPipeV", 4, 64)],
 )
-def test_the_text_is_as_wide_as_the_terminal(
+def test_the_text_fits_the_terminal_width(
     schedule: str, num_ranks: int, num_microbatches: int, num_columns: int
 ) -> None:
     costs = Costs(forward=1, backward_input=1.3, backward_weight=0.7)
@@ -106,14 +106,14 @@ def test_the_text_is_as_wide_as_the_terminal(
             assert sum(shown.count(kind) for kind in "FBIW") == len(row)
 
 
-def test_an_svg_of_many_microbatches_is_not_wider_than_a_screen() -> None:
+def test_an_svg_of_many_microbatches_fits_a_screen() -> None:
     chart = chart_of("Interleaved1F1B", 4, 128, Costs())
     tree = ElementTree.fromstring(as_svg(chart))
     assert float(tree.attrib["width"]) < 2000
     assert len(list(tree.iterfind(f"{SVG}rect/{SVG}title"))) == 4 * 2 * 128 * 2
 
 
-def test_steps_of_the_axis() -> None:
+def test_axis_tick_distances() -> None:
     assert [tick_step(room) for room in (0.1, 1, 1.5, 3, 6, 11, 21, 60, 150)] == [
         1,
         1,

@@ -1,5 +1,5 @@
-"""deploy/slurm on this machine: the script itself, with stand-ins for Slurm's commands that start
-its steps as local processes."""
+"""deploy/slurm on this machine: the script itself, with fake Slurm commands that start its steps as
+local processes."""
 
 import os
 import signal
@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from tests.launch import REPOSITORY, SMALL, steps_of
-from tests.slurm import SCRIPT, write_slurm
+from tests.slurm import SCRIPT, write_slurm_commands
 
 
 def _free_ports(count: int) -> int:
-    """The first of `count` consecutive free ports."""
+    """Return the first of `count` consecutive free ports."""
     while True:
         with closing(socket.socket()) as probe:
             probe.bind(("127.0.0.1", 0))
@@ -38,7 +38,7 @@ def _wait_for_step(job: subprocess.Popen[str], log: Path, folder: Path, step: in
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
 def test_replicas_under_slurm_survive_a_kill_and_leave_on_the_signal(tmp_path: Path) -> None:
-    write_slurm(tmp_path / "bin")
+    write_slurm_commands(tmp_path / "bin")
     for name in ("train.py", "configs"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     run = tmp_path / "run"
@@ -81,7 +81,7 @@ def test_replicas_under_slurm_survive_a_kill_and_leave_on_the_signal(tmp_path: P
         ]
         rank.kill()
         before = steps_of(replicas[1])[-1]["step"]
-        # It heals, and both train.
+        # The replica heals, and both train.
         _wait_for_step(job, log, replicas[1], before + 2)
         job.send_signal(signal.SIGTERM)
         assert job.wait(timeout=120) == 0, log.read_text()[-4000:]
@@ -97,7 +97,7 @@ def test_replicas_under_slurm_survive_a_kill_and_leave_on_the_signal(tmp_path: P
         "replica_1-attempt_0-node_0.log",
         "replica_1-attempt_1-node_0.log",
     }
-    # The survivor repeated at most one step, and no sample is lost or used twice.
+    # The survivor repeats at most one step, and no sample is lost or used twice.
     steps = [line["step"] for line in steps_of(replicas[0])]
     assert steps == list(range(1, len(steps) + 1))
     newest = max(

@@ -1,4 +1,4 @@
-"""`torchtitan-lite train --nproc N` as a user calls it: real processes, real signals."""
+"""`torchtitan-lite train --nproc N` with real processes and signals."""
 
 import json
 import os
@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch import REPOSITORY, SMALL
-from tests.waiting import until
+from tests.launch import REPOSITORY, SMALL, wait_until
 
 
 def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
@@ -29,7 +28,7 @@ def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     parent = psutil.Process(process.pid)
-    until(lambda: len(parent.children()) == 2, 120)
+    wait_until(lambda: len(parent.children()) == 2, 120)
     return parent.children()
 
 
@@ -47,7 +46,7 @@ def run_without_end(folder: Path) -> list[str]:
     return [*SMALL, *steps, f"--job.dump_folder={folder}"]
 
 
-def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
+def test_an_invalid_config_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=3", *SMALL, f"--job.dump_folder={folder}", log=log)
     assert process.wait(120) == 1
@@ -68,23 +67,23 @@ def test_a_wrong_config_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
 def test_ctrl_c_saves_and_exits_with_0(nproc: int, number: signal.Signals, tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start(f"--nproc={nproc}", *run_without_end(folder), log=log)
-    until(lambda: has_stepped(folder), 120)
-    # A terminal sends SIGINT to the foreground process group: ranks are in sessions of their own.
+    wait_until(lambda: has_stepped(folder), 120)
+    # A terminal sends SIGINT to the foreground process group: ranks are in separate sessions.
     process.send_signal(number)
     assert process.wait(120) == 0, log.read_text()
-    said = log.read_text()
-    assert "Traceback" not in said and "received: finishing the step, saving" in said
+    output = log.read_text()
+    assert "Traceback" not in output and "received: finishing the step, saving" in output
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = max(record["step"] for record in steps)
     assert (folder / "checkpoint" / f"step-{last}").is_dir()
 
 
 @pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.matrix)])
-def test_a_killed_rank_is_one_line_and_a_status(waits: bool, tmp_path: Path) -> None:
+def test_a_killed_rank_is_one_line_and_an_exit_status(waits: bool, tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)
     ranks = ranks_of(process)
-    until(lambda: not waits or has_stepped(folder), 120)
+    wait_until(lambda: not waits or has_stepped(folder), 120)
     os.kill(ranks[-1].pid, signal.SIGKILL)
     assert process.wait(120) == 1
     assert "was killed by SIGKILL." in log.read_text()
@@ -98,10 +97,10 @@ def test_nohup_survives_a_closed_terminal(tmp_path: Path) -> None:
         process = start("--nproc=2", *run_without_end(folder), log=log)
     finally:
         signal.signal(signal.SIGHUP, before)
-    until(lambda: has_stepped(folder), 120)
+    wait_until(lambda: has_stepped(folder), 120)
     process.send_signal(signal.SIGHUP)
     before_step = num_steps(folder)
-    until(lambda: num_steps(folder) > before_step + 3, 120)
+    wait_until(lambda: num_steps(folder) > before_step + 3, 120)
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 0, log.read_text()
 
@@ -114,15 +113,15 @@ def test_a_port_in_use_is_one_line_on_all_ranks(tmp_path: Path) -> None:
         arguments = (*run_without_end(folder), f"--metrics.prometheus_port={port}")
         process = start("--nproc=2", *arguments, log=log)
         assert process.wait(120) == 1
-    said = log.read_text()
-    assert "Traceback" not in said and f"127.0.0.1:{port} cannot be opened" in said
+    output = log.read_text()
+    assert "Traceback" not in output and f"127.0.0.1:{port} cannot be opened" in output
     assert not has_stepped(folder)
 
 
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     log, folder = tmp_path / "log", tmp_path / "run"
     process = start("--nproc=2", *run_without_end(folder), log=log)
-    until(lambda: has_stepped(folder), 120)
+    wait_until(lambda: has_stepped(folder), 120)
     ranks = ranks_of(process)
     process.kill()
     process.wait(60)

@@ -1,7 +1,5 @@
-"""An environment of its own for each peer, because their requirements differ from ours.
-
-They are made once, in `.venv-peers`, and used again.
-"""
+"""A separate environment for each peer, because their requirements differ from ours. Environments
+are created once, in `.venv-peers`, and reused."""
 
 import fcntl
 import json
@@ -20,8 +18,9 @@ TORCH = "torch==2.13.0"
 
 
 def run_script(environment: str, requirements: tuple[str, ...], script: str, *words: object) -> Any:
-    """What a script of `scripts` writes as JSON, given its path as last argument, run by the Python
-    of an environment with these requirements. Skips the test if they cannot be installed."""
+    """Return the JSON that a script of `scripts` writes to the path given as its last argument,
+    when run in an environment with these requirements. Skips the test if they cannot be
+    installed."""
     python = _python(environment, (TORCH, *requirements))
     out = Path(str(words[0])) / f"{Path(script).stem}.json"
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -42,11 +41,11 @@ def run_script(environment: str, requirements: tuple[str, ...], script: str, *wo
 def _python(name: str, requirements: tuple[str, ...]) -> str:
     folder = _ENVIRONMENTS / name
     python, marker = folder / "bin" / "python", folder / ".installed"
-    wanted = "\n".join(requirements)
+    expected = "\n".join(requirements)
     _ENVIRONMENTS.mkdir(exist_ok=True)
     with (_ENVIRONMENTS / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if marker.exists() and marker.read_text() == wanted:
+        if marker.exists() and marker.read_text() == expected:
             return str(python)
         for command in (
             [sys.executable, "-m", "venv", "--clear", str(folder)],
@@ -56,5 +55,5 @@ def _python(name: str, requirements: tuple[str, ...]) -> str:
             if done.returncode == 0:
                 continue
             pytest.skip(f"{', '.join(requirements)} cannot be installed: {done.stderr[-300:]}")
-        marker.write_text(wanted)
+        marker.write_text(expected)
     return str(python)

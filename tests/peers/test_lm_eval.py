@@ -1,4 +1,4 @@
-"""`evaluate` against lm-eval's loglikelihood_rolling, on many documents of many lengths."""
+"""`evaluate` against lm-eval's loglikelihood_rolling, on many documents of different lengths."""
 
 import json
 from pathlib import Path
@@ -16,10 +16,10 @@ SEQ_LEN = 48
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_the_loss_of_documents_is_that_of_lm_eval(family: str, tmp_path: Path) -> None:
+def test_document_losses_equal_those_of_lm_eval(family: str, tmp_path: Path) -> None:
     model = add_tokenizer(make_folder(tmp_path / "hf", family))
     texts = [json.loads(line)["text"] for line in FIXTURE.read_text().splitlines()[:12]]
-    # From one character to many windows; two whose windows come out even.
+    # From one character to many windows; two documents end exactly at the end of a window.
     texts += ["a", texts[0][:40], texts[1][:150], texts[2][:333]]
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

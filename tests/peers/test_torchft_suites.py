@@ -1,4 +1,4 @@
-"""torchft's own tests, with our lighthouse in the place of torchft's."""
+"""torchft's own tests, with our lighthouse instead of torchft's."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ REQUIREMENTS = (
 
 def test_lighthouse_manager_and_local_sgd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    found = run_script("torchft", REQUIREMENTS, "torchft_suites.py", tmp_path)
-    assert found["failed"] == []
-    # Those that need GPUs or torchcomms are skipped.
-    assert len(found["passed"]) >= 15 and found["lighthouses"] >= 15
+    actual = run_script("torchft", REQUIREMENTS, "torchft_suites.py", tmp_path)
+    assert actual["failed"] == []
+    # Tests that need GPUs or torchcomms are skipped.
+    assert len(actual["passed"]) >= 15 and actual["lighthouses"] >= 15

@@ -31,7 +31,7 @@ CLONE = os.environ.get("TORCHTITAN_REPOSITORY")
 ROWS = json.loads((Path(__file__).parent / "torchtitan_0_2_2_features.json").read_text())
 NEEDS_GPU = {"fsdp+flex_attn", "fsdp+flex_attn+per_op_sac"}
 REAL_COMMAND = {"model_only_hf_checkpoint", "test_generate"}
-"""Rows about what a run does beside its steps."""
+"""Rows about features outside the training step."""
 DEBUG_FILE = """
 [job]
 dump_folder = "./outputs"
@@ -72,19 +72,20 @@ dataset = "c4_validation"
 freq = 5
 steps = 10
 """
-"""What torchtitan's debug_model.toml sets, without what are defaults here too."""
+"""Values of torchtitan's debug_model.toml that are not defaults here."""
 MATHEMATICS = ("--model.", "--quantize.", "--optimizer.")
-"""What of a row the reference has too; the file says which mathematics otherwise."""
+"""Overrides of a row that the reference needs too; the schedule file changes the mathematics
+otherwise."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the rows read."""
+    """The inputs of the rows."""
 
     folder: Path
     file: Path
     data: tuple[str, ...]
-    """Overrides: a data set for torchtitan's, small sizes, a path for each of its relative ones."""
+    """Overrides: a dataset in place of torchtitan's, small sizes, a path for each relative path."""
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 
 def _order(rank: int) -> str:
-    """Both stages of a rank forward, then backward in parts, two microbatches at a time."""
+    """Return an order in which both stages of a rank run forward, then backward in parts, two
+    microbatches at a time."""
     stages, rounds = (rank, rank + 2), range(8)
     forward = [f"{stage}F{n}" for stage in stages for n in rounds]
     backward = [
@@ -131,26 +133,27 @@ def _order(rank: int) -> str:
 
 
 def overrides(inputs: Inputs, row: Sequence[str], folder: Path, steps: int) -> list[str]:
-    """The row's own, and after them what makes it small."""
+    """Return the row's overrides, followed by those that make the run small."""
     validates = "--validation.enable" in row
-    given = [word.replace("{hugging_face}", f"{folder}/hf_checkpoint/step-2") for word in row]
-    given = [
+    args = [word.replace("{hugging_face}", f"{folder}/hf_checkpoint/step-2") for word in row]
+    args = [
         str(inputs.folder / "order.csv") if word.endswith("custom_schedule.csv") else word
-        for word in given
+        for word in args
     ]
     if validates:
         held_out = ["--validation.dataset=jsonl", f"--validation.dataset_path={FIXTURE}"]
-        given += [*held_out, "--validation.steps=1", "--validation.freq=1"]
-    given += [*inputs.data, f"--job.dump_folder={folder}", f"--training.steps={steps}"]
-    # The schedule from a file is one of eight microbatches.
+        args += [*held_out, "--validation.steps=1", "--validation.freq=1"]
+    args += [*inputs.data, f"--job.dump_folder={folder}", f"--training.steps={steps}"]
+    # The schedule file has eight microbatches.
     batch = 8 if any("schedule_csv" in word for word in row) else 32
-    return [f"--config={inputs.file}", *given, f"--training.global_batch_size={batch}"]
+    return [f"--config={inputs.file}", *args, f"--training.global_batch_size={batch}"]
 
 
 @pytest.fixture(scope="module")
 def reference(pools: Pools, inputs: Inputs) -> Iterator[Callable[[Sequence[str]], list[float]]]:
-    """The losses of three steps of one process, with what a row says of the mathematics."""
-    found: dict[tuple[str, ...], list[float]] = {}
+    """Return the losses of three steps in one process, with the row's overrides that change the
+    mathematics."""
+    result: dict[tuple[str, ...], list[float]] = {}
 
     def losses(row: Sequence[str]) -> list[float]:
         batch = overrides(inputs, row, inputs.folder, 3)[-1]
@@ -160,17 +163,17 @@ def reference(pools: Pools, inputs: Inputs) -> Iterator[Callable[[Sequence[str]]
                 value = row[index + 1 : index + 2]
                 kept += [word, *(one for one in value if not one.startswith("--"))]
         key = (*kept, batch)
-        if key not in found:
-            folder = inputs.folder / f"reference-{len(found)}"
+        if key not in result:
+            folder = inputs.folder / f"reference-{len(result)}"
             (outcome,) = pools(1).run(run_row, [*overrides(inputs, kept, folder, 3), batch])
-            found[key] = outcome.losses
-        return found[key]
+            result[key] = outcome.losses
+        return result[key]
 
     yield losses
 
 
 def run_row(arguments: Sequence[str]) -> Outcome:
-    """Train in a pool's worker what the arguments ask for."""
+    """Train with these arguments in a pool's worker."""
     config, _ = parse_command_line(arguments)
     return run_config(config)
 
@@ -212,7 +215,7 @@ def test_row(
 def _real_command(
     row: dict, inputs: Inputs, reference: Callable[[Sequence[str]], list[float]], folder: Path
 ) -> None:
-    """Rows whose first run leaves something for the second."""
+    """Rows whose first run produces the input of the second."""
     ranks, (first, second) = row["ranks"], row["runs"]
     run(ranks, overrides(inputs, first, folder / "run", 2), folder / "log")
     losses = [line["loss"] for line in steps_of(folder / "run")]
@@ -220,7 +223,7 @@ def _real_command(
     if second:
         run(ranks, overrides(inputs, second, folder / "run", 1), folder / "log")
         (again,) = [line["loss"] for line in steps_of(folder / "run")][-1:]
-        # It begins with trained weights, on the first samples.
+        # The run begins with trained weights, on the first samples.
         assert again < losses[0]
         return
     text = run_command("generate", f"{folder}/run/checkpoint", "--prompt=import", "--device=cpu")

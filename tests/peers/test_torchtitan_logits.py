@@ -23,7 +23,7 @@ ARGUMENTS = (*SMALL, "--model.flavor=debugmodel")
 
 
 @pytest.mark.parametrize("mode", ["load", "save"])
-def test_the_logits_are_those_of_torchtitan(mode: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_torchtitan(mode: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens_BS = torch.randint(0, 2048, (2, LENGTH), generator=generator)
     (tmp_path / "tokens.json").write_text(json.dumps(tokens_BS.tolist()))

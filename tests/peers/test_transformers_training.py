@@ -1,4 +1,5 @@
-"""Training in float32 on meshes against transformers' model, torch's AdamW and a plain loop."""
+"""Training in float32 on several meshes against transformers' model, torch's AdamW and a plain
+loop."""
 
 from collections.abc import Callable
 from functools import cache
@@ -58,10 +59,11 @@ def settings(folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
 
 
 def plain_loop(run: Path, folder: Path) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms. Of this project only the samples and the learning rates."""
+    """Return losses and gradient norms. Only the samples and the learning rates come from this
+    project."""
     config = odd_config(run, settings(folder, {}))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    adamw, given = config.optimizer, config.training
+    adamw, training = config.optimizer, config.training
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=adamw.lr,
@@ -80,7 +82,7 @@ def plain_loop(run: Path, folder: Path) -> tuple[list[float], list[float]]:
                 logits_BSV.flatten(0, 1), batch.targets_BS.flatten(), ignore_index=IGNORE
             )
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), given.max_norm)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_norm)
             for group in optimizer.param_groups:
                 group["lr"] = state.lr_scheduler.lr(step)
             optimizer.step()
@@ -105,7 +107,7 @@ def expected(
 
 
 @pytest.mark.parametrize(("family", "mesh"), ROWS)
-def test_losses_and_norms_are_those_of_a_plain_loop(
+def test_losses_and_norms_equal_those_of_a_plain_loop(
     family: str,
     mesh: str,
     pools: Pools,
@@ -114,8 +116,8 @@ def test_losses_and_norms_are_those_of_a_plain_loop(
 ) -> None:
     folder, losses, norms = expected(family)
     ranks, parallelism = {**MESHES, **WITH_EXPERTS}[mesh]
-    given = settings(folder, parallelism)
-    for outcome in pools(ranks).run(run_job, tmp_path / "run", given, timeout_s=300):
+    overrides = settings(folder, parallelism)
+    for outcome in pools(ranks).run(run_job, tmp_path / "run", overrides, timeout_s=300):
         wanted = pytest.approx(losses, rel=tolerances.PARITY_FLOAT32_LOSS)
         assert outcome.losses == wanted
         assert outcome.grad_norms == pytest.approx(norms, rel=tolerances.PARITY_FLOAT32_NORM)

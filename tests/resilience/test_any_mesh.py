@@ -1,5 +1,5 @@
-"""A checkpoint that one mesh saved is resumed by another: the losses that follow are those of the
-run that was never stopped, on the mesh that went before bit by bit (`test_resume`)."""
+"""A checkpoint saved on one mesh is resumed on another: the following losses equal those of an
+uninterrupted run, bitwise on the same mesh (`test_resume`)."""
 
 import shutil
 from collections.abc import Callable
@@ -53,28 +53,28 @@ SHORT_EXPERTS = ("one process", "fsdp-2-ep-2", "ep-4")
     ],
     ids=["dense", "experts", "all dense", "all experts"],
 )
-def test_a_run_goes_from_mesh_to_mesh(
+def test_a_run_moves_from_mesh_to_mesh(
     meshes: dict[str, tuple[int, dict[str, Any]]], pools: Pools, tmp_path: Path
 ) -> None:
-    """Each mesh is once the saving and once the resuming one."""
+    """Each mesh saves once and resumes once."""
     last = 2 * len(meshes)
     always = {**SAVING, "lr_scheduler.total_steps": last}
     _, plain = next(iter(meshes.values()))
-    straight = pools(1).run(
-        run_job, tmp_path / "straight", {**plain, "training.steps": last, **always}
+    uninterrupted = pools(1).run(
+        run_job, tmp_path / "uninterrupted", {**plain, "training.steps": last, **always}
     )[0]
     for number, (name, (world_size, settings)) in enumerate(meshes.items()):
         settings = {**settings, **always, "training.steps": 2 * number + 2}
         outcomes = pools(world_size).run(run_job, tmp_path / "moving", settings)
         assert outcomes[0].resumed_at == 2 * number, name
-        expected = straight.losses[2 * number : 2 * number + 2]
+        expected = uninterrupted.losses[2 * number : 2 * number + 2]
         assert outcomes[0].losses == pytest.approx(expected, rel=PARITY_FLOAT64), name
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("meshes", [MESHES, EXPERT_MESHES], ids=["dense", "experts"])
 @pytest.mark.parametrize("position", range(len(MESHES)))
-def test_every_mesh_resumes_what_one_saved(
+def test_every_mesh_resumes_a_checkpoint_of_one(
     meshes: dict[str, tuple[int, dict[str, Any]]], position: int, pools: Pools, tmp_path: Path
 ) -> None:
     if position >= len(meshes):
@@ -82,14 +82,16 @@ def test_every_mesh_resumes_what_one_saved(
     world_size, settings = list(meshes.values())[position]
     settings = {**settings, **SAVING}
     first = pools(world_size).run(run_job, tmp_path / "first", {**settings, "training.steps": 3})
-    straight = pools(world_size).run(
-        run_job, tmp_path / "straight", {**settings, "training.steps": 6}
+    uninterrupted = pools(world_size).run(
+        run_job, tmp_path / "uninterrupted", {**settings, "training.steps": 6}
     )
-    assert straight[0].losses[:3] == first[0].losses
+    assert uninterrupted[0].losses[:3] == first[0].losses
     for name, (other_size, others) in meshes.items():
         shutil.copytree(tmp_path / "first", tmp_path / name)
         (tmp_path / name / "run_id").unlink()
         again = {**others, **SAVING, "training.steps": 6}
         outcomes = pools(other_size).run(run_job, tmp_path / name, again)
         assert outcomes[0].resumed_at == 3
-        assert outcomes[0].losses == pytest.approx(straight[0].losses[3:], rel=PARITY_FLOAT64), name
+        assert outcomes[0].losses == pytest.approx(
+            uninterrupted[0].losses[3:], rel=PARITY_FLOAT64
+        ), name

@@ -1,5 +1,5 @@
-"""Real runs whose processes are killed at any moment: started again, they lose at most a step, and
-end with the weights of a run that nothing happened to, bit by bit."""
+"""Runs whose processes are killed at arbitrary times lose at most one step after a restart, and end
+with bitwise the weights of an undisturbed run."""
 
 import json
 import random
@@ -14,25 +14,25 @@ import pytest
 import torch
 
 from tests import launch
-from tests.dying_points import POINTS
-from tests.snapshots import starts_of
+from tests.faulty_trainer import CRASH_POINTS
+from tests.snapshots import sessions_of
 from tests.tolerances import PARITY_FLOAT64
 from torchtitan_lite.checkpoint.memory import folder as shared
 from torchtitan_lite.errors import CheckpointError
 
 _RANKS = 2
 _BETWEEN = 8
-"""Steps from one kill to the next."""
+"""Steps between two kills."""
 _LAST = 14
 _CALL = {"forward": 4 * 7 + 1, "header": 2 * 7 + 1, "order": 2}
-"""At which a rank is killed, where it is not the eighth: of four layers, of two headers a step, and
-of saves every five steps."""
+"""Number of the call at which a rank is killed, if not the eighth: there are four layers, two
+headers per step, and a save every five steps."""
 KILLED = ("one rank", "all ranks", "one writer", "everything")
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Path]:
-    """A run's folder, whose shared memory is freed at the end."""
+    """The folder of a run whose shared memory is freed at the end."""
     folder = tmp_path / "run"
     yield folder
     known = folder / "run_id"
@@ -58,7 +58,7 @@ def _writers(ranks: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def _kill(process: subprocess.Popen[bytes], what: str) -> list[psutil.Process]:
-    """Kill in a real way, and return the writers that were there."""
+    """Kill processes with SIGKILL and return the writers that ran."""
     ranks = launch.ranks_of(process)
     writers = _writers(ranks)
     doomed: list[psutil.Process] = []
@@ -69,7 +69,8 @@ def _kill(process: subprocess.Popen[bytes], what: str) -> list[psutil.Process]:
     elif what == "one writer":
         doomed = [writers[1], *ranks]
     elif what == "everything":
-        # First nobody goes on: a rank whose writer is gone could start another, which would flush.
+        # Suspend the ranks first: a rank without its writer could start another one, which would
+        # flush.
         for rank in ranks:
             rank.suspend()
         writers = _writers(ranks)
@@ -106,57 +107,59 @@ def _check_crashes(kills: list[str], run: Path, tmp_path: Path, seed: int) -> No
     log.unlink()
     last = reached + 3
     _check_resumed(launch.run(_RANKS, _arguments(run, last), log), reached)
-    straight = tmp_path / "straight"
-    launch.run(_RANKS, _arguments(straight, last), tmp_path / "straight.log")
-    expected = launch.saved_tensors(straight / "checkpoint" / f"step-{last}")
-    found = launch.saved_tensors(run / "checkpoint" / f"step-{last}")
-    assert found.keys() == expected.keys() and len(expected) > 50
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    books = launch.books_of(run)
-    assert books["idle_s"] > 0
-    # The committed steps are kept, but for the one or two before each kill.
-    assert books["lost_s"] < books["compute_s"] + books["communication_s"]
-    assert 0 < books["goodput"] < 1
+    undisturbed = tmp_path / "undisturbed"
+    launch.run(_RANKS, _arguments(undisturbed, last), tmp_path / "undisturbed.log")
+    expected = launch.saved_tensors(undisturbed / "checkpoint" / f"step-{last}")
+    actual = launch.saved_tensors(run / "checkpoint" / f"step-{last}")
+    assert actual.keys() == expected.keys() and len(expected) > 50
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    accounting = launch.time_accounting_of(run)
+    assert accounting["idle_s"] > 0
+    # All committed steps are kept, except for one or two before each kill.
+    assert accounting["lost_s"] < accounting["compute_s"] + accounting["communication_s"]
+    assert 0 < accounting["goodput"] < 1
     run_id = (run / "run_id").read_text().strip()
     assert run_id not in [left.run_id for left in shared.list_runs()]
 
 
 def _check_resumed(text: str, reached: int) -> None:
-    """Check that a run whose newest recorded step is `reached` lost at most that one."""
-    found = re.search(r"Resumed from .* at step (\d+)", text)
-    assert (found is None) == (reached == 0), text[-3000:]
-    # The step that was under way is not in the metrics, and may have been committed.
-    assert found is None or reached - 1 <= int(found[1]) <= reached + 1, text[-3000:]
+    """Check that a run whose newest recorded step is `reached` lost at most that step."""
+    match = re.search(r"Resumed from .* at step (\d+)", text)
+    assert (match is None) == (reached == 0), text[-3000:]
+    # The step in progress is not in the metrics, but may have been committed.
+    assert match is None or reached - 1 <= int(match[1]) <= reached + 1, text[-3000:]
 
 
-def test_a_run_that_is_killed_ends_as_if_nothing_had_happened(run: Path, tmp_path: Path) -> None:
+def test_a_killed_run_ends_like_an_undisturbed_one(run: Path, tmp_path: Path) -> None:
     _check_crashes(["everything"], run, tmp_path, seed=1)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(5))
-def test_twenty_moments(seed: int, run: Path, tmp_path: Path) -> None:
+def test_twenty_random_times(seed: int, run: Path, tmp_path: Path) -> None:
     _check_crashes(list(KILLED), run, tmp_path, seed)
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing happens to."""
-    folder = tmp_path_factory.mktemp("straight")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("undisturbed")
     launch.run(_RANKS, _arguments(folder / "run", _LAST), folder / "log")
     return folder / "run"
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("point", POINTS)
-def test_killed_at_a_point_of_a_step(point: str, straight: Path, run: Path, tmp_path: Path) -> None:
-    """Of a rank that leads and of one that does not, in turns."""
-    rank, log = POINTS.index(point) % _RANKS, tmp_path / "log"
+@pytest.mark.parametrize("point", CRASH_POINTS)
+def test_killed_at_a_point_of_a_step(
+    point: str, undisturbed: Path, run: Path, tmp_path: Path
+) -> None:
+    """Kill the leader and another rank in turns."""
+    rank, log = CRASH_POINTS.index(point) % _RANKS, tmp_path / "log"
     call = _CALL.get(point.partition(".")[0], 8)
-    fault = f"dies_at={rank}:{point}:{call}"
+    fault = f"killed_in_call={rank}:{point}:{call}"
     arguments = _arguments(run, _LAST)
-    process = launch.start(_RANKS, arguments, log, program=launch.FAULTY, FAULTS=fault)
+    process = launch.start(_RANKS, arguments, log, program=launch.FAULTY_PROGRAM, FAULTS=fault)
     try:
         assert process.wait(timeout=120) != 0, log.read_text()[-3000:]
     finally:
@@ -164,10 +167,11 @@ def test_killed_at_a_point_of_a_step(point: str, straight: Path, run: Path, tmp_
     reached = launch.steps_of(run)[-1]["step"]
     assert 2 <= reached < _LAST
     text = launch.run(_RANKS, arguments, tmp_path / "after.log")
-    found = re.search(r"Resumed from .* at step (\d+)", text)
-    assert found is not None and reached - 1 <= int(found[1]) <= reached + 1, text[-3000:]
+    match = re.search(r"Resumed from .* at step (\d+)", text)
+    assert match is not None and reached - 1 <= int(match[1]) <= reached + 1, text[-3000:]
     expected, after = (
-        launch.saved_tensors(folder / "checkpoint" / f"step-{_LAST}") for folder in (straight, run)
+        launch.saved_tensors(folder / "checkpoint" / f"step-{_LAST}")
+        for folder in (undisturbed, run)
     )
     assert after.keys() == expected.keys() and len(expected) > 50
     assert all(torch.equal(after[name], tensor) for name, tensor in expected.items())
@@ -181,7 +185,7 @@ def test_killed_at_a_point_of_a_step(point: str, straight: Path, run: Path, tmp_
         (1, []),
     ],
 )
-def test_another_mesh_goes_on_from_what_lies_in_memory(
+def test_another_mesh_resumes_from_snapshots(
     ranks: int, mesh: list[str], run: Path, tmp_path: Path
 ) -> None:
     exact = ["--training.dtype=float64", "--checkpoint.interval=100000"]
@@ -189,12 +193,12 @@ def test_another_mesh_goes_on_from_what_lies_in_memory(
     reached = launch.steps_of(run)[-1]["step"]
     last = reached + 4
     text = launch.run(ranks, [*_arguments(run, last), *exact, *mesh], tmp_path / "after.log")
-    found = re.search(r"Resumed from step \d+ in shared memory at step (\d+)", text)
-    assert found is not None, text[-3000:]
-    assert reached - 1 <= int(found[1]) <= reached + 1
-    straight = tmp_path / "straight"
-    launch.run(_RANKS, [*_arguments(straight, last), *exact], tmp_path / "straight.log")
-    expected = {line["step"]: line["loss"] for line in launch.steps_of(straight)}
+    match = re.search(r"Resumed from step \d+ in shared memory at step (\d+)", text)
+    assert match is not None, text[-3000:]
+    assert reached - 1 <= int(match[1]) <= reached + 1
+    undisturbed = tmp_path / "undisturbed"
+    launch.run(_RANKS, [*_arguments(undisturbed, last), *exact], tmp_path / "undisturbed.log")
+    expected = {line["step"]: line["loss"] for line in launch.steps_of(undisturbed)}
     after = {line["step"]: line["loss"] for line in launch.steps_of(run)[-3:]}
     assert max(after) == last
     assert after == pytest.approx({step: expected[step] for step in after}, rel=PARITY_FLOAT64)
@@ -202,38 +206,39 @@ def test_another_mesh_goes_on_from_what_lies_in_memory(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("rank", [1, 0])
-def test_a_crash_while_the_memory_is_taken_over_costs_nothing(
+def test_a_crash_during_the_adoption_of_memory_loses_nothing(
     rank: int, run: Path, tmp_path: Path
 ) -> None:
-    """Of which some ranks have theirs by then, and others have not."""
+    """At the crash, some ranks have adopted their memory and others have not."""
     log = tmp_path / "log"
     arguments = [*_arguments(run, 100_000), "--checkpoint.interval=100000"]
     _kill_everything(run, arguments, log)
     resumed = r"Resumed from step \d+ in shared memory at step (\d+)"
-    fault = f"dies_taking_over={rank}"
-    process = launch.start(_RANKS, arguments, log, program=launch.FAULTY, FAULTS=fault)
+    fault = f"killed_during_adoption={rank}"
+    process = launch.start(_RANKS, arguments, log, program=launch.FAULTY_PROGRAM, FAULTS=fault)
     try:
         assert process.wait(timeout=120) != 0, log.read_text()[-3000:]
     finally:
         launch.end(process)
     before = re.search(resumed, log.read_text())
     assert before is not None, log.read_text()[-3000:]
-    starts = [starts_of(path) for path in _regions(run)]
+    starts = [sessions_of(path) for path in _regions(run)]
     assert sorted(map(len, starts)) == [1, 2] and set(starts[rank]) < set(starts[1 - rank])
     last = int(before[1]) + 2
     text = launch.run(_RANKS, _arguments(run, last), tmp_path / "after.log")
     after = re.search(resumed, text)
     assert after is not None and after[1] == before[1], text[-3000:]
-    straight = tmp_path / "straight"
-    launch.run(_RANKS, _arguments(straight, last), tmp_path / "straight.log")
-    expected, found = (
-        launch.saved_tensors(folder / "checkpoint" / f"step-{last}") for folder in (straight, run)
+    undisturbed = tmp_path / "undisturbed"
+    launch.run(_RANKS, _arguments(undisturbed, last), tmp_path / "undisturbed.log")
+    expected, actual = (
+        launch.saved_tensors(folder / "checkpoint" / f"step-{last}")
+        for folder in (undisturbed, run)
     )
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 def _kill_everything(run: Path, arguments: list[str], log: Path) -> None:
-    """Of a run in its seventh step or so."""
+    """Kill all processes of a run at about its seventh step."""
     process = launch.start(_RANKS, arguments, log)
     try:
         launch.wait_for_step(run, 6, process, log)
@@ -252,7 +257,7 @@ def _regions(run: Path) -> list[Path]:
 def test_the_newest_snapshot_is_durable_soon_after_a_kill(run: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     arguments = [*_arguments(run, 100_000), "--checkpoint.interval=100000"]
-    # What comes only at the end of the grace comes far too late.
+    # A flush at the end of the grace period would be far too late.
     process = launch.start(_RANKS, [*arguments, "--checkpoint.preemption_grace_s=90"], log)
     try:
         launch.wait_for_step(run, 20, process, log)
@@ -260,7 +265,7 @@ def test_the_newest_snapshot_is_durable_soon_after_a_kill(run: Path, tmp_path: P
         killed_at = time.monotonic()
         reached = launch.steps_of(run)[-1]["step"]
         while not (saved := _saved_steps(run)) or saved[-1] < reached - 1:
-            # Wanted: 2 s, which `benchmarks.recovery` measures. The machine may be loaded here.
+            # The goal is 2 s, which `benchmarks.recovery` measures. This machine may be loaded.
             assert time.monotonic() - killed_at < 20
             time.sleep(0.01)
         process.wait(timeout=60)
@@ -270,7 +275,7 @@ def test_the_newest_snapshot_is_durable_soon_after_a_kill(run: Path, tmp_path: P
 
 
 @pytest.mark.matrix
-def test_a_run_that_hangs_is_saved_before_its_grace_ends(run: Path, tmp_path: Path) -> None:
+def test_a_hanging_run_is_saved_before_its_grace_period_ends(run: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     arguments = [*_arguments(run, 100_000), "--checkpoint.interval=100000"]
     process = launch.start(_RANKS, [*arguments, "--checkpoint.preemption_grace_s=15"], log)
@@ -280,7 +285,8 @@ def test_a_run_that_hangs_is_saved_before_its_grace_ends(run: Path, tmp_path: Pa
         ranks[1].suspend()
         time.sleep(1)
         reached = launch.steps_of(run)[-1]["step"]
-        # As a machine that goes away asks all its processes; the second cannot hear it.
+        # A machine that shuts down sends SIGTERM to all processes; the suspended rank cannot handle
+        # it.
         for rank in ranks:
             rank.terminate()
         asked_at = time.monotonic()

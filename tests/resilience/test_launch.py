@@ -1,4 +1,4 @@
-"""The launcher as a user calls it: a replica loses a rank, comes back, and the run ends well."""
+"""The launcher: a replica loses a rank, restarts and heals, and the run finishes."""
 
 import json
 import os
@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from tests import launch
-from tests.failures import RankFailed
+from tests.launch import RankFailed
 from tests.tolerances import FAULTS_FLOAT64
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
 
 FEW_STEPS, MANY_STEPS = 16, 60
-"""Enough that what strikes a run early does not come when it has ended."""
+"""Enough steps that an early fault occurs before the end of the run."""
 EXACT = ("--training.dtype=float64", "--training.local_batch_size=1")
 REPLICAS = ("replica_000", "replica_001")
 
@@ -56,14 +56,14 @@ def start(
         )
 
 
-def of_the_run(folder: Path) -> list[psutil.Process]:
-    """Every process that was started for it, wherever it is now."""
-    found = []
+def processes_of_run(folder: Path) -> list[psutil.Process]:
+    """Return every process that was started for a run, wherever it is in the process tree."""
+    result = []
     for process in psutil.process_iter(["cmdline", "status"]):
         words = process.info["cmdline"] or []
         if any(str(folder) in word for word in words) and process.info["status"] != "zombie":
-            found.append(process)
-    return found
+            result.append(process)
+    return result
 
 
 def _replica_of(words: list[str]) -> int | None:
@@ -72,13 +72,16 @@ def _replica_of(words: list[str]) -> int | None:
 
 
 def rank_of(folder: Path, replica: int, rank: int = 0) -> psutil.Process:
-    """A rank of a replica."""
+    """Return a rank of a replica."""
     deadline = time.monotonic() + 20
-    # One that it starts looks like it for a moment.
-    while len(found := [one for one in of_the_run(folder) if _is_rank(one, replica, rank)]) != 1:
-        assert time.monotonic() < deadline, found
+    # A process that the rank starts has its command line for a moment.
+    while (
+        len(result := [one for one in processes_of_run(folder) if _is_rank(one, replica, rank)])
+        != 1
+    ):
+        assert time.monotonic() < deadline, result
         time.sleep(0.02)
-    return found[0]
+    return result[0]
 
 
 def _is_rank(process: psutil.Process, replica: int, rank: int) -> bool:
@@ -93,23 +96,23 @@ def _is_rank(process: psutil.Process, replica: int, rank: int) -> bool:
 
 
 @contextmanager
-def ending(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
-    """Make sure that nothing is left of a run that was launched, at the end of the block."""
+def killed_at_exit(process: subprocess.Popen[bytes], folder: Path) -> Iterator[None]:
+    """At the end of the block, kill what is left of a launched run."""
     try:
         yield
     finally:
         process.kill()
         process.wait()
         deadline = time.monotonic() + 30
-        while (left := of_the_run(folder)) and time.monotonic() < deadline:
+        while (left := processes_of_run(folder)) and time.monotonic() < deadline:
             time.sleep(0.05)
         for one in left:
             one.kill()
     assert not left
 
 
-def end_of(process: subprocess.Popen[bytes], log: Path, timeout_s: float = 120) -> str:
-    """What the launcher printed, when it has ended well."""
+def output_of(process: subprocess.Popen[bytes], log: Path, timeout_s: float = 120) -> str:
+    """Return the output of a launcher that must exit with status 0."""
     status = process.wait(timeout=timeout_s)
     text = log.read_text()
     if status != 0:
@@ -118,20 +121,21 @@ def end_of(process: subprocess.Popen[bytes], log: Path, timeout_s: float = 120) 
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """By step, of all replicas below a folder; those that they share are alike."""
-    found: dict[int, float] = {}
+    """Return the losses by step, over all replicas below a folder; they must agree on common
+    steps."""
+    result: dict[int, float] = {}
     for path in folder.rglob("metrics.jsonl"):
         for step in launch.steps_of(path.parent):
-            assert found.setdefault(step["step"], step["loss"]) == pytest.approx(
+            assert result.setdefault(step["step"], step["loss"]) == pytest.approx(
                 step["loss"], rel=FAULTS_FLOAT64
             )
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of a run that nothing disturbs, by step."""
-    folder = tmp_path_factory.mktemp("straight")
+def undisturbed_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Return the losses of an undisturbed run, by step."""
+    folder = tmp_path_factory.mktemp("undisturbed_losses")
     own = ["--checkpoint.enable=false", f"--training.steps={MANY_STEPS}", "--metrics.log_freq=1"]
     own.append(f"--job.dump_folder={folder / 'run'}")
     launch.run(1, [*launch.SMALL, *EXACT, *own], folder / "log")
@@ -141,21 +145,21 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 @pytest.mark.matrix
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.timeout(280)
-def test_a_rank_that_is_stopped_is_named_and_replaced(
-    tmp_path: Path, straight: dict[int, float], replicas: int
+def test_a_stopped_rank_is_named_and_replaced(
+    tmp_path: Path, undisturbed_losses: dict[int, float], replicas: int
 ) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     hangs = ["--checkpoint.enable=true", "--fault_tolerance.hang_timeout_s=6"]
     process = start(folder, log, *EXACT, *hangs, replicas=replicas, ranks="2")
     last = replicas - 1
-    with ending(process, folder):
+    with killed_at_exit(process, folder):
         launch.wait_for_step(folder / REPLICAS[last], 3, process, log)
         rank_of(folder, last, 1).send_signal(signal.SIGSTOP)
-        text = end_of(process, log)
-    found = re.search(rf"replica {last}: failed, rank 1: no progress for (\S+) s in .*", text)
-    assert found is not None, text
-    assert float(found[1]) >= 6
-    assert "(stopped)" in found[0] and "rank 0 waits in gloo:" in found[0]
+        text = output_of(process, log)
+    match = re.search(rf"replica {last}: failed, rank 1: no progress for (\S+) s in .*", text)
+    assert match is not None, text
+    assert float(match[1]) >= 6
+    assert "(stopped)" in match[0] and "rank 0 waits in gloo:" in match[0]
     attempts = folder / "launch_logs" / REPLICAS[last]
     report = (attempts / "attempt_00" / "hang.txt").read_text()
     of_waiting, of_stopped = report.partition("rank 0, process ")[2].split("rank 1, process ")
@@ -163,15 +167,15 @@ def test_a_rank_that_is_stopped_is_named_and_replaced(
     assert "T (stopped)" in of_stopped
     assert f"replica {last}: finished" in text
     if replicas == 1:
-        # Else the other may have taken all steps before it was back.
+        # Otherwise the other replica may finish before this one restarts.
         last_step = f"step {FEW_STEPS}/{FEW_STEPS}"
         assert last_step in (attempts / "attempt_01" / "rank_0.log").read_text()
-    wanted = {step: loss for step, loss in straight.items() if step <= FEW_STEPS}
-    assert losses(folder) == pytest.approx(wanted, rel=FAULTS_FLOAT64)
+    expected = {step: loss for step, loss in undisturbed_losses.items() if step <= FEW_STEPS}
+    assert losses(folder) == pytest.approx(expected, rel=FAULTS_FLOAT64)
 
 
 def wait_for_ranks(folder: Path, replica: int, number: int, log: Path) -> None:
-    """Wait until the newest attempt of a replica has `number` ranks and has taken a step."""
+    """Block until the newest attempt of a replica has `number` ranks and has committed a step."""
     attempts, deadline = folder / "launch_logs" / REPLICAS[replica], time.monotonic() + 120
     while True:
         newest = max(attempts.glob("attempt_*"))
@@ -185,8 +189,8 @@ def wait_for_ranks(folder: Path, replica: int, number: int, log: Path) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.timeout(280)
-def test_a_run_that_shrinks_and_grows_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path, straight: dict[int, float], replicas: int
+def test_a_resized_run_has_the_losses_of_an_undisturbed_one(
+    tmp_path: Path, undisturbed_losses: dict[int, float], replicas: int
 ) -> None:
     folder, log, slots = tmp_path / "run", tmp_path / "log", tmp_path / "slots"
     slots.write_text("{}")
@@ -195,35 +199,35 @@ def test_a_run_that_shrinks_and_grows_goes_on_as_if_nothing_had_happened(
     own = [f"--slots-file={slots}"]
     process = start(folder, log, *EXACT, *more, replicas=replicas, ranks="1:2", own=own)
     last = replicas - 1
-    with ending(process, folder):
+    with killed_at_exit(process, folder):
         launch.wait_for_step(folder / REPLICAS[last], 3, process, log)
         slots.write_text(f'{{"{last}": 1}}')
         wait_for_ranks(folder, last, 1, log)
         slots.write_text(f'{{"{last}": 2}}')
-        text = end_of(process, log, 200)
+        text = output_of(process, log, 200)
     assert f"resize to 1 rank each: replica {last} has slots for 1" in text
     assert "resize to 2 ranks each: the slots are back" in text
     assert len(list(folder.glob("launch_logs/*/attempt_*/rank_*.log"))) == 5 * replicas
-    assert losses(folder) == pytest.approx(straight, rel=FAULTS_FLOAT64)
+    assert losses(folder) == pytest.approx(undisturbed_losses, rel=FAULTS_FLOAT64)
     used: dict[int, list[int]] = {}
     for path in folder.glob("replica_*/samples_rank_*.jsonl"):
         for line in path.read_text().splitlines():
-            told = json.loads(line)
-            used.setdefault(told["step"], []).extend(told["samples"])
+            record = json.loads(line)
+            used.setdefault(record["step"], []).extend(record["samples"])
     assert {step: sorted(samples) for step, samples in used.items()} == {
         step: list(range(4 * (step - 1), 4 * step)) for step in range(1, MANY_STEPS + 1)
     }
 
 
-def test_a_replica_that_loses_a_rank_comes_back_and_all_finish(tmp_path: Path) -> None:
+def test_a_replica_that_loses_a_rank_recovers_and_all_finish(tmp_path: Path) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     process = start(folder, log)
     started_with = {process.pid}
-    with ending(process, folder):
+    with killed_at_exit(process, folder):
         launch.wait_for_step(folder / REPLICAS[1], 4, process, log)
         started_with |= {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
         rank_of(folder, 1).send_signal(signal.SIGKILL)
-        text = end_of(process, log)
+        text = output_of(process, log)
     assert not {pid for pid in started_with if psutil.pid_exists(pid)}
     assert "replica 1: failed, rank 0: killed by SIGKILL" in text
     assert "replica 1: restarts in 0.2 s" in text
@@ -232,7 +236,7 @@ def test_a_replica_that_loses_a_rank_comes_back_and_all_finish(tmp_path: Path) -
     for name in REPLICAS:
         assert launch.steps_of(folder / name)[-1]["step"] == FEW_STEPS
     logs = folder / "launch_logs"
-    # It may have come in later than the other, so its first step is not known.
+    # It may join later than the other replica, so its first step is unknown.
     first_attempt = (logs / REPLICAS[1] / "attempt_00" / "rank_0.log").read_text()
     assert re.search(rf"^step \d+/{FEW_STEPS} ", first_attempt, re.MULTILINE)
     last_step = f"step {FEW_STEPS}/{FEW_STEPS}"

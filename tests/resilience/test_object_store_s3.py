@@ -1,5 +1,5 @@
-"""A run that saves to S3: a local server of which 5 % of the requests fail, and a trainer and its
-writer that are killed within a save."""
+"""A run that saves to S3: a local server that fails 5% of the requests, and a trainer and its
+writer that are killed during a save."""
 
 import os
 import re
@@ -14,8 +14,15 @@ import pytest
 from fsspec.core import url_to_fs
 
 from tests.launch import REPOSITORY, kill
-from tests.s3_server import BUCKET, ENVIRONMENT, Faults, Held, s3_server
-from tests.s3_trainer import manager_of, take_step
+from tests.s3 import (
+    BUCKET,
+    ENVIRONMENT,
+    FaultyServer,
+    HeldRequest,
+    make_manager,
+    s3_server,
+    take_step,
+)
 from tests.unit.checkpoint.conftest import SmallState, same
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.device import detect_device
@@ -33,21 +40,21 @@ def mesh() -> Iterator[Mesh]:
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    """The server, as this process and those that it starts see it."""
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """The server, with the environment for this process and its children."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     with s3_server(0.05) as (url, faults):
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-        # fsspec keeps filesystems, and with them the address of an earlier server.
+        # fsspec caches filesystems, and with them the address of an earlier server.
         type(url_to_fs(ROOT)[0]).clear_instance_cache()
         yield faults
 
 
 def _restored(dump_folder: Path, mesh: Mesh) -> tuple[SmallState, str | None]:
-    """What another machine finds, which shares no memory with the run."""
+    """Restore on another machine, which shares no memory with the run."""
     state = SmallState(seed=1)
-    manager = manager_of(dump_folder, ROOT, state, mesh)
+    manager = make_manager(dump_folder, ROOT, state, mesh)
     where = manager.restore()
     manager.close()
     return state, where
@@ -60,17 +67,17 @@ def _after(num_steps: int) -> SmallState:
     return state
 
 
-def test_a_run_saves_and_resumes(tmp_path: Path, mesh: Mesh, s3: Faults) -> None:
+def test_a_run_saves_and_resumes(tmp_path: Path, mesh: Mesh, s3: FaultyServer) -> None:
     state = SmallState()
-    manager = manager_of(tmp_path / "here", ROOT, state, mesh)
+    manager = make_manager(tmp_path / "here", ROOT, state, mesh)
     for _ in range(6):
         take_step(manager, state)
     assert manager.final_save(finished=True) == f"{ROOT}/step-6"
     manager.close()
 
-    found, where = _restored(tmp_path / "there", mesh)
+    actual, where = _restored(tmp_path / "there", mesh)
     assert where == f"{ROOT}/step-6"
-    assert found.step == 6 and same(found.tensors(), state.tensors())
+    assert actual.step == 6 and same(actual.tensors(), state.tensors())
     assert s3.requests > 20
 
 
@@ -78,23 +85,25 @@ def test_a_run_saves_and_resumes(tmp_path: Path, mesh: Mesh, s3: Faults) -> None
     "object_name",
     ["manifest.json", pytest.param("rank-00000.safetensors", marks=pytest.mark.matrix)],
 )
-def test_killed_within_a_save(tmp_path: Path, mesh: Mesh, s3: Faults, object_name: str) -> None:
-    s3.held = held = Held(rf"/step-\d+/(.+/)?{re.escape(object_name)}$", number=2)
-    command = [sys.executable, "-m", "tests.s3_trainer", str(tmp_path / "here"), ROOT]
+def test_killed_during_a_save(
+    tmp_path: Path, mesh: Mesh, s3: FaultyServer, object_name: str
+) -> None:
+    s3.held = held = HeldRequest(rf"/step-\d+/(.+/)?{re.escape(object_name)}$", number=2)
+    command = [sys.executable, "-m", "tests.s3", str(tmp_path / "here"), ROOT]
     trainer = subprocess.Popen(command, cwd=REPOSITORY, env=dict(os.environ))
     try:
         assert held.reached.wait(120), trainer.poll()
     finally:
-        # Stopped first: it could start another writer in place of the one that is killed.
+        # Stopped first: the trainer could start another writer after the first one is killed.
         trainer.send_signal(signal.SIGSTOP)
         kill([*psutil.Process(trainer.pid).children(recursive=True)])
         trainer.kill()
         trainer.wait()
-        held.gone.set()
+        held.released.set()
 
     committed = {int(key.split("/step-")[1].split("/")[0]) for key in s3.put if "manifest" in key}
     steps = open_storage(ROOT).steps()
     assert committed and set(steps) == committed
-    found, where = _restored(tmp_path / "there", mesh)
+    actual, where = _restored(tmp_path / "there", mesh)
     assert where == f"{ROOT}/step-{max(committed)}"
-    assert same(found.tensors(), _after(max(committed)).tensors())
+    assert same(actual.tensors(), _after(max(committed)).tensors())

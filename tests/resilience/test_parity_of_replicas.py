@@ -1,4 +1,4 @@
-"""After faults, all replicas and all copies inside of one hold the same, bit by bit."""
+"""After faults, all replicas and all copies within a replica are bitwise equal."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from torchtitan_lite.errors import DamagedSnapshot
 _ARGUMENTS: tuple[str, ...] = (
     *launch.SMALL,
     "--training.seq_len=64",
-    # Three rounds, which two replicas cannot share evenly.
+    # Three rounds, which two replicas cannot split evenly.
     "--training.global_batch_size=12",
     "--metrics.log_freq=1",
     "--training.steps=100000",
@@ -31,11 +31,11 @@ def _regions(run: Replicas, number: int) -> dict[int, Path]:
 
 
 def _holds_two(run: Replicas, number: int) -> bool:
-    """Whether both ranks of a replica have two complete snapshots or more."""
+    """Return whether both ranks of a replica have at least two complete snapshots."""
     try:
         regions = [Region.open(path) for path in _regions(run, number).values()]
     except DamagedSnapshot:
-        # It is being made.
+        # The region is being created.
         return False
     counts = [len(region.complete_slots()) for region in regions]
     for region in regions:
@@ -44,12 +44,12 @@ def _holds_two(run: Replicas, number: int) -> bool:
 
 
 def _remembered(run: Replicas, number: int) -> dict[int, dict[int, dict[str, bytes]]]:
-    """Rank -> step -> the tensors by name, and the numbers beside them, of the snapshots in shared
-    memory that are complete."""
-    found = {}
+    """Return rank -> step -> tensors by name and values, for the complete snapshots in shared
+    memory."""
+    result = {}
     for rank, path in _regions(run, number).items():
         region = Region.open(path)
-        found[rank] = {}
+        result[rank] = {}
         for step, slot in region.complete_slots().items():
             data = region.data(slot)
             held = {
@@ -57,16 +57,16 @@ def _remembered(run: Replicas, number: int) -> dict[int, dict[int, dict[str, byt
                 for one in region.description["tensors"]
             }
             values = region.values(slot)["values"]
-            found[rank][step] = held | {"values": json.dumps(values).encode()}
+            result[rank][step] = held | {"values": json.dumps(values).encode()}
             data.release()
         region.close()
-    return found
+    return result
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mesh", ["FSDP", "copies"])
-def test_parity_after_a_heal(tmp_path: Path, mesh: str) -> None:
+def test_replicas_are_equal_after_healing(tmp_path: Path, mesh: str) -> None:
     arguments = list(_ARGUMENTS)
     if mesh == "copies":
         arguments += ["--parallelism.data_parallel_shard_degree=1"]
@@ -82,10 +82,10 @@ def test_parity_after_a_heal(tmp_path: Path, mesh: str) -> None:
         while "healed" not in (run.events(1) if run.output(1).exists() else []):
             run.wait_for_step(0, run.steps(0)[-1]["step"] + 1)
         run.wait_for_step(1, run.steps(0)[-1]["step"] + 3)
-        # Memory is reserved beside the first steps, which may take some of them.
+        # Memory is reserved during the first steps, which may have no snapshots.
         while not all(_holds_two(run, number) for number in (0, 1)):
             run.wait_for_step(1, run.steps(1)[-1]["step"] + 1)
-        # Both at once, and who would write their snapshots.
+        # Kill both replicas at once, and the writers that would store their snapshots.
         for number in (0, 1):
             run.suspend(number)
         for number in (0, 1):

@@ -1,4 +1,4 @@
-"""A step that looks wrong is computed again: a bad machine is named, and bad data are not."""
+"""A suspicious step is recomputed: this identifies a faulty machine, and clears bad data."""
 
 import math
 from collections.abc import Callable
@@ -22,12 +22,12 @@ _SETTINGS: dict[str, Any] = {
     "fault_tolerance.replay_check": True,
 }
 _CALLS_OF_A_STEP = 4 * 3
-"""Microbatches of a rank times layers."""
+"""Microbatches per rank times layers."""
 
 
 def train_with_flips(folder: Path, flips: int, overrides: dict[str, Any]) -> str:
-    """Train while a value of a gradient within rank 1's backward is wrong, in `flips` calls in a
-    row from the third step on; the error with which that ends, if it does."""
+    """Train while a gradient element in rank 1's backward is wrong in `flips` consecutive calls
+    from the third step on. Return the error with which the run ends, if any."""
     calls = 0
 
     def flip(gradient: torch.Tensor) -> torch.Tensor:
@@ -81,12 +81,12 @@ def test_a_rank_that_differs_is_named_and_the_good_state_saved(
     assert min(sample for outcome in resumed for sample in outcome.samples[0]) == 16
 
 
-def test_what_comes_out_the_same_is_left_to_the_policy(
+def test_a_reproducible_anomaly_is_left_to_the_policy(
     pools: Callable[[int], WorkerPool], tmp_path: Path
 ) -> None:
-    found = pools(2).run(train_with_flips, tmp_path / "run", 2 * _CALLS_OF_A_STEP, {})
-    assert found == ["++-++"] * 2
-    # Watching changes nothing.
+    actual = pools(2).run(train_with_flips, tmp_path / "run", 2 * _CALLS_OF_A_STEP, {})
+    assert actual == ["++-++"] * 2
+    # Checking does not change the result.
     watched = pools(2).run(run_job, tmp_path / "watched", _SETTINGS)
     plain = {**_SETTINGS, "fault_tolerance.replay_check": False}
     assert watched[0].losses == pools(2).run(run_job, tmp_path / "plain", plain)[0].losses

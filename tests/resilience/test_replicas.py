@@ -1,4 +1,4 @@
-"""Replicas that die and return leave no trace in the loss: real processes, real kills."""
+"""Replicas that are killed and restarted do not change the losses: real processes, real kills."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,12 +7,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import launch
-from tests.replicas import ENDLESS, Replicas, check_against_a_straight_run, replicas
+from tests.replicas import ENDLESS, Replicas, check_against_undisturbed_run, replicas
 
 _ARGUMENTS: tuple[str, ...] = (
     *ENDLESS,
     "--training.seq_len=128",
-    # Three rounds, which two replicas cannot share evenly.
+    # Three rounds, which two replicas cannot split evenly.
     "--training.global_batch_size=6",
     "--metrics.enable_tensorboard=true",
     "--checkpoint.interval=10",
@@ -46,26 +46,26 @@ _MESHES: dict[str, tuple[int, list[str]]] = {
 
 
 def _events(run: Replicas, number: int) -> set[str]:
-    """What has happened, as metrics.jsonl and TensorBoard both tell it."""
-    told = launch.events_of(run.output(number))
+    """Return the events, which metrics.jsonl and TensorBoard must agree on."""
+    records = launch.events_of(run.output(number))
     drawn = EventAccumulator(str(run.output(number) / "tb"))
     drawn.Reload()
     tags = drawn.Tags()
-    for event in told:
+    for event in records:
         for name in event.keys() - {"event", "step", "time"}:
             value, tag = event[name], f"{event['event']}/{name}"
             if isinstance(value, str):
                 assert f"{tag}/text_summary" in tags["tensors"]
             else:
                 assert value in [pytest.approx(one.value) for one in drawn.Scalars(tag)], tag
-    return {event["event"] for event in told}
+    return {event["event"] for event in records}
 
 
-def _check_books(run: Replicas) -> None:
-    """Faults and recoveries are told of, and each second has its place."""
+def _check_time_accounting(run: Replicas) -> None:
+    """Check that faults and recoveries are reported, and that all wall time is accounted for."""
     assert _events(run, 0) >= {"quorum", "step_failed", "books"}
     assert _events(run, 1) >= {"quorum", "healed", "books"}
-    survivor, returned = (launch.books_of(run.output(number)) for number in run.running)
+    survivor, returned = (launch.time_accounting_of(run.output(number)) for number in run.running)
     assert survivor["lost_s"] > 0
     assert survivor["idle_s"] == 0
     assert returned["idle_s"] > 0
@@ -73,17 +73,17 @@ def _check_books(run: Replicas) -> None:
     assert returned["wall_s"] > returned["start_s"] > 0
 
 
-def _check_kill_and_return(
+def _check_kill_and_restart(
     num_ranks: int, arguments: Sequence[str], tmp_path: Path, *, kill: str = "replica"
 ) -> None:
     with replicas(tmp_path / "run", num_ranks, arguments) as run:
         file = tmp_path / "halt"
         run.start(0)
-        run.start(1, faults=f"halts={file}")
+        run.start(1, faults=f"blocked_by={file}")
         run.wait_for_step(0, 4)
         run.wait_for_step(1, 4)
-        # Between two steps the other would miss nothing.
-        run.halt(1, file)
+        # Killed between two steps, it would cost the other replica nothing.
+        run.block(1, file)
         run.kill(1)
         run.wait_for_step(0, run.steps(0)[-1]["step"] + 3)
         assert run.steps(0)[-1]["num_replicas"] == 1
@@ -94,13 +94,13 @@ def _check_kill_and_return(
         run.wait_for_step(1, max(returned, run.steps(0)[-1]["step"]) + 3)
         run.stop()
         assert [run.wait(number) for number in run.running] == [0, 0]
-        _check_books(run)
-        check_against_a_straight_run(run, num_ranks, arguments, tmp_path)
+        _check_time_accounting(run)
+        check_against_undisturbed_run(run, num_ranks, arguments, tmp_path)
 
 
 @pytest.mark.timeout(300)
-def test_a_replica_that_is_killed_and_returns_leaves_no_trace(tmp_path: Path) -> None:
-    _check_kill_and_return(1, _ARGUMENTS, tmp_path)
+def test_a_killed_and_restarted_replica_does_not_change_the_losses(tmp_path: Path) -> None:
+    _check_kill_and_restart(1, _ARGUMENTS, tmp_path)
 
 
 @pytest.mark.matrix
@@ -108,4 +108,4 @@ def test_a_replica_that_is_killed_and_returns_leaves_no_trace(tmp_path: Path) ->
 @pytest.mark.parametrize("mesh", _MESHES)
 def test_with_parallelism_inside_the_replicas(mesh: str, tmp_path: Path) -> None:
     num_ranks, changes = _MESHES[mesh]
-    _check_kill_and_return(num_ranks, [*_ARGUMENTS, *changes], tmp_path)
+    _check_kill_and_restart(num_ranks, [*_ARGUMENTS, *changes], tmp_path)

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed is the run that was not, bit by bit."""
+"""A run that is stopped and resumed is bitwise equal to an uninterrupted one."""
 
 import json
 from collections.abc import Callable
@@ -51,8 +51,8 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-# SGD keeps one tensor for each parameter, AdamW two and a count: for the short run, SGD on one mesh
-# is enough, and AdamW on those that differ most.
+# SGD keeps one tensor per parameter, AdamW two and a count: in the short test run, SGD on one mesh
+# is enough, and AdamW on the meshes that differ most.
 _LONG = ("fsdp-2-cp-2", "pp-2-tp-2", "ep-4", "hsdp-2x2", "pp-2-fsdp-2")
 ROWS = [
     *(
@@ -67,23 +67,23 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("mesh", "optimizer"), ROWS)
-def test_stopped_and_resumed_equals_straight_bitwise(
+def test_stopped_and_resumed_equals_uninterrupted_bitwise(
     mesh: str, optimizer: str, pools: Pools, tmp_path: Path
 ) -> None:
     world_size, overrides = MESHES[mesh]
     settings = {**SAVING, **overrides, "optimizer.name": optimizer, "training.dtype": "float32"}
     pool = pools(world_size)
-    straight = pool.run(run_job, tmp_path / "straight", settings)
+    uninterrupted = pool.run(run_job, tmp_path / "uninterrupted", settings)
     stopped = pool.run(run_job, tmp_path / "resumed", settings, 3)
     resumed = pool.run(run_job, tmp_path / "resumed", settings)
-    for whole_run, first, second in zip(straight, stopped, resumed, strict=True):
+    for whole_run, first, second in zip(uninterrupted, stopped, resumed, strict=True):
         assert not first.finished
         assert (len(first.losses), second.resumed_at, len(second.losses)) == (3, 3, 2)
         assert first.losses + second.losses == whole_run.losses
         assert first.samples + second.samples == whole_run.samples
         assert digest(second.state) == digest(whole_run.state)
     kept = ("step", "loss", "grad_norm", "lr", "tokens", "num_target_tokens")
-    straight_lines, resumed_lines = (
+    uninterrupted_lines, resumed_lines = (
         [
             {key: line[key] for key in kept}
             for line in map(
@@ -91,20 +91,20 @@ def test_stopped_and_resumed_equals_straight_bitwise(
             )
             if "event" not in line
         ]
-        for name in ("straight", "resumed")
+        for name in ("uninterrupted", "resumed")
     )
-    assert resumed_lines == straight_lines
+    assert resumed_lines == uninterrupted_lines
 
 
-def test_a_finished_run_goes_on_when_its_steps_are_raised(pools: Pools, tmp_path: Path) -> None:
+def test_a_finished_run_continues_when_its_steps_are_raised(pools: Pools, tmp_path: Path) -> None:
     pool = pools(2)
-    straight = pool.run(run_job, tmp_path / "straight", SAVING)
+    uninterrupted = pool.run(run_job, tmp_path / "uninterrupted", SAVING)
     pool.run(run_job, tmp_path / "resumed", {**SAVING, "training.steps": 3})
     again = pool.run(run_job, tmp_path / "resumed", {**SAVING, "training.steps": 3})
     assert [outcome.losses for outcome in again] == [[], []]
     raised = pool.run(run_job, tmp_path / "resumed", SAVING)
     assert [outcome.resumed_at for outcome in raised] == [3, 3]
-    assert digest(raised[0].state) == digest(straight[0].state)
+    assert digest(raised[0].state) == digest(uninterrupted[0].state)
 
 
 def test_optimizer_implementations_continue_each_other(pools: Pools, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_optimizer_implementations_continue_each_other(pools: Pools, tmp_path: P
     assert outcome.finished
 
 
-def test_model_only_start_takes_the_weights_and_nothing_else(pools: Pools, tmp_path: Path) -> None:
+def test_model_only_start_loads_only_the_weights(pools: Pools, tmp_path: Path) -> None:
     first: Outcome = pools(2).run(run_job, tmp_path / "first", SAVING)[0]
     path = str(tmp_path / "first" / "checkpoint" / "step-5")
     settings = {**SAVING, "checkpoint.initial_load_path": path, "optimizer.lr": 0.0}

@@ -1,5 +1,5 @@
-"""Replicas that are averaged every few steps: after an average all hold the same, bit by bit, also
-when one of them died and returned."""
+"""Replicas that are averaged every few steps: after an average all are bitwise equal, also if one
+died and was restarted."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,15 +40,15 @@ _METHODS: dict[str, tuple[int, list[str]]] = {
 
 
 def _held_out(run: Replicas, number: int) -> dict[int, float]:
-    """Step -> loss on the same documents, which tells the weights of a replica."""
+    """Return the loss on the same documents by step, which identifies the weights of a replica."""
     events = launch.events_of(run.output(number))
     return {one["step"]: one["loss"] for one in events if one["event"] == "validation"}
 
 
 def _check(method: str, num_ranks: int, more: Sequence[str], folder: Path, *, kill: bool) -> None:
-    asked = [f"--fault_tolerance.semi_sync_method={method}", *more]
+    settings = [f"--fault_tolerance.semi_sync_method={method}", *more]
     steps = 100_000 if kill else 6 * _SYNC
-    with replicas(folder, num_ranks, [*_ARGUMENTS, *asked, f"--training.steps={steps}"]) as run:
+    with replicas(folder, num_ranks, [*_ARGUMENTS, *settings, f"--training.steps={steps}"]) as run:
         run.start(0)
         run.start(1)
         if kill:
@@ -66,7 +66,8 @@ def _check(method: str, num_ranks: int, more: Sequence[str], folder: Path, *, ki
         first, second = _held_out(run, 0), _held_out(run, 1)
         common = sorted(first.keys() & second.keys())
         if method != "streaming_diloco":
-            # Streaming, one fragment is the same after an average, and the others are under way.
+            # With streaming, one fragment is equal after an average; the others are still in
+            # flight.
             assert len(common) >= 2
             assert [first[step] for step in common] == [second[step] for step in common]
         assert first[common[-1]] < first[min(first)]
@@ -79,7 +80,7 @@ def _check(method: str, num_ranks: int, more: Sequence[str], folder: Path, *, ki
 
 
 @pytest.mark.timeout(300)
-def test_diloco_goes_on_when_a_replica_dies_and_returns(tmp_path: Path) -> None:
+def test_diloco_continues_when_a_replica_dies_and_restarts(tmp_path: Path) -> None:
     _check("diloco", 1, [], tmp_path / "run", kill=True)
 
 
@@ -104,17 +105,17 @@ def test_with_fsdp_inside_the_replicas(method: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("method", ["local_sgd", "diloco"])
 def test_a_resume_equals_the_undisturbed_run(method: str, tmp_path: Path) -> None:
-    """Of one replica: where there are several, all go on from what the first has saved."""
-    asked = [*_ARGUMENTS, f"--fault_tolerance.semi_sync_method={method}"]
-    found = []
-    for name, parts in {"straight": [16], "resumed": [8, 16]}.items():
+    """For one replica; several replicas all resume from the checkpoint of the first."""
+    settings = [*_ARGUMENTS, f"--fault_tolerance.semi_sync_method={method}"]
+    actual = []
+    for name, parts in {"uninterrupted": [16], "resumed": [8, 16]}.items():
         for steps in parts:
-            arguments = [*asked, f"--training.steps={steps}"]
+            arguments = [*settings, f"--training.steps={steps}"]
             with replicas(tmp_path / name, 1, arguments) as run:
                 run.start(0)
                 assert run.wait(0) == 0, run.text(0)
-        found.append(launch.saved_tensors(tmp_path / name / "checkpoint" / "step-16"))
-    straight, resumed = found
-    assert straight.keys() == resumed.keys()
-    assert any("outer_momentum" in name for name in straight) == (method == "diloco")
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
+        actual.append(launch.saved_tensors(tmp_path / name / "checkpoint" / "step-16"))
+    uninterrupted, resumed = actual
+    assert uninterrupted.keys() == resumed.keys()
+    assert any("outer_momentum" in name for name in uninterrupted) == (method == "diloco")
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in uninterrupted.items())

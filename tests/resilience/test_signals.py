@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: all ranks finish the step, save, and leave; the run resumes bitwise."""
+"""SIGTERM and SIGINT: all ranks finish the step, save, and exit; the run resumes bitwise."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ def arguments_of(folder: Path) -> list[str]:
 
 
 def stop_one_rank(folder: Path, log: Path, number: signal.Signals) -> int:
-    """Send a signal to one rank of a run, and return the step that the run saved and left at."""
+    """Send a signal to one rank of a run, and return the step at which the run saved and exited."""
     arguments = arguments_of(folder)
     process = launch.start(2, [*arguments, "--training.steps=100000"], log)
     try:
@@ -47,14 +47,16 @@ def test_a_signal_to_one_rank_saves_and_resumes_bitwise(
     arguments, last = arguments_of(folder), f"--training.steps={step + 3}"
     resumed = launch.run(2, [*arguments, last], log)
     assert f"Resumed from {folder}/checkpoint/step-{step}" in resumed
-    straight = tmp_path / "straight"
-    launch.run(2, [*arguments, last, f"--job.dump_folder={straight}"], tmp_path / "straight.log")
-    expected = launch.saved_tensors(straight / "checkpoint" / f"step-{step + 3}")
-    found = launch.saved_tensors(folder / "checkpoint" / f"step-{step + 3}")
-    assert found.keys() == expected.keys()
+    uninterrupted = tmp_path / "uninterrupted"
+    launch.run(
+        2, [*arguments, last, f"--job.dump_folder={uninterrupted}"], tmp_path / "uninterrupted.log"
+    )
+    expected = launch.saved_tensors(uninterrupted / "checkpoint" / f"step-{step + 3}")
+    actual = launch.saved_tensors(folder / "checkpoint" / f"step-{step + 3}")
+    assert actual.keys() == expected.keys()
     assert len(expected) > 50
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name
 
 
 def test_a_signal_to_torchrun_saves(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A rank that is slow in a real job is named by all."""
+"""All ranks report a slow rank in a real job."""
 
 import time
 from collections.abc import Callable
@@ -18,11 +18,12 @@ from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import StepReport, train
 
 _STEPS = 82
-"""Of which the first tells of none before it; then 64 are judged together, every 16 steps."""
+"""Steps of the run. The first has no predecessor to measure; then 64 are judged together, every 16
+steps."""
 
 
-def news_of(folder: Path) -> list[ReplicaEvent]:
-    """What a job tells whose rank 1 takes far longer for its work."""
+def events_of(folder: Path) -> list[ReplicaEvent]:
+    """Return the events of a job whose rank 1 works far longer than the others."""
     settings = {
         "parallelism.data_parallel_replicate_degree": 2,
         "parallelism.data_parallel_shard_degree": 1,
@@ -37,10 +38,10 @@ def news_of(folder: Path) -> list[ReplicaEvent]:
             time.sleep(0.1)
         end(self)
 
-    told: list[ReplicaEvent] = []
+    reported: list[ReplicaEvent] = []
 
     def watch(state: TrainState, report: StepReport) -> None:
-        told.extend(report.events)
+        reported.extend(report.events)
 
     WorkTimes.end = late_end
     try:
@@ -48,14 +49,14 @@ def news_of(folder: Path) -> list[ReplicaEvent]:
             train(replace(built.job, hooks=[watch]))
     finally:
         WorkTimes.end = end
-    return told
+    return reported
 
 
 @pytest.mark.matrix
-def test_a_slow_rank_is_named_by_all_ranks_alike(
+def test_all_ranks_report_the_same_slow_rank(
     pools: Callable[[int], WorkerPool], tmp_path: Path
 ) -> None:
-    first, second = pools(2).run(news_of, tmp_path / "run")
+    first, second = pools(2).run(events_of, tmp_path / "run")
     assert first == second
     assert [one.name for one in first] == ["slow_rank"]
     assert first[0].values["rank"] == 1 and first[0].values["times_slower"] > 1.1

@@ -1,4 +1,4 @@
-"""A rank whose storage is slow is waited for, however short the time limit of a collective is."""
+"""The run waits for a rank with slow storage, however short the timeout of a collective is."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _SLOW = timedelta(seconds=7)
 
 
 def save_slowly(folder: Path, slow: str) -> list[str]:
-    """On each of two ranks, of which the one is slow to write, or the leader to commit."""
+    """Save on two ranks, one of which is slow to write, or whose leader is slow to commit."""
     with (
         pytest.MonkeyPatch.context() as patch,
         start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as mesh,
@@ -31,9 +31,9 @@ def save_slowly(folder: Path, slow: str) -> list[str]:
         if mesh.rank == (1 if slow == "write_part" else 0):
             real = getattr(LocalStorage, slow)
 
-            def waits(*given: Any, **named: Any) -> Any:
+            def waits(*args: Any, **kwargs: Any) -> Any:
                 time.sleep(_SLOW.total_seconds())
-                return real(*given, **named)
+                return real(*args, **kwargs)
 
             patch.setattr(LocalStorage, slow, waits)
         state = SmallState()
@@ -51,7 +51,7 @@ def save_slowly(folder: Path, slow: str) -> list[str]:
 
 
 @pytest.mark.parametrize("slow", ["write_part", "commit"])
-def test_a_slow_storage_is_no_rank_that_hangs(
+def test_slow_storage_is_not_a_hang(
     slow: str, pools: Callable[[int], WorkerPool], tmp_path: Path
 ) -> None:
     assert pools(2).run(save_slowly, tmp_path, slow) == [["step-1"]] * 2

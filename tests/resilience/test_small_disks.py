@@ -1,5 +1,4 @@
-"""Runs on a machine whose shared memory or whose disk is too small: a real tmpfs of some megabytes,
-which only the run sees."""
+"""Runs with too little shared memory or disk space: a small tmpfs that only the run sees."""
 
 import os
 import shutil
@@ -12,11 +11,11 @@ from tests import launch
 
 _UNSHARE = shutil.which("unshare")
 _STATE_OF_30_MIB = "--training.dtype=float64"
-"""Of both ranks together; each asks for three slots of its half."""
+"""Size of the snapshots of both ranks together; each requests three slots of half of it."""
 
 
 def _on_small(mounted: Path, mib: int, arguments: list[str], log: Path) -> int:
-    """The exit status of a run on two ranks that sees a tmpfs of `mib` at `mounted`."""
+    """Return the exit status of a run on two ranks that sees a tmpfs of `mib` at `mounted`."""
     mount = f"mount -t tmpfs -o size={mib}m none {mounted}"
     command = ["sh", "-c", f'{mount} && exec "$@"', "sh", *launch.command(2, arguments)]
     assert _UNSHARE is not None
@@ -43,8 +42,8 @@ pytestmark = pytest.mark.skipif(not _may_mount(), reason="mounts a small tmpfs")
 
 
 @pytest.mark.matrix
-def test_64_mib_of_shared_memory_cost_the_snapshots_and_not_the_run(tmp_path: Path) -> None:
-    """As Docker gives it: one of two ranks finds room, and the other does not."""
+def test_64_mib_of_shared_memory_disable_snapshots_but_not_the_run(tmp_path: Path) -> None:
+    """Docker's default: one of two ranks gets its memory, and the other does not."""
     run, log = tmp_path / "run", tmp_path / "log"
     arguments = [
         *launch.SMALL,
@@ -62,8 +61,8 @@ def test_64_mib_of_shared_memory_cost_the_snapshots_and_not_the_run(tmp_path: Pa
 
 
 @pytest.mark.matrix
-def test_a_full_disk_costs_saves_and_not_the_training(tmp_path: Path) -> None:
-    """All steps are taken, and the end says that the last one is not saved."""
+def test_a_full_disk_fails_saves_but_not_training(tmp_path: Path) -> None:
+    """All steps are committed, and the run reports that the last one is not saved."""
     run, log, disk = tmp_path / "run", tmp_path / "log", tmp_path / "disk"
     disk.mkdir()
     arguments = [
@@ -80,5 +79,5 @@ def test_a_full_disk_costs_saves_and_not_the_training(tmp_path: Path) -> None:
     assert "Step 12 could not be saved" in text
     assert launch.steps_of(run)[-1]["step"] == 12
     assert any(line["event"] == "saves_failed" for line in launch.events_of(run))
-    # What a failed save has left would keep the disk full.
+    # Leftovers of a failed save would keep the disk full.
     assert list(disk.iterdir()) == []

@@ -1,11 +1,11 @@
-"""torchft's other ways to divide the work, with real replicas of which one dies and returns."""
+"""torchft's other world-size modes, with real replicas, one of which dies and is restarted."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.replicas import ENDLESS, Replicas, check_against_a_straight_run, replicas
+from tests.replicas import ENDLESS, Replicas, check_against_undisturbed_run, replicas
 from torchtitan_lite.outputs import RECEIVES_STATE
 
 _BATCH = 4
@@ -13,13 +13,13 @@ _ARGUMENTS = (*ENDLESS, f"--training.global_batch_size={_BATCH}")
 
 
 def _used(run: Replicas, number: int) -> dict[int, list[int]]:
-    """Step -> the samples of a replica."""
+    """Return the samples of a replica, by step."""
     ledger = run.output(number) / "samples_rank_0.jsonl"
-    told = map(json.loads, ledger.read_text().splitlines())
-    return {line["step"]: line["samples"] for line in told}
+    records = map(json.loads, ledger.read_text().splitlines())
+    return {line["step"]: line["samples"] for line in records}
 
 
-def _kill_and_return(run: Replicas, number: int) -> None:
+def _kill_and_restart(run: Replicas, number: int) -> None:
     other = 1 - number
     run.start_together({0: "slow=0.05", 1: "slow=0.05"})
     for one in (0, 1):
@@ -38,24 +38,24 @@ def _kill_and_return(run: Replicas, number: int) -> None:
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("killed", [0, 1])
-def test_spares_stand_by_with_the_state_ready(tmp_path: Path, killed: int) -> None:
+def test_spares_hold_the_state_ready(tmp_path: Path, killed: int) -> None:
     arguments = [*_ARGUMENTS, "--fault_tolerance.world_size_mode=fixed_with_spares"]
     with replicas(tmp_path / "run", 1, arguments) as run:
-        _kill_and_return(run, killed)
+        _kill_and_restart(run, killed)
         used = [_used(run, number) for number in (0, 1)]
         for step in used[0].keys() & used[1].keys():
-            # One of them has all, and the other nothing.
-            whole = list(range((step - 1) * _BATCH, step * _BATCH))
-            assert sorted(used[number][step] for number in (0, 1)) == [[], whole], step
-        check_against_a_straight_run(run, 1, _ARGUMENTS, tmp_path)
+            # One replica has all samples, and the other none.
+            full = list(range((step - 1) * _BATCH, step * _BATCH))
+            assert sorted(used[number][step] for number in (0, 1)) == [[], full], step
+        check_against_undisturbed_run(run, 1, _ARGUMENTS, tmp_path)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-def test_a_batch_for_each_replica(tmp_path: Path) -> None:
+def test_a_batch_per_replica(tmp_path: Path) -> None:
     arguments = [*_ARGUMENTS, "--fault_tolerance.world_size_mode=dynamic"]
     with replicas(tmp_path / "run", 1, arguments) as run:
-        _kill_and_return(run, 1)
+        _kill_and_restart(run, 1)
         steps = {step["step"]: step for step in run.steps(0)}
         first, second = _used(run, 0), _used(run, 1)
         last = min(max(first), max(second))
@@ -63,17 +63,17 @@ def test_a_batch_for_each_replica(tmp_path: Path) -> None:
         place, incomplete = 0, []
         for step in range(1, last + 1):
             if step not in first:
-                # Before it was there, the other had it alone.
+                # Before the second replica joined, the first trained alone.
                 place += _BATCH
                 continue
             size = steps[step]["num_replicas"] * _BATCH
-            found = sorted(first[step] + second.get(step, []))
-            if found != list(range(place, place + size)):
+            actual = sorted(first[step] + second.get(step, []))
+            if actual != list(range(place, place + size)):
                 incomplete.append(step)
-                assert set(found) < set(range(place, place + size)), step
+                assert set(actual) < set(range(place, place + size)), step
             place += size
             assert steps[step]["tokens"] == place * 64
-        # Who is killed may not have written down what it used.
+        # A killed replica may not have recorded its samples.
         assert len(incomplete) <= 1
         alike = [
             (steps[step["step"]]["loss"], step["loss"])

@@ -1,5 +1,5 @@
 """The writer and its trainer killed at any operation, and power lost after any: storage shows the
-newest committed step whole, and never a torn one."""
+newest committed step complete, and never a partial one."""
 
 import json
 import os
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faulty_writer import PowerLossDisk, RecordingFiles
 from tests.launch import REPOSITORY
 from tests.snapshots import Trainers, verify
-from tests.writer_faults import ForgetfulDisk, RecordingFiles
 from torchtitan_lite.checkpoint.background.save import (
     RankSave,
     attempt_token,
@@ -23,12 +23,14 @@ from torchtitan_lite.checkpoint.storage.posix import LocalStorage
 from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
 
 OPERATIONS = {"0": 56, "1": 30, "trainer": 32, "flush-0": 50, "flush-1": 30, "alone-1": 50}
-"""Which process dies: a rank's writer (0 leads) or the trainer of both, in two saves; a writer in a
-save and the flush that follows the trainer's death; or one that flushes for a leader's writer, too,
-which is dead. And how many operations it does then, at each of which it dies once."""
+"""Which process crashes, and its number of operations, at each of which it crashes once. "0" and
+"1" are the writers of the ranks (0 leads), and "trainer" is the trainer of both, in two saves. With
+"flush-", the second save is the flush after the trainer's death; with "alone-", one writer flushes
+for the leader's writer too, which is dead."""
 POINTS = [(victim, n) for victim, most in OPERATIONS.items() for n in range(1, most + 1)]
 _ATTEMPTS = 3
-"""Where the other writer comes first by chance, that makes a folder, and the victim does less."""
+"""The number of operations varies: if the other writer creates a folder first, the victim does
+fewer."""
 FAST = [point for i, point in enumerate(POINTS) if i % 15 == 7]
 
 
@@ -43,42 +45,42 @@ def _wait_until_gone(pids: list[int]) -> None:
             time.sleep(0.01)
 
 
-def _run(base: Path, victim: str, dies_at: int) -> tuple[int, list[dict[str, int]]]:
-    """The operations that the victim did, and what the trainer said."""
+def _run(base: Path, victim: str, crash_at: int) -> tuple[int, list[dict[str, int]]]:
+    """Return the number of the victim's operations and the output of the trainer."""
     base.mkdir()
-    arguments = ["trainer", str(base), str(base / "checkpoint"), victim, str(dies_at)]
+    arguments = ["trainer", str(base), str(base / "checkpoint"), victim, str(crash_at)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.writer_faults", *arguments],
+        [sys.executable, "-m", "tests.faulty_writer", *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == -9, done.stderr.decode()
-    said = [json.loads(line) for line in done.stdout.splitlines()]
-    _wait_until_gone([line["writer"] for line in said if "writer" in line])
+    output = [json.loads(line) for line in done.stdout.splitlines()]
+    _wait_until_gone([line["writer"] for line in output if "writer" in line])
     count = base / f"count-{victim.rpartition('-')[2]}"
-    return int(count.read_text()), said
+    return int(count.read_text()), output
 
 
-def _kill_at(tmp_path: Path, victim: str, dies_at: int) -> None:
+def _kill_at(tmp_path: Path, victim: str, crash_at: int) -> None:
     done = 0
     for attempt in range(_ATTEMPTS):
         base = tmp_path / str(attempt)
-        done, said = _run(base, victim, dies_at)
-        if done == dies_at:
+        done, output = _run(base, victim, crash_at)
+        if done == crash_at:
             break
     else:
-        pytest.fail(f"{victim} does {done} operations, and was to die at {dies_at}")
-    committed = max((line["committed"] for line in said if "committed" in line), default=0)
+        pytest.fail(f"{victim} does {done} operations, and was to die at {crash_at}")
+    committed = max((line["committed"] for line in output if "committed" in line), default=0)
     if victim.startswith("flush-"):
-        # Another writer does what was left to one that is gone.
+        # Another writer completes the save for the dead one.
         committed = 2
     _check(base / "checkpoint", at_least=committed)
 
 
 def _check(root: Path, at_least: int) -> list[int]:
-    """The steps that are seen before and after mending, each of them whole."""
+    """Return the steps that are visible after recovery, after checking that each is complete."""
     storage = LocalStorage(root, Files())
     before = storage.steps()
     storage.recover("another start")
@@ -93,10 +95,10 @@ def _check(root: Path, at_least: int) -> list[int]:
 
 
 @pytest.mark.parametrize("victim", OPERATIONS)
-def test_no_operation_is_left_out(tmp_path: Path, victim: str) -> None:
+def test_all_operations_are_covered(tmp_path: Path, victim: str) -> None:
     done = 0
     for attempt in range(_ATTEMPTS):
-        done, _ = _run(tmp_path / str(attempt), victim, dies_at=0)
+        done, _ = _run(tmp_path / str(attempt), victim, crash_at=0)
         _check(tmp_path / str(attempt) / "checkpoint", at_least=2)
         if done == OPERATIONS[victim]:
             break
@@ -104,20 +106,20 @@ def test_no_operation_is_left_out(tmp_path: Path, victim: str) -> None:
     assert len(POINTS) >= 180
 
 
-@pytest.mark.parametrize(("victim", "dies_at"), FAST)
-def test_killed_at_an_operation(tmp_path: Path, victim: str, dies_at: int) -> None:
-    _kill_at(tmp_path, victim, dies_at)
+@pytest.mark.parametrize(("victim", "crash_at"), FAST)
+def test_killed_at_an_operation(tmp_path: Path, victim: str, crash_at: int) -> None:
+    _kill_at(tmp_path, victim, crash_at)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("victim", "dies_at"), [p for p in POINTS if p not in FAST])
-def test_killed_at_every_operation(tmp_path: Path, victim: str, dies_at: int) -> None:
-    _kill_at(tmp_path, victim, dies_at)
+@pytest.mark.parametrize(("victim", "crash_at"), [p for p in POINTS if p not in FAST])
+def test_killed_at_every_operation(tmp_path: Path, victim: str, crash_at: int) -> None:
+    _kill_at(tmp_path, victim, crash_at)
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_power_lost_after_every_operation(tmp_path: Path, direct: bool) -> None:
-    """Saves of steps 1, 2 and 2 again, keeping one; what was not synced is lost, or some of it."""
+    """Save steps 1, 2 and 2 again, keeping one; a share of the unsynced data is lost."""
     base = tmp_path / "disk"
     base.mkdir()
     root = base / "checkpoint"
@@ -135,12 +137,12 @@ def test_power_lost_after_every_operation(tmp_path: Path, direct: bool) -> None:
         committed_at[len(files.log)] = step
         delete_old_checkpoints(storage, step, keep_latest_k=1, keep_every=0)
     run.close()
-    disk, committed = ForgetfulDisk(base), 0
+    disk, committed = PowerLossDisk(base), 0
     for place, operation in enumerate(files.log, start=1):
         disk.replay(operation)
         committed = committed_at.get(place, committed)
         for number, share in enumerate((0.0, 1.0, 0.5, 0.5, 0.8)):
-            found = tmp_path / f"found-{place}-{number}"
-            disk.after_crash(found, share, seed=place * 10 + number)
-            _check(found / "checkpoint", at_least=committed)
+            actual = tmp_path / f"found-{place}-{number}"
+            disk.after_crash(actual, share, seed=place * 10 + number)
+            _check(actual / "checkpoint", at_least=committed)
     assert committed == 2 and len(files.log) > 60

@@ -1,4 +1,4 @@
-"""Process groups of the axes: made once, with their time limits and their names."""
+"""Process groups of the axes: created once, with their timeouts and names."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -43,7 +43,7 @@ def groups_of_a_mesh() -> None:
     assert again.get_group("cp") is made["cp"]
 
 
-def test_groups_have_their_ranks_names_and_time_limits(
+def test_groups_have_their_ranks_names_and_timeouts(
     pools: Callable[[int], WorkerPool],
 ) -> None:
     pools(4).run(groups_of_a_mesh)

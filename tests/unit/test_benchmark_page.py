@@ -1,4 +1,4 @@
-"""The generated page of benchmarks, and the figures of the docs that come from its files."""
+"""The generated page of benchmarks, and the figures in the docs that come from its files."""
 
 import json
 from pathlib import Path

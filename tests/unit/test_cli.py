@@ -1,4 +1,4 @@
-"""The command line: fast help, one line per error, completion."""
+"""The command line: fast help, one-line errors, completion."""
 
 import subprocess
 import sys
@@ -31,7 +31,8 @@ def test_help_imports_no_torch(arguments: tuple[str, ...]) -> None:
 
 
 def test_help_is_fast() -> None:
-    """In under a second on an idle machine; the median of five, and twice that, for a busy one."""
+    """In under a second on an idle machine; the median of five runs, and twice that for a busy
+    machine."""
     taken_s = []
     for _ in range(5):
         began_s = time.perf_counter()
@@ -72,7 +73,7 @@ def test_help_of_one_section(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--nproc", "2", "--config", "x.toml"], 1, "x.toml"),
     ],
 )
-def test_a_wrong_command_line_is_one_line(
+def test_an_invalid_command_line_is_one_line(
     arguments: list[str], status: int, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == status
@@ -81,7 +82,7 @@ def test_a_wrong_command_line_is_one_line(
     assert not error or len(err.splitlines()) == 1
 
 
-def test_nproc_under_torchrun_is_refused(
+def test_nproc_under_torchrun_is_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")

@@ -1,4 +1,4 @@
-"""Declared dependencies are exactly what the shipped modules import."""
+"""The declared dependencies are exactly those that the shipped modules import."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ DISTRIBUTIONS = {
     "prometheus_client": "prometheus-client",
     "tomli_w": "tomli-w",
 }
-"""Import name -> name on PyPI, where they differ."""
+"""Maps an import name to the name on PyPI, if they differ."""
 PLUGINS = {"py-spy", "s3fs", "tensorboard"}
 """Not imported by name: fsspec opens s3:// through s3fs, the launcher runs py-spy, and torch
 imports tensorboard."""
@@ -30,9 +30,9 @@ def _names(requirements: list[str]) -> set[str]:
 
 
 def _name(requirement: str) -> str:
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    assert found is not None, requirement
-    return found[0].lower().replace("_", "-")
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert match is not None, requirement
+    return match[0].lower().replace("_", "-")
 
 
 REQUIRED = _names(PROJECT["dependencies"])
@@ -46,14 +46,14 @@ def _shipped() -> Iterator[Path]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """The distributions that a module imports at any depth."""
+    """Yield the distributions that a module imports, in functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from _distributions(node)
 
 
 def _top_level_imports(path: Path) -> Iterator[str]:
-    """The distributions that importing the module imports."""
+    """Yield the distributions that a module imports when it is imported."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from _distributions(node)
@@ -80,7 +80,7 @@ def test_every_import_is_declared():
 
 
 def test_an_extra_is_imported_where_it_is_used():
-    """Modules that every run imports need nothing optional."""
+    """Modules that every run imports need no optional package."""
     needs_extra = {
         str(path.relative_to(ROOT)).partition("/")[2]
         for path in _shipped()
@@ -100,7 +100,7 @@ def test_an_extra_is_imported_where_it_is_used():
 
 def test_every_declared_dependency_is_imported():
     declared = REQUIRED.union(*OPTIONAL.values())
-    # wandb is imported by import_module, so that type checkers do not need it.
+    # wandb is imported with import_module, so that type checkers do not need it.
     assert declared - _imported().keys() - PLUGINS - {"wandb"} == set()
 
 

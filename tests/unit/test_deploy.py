@@ -1,5 +1,5 @@
-"""The files of deploy/: syntax, agreement of repeated values, and the restart logic of their
-scripts, run with stand-ins for Slurm and for the processes that they start."""
+"""The files of deploy/: syntax, consistency of repeated values, and the restart logic of their
+scripts, run with fakes of Slurm and of the processes that they start."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.slurm import SCRIPT, write_command, write_slurm
+from tests.slurm import SCRIPT, write_command, write_slurm_commands
 from torchtitan_lite.lighthouse.__main__ import _parser as lighthouse_parser
 
 ROOT = Path(__file__).parents[2]
@@ -35,13 +35,14 @@ case "$*" in
   exit "$status" ;;
 esac
 """
-"""Stands for every Python process. Line k of plan_REPLICA: seconds and exit status of attempt k."""
+"""A fake Python. Line k of plan_REPLICA has the duration in seconds and the exit status of attempt
+k."""
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder with stand-ins for Slurm's commands and for Python in bin/."""
-    write_slurm(tmp_path / "bin")
+    """A folder with fakes of Slurm's commands and of Python in bin/."""
+    write_slurm_commands(tmp_path / "bin")
     write_command(tmp_path / "bin" / "python", _PYTHON)
     return tmp_path
 
@@ -73,15 +74,15 @@ def wait_for(path: Path) -> None:
 
 
 def test_slurm_counts_consecutive_restarts(site: Path) -> None:
-    # Replica 1 restarts twice, but works in between. Replica 2 fails twice in a row.
+    # Replica 1 restarts twice, but trains in between. Replica 2 fails twice in a row.
     plans = ["0.1 0", "0 1\n3 1\n0 0", "0 1\n0 1\n0 0"]
     for replica, plan in enumerate(plans):
         (site / f"plan_{replica}").write_text(plan + "\n")
     job = start(["bash", str(SCRIPT), "--config", "x.toml"], site, MAX_RESTARTS="1", HEALTHY_S="3")
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 1, said
-    assert [attempts(site, replica) for replica in range(3)] == [1, 3, 2], said
-    assert "Replica 2 failed 2 times in a row and is given up" in said
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 1, output
+    assert [attempts(site, replica) for replica in range(3)] == [1, 3, 2], output
+    assert "Replica 2 failed 2 times in a row and is given up" in output
     assert (
         sorted((site / "notices").read_text().split())
         == ["replica_00001"] * 2 + ["replica_00002"] * 2
@@ -91,22 +92,22 @@ def test_slurm_counts_consecutive_restarts(site: Path) -> None:
     called = (site / "calls").read_text()
     assert "--config x.toml --fault_tolerance.enable true --fault_tolerance.replica_id 2" in called
     (lighthouse,) = re.findall(r"^-m torchtitan_lite\.lighthouse (.*)$", called, re.MULTILINE)
-    # "localhost" resolves to a loopback address, on which other nodes could not connect.
+    # "localhost" resolves to a loopback address, to which other nodes cannot connect.
     assert lighthouse_parser().parse_args(lighthouse.split()).bind == "[::]:29510"
-    assert "listens on all interfaces; set LIGHTHOUSE_BIND" in said
+    assert "listens on all interfaces; set LIGHTHOUSE_BIND" in output
 
 
 def test_slurm_binds_the_lighthouse_to_the_given_address(site: Path) -> None:
     for replica in range(3):
         (site / f"plan_{replica}").write_text("0.1 0\n")
     job = start(["bash", str(SCRIPT), "--config", "x.toml"], site, LIGHTHOUSE_BIND="10.0.0.1")
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 0, said
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, output
     assert "-m torchtitan_lite.lighthouse --bind 10.0.0.1:29510 " in (site / "calls").read_text()
-    assert "LIGHTHOUSE_BIND" not in said
+    assert "LIGHTHOUSE_BIND" not in output
 
 
-def test_slurm_passes_the_signal_on_and_waits_for_the_saves(site: Path) -> None:
+def test_slurm_forwards_the_signal_and_waits_for_the_saves(site: Path) -> None:
     for replica in range(3):
         (site / f"plan_{replica}").write_text("100 0\n")
     job = start(["bash", str(SCRIPT), "--config", "x.toml"], site)
@@ -114,8 +115,8 @@ def test_slurm_passes_the_signal_on_and_waits_for_the_saves(site: Path) -> None:
         wait_for(site / f"attempts_{replica}")
     time.sleep(0.3)
     job.send_signal(signal.SIGTERM)
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 0, said
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, output
     assert sorted((site / "saves").read_text().splitlines()) == ["saved 0", "saved 1", "saved 2"]
     assert not (site / "notices").exists()
 
@@ -127,15 +128,15 @@ def test_slurm_passes_the_signal_on_and_waits_for_the_saves(site: Path) -> None:
         (["--config", "x"], {"NODES_PER_REPLICA": "2"}, "3 nodes are not a multiple of"),
     ],
 )
-def test_slurm_rejects_wrong_calls(
+def test_slurm_rejects_invalid_calls(
     site: Path, arguments: list[str], variables: dict[str, str], error: str
 ) -> None:
     job = start(["bash", str(SCRIPT), *arguments], site, **variables)
-    said, _ = job.communicate(timeout=60)
-    assert job.returncode == 2 and error in said
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 2 and error in output
 
 
-def test_slurm_logs_into_no_folder_that_does_not_exist() -> None:
+def test_slurm_does_not_log_into_a_missing_folder() -> None:
     (output,) = re.findall(r"^#SBATCH --output=(\S+)$", SCRIPT.read_text(), re.MULTILINE)
     assert "/" not in output
 
@@ -160,7 +161,7 @@ def test_jobset_repeats_its_numbers_consistently() -> None:
     assert variables["NNODES"] == str(job["parallelism"]) == str(job["completions"])
     assert variables["GPUS"] == str(train["resources"]["limits"]["nvidia.com/gpu"])
     pod = job["template"]["spec"]
-    # A pod failure policy is accepted with this restart policy only.
+    # Kubernetes accepts a pod failure policy only with this restart policy.
     assert pod["restartPolicy"] == "Never"
     assert int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     fails, ignores = job["podFailurePolicy"]["rules"]
@@ -177,12 +178,12 @@ def test_the_network_policy_selects_the_pods_of_the_jobset() -> None:
     assert policy["spec"]["ingress"] == [{"from": [{"podSelector": pods}]}]
 
 
-def test_jobset_lighthouse_takes_its_options() -> None:
+def test_jobset_lighthouse_accepts_its_options() -> None:
     command = containers()["lighthouse"]["command"]
     assert command[:3] == ["python", "-m", "torchtitan_lite.lighthouse"]
-    given = lighthouse_parser().parse_args(command[3:])
+    inputs = lighthouse_parser().parse_args(command[3:])
     port = containers()["lighthouse"]["ports"][0]["containerPort"]
-    assert given.bind == f"[::]:{port}"
+    assert inputs.bind == f"[::]:{port}"
     train = {one["name"]: one.get("value") for one in containers()["replica"]["env"]}
     assert train["TORCHFT_LIGHTHOUSE"].endswith(f"-lighthouse-0-0.torchtitan-lite:{port}")
     # Leave notices need the same secret at both ends.
@@ -207,29 +208,29 @@ def test_a_pod_counts_consecutive_restarts(site: Path) -> None:
     (site / "plan_1").write_text("0 1\n3 1\n0 0\n")
     variables = pod_variables(MAX_RESTARTS="1", HEALTHY_S="3")
     pod = start(pod_script(), site, **variables)
-    said, _ = pod.communicate(timeout=60)
-    assert pod.returncode == 0, said
+    output, _ = pod.communicate(timeout=60)
+    assert pod.returncode == 0, output
     assert attempts(site, 1) == 3
     assert (site / "notices").read_text().split() == ["replica_00001"] * 2
 
 
-def test_a_pod_gives_up_with_the_status_of_the_failure_policy(site: Path) -> None:
+def test_a_pod_fails_with_the_status_of_the_failure_policy(site: Path) -> None:
     (site / "plan_1").write_text("0 1\n0 1\n0 0\n")
     pod = start(pod_script(), site, **pod_variables(MAX_RESTARTS="1"))
-    said, _ = pod.communicate(timeout=60)
+    output, _ = pod.communicate(timeout=60)
     replica = jobset()["spec"]["replicatedJobs"][1]["template"]["spec"]
     assert [pod.returncode] == replica["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
-    assert "is given up" in said
+    assert "is given up" in output
 
 
-def test_a_pod_that_is_deleted_saves_and_does_not_count_as_complete(site: Path) -> None:
+def test_a_deleted_pod_saves_and_does_not_count_as_complete(site: Path) -> None:
     (site / "plan_1").write_text("100 0\n")
     pod = start(pod_script(), site, **pod_variables())
     wait_for(site / "attempts_1")
     time.sleep(0.3)
     pod.send_signal(signal.SIGTERM)
-    said, _ = pod.communicate(timeout=60)
-    assert pod.returncode == 143, said
+    output, _ = pod.communicate(timeout=60)
+    assert pod.returncode == 143, output
     assert (site / "saves").read_text() == "saved 1\n"
 
 

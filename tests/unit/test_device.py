@@ -1,4 +1,4 @@
-"""What follows from the kind of device."""
+"""Consequences of the device type."""
 
 import os
 import subprocess
@@ -28,18 +28,18 @@ _STARTED = "from torchtitan_lite.device import *; print(detect_device('cpu').pea
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts so")
-def test_the_peak_of_who_started_a_process_is_not_its_own() -> None:
+def test_peak_memory_excludes_that_of_the_parent_process() -> None:
     path = os.pathsep.join(sys.path)
-    said = subprocess.check_output(
+    output = subprocess.check_output(
         [sys.executable, "-c", _STARTER, _STARTED],
         env={**os.environ, "PYTHONPATH": path},
         text=True,
     )
-    assert 0.05 < float(said) < 0.9
+    assert 0.05 < float(output) < 0.9
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_refused_and_never_taken_by_itself() -> None:
+def test_a_missing_gpu_is_rejected_and_never_selected_automatically() -> None:
     assert detect_device("auto").kind == "cpu"
     with pytest.raises(UserError, match=r'the node has 0\. .* \[job\] device = "cpu"'):
         detect_device("cuda")

@@ -1,4 +1,5 @@
-"""The two linked folders: a clear error when they are lost, or imported under another name."""
+"""The two linked folders: a clear error if the links are lost, or if a folder is imported under
+another name."""
 
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ _PACKAGE = _REPOSITORY / "torchtitan_lite"
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """The package without its links, as an archiver leaves it."""
+    """The package without its links, as some archivers leave it."""
     package = tmp_path / "torchtitan_lite"
     package.mkdir()
     for name in ("__init__.py", "_links.py"):
@@ -50,7 +51,7 @@ def test_a_link_that_git_wrote_as_text_counts_as_lost(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LINKED_FOLDERS)
-def test_the_bare_name_is_refused(name: str) -> None:
+def test_the_bare_name_is_rejected(name: str) -> None:
     done = _python(f"import {name}", _REPOSITORY)
     assert done.returncode != 0
     assert f"ImportError: Import this package as torchtitan_lite.{name}, not as {name}:" in (

@@ -1,4 +1,4 @@
-"""The one logger: its level by rank, one handler, the rank in each line."""
+"""The logger: its level per rank, one handler, the rank in each line."""
 
 import logging
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def test_the_level_follows_rank_argument_and_environment(
     assert logger.level == level
 
 
-def test_a_line_comes_once_and_with_its_rank_among_many(
+def test_each_line_is_logged_once_with_its_rank(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "2")

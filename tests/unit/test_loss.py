@@ -1,4 +1,4 @@
-"""The chunked loss against torch's cross entropy."""
+"""The chunked loss compared with torch's cross entropy."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +22,7 @@ _NUM_TOKENS, _VOCAB, _DIM = 101, 37, 16
 
 @pytest.fixture(params=[1, 10, 101, 512], ids=lambda size: f"chunk{size}")
 def chunk_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The number of tokens in a chunk: many chunks with a short last one, or one."""
+    """The number of tokens per chunk: many chunks with a short last one, or one chunk."""
     monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
     monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", request.param * _VOCAB)
     yield request.param
@@ -35,7 +35,7 @@ def chunk_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         (torch.float32, PARITY_FLOAT32_LOSS, CHUNKED_LOSS_FLOAT32),
     ],
 )
-def test_value_and_gradients_are_those_of_torch(
+def test_value_and_gradients_equal_those_of_torch(
     chunk_tokens: int, dtype: torch.dtype, loss_rtol: float, grad_tolerance: float
 ) -> None:
     ours, theirs = _inputs(dtype), _inputs(dtype)
@@ -50,7 +50,7 @@ def test_value_and_gradients_are_those_of_torch(
     assert (ours[0].grad[ours[2] == IGNORE] == 0).all()  # pyright: ignore[reportOptionalSubscript]
 
 
-def test_no_gradient_is_made_where_none_is_wanted(
+def test_unneeded_gradients_are_not_computed(
     chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = _inputs(torch.float64)
@@ -71,7 +71,7 @@ def test_no_gradient_is_made_where_none_is_wanted(
 
 
 @pytest.mark.parametrize("learner", [0, 1])
-def test_one_of_both_inputs_may_be_frozen(learner: int) -> None:
+def test_either_input_may_be_frozen(learner: int) -> None:
     hidden, weight, targets = _inputs(torch.float64)
     (weight, hidden)[learner].requires_grad_(False)
     cross_entropy()(hidden, weight, targets).backward()
@@ -82,7 +82,7 @@ def test_one_of_both_inputs_may_be_frozen(learner: int) -> None:
     assert (weight, hidden)[learner].grad is None
 
 
-def test_targets_that_are_all_ignored_give_zero_and_zero_gradients(chunk_tokens: int) -> None:
+def test_ignored_targets_give_zero_loss_and_zero_gradients(chunk_tokens: int) -> None:
     hidden, weight, targets = _inputs(torch.float32)
     loss = cross_entropy()(hidden, weight, torch.full_like(targets, IGNORE))
     loss.backward()
@@ -107,7 +107,7 @@ def test_bfloat16_computes_the_loss_in_float32(chunk_tokens: int) -> None:
         assert error < CHUNKED_LOSS_BFLOAT16
 
 
-def test_chunks_of_a_bfloat16_weight_gradient_add_up_in_float32(
+def test_chunks_of_a_bfloat16_weight_gradient_are_summed_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
@@ -120,15 +120,15 @@ def test_chunks_of_a_bfloat16_weight_gradient_add_up_in_float32(
     assert weight.grad.flatten().tolist() == [-512.0, 512.0]
 
 
-def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_logits_are_never_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
     monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", 10 * _VOCAB)
     sizes = []
-    whole = module._chunk_loss_and_gradients
+    full = module._chunk_loss_and_gradients
 
     def recording(hidden: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         sizes.append(len(hidden))
-        return whole(hidden, *rest)
+        return full(hidden, *rest)
 
     monkeypatch.setattr(module, "_chunk_loss_and_gradients", recording)
     cross_entropy()(*_inputs(torch.float32))

@@ -24,7 +24,7 @@ from torchtitan_lite.schema.parallelism import ParallelismConfig
         ({"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 3}, 6, 2, 3),
     ],
 )
-def test_degrees_are_filled_up_to_the_processes(
+def test_a_degree_of_minus_one_uses_the_remaining_processes(
     settings: dict[str, Any], world_size: int, replicate: int, shard: int
 ) -> None:
     degrees = resolve_degrees(ParallelismConfig(**settings), world_size)
@@ -33,7 +33,7 @@ def test_degrees_are_filled_up_to_the_processes(
     assert degrees.shape == (1, replicate, shard, 1, 1)
 
 
-def test_degrees_that_do_not_multiply_are_refused_with_the_whole_equation() -> None:
+def test_degrees_with_a_wrong_product_are_rejected_with_the_full_equation() -> None:
     config = ParallelismConfig(data_parallel_replicate_degree=2, data_parallel_shard_degree=4)
     with pytest.raises(MeshError) as error:
         resolve_degrees(config, 6)
@@ -47,7 +47,7 @@ def test_degrees_that_do_not_multiply_are_refused_with_the_whole_equation() -> N
 
 
 @pytest.mark.parametrize(("world_size", "product"), [(2, 4), (6, 4), (9, 8)])
-def test_what_is_left_must_be_whole(world_size: int, product: int) -> None:
+def test_the_remaining_degree_must_be_an_integer(world_size: int, product: int) -> None:
     with pytest.raises(MeshError) as error:
         resolve_degrees(ParallelismConfig(data_parallel_replicate_degree=4), world_size)
     assert f"data_parallel_shard (what is left) x context (1) x tensor (1) = {product}" in str(
@@ -76,7 +76,7 @@ def test_one_process_agrees_with_itself() -> None:
         mesh.barrier()
 
 
-def test_the_group_is_left_when_the_block_fails() -> None:
+def test_the_group_is_destroyed_if_the_block_fails() -> None:
     with (
         pytest.raises(RuntimeError, match="inside"),
         start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")),
@@ -85,7 +85,7 @@ def test_the_group_is_left_when_the_block_fails() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_group_that_exists_is_used_and_left_alone() -> None:
+def test_an_existing_group_is_used_and_not_destroyed() -> None:
     device = detect_device("cpu")
     with start_mesh(ParallelismConfig(), CommConfig(), device):
         with start_mesh(ParallelismConfig(), CommConfig(), device) as inner:
@@ -93,7 +93,7 @@ def test_a_group_that_exists_is_used_and_left_alone() -> None:
         assert dist.is_initialized()
 
 
-def test_degrees_are_refused_before_anything_is_started() -> None:
+def test_degrees_are_rejected_before_anything_starts() -> None:
     config = ParallelismConfig(data_parallel_shard_degree=2)
     with (
         pytest.raises(MeshError, match="there is 1 process"),
@@ -103,7 +103,7 @@ def test_degrees_are_refused_before_anything_is_started() -> None:
     assert not dist.is_initialized()
 
 
-def test_the_time_limit_of_every_group_changes() -> None:
+def test_the_timeout_of_every_group_changes() -> None:
     with start_mesh(
         ParallelismConfig(), CommConfig(init_timeout_seconds=77), detect_device("cpu")
     ) as mesh:
@@ -117,7 +117,7 @@ def _timeouts(groups: list[Any]) -> set[timedelta]:
     return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
 
 
-def test_experts_see_the_same_ranks_in_another_way() -> None:
+def test_the_expert_mesh_has_the_same_ranks() -> None:
     config = ParallelismConfig(
         data_parallel_replicate_degree=2,
         context_parallel_degree=3,
@@ -138,7 +138,7 @@ def test_experts_see_the_same_ranks_in_another_way() -> None:
         (4, "Set expert_tensor_parallel_degree to a divisor of 6."),
     ],
 )
-def test_experts_on_ranks_that_do_not_divide_are_refused(etp: int, remedy: str) -> None:
+def test_experts_on_an_indivisible_number_of_ranks_are_rejected(etp: int, remedy: str) -> None:
     config = ParallelismConfig(
         data_parallel_replicate_degree=2,
         tensor_parallel_degree=2,

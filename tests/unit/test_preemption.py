@@ -1,4 +1,4 @@
-"""Signals set a flag, and nothing else."""
+"""Signals only set a flag."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ from torchtitan_lite.preemption import StopRequest, stop_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_sets_the_flag_and_says_so_once(
+def test_a_signal_sets_the_flag_and_is_logged_once(
     number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger.addHandler(caplog.handler)
@@ -30,7 +30,7 @@ def test_a_signal_sets_the_flag_and_says_so_once(
     }
 
 
-def test_handlers_are_put_back_even_after_an_error() -> None:
+def test_handlers_are_restored_even_after_an_error() -> None:
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
     with pytest.raises(RuntimeError, match="inside"), stop_on_signals(StopRequest()):

@@ -1,4 +1,4 @@
-"""Randomness that is a function of its key."""
+"""Keyed randomness."""
 
 import json
 import random
@@ -13,7 +13,7 @@ def test_a_key_is_the_same_on_every_machine_and_release() -> None:
     assert rng.fold(0, "init", "tok_embeddings.weight", 3) == 2308333235006636615
 
 
-def test_every_part_of_a_key_counts() -> None:
+def test_every_part_of_a_key_matters() -> None:
     keys = {
         rng.fold(0), rng.fold(1), rng.fold(0, 1), rng.fold(0, "a"), rng.fold(0, "a", 1),
         rng.fold(0, 1, "a"), rng.fold(0, "a1"), rng.fold(1, "a"),
@@ -21,7 +21,7 @@ def test_every_part_of_a_key_counts() -> None:
     assert len(keys) == 8
 
 
-def test_numpy_and_torch_mix_alike() -> None:
+def test_numpy_and_torch_mix_equally() -> None:
     edges = np.array([0, 1, 2**63 - 1, 2**63, 2**64 - 1], dtype=np.uint64)
     inputs = np.concatenate([edges, np.random.default_rng(0).integers(0, 2**64, 1000, np.uint64)])
     mixed = rng.mix_tensor(torch.from_numpy(inputs.view(np.int64)))
@@ -43,14 +43,14 @@ def test_uniform_fills_the_unit_interval_evenly() -> None:
     assert drawn.dtype == torch.float32
     assert drawn.min() >= 0 and drawn.max() < 1
     counts = torch.histc(drawn, bins=10, min=0, max=1)
-    # 10,000 a bin, with a standard deviation of 95.
+    # 10,000 per bin, with a standard deviation of 95.
     assert (counts - 10_000).abs().max() < 500
     neighbours = torch.corrcoef(torch.stack([drawn[:-1], drawn[1:]]))[0, 1]
     assert neighbours.abs() < 0.02
 
 
 def test_uniform_never_reaches_one() -> None:
-    # Undo the finalizer for all bits set: the largest number that can come out.
+    # Invert the finalizer for all bits set: the largest possible output.
     x = 2**64 - 1
     x ^= (x >> 31) ^ (x >> 62)
     x = x * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
@@ -62,7 +62,7 @@ def test_uniform_never_reaches_one() -> None:
     assert 0.9999 < rng.uniform(torch.from_numpy(key.view(np.int64))).item() < 1
 
 
-def test_ambient_generators_go_on_where_they_were_captured() -> None:
+def test_ambient_generators_continue_from_their_captured_state() -> None:
     before = rng.capture()
     try:
         rng.seed_everything(5)
@@ -78,7 +78,7 @@ def test_ambient_generators_go_on_where_they_were_captured() -> None:
         rng.restore(before)
 
 
-def test_seeding_takes_numbers_larger_than_numpy_does() -> None:
+def test_seeding_accepts_larger_numbers_than_numpy() -> None:
     before = rng.capture()
     try:
         rng.seed_everything(2**40 + 3)

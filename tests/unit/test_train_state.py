@@ -1,4 +1,4 @@
-"""TrainState: what a restart needs, and that it comes back through a checkpoint."""
+"""TrainState: what a restart needs, and its round trip through a checkpoint."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def make_state(data: OpenedData) -> MakeState:
     return make
 
 
-def test_weights_come_first_and_the_optimizer_joins_after_its_first_step(
+def test_weights_come_first_and_the_optimizer_follows_after_its_first_step(
     make_state: MakeState,
 ) -> None:
     state = make_state()
@@ -91,7 +91,7 @@ def test_tied_weights_are_saved_once_and_derived_buffers_never(make_state: MakeS
     assert not any("frequencies" in name for name in names)
 
 
-def test_values_are_plain_json_and_come_back(make_state: MakeState) -> None:
+def test_values_are_plain_json_and_survive_a_round_trip(make_state: MakeState) -> None:
     state = make_state()
     state.step, state.tokens, state.cursor = 7, 1234, 56
     state.history.record_commit(7, 0.1, 1 / 3, window=4)
@@ -102,13 +102,13 @@ def test_values_are_plain_json_and_come_back(make_state: MakeState) -> None:
     other.load_values(values)
     assert (other.step, other.tokens, other.cursor) == (7, 1234, 56)
     assert other.values() == state.values()
-    # As an earlier release has saved it.
+    # As saved by an earlier release.
     del values["train_state"]["history"]
     other.load_values(values)
     assert other.step == 7 and other.history == History()
 
 
-def test_parts_that_are_not_given_stay(make_state: MakeState) -> None:
+def test_parts_that_are_omitted_keep_their_values(make_state: MakeState) -> None:
     state = make_state()
     state.step, state.tokens, state.cursor = 7, 1234, 56
     values = state.values()
@@ -146,7 +146,7 @@ def test_the_lr_scheduler_is_that_of_the_config_and_not_the_saved_one(
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
-def test_allocated_slots_are_those_that_torch_makes(
+def test_allocated_slots_equal_those_that_torch_creates(
     make_state: MakeState, name: str, implementation: str
 ) -> None:
     stepped, allocated = make_state(name, implementation), make_state(name, implementation)
@@ -164,7 +164,7 @@ def test_allocated_slots_are_those_that_torch_makes(
         assert not there[key].requires_grad
 
 
-def test_allocating_keeps_what_is_there_and_passes_over_unknown_names(
+def test_allocation_keeps_existing_slots_and_skips_unknown_names(
     make_state: MakeState,
 ) -> None:
     state = make_state()
@@ -179,12 +179,12 @@ def test_allocating_keeps_what_is_there_and_passes_over_unknown_names(
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
-def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
+def test_training_from_a_checkpoint_equals_uninterrupted_training(
     make_state: MakeState, tmp_path: Path, name: str, implementation: str
 ) -> None:
-    straight, stopped = make_state(name, implementation), make_state(name, implementation)
+    uninterrupted, stopped = make_state(name, implementation), make_state(name, implementation)
     for _ in range(4):
-        _step(straight)
+        _step(uninterrupted)
     for _ in range(2):
         _step(stopped)
     resumed = make_state(name, implementation)
@@ -206,14 +206,14 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
                 assert manager.restore() is not None
     for _ in range(2):
         _step(resumed)
-    expected, found = straight.tensors(), resumed.tensors()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    expected, actual = uninterrupted.tensors(), resumed.tensors()
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
     assert resumed.step == 4 and resumed.cursor == 12
 
 
 def _step(state: TrainState) -> None:
-    """One plain step on the same samples."""
+    """Take one plain step on the same samples."""
     state.optimizer.zero_grad()
     model: nn.Module = state.model
     model(**tiny_samples(), targets_BS=tiny_targets(), loss=cross_entropy()).div(46).backward()

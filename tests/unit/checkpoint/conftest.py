@@ -1,4 +1,4 @@
-"""A small real state, and managers for it, which leave nothing in shared memory."""
+"""A small train state, and managers for it that leave nothing in shared memory."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
 class SmallState:
-    """Tensors of several shapes and dtypes; the optimizer's come into being with a step."""
+    """Tensors of several shapes and dtypes; the optimizer's tensors exist after the first step."""
 
     def __init__(self, seed: int = 0) -> None:
         draws = torch.Generator().manual_seed(seed)
@@ -40,7 +40,7 @@ class SmallState:
         }
 
     def take_step(self) -> None:
-        """Change everything."""
+        """Change all values."""
         self.step += 1
         self.cursor += 8
         self.allocate({"optimizer.weight.momentum": (5, 7), "optimizer.weight.step": ()})
@@ -80,8 +80,9 @@ Manage = Callable[..., CheckpointManager]
 
 @pytest.fixture
 def manage(tmp_path: Path, mesh: Mesh) -> Iterator[Manage]:
-    """(state, settings of [checkpoint]) -> a manager in `tmp_path/checkpoint`, saving each step,
-    while training waits unless `async_mode` says otherwise. `dump_folder` may name another run."""
+    """Return a function (state, settings of [checkpoint]) -> a manager in `tmp_path/checkpoint`
+    that saves each step, synchronously unless `async_mode` is set. `dump_folder` may name another
+    run."""
     made: list[CheckpointManager] = []
     folders: set[Path] = set()
 
@@ -116,7 +117,7 @@ def manage(tmp_path: Path, mesh: Mesh) -> Iterator[Manage]:
 
 
 def crash(manager: CheckpointManager) -> None:
-    """What is left of a run whose trainer and writer are killed at once."""
+    """Kill the writer of a run and drop its manager, as when both processes are killed at once."""
     saver = manager._asynchronous
     if saver is None:
         return
@@ -132,7 +133,7 @@ def crash(manager: CheckpointManager) -> None:
 
 
 def free_memory_of(dump_folder: Path) -> None:
-    """Remove what a run has left in shared memory, once its writers have ended."""
+    """Remove what a run left in shared memory, once its writers have exited."""
     for run in list_runs():
         if run.run_id == run_id_in(dump_folder):
             for rank in run.ranks:
@@ -142,7 +143,7 @@ def free_memory_of(dump_folder: Path) -> None:
 
 
 def run_id_in(dump_folder: Path) -> str | None:
-    """As the run is called."""
+    """Return the run's id."""
     with suppress(FileNotFoundError):
         return (dump_folder / "run_id").read_text().strip()
     return None
@@ -150,7 +151,7 @@ def run_id_in(dump_folder: Path) -> str | None:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the project's logger says, which does not pass it on to the root."""
+    """Collect the records of the project's logger, which does not propagate to the root."""
     propagate = logger.propagate
     logger.propagate = False
     logger.addHandler(caplog.handler)
@@ -160,7 +161,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 
 def run_steps(manager: CheckpointManager, state: SmallState, num_steps: int) -> None:
-    """Steps, each followed by what the trainer calls after it."""
+    """Take steps, each followed by the calls of the trainer."""
     for _ in range(num_steps):
         state.take_step()
         manager.after_step()
@@ -168,18 +169,18 @@ def run_steps(manager: CheckpointManager, state: SmallState, num_steps: int) -> 
 
 
 def steps_in(root: Path | str) -> list[str]:
-    """The names in the folder of checkpoints."""
+    """Return the names in the checkpoint folder."""
     return sorted(path.name for path in Path(root).iterdir())
 
 
 def manifest_in(folder: Path | str) -> Manifest:
-    """Of a checkpoint on disk."""
+    """Return the manifest of a checkpoint on disk."""
     folder = Path(folder)
     return read_manifest(open_storage(str(folder.parent)), folder.name)
 
 
 def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
-    """Whether both hold the same names and bits."""
+    """Return whether both have the same names and bits."""
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
     )

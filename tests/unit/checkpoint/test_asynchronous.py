@@ -1,4 +1,4 @@
-"""Saves beside training, on one process with its real writer."""
+"""Asynchronous saves, in one process with its real writer."""
 
 import gc
 import logging
@@ -36,7 +36,7 @@ _STEPS_LATER_S = 100
 
 
 def step(manager: CheckpointManager, state: SmallState, mesh: Mesh) -> None:
-    """What the trainer does in a step, in its order."""
+    """Take a step in the order of calls of the trainer."""
     totals = mesh.sum(manager.local_signals(mesh.device.torch_device))
     manager.apply_signals(totals)
     state.take_step()
@@ -49,12 +49,12 @@ def steps(manager: CheckpointManager, state: SmallState, mesh: Mesh, number: int
 
 
 def complete(manager: CheckpointManager, mesh: Mesh) -> None:
-    """What the next step does before it changes the state."""
+    """Make the calls with which the next step begins, before it changes the state."""
     manager.apply_signals(mesh.sum(manager.local_signals(mesh.device.torch_device)))
 
 
 def until(manager: CheckpointManager, mesh: Mesh, reached: Callable[[], bool], what: str) -> None:
-    """Stay in touch with the writer until something has come about."""
+    """Exchange messages with the writer until the condition holds."""
     deadline = time.monotonic() + _STEPS_LATER_S
     while not reached():
         assert time.monotonic() < deadline, f"not in {_STEPS_LATER_S} s: {what}"
@@ -63,7 +63,7 @@ def until(manager: CheckpointManager, mesh: Mesh, reached: Callable[[], bool], w
 
 
 def saver_of(manager: CheckpointManager) -> AsynchronousSaver:
-    """That writes beside training, which it does from the first step."""
+    """Return the asynchronous saver, which exists from the first step on."""
     assert manager._asynchronous is not None
     return manager._asynchronous
 
@@ -71,7 +71,7 @@ def saver_of(manager: CheckpointManager) -> AsynchronousSaver:
 def first_step_saved(
     manager: CheckpointManager, state: SmallState, mesh: Mesh
 ) -> AsynchronousSaver:
-    """Take one step, and wait until it is stored."""
+    """Take one step and block until it is saved."""
     steps(manager, state, mesh, 1)
     saver = saver_of(manager)
     until(manager, mesh, lambda: saver.saved_step == 1, "step 1 is saved")
@@ -85,7 +85,8 @@ def copy_of(state: SmallState) -> dict[str, torch.Tensor]:
 def crash_after(
     manager: CheckpointManager, state: SmallState, mesh: Mesh, number: int
 ) -> dict[str, torch.Tensor]:
-    """Take steps, of which the last is complete in memory, and die. The state as it was then."""
+    """Take steps, the last of which is complete in memory, and crash. Returns the state at that
+    time."""
     steps(manager, state, mesh, number)
     complete(manager, mesh)
     crash(manager)
@@ -93,18 +94,16 @@ def crash_after(
 
 
 def memory_of(dump_folder: Path) -> list[Path]:
-    """The regions that a run has in shared memory."""
-    found = [run.path for run in list_runs() if run.run_id == run_id_in(dump_folder)]
-    return [path for folder in found for path in region_files(folder).values()]
+    """Return a run's regions in shared memory."""
+    folders = [run.path for run in list_runs() if run.run_id == run_id_in(dump_folder)]
+    return [path for folder in folders for path in region_files(folder).values()]
 
 
 def warnings_in(logged: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in logged.records if r.levelname == "WARNING"]
 
 
-def test_saved_steps_appear_while_training_goes_on(
-    manage: Manage, mesh: Mesh, tmp_path: Path
-) -> None:
+def test_steps_are_saved_during_training(manage: Manage, mesh: Mesh, tmp_path: Path) -> None:
     state = SmallState()
     manager = manage(state, interval=3, **ASYNC)
     assert manager.restore() is None
@@ -135,13 +134,13 @@ def test_the_final_save_is_durable_and_frees_the_memory(
     other = SmallState()
     assert manage(other, **ASYNC).restore() == f"{manager.root}/step-4"
     assert same(other.tensors(), state.tensors())
-    # What is saved already is not saved again.
+    # A committed step is not saved again.
     written = Path(manager.root, "step-4", "manifest.json").stat().st_ino
     assert manager.final_save(finished=True) == f"{manager.root}/step-4"
     assert Path(manager.root, "step-4", "manifest.json").stat().st_ino == written
 
 
-def test_a_last_step_that_is_saved_already_is_not_saved_again(
+def test_a_last_step_that_is_already_saved_is_not_saved_again(
     manage: Manage, mesh: Mesh, tmp_path: Path
 ) -> None:
     state = SmallState()
@@ -155,7 +154,7 @@ def test_a_last_step_that_is_saved_already_is_not_saved_again(
     assert memory_of(tmp_path) == []
 
 
-def test_a_crash_of_all_costs_no_step_that_is_complete(
+def test_a_crash_of_all_processes_loses_no_complete_step(
     manage: Manage, mesh: Mesh, tmp_path: Path
 ) -> None:
     state = SmallState()
@@ -167,7 +166,7 @@ def test_a_crash_of_all_costs_no_step_that_is_complete(
     assert manager.restore() == "step 5 in shared memory"
     assert same(other.tensors(), expected)
     assert (other.step, other.cursor) == (5, cursor)
-    # The region is taken over, and its step stays until a newer one is complete.
+    # The region is adopted, and its step stays until a newer one is complete.
     (path,) = memory_of(tmp_path)
     before = path.stat().st_ino
     steps(manager, other, mesh, 1)
@@ -184,10 +183,10 @@ def test_a_crash_of_all_costs_no_step_that_is_complete(
 
 
 @pytest.mark.parametrize("crashes", [1, 2])
-def test_a_crash_while_ranks_take_their_memory_over_costs_nothing(
+def test_a_crash_during_the_adoption_of_memory_loses_nothing(
     manage: Manage, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crashes: int
 ) -> None:
-    """Before the step from which the run goes on is known to be in all regions."""
+    """Before all regions have recorded the step from which the run resumes."""
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
     start = manager._context.identity.session
@@ -215,7 +214,7 @@ def test_a_crash_while_ranks_take_their_memory_over_costs_nothing(
     region.close()
 
 
-def test_a_crash_in_the_middle_of_a_copy_gives_the_step_before(
+def test_a_crash_during_a_copy_yields_the_step_before(
     manage: Manage, mesh: Mesh, tmp_path: Path
 ) -> None:
     state = SmallState()
@@ -231,7 +230,7 @@ def test_a_crash_in_the_middle_of_a_copy_gives_the_step_before(
     assert same(other.tensors(), expected)
 
 
-def test_a_crash_of_the_trainer_alone_is_flushed(
+def test_after_a_crash_of_the_trainer_the_writer_flushes(
     manage: Manage, mesh: Mesh, tmp_path: Path
 ) -> None:
     state = SmallState()
@@ -250,7 +249,7 @@ def test_a_crash_of_the_trainer_alone_is_flushed(
     assert same(other.tensors(), expected)
 
 
-def test_a_step_that_is_asked_for_comes_from_storage(manage: Manage, mesh: Mesh) -> None:
+def test_an_explicit_step_is_loaded_from_storage(manage: Manage, mesh: Mesh) -> None:
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
     steps(manager, state, mesh, 1)
@@ -266,7 +265,7 @@ def test_a_step_that_is_asked_for_comes_from_storage(manage: Manage, mesh: Mesh)
         manage(SmallState(), load_step=4, **ASYNC).restore()
 
 
-def test_another_run_takes_nothing_from_shared_memory(
+def test_another_run_does_not_use_these_snapshots(
     manage: Manage, mesh: Mesh, tmp_path: Path
 ) -> None:
     state = SmallState()
@@ -280,7 +279,7 @@ def test_another_run_takes_nothing_from_shared_memory(
     assert manage(SmallState(), **ASYNC).restore() == "step 3 in shared memory"
 
 
-def test_a_failed_save_is_counted_and_tried_again(
+def test_a_failed_save_is_counted_and_retried(
     manage: Manage, mesh: Mesh, logged: pytest.LogCaptureFixture
 ) -> None:
     state = SmallState()
@@ -309,7 +308,7 @@ def test_a_failed_save_is_counted_and_tried_again(
     assert manager.final_save(finished=True) == f"{manager.root}/step-{state.step}"
 
 
-def test_a_final_save_that_fails_is_an_error_and_keeps_the_memory(
+def test_a_failed_final_save_is_an_error_and_keeps_the_memory(
     manage: Manage, mesh: Mesh, tmp_path: Path
 ) -> None:
     state = SmallState()
@@ -339,7 +338,7 @@ def test_a_writer_that_dies_fails_the_save_and_is_replaced(
 
 
 @pytest.mark.parametrize("limit", ["checkpoint.snapshot_gib", "machine"])
-def test_too_little_memory_is_said_once_and_saves_wait(
+def test_too_little_memory_is_reported_once_and_saves_are_synchronous(
     manage: Manage,
     mesh: Mesh,
     tmp_path: Path,
@@ -368,7 +367,7 @@ def test_too_little_memory_is_said_once_and_saves_wait(
     assert same(other.tensors(), state.tensors())
 
 
-def test_no_interval_of_snapshots_still_saves(manage: Manage, mesh: Mesh) -> None:
+def test_saves_without_a_snapshot_interval(manage: Manage, mesh: Mesh) -> None:
     state = SmallState()
     manager = manage(state, interval=2, **(ASYNC | {"ram_interval": 0}))
     steps(manager, state, mesh, 2)
@@ -378,10 +377,10 @@ def test_no_interval_of_snapshots_still_saves(manage: Manage, mesh: Mesh) -> Non
     assert "step-2" in steps_in(manager.root)
 
 
-def test_a_run_that_ends_at_what_was_remembered_stores_and_frees_it(
+def test_a_run_that_resumes_at_its_last_step_saves_and_frees_it(
     manage: Manage, mesh: Mesh, tmp_path: Path
 ) -> None:
-    """Killed after its last step, and before that was saved."""
+    """Killed after its last step, before that step was saved."""
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
     crash_after(manager, state, mesh, 2)
@@ -396,15 +395,15 @@ def test_a_run_that_ends_at_what_was_remembered_stores_and_frees_it(
 def test_a_snapshot_that_changes_while_it_is_read_is_not_used(
     manage: Manage, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is under way twice."""
+    """Two processes run at once."""
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
     first_step_saved(manager, state, mesh)
     crash_after(manager, state, mesh, 2)
     load = restore.load
 
-    def load_beside_the_other(*given: Any) -> None:
-        load(*given)
+    def load_beside_the_other(*args: Any) -> None:
+        load(*args)
         for path in memory_of(tmp_path):
             region = Region.open(path, writable=True)
             for slot in range(region.num_slots):
@@ -416,7 +415,7 @@ def test_a_snapshot_that_changes_while_it_is_read_is_not_used(
     assert other.restore() == f"{other.root}/step-1"
 
 
-def test_a_snapshot_of_another_start_is_not_gone_on_with(manage: Manage, mesh: Mesh) -> None:
+def test_a_snapshot_of_another_session_is_not_used(manage: Manage, mesh: Mesh) -> None:
     state = SmallState()
     manager = manage(state, interval=100, **ASYNC)
     steps(manager, state, mesh, 2)
@@ -434,9 +433,7 @@ def test_a_snapshot_of_another_start_is_not_gone_on_with(manage: Manage, mesh: M
     assert saver_of(manager).holds(SnapshotOrigin(start, 2))
 
 
-def test_what_lay_in_memory_is_saved_where_memory_has_become_short(
-    manage: Manage, mesh: Mesh
-) -> None:
+def test_a_snapshot_is_saved_even_if_memory_has_become_scarce(manage: Manage, mesh: Mesh) -> None:
     state = SmallState()
     manager = manage(state, interval=100, enable_first_step_checkpoint=False, **ASYNC)
     crash_after(manager, state, mesh, 2)
@@ -447,7 +444,7 @@ def test_what_lay_in_memory_is_saved_where_memory_has_become_short(
     assert "step-3" in steps_in(manager.root)
 
 
-def test_an_earlier_start_with_more_ranks_is_not_in_the_way(
+def test_an_earlier_session_with_more_ranks_does_not_interfere(
     manage: Manage, mesh: Mesh, tmp_path: Path
 ) -> None:
     state = SmallState()
@@ -463,7 +460,7 @@ def test_an_earlier_start_with_more_ranks_is_not_in_the_way(
     assert manage(SmallState(), **ASYNC).restore() == "step 2 in shared memory"
 
 
-def test_a_damaged_later_step_does_not_hide_what_is_in_memory(
+def test_a_damaged_later_checkpoint_does_not_hide_a_snapshot(
     manage: Manage, mesh: Mesh, tmp_path: Path
 ) -> None:
     state = SmallState()
@@ -474,7 +471,8 @@ def test_a_damaged_later_step_does_not_hide_what_is_in_memory(
     crash(manager)
     path = Path(manager.root, "step-5", "rank-00000.safetensors")
     path.write_bytes(path.read_bytes()[:-1])
-    # Goes on from step 1, as shared memory went with the machine, and dies again at step 3.
+    # The run resumes from step 1, because shared memory was lost with the machine, and crashes
+    # again at step 3.
     for region in memory_of(tmp_path):
         region.unlink()
     again = SmallState(seed=1)
@@ -486,7 +484,7 @@ def test_a_damaged_later_step_does_not_hide_what_is_in_memory(
     assert same(third.tensors(), again.tensors())
 
 
-def test_the_weights_alone_are_saved_after_what_is_under_way(manage: Manage, mesh: Mesh) -> None:
+def test_the_model_only_save_follows_the_one_in_progress(manage: Manage, mesh: Mesh) -> None:
     state = SmallState()
     settings = {"last_save_model_only": True, "export_dtype": "bfloat16"}
     manager = manage(state, interval=3, **settings, **ASYNC)
@@ -496,7 +494,7 @@ def test_the_weights_alone_are_saved_after_what_is_under_way(manage: Manage, mes
     assert manifest_in(folder).model_only
 
 
-def test_bytes_that_change_in_memory_after_a_save_are_found(
+def test_memory_corrupted_after_a_save_is_detected(
     manage: Manage, mesh: Mesh, tmp_path: Path, logged: pytest.LogCaptureFixture
 ) -> None:
     state = SmallState()
@@ -527,7 +525,7 @@ def test_saves_leak_nothing_in_the_trainer(
     def save(number: int) -> tuple[int, int, int, int]:
         for _ in range(number):
             until(manager, mesh, lambda: saver.saved_step == state.step, "the step is saved")
-            # What is added would be NaN one day.
+            # Multiplied, because repeated additions would reach NaN.
             for tensor in state.tensors().values():
                 tensor.zero_()
             steps(manager, state, mesh, 1)
@@ -538,16 +536,16 @@ def test_saves_leak_nothing_in_the_trainer(
 
     before = save(20)
     resident = me.memory_info().rss
-    # What other tests have left in this process may end meanwhile.
+    # Leftovers of other tests in this process may be freed in the meantime.
     after = save(saves)
     assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
-    # The C library keeps some of its own; a manifest a save is more in the long row.
+    # The C library keeps some memory; in the long row, each save adds a manifest.
     assert me.memory_info().rss - resident < 4 << 20
     until(manager, mesh, lambda: saver.saved_step == state.step, "the last step is saved")
     assert len([name for name in steps_in(manager.root) if name.startswith("step-")]) == 2
 
 
-def test_a_writer_that_does_not_end_is_named_and_later_saves_look_again(
+def test_a_hanging_writer_is_named_and_later_saves_check_it_again(
     manage: Manage, mesh: Mesh, tmp_path: Path, logged: pytest.LogCaptureFixture
 ) -> None:
     state = SmallState()
@@ -573,7 +571,7 @@ def test_a_writer_that_does_not_end_is_named_and_later_saves_look_again(
 
 
 class _GrowingState(SmallState):
-    """Whose values may come to need more room than they had at first."""
+    """A state whose values may outgrow their reserved size."""
 
     notes = ""
 
@@ -581,16 +579,16 @@ class _GrowingState(SmallState):
         return super().values() | {"notes": self.notes}
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_values_that_outgrow_their_room_cost_snapshots_and_not_the_run(
+@pytest.mark.parametrize("free_core", [True, False])
+def test_values_that_outgrow_their_size_disable_snapshots_but_not_the_run(
     manage: Manage,
     mesh: Mesh,
     tmp_path: Path,
     logged: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-    beside: bool,
+    free_core: bool,
 ) -> None:
-    monkeypatch.setattr("torchtitan_lite.checkpoint.copier.has_free_core", lambda: beside)
+    monkeypatch.setattr("torchtitan_lite.checkpoint.copier.has_free_core", lambda: free_core)
     state = _GrowingState()
     manager = manage(state, interval=4, enable_first_step_checkpoint=False, **ASYNC)
     steps(manager, state, mesh, 2)
@@ -602,7 +600,7 @@ def test_values_that_outgrow_their_room_cost_snapshots_and_not_the_run(
     error = next(text for text in errors if "No snapshot" in text)
     assert "No snapshot of step 3: The values of a snapshot take 2" in error
     assert "has room for 1150976" in error
-    # Larger memory is taken, and what could not be saved is saved.
+    # Larger memory is allocated, and the failed step is saved.
     steps(manager, state, mesh, 2)
     saver = saver_of(manager)
     assert not saver.needs_larger_region
@@ -614,7 +612,7 @@ def test_values_that_outgrow_their_room_cost_snapshots_and_not_the_run(
     assert same(other.tensors(), state.tensors())
 
 
-def test_values_that_outgrow_their_room_at_the_end_are_saved(manage: Manage, mesh: Mesh) -> None:
+def test_values_that_outgrow_their_size_at_the_end_are_saved(manage: Manage, mesh: Mesh) -> None:
     state = _GrowingState()
     manager = manage(state, interval=100, **ASYNC)
     steps(manager, state, mesh, 2)
@@ -623,7 +621,7 @@ def test_values_that_outgrow_their_room_at_the_end_are_saved(manage: Manage, mes
     assert manifest_in(f"{manager.root}/step-2").values["notes"] == state.notes
 
 
-def test_waiting_for_a_writer_that_hangs_is_said_again_and_again(
+def test_waiting_for_a_hanging_writer_is_logged_repeatedly(
     manage: Manage,
     mesh: Mesh,
     logged: pytest.LogCaptureFixture,
@@ -639,20 +637,20 @@ def test_waiting_for_a_writer_that_hangs_is_said_again_and_again(
     os.kill(pid, signal.SIGSTOP)
     waiting = "Step 1 is still being saved in"
 
-    def goes_on(record: logging.LogRecord) -> bool:
-        # When it was said again.
+    def continues(record: logging.LogRecord) -> bool:
+        # After the message was repeated.
         if any(waiting in text for text in warnings_in(logged)) and waiting in record.getMessage():
             os.kill(pid, signal.SIGCONT)
         return True
 
-    logged.handler.addFilter(goes_on)
+    logged.handler.addFilter(continues)
     started = time.monotonic()
     try:
         assert manager.final_save(finished=True) == f"{manager.root}/step-1"
     finally:
-        logged.handler.removeFilter(goes_on)
+        logged.handler.removeFilter(continues)
     took_s = time.monotonic() - started
-    said = [text for text in warnings_in(logged) if waiting in text]
-    assert len(said) > 1
-    waited_s = [int(text.partition("have waited for ")[2].split()[0]) for text in said]
+    output = [text for text in warnings_in(logged) if waiting in text]
+    assert len(output) > 1
+    waited_s = [int(text.partition("have waited for ")[2].split()[0]) for text in output]
     assert waited_s == sorted(waited_s) and waited_s[-1] <= took_s + 1

@@ -1,4 +1,4 @@
-"""When to save, what to resume from, and how many checkpoints stay."""
+"""When to save, what to resume from, and which checkpoints are kept."""
 
 import errno
 import pickle
@@ -45,7 +45,7 @@ def _remove(folder: Path) -> None:
 
 
 class _Bomb:
-    """Unpickling it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +74,7 @@ _DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", _DAMAGES)
-def test_a_damaged_newest_is_named_and_the_one_before_is_used(
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     manage: Manage, damage: str, logged: pytest.LogCaptureFixture
 ) -> None:
     state = SmallState()
@@ -96,10 +96,10 @@ def test_a_damaged_newest_is_named_and_the_one_before_is_used(
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ETIMEDOUT])
-def test_what_cannot_be_read_now_is_not_taken_for_damage(
+def test_transient_read_errors_are_not_treated_as_damage(
     manage: Manage, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """An older step would be a loss, and nothing says that the newest is."""
+    """Falling back to an older step would lose progress although the newest may be intact."""
     state = SmallState()
     run_steps(manage(state), state, 2)
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_read_now_is_not_taken_for_damage(
 
 
 @pytest.mark.parametrize("damage", _DAMAGES)
-def test_a_damaged_one_that_was_asked_for_stops_the_start(manage: Manage, damage: str) -> None:
+def test_a_damaged_explicit_checkpoint_stops_the_start(manage: Manage, damage: str) -> None:
     state = SmallState()
     manager = manage(state)
     run_steps(manager, state, 3)
@@ -127,7 +127,7 @@ def test_a_damaged_one_that_was_asked_for_stops_the_start(manage: Manage, damage
     assert other.step == 0
 
 
-def test_a_run_with_damaged_checkpoints_only_does_not_start_afresh(manage: Manage) -> None:
+def test_a_run_with_only_damaged_checkpoints_does_not_start_from_scratch(manage: Manage) -> None:
     state = SmallState()
     manager = manage(state)
     run_steps(manager, state, 2)
@@ -137,11 +137,11 @@ def test_a_run_with_damaged_checkpoints_only_does_not_start_afresh(manage: Manag
         manage(SmallState()).restore()
 
 
-def test_nothing_saved_means_a_fresh_start(manage: Manage) -> None:
+def test_a_run_without_checkpoints_starts_from_scratch(manage: Manage) -> None:
     assert manage(SmallState()).restore() is None
 
 
-def test_a_step_that_is_not_there_lists_those_that_are(manage: Manage) -> None:
+def test_a_missing_step_is_an_error_that_lists_existing_ones(manage: Manage) -> None:
     state = SmallState()
     manager = manage(state)
     with pytest.raises(CheckpointError, match=r"load_step = 3, but .* holds the steps: none\."):
@@ -151,7 +151,7 @@ def test_a_step_that_is_not_there_lists_those_that_are(manage: Manage) -> None:
         manage(state, load_step=3).restore()
 
 
-def test_an_earlier_step_can_be_asked_for(manage: Manage) -> None:
+def test_an_earlier_step_can_be_requested(manage: Manage) -> None:
     state = SmallState()
     run_steps(manage(state), state, 3)
     other = SmallState()
@@ -159,7 +159,7 @@ def test_an_earlier_step_can_be_asked_for(manage: Manage) -> None:
     assert other.step == 2 and other.cursor == 16
 
 
-def test_saves_come_at_the_interval_and_after_the_first_step_when_asked(manage: Manage) -> None:
+def test_saves_at_the_interval_and_after_the_first_step_if_enabled(manage: Manage) -> None:
     for first, expected in ((False, ["step-3", "step-6"]), (True, ["step-1", "step-3", "step-6"])):
         state = SmallState()
         folder = f"first-{first}"
@@ -170,7 +170,9 @@ def test_saves_come_at_the_interval_and_after_the_first_step_when_asked(manage: 
 
 
 @pytest.mark.parametrize("settings", [{"enable": False}, {"load_only": True}])
-def test_nothing_is_saved_when_saving_is_off(manage: Manage, settings: dict[str, Any]) -> None:
+def test_nothing_is_saved_when_checkpoints_are_disabled(
+    manage: Manage, settings: dict[str, Any]
+) -> None:
     state = SmallState()
     manager = manage(state, **settings)
     run_steps(manager, state, 2)
@@ -178,7 +180,7 @@ def test_nothing_is_saved_when_saving_is_off(manage: Manage, settings: dict[str,
     assert not Path(manager.root).exists()
 
 
-def test_exactly_the_newest_stay(manage: Manage) -> None:
+def test_exactly_the_newest_checkpoints_are_kept(manage: Manage) -> None:
     state = SmallState()
     manager = manage(state, keep_latest_k=2)
     for step in range(1, 12):
@@ -187,21 +189,21 @@ def test_exactly_the_newest_stay(manage: Manage) -> None:
         assert steps_in(manager.root) == kept
 
 
-def test_all_stay_when_none_is_to_be_deleted(manage: Manage) -> None:
+def test_all_checkpoints_are_kept_without_a_limit(manage: Manage) -> None:
     state = SmallState()
     manager = manage(state, keep_latest_k=0)
     run_steps(manager, state, 12)
     assert len(steps_in(manager.root)) == 12
 
 
-def test_a_save_is_never_deleted_for_a_damaged_one_of_a_later_step(manage: Manage) -> None:
+def test_a_save_is_never_deleted_in_favor_of_a_damaged_later_one(manage: Manage) -> None:
     state = SmallState()
     manager = manage(state, keep_latest_k=0)
     run_steps(manager, state, 4)
     _flip(Path(manager.root, "step-4"))
     _flip(Path(manager.root, "step-3"))
     _flip(Path(manager.root, "step-2"))
-    # Resumes from step 1, and is stopped after step 2 was saved anew.
+    # The run resumes from step 1, and stops after step 2 is saved again.
     state = SmallState()
     manager = manage(state, keep_latest_k=1)
     manager.restore()
@@ -212,7 +214,7 @@ def test_a_save_is_never_deleted_for_a_damaged_one_of_a_later_step(manage: Manag
     assert same(other.tensors(), state.tensors())
 
 
-def test_a_deletion_that_was_killed_is_finished_by_the_next_start_that_saves(
+def test_an_interrupted_deletion_is_completed_by_the_next_start_that_saves(
     manage: Manage,
 ) -> None:
     state = SmallState()
@@ -228,7 +230,7 @@ def test_a_deletion_that_was_killed_is_finished_by_the_next_start_that_saves(
     assert steps_in(manager.root) == ["step-3"]
 
 
-def test_a_replacement_that_was_killed_is_mended_by_the_next_start(manage: Manage) -> None:
+def test_an_interrupted_replacement_is_repaired_by_the_next_start(manage: Manage) -> None:
     state = SmallState()
     manager = manage(state)
     run_steps(manager, state, 2)
@@ -237,20 +239,20 @@ def test_a_replacement_that_was_killed_is_mended_by_the_next_start(manage: Manag
     assert steps_in(manager.root) == ["step-1", "step-2"]
 
 
-def test_a_save_that_was_killed_is_no_checkpoint_and_is_removed_by_the_next(
+def test_an_interrupted_save_is_not_a_checkpoint_and_is_removed_by_the_next(
     manage: Manage,
 ) -> None:
     state = SmallState()
     manager = manage(state)
     run_steps(manager, state, 1)
-    # As a kill just before the rename leaves it: complete, but not committed.
+    # The state after a kill just before the rename: complete, but not committed.
     Path(manager.root, "step-1").rename(Path(manager.root, ".writing-step-1-abc-1"))
     assert manage(SmallState()).restore() is None
     run_steps(manager, state, 1)
     assert steps_in(manager.root) == ["step-2"]
 
 
-def test_training_goes_on_when_a_save_fails_but_the_last_save_must_not(
+def test_training_continues_after_a_failed_save_but_the_last_save_must_succeed(
     manage: Manage, logged: pytest.LogCaptureFixture
 ) -> None:
     state = SmallState()
@@ -268,10 +270,10 @@ def test_training_goes_on_when_a_save_fails_but_the_last_save_must_not(
     assert manager.final_save(finished=True) == f"{manager.root}/step-1"
 
 
-def test_a_save_that_failed_waits_until_all_replicas_hold_the_same(
+def test_a_failed_save_waits_until_all_replicas_have_the_same_state(
     manage: Manage, logged: pytest.LogCaptureFixture
 ) -> None:
-    """Between two averages a replica's state is its own."""
+    """Between two averages, the states of the replicas differ."""
     state = SmallState()
     manager = manage(state, interval=4, enable_first_step_checkpoint=False)
     root = Path(manager.root)
@@ -295,7 +297,7 @@ def test_a_save_that_failed_waits_until_all_replicas_hold_the_same(
     assert steps_in(root) == ["step-7"]
 
 
-def test_a_folder_that_cannot_be_read_is_named_at_the_start(manage: Manage) -> None:
+def test_an_unreadable_folder_is_named_at_the_start(manage: Manage) -> None:
     manager = manage(SmallState())
     Path(manager.root).write_text("a file where the folder should be")
     with pytest.raises(CheckpointError, match=r"checkpoint cannot be used .*checkpoint.folder"):
@@ -315,7 +317,7 @@ def test_the_last_step_is_saved_once(manage: Manage) -> None:
     assert Path(manager.root, "step-3", "manifest.json").stat().st_ino == written
 
 
-def test_the_last_save_can_be_the_weights_alone_in_another_dtype(manage: Manage) -> None:
+def test_the_last_save_can_be_model_only_in_another_dtype(manage: Manage) -> None:
     state = SmallState()
     settings = {"last_save_model_only": True, "export_dtype": "bfloat16", "interval": 2}
     manager = manage(state, **settings)
@@ -337,7 +339,7 @@ def test_the_last_save_can_be_the_weights_alone_in_another_dtype(manage: Manage)
         manage(SmallState()).restore()
 
 
-def test_a_finished_run_whose_weights_alone_were_saved_is_found_finished(manage: Manage) -> None:
+def test_a_finished_run_with_a_model_only_checkpoint_is_recognized(manage: Manage) -> None:
     state = SmallState()
     settings = {"last_save_model_only": True, "interval": 100}
     manager = manage(state, **settings)
@@ -357,7 +359,7 @@ def test_a_finished_run_whose_weights_alone_were_saved_is_found_finished(manage:
         manage(SmallState(), last_step=2, initial_load_model_only=False, **elsewhere).restore()
 
 
-def test_a_run_that_was_stopped_early_saves_all_of_its_state(manage: Manage) -> None:
+def test_a_run_that_stops_early_saves_its_complete_state(manage: Manage) -> None:
     state = SmallState()
     manager = manage(state, last_save_model_only=True, interval=100)
     run_steps(manager, state, 2)
@@ -368,7 +370,7 @@ def test_a_run_that_was_stopped_early_saves_all_of_its_state(manage: Manage) -> 
     assert other.step == 2
 
 
-def test_parts_can_be_left_out_of_loading(manage: Manage) -> None:
+def test_parts_can_be_excluded_from_loading(manage: Manage) -> None:
     state = SmallState()
     run_steps(manage(state), state, 2)
     torch.manual_seed(5)
@@ -388,7 +390,7 @@ def test_parts_can_be_left_out_of_loading(manage: Manage) -> None:
 
 
 @pytest.mark.parametrize("model_only", [True, False])
-def test_another_run_can_be_the_start_until_this_one_has_its_own(
+def test_another_run_can_be_the_start_until_this_one_has_its_own_checkpoint(
     manage: Manage, model_only: bool
 ) -> None:
     source = SmallState()
@@ -413,7 +415,7 @@ def test_another_run_can_be_the_start_until_this_one_has_its_own(
     assert same(again.tensors(), state.tensors())
 
 
-def test_weights_alone_can_start_another_run(manage: Manage) -> None:
+def test_a_model_only_checkpoint_can_start_another_run(manage: Manage) -> None:
     source = SmallState()
     elsewhere = manage(source, folder="elsewhere", last_save_model_only=True)
     run_steps(elsewhere, source, 1)
@@ -423,12 +425,12 @@ def test_weights_alone_can_start_another_run(manage: Manage) -> None:
     assert torch.equal(state.model["model.weight"], source.model["model.weight"])
 
 
-def test_a_start_that_is_not_there_is_refused(manage: Manage, tmp_path: Path) -> None:
+def test_a_missing_initial_checkpoint_is_an_error(manage: Manage, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"step-9 holds no manifest\.json"):
         manage(SmallState(), initial_load_path=str(tmp_path / "step-9")).restore()
 
 
-def test_a_model_that_does_not_fit_stops_and_is_not_taken_for_damage(manage: Manage) -> None:
+def test_a_mismatched_model_stops_the_run_and_is_not_treated_as_damage(manage: Manage) -> None:
     state = SmallState()
     run_steps(manage(state), state, 2)
     other = SmallState()
@@ -439,7 +441,7 @@ def test_a_model_that_does_not_fit_stops_and_is_not_taken_for_damage(manage: Man
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_a_model_of_the_same_shapes_with_other_dims_is_refused_by_name(
+def test_a_model_of_the_same_shapes_with_other_dims_is_rejected_by_name(
     manage: Manage, async_mode: str
 ) -> None:
     state = SmallState()
@@ -448,9 +450,9 @@ def test_a_model_of_the_same_shapes_with_other_dims_is_refused_by_name(
     manager = manage(state, dims=dims, **settings)
     run_steps(manager, state, 2)
     if async_mode == "async":
-        # What is newest lies in shared memory.
+        # The newest state is in shared memory.
         crash(manager)
-    for other, told in (
+    for other, message in (
         ({"num_heads": 8, "rope_scaling": {"factor": 8.0}}, "num_heads is 4 there and 8 here"),
         (
             {"num_heads": 4, "rope_scaling": None},
@@ -458,27 +460,29 @@ def test_a_model_of_the_same_shapes_with_other_dims_is_refused_by_name(
         ),
         ({**dims, "rope_scaling": {"factor": 4.0}}, "rope_scaling.factor is 8.0 there and 4.0"),
     ):
-        with pytest.raises(CheckpointError, match="has other model dimensions.*" + re.escape(told)):
+        with pytest.raises(
+            CheckpointError, match="has other model dimensions.*" + re.escape(message)
+        ):
             manage(SmallState(), dims=other, **settings).restore()
     again = SmallState()
-    # How a model is computed may change, and what was not recorded is not compared.
+    # The implementation of a model may change, and unrecorded settings are not compared.
     dims = {"num_heads": 4, "attention_backend": "flex", "new": 1}
     assert manage(again, dims=dims, **settings).restore() is not None and again.step == 2
 
 
-def test_a_checkpoint_without_dims_says_that_only_shapes_were_compared(
+def test_a_checkpoint_without_dims_reports_that_only_shapes_were_compared(
     manage: Manage, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = SmallState()
     run_steps(manage(state, async_mode="disabled"), state, 1)
-    told = "does not record the dimensions of its model"
+    message = "does not record the dimensions of its model"
     for dims, count in (({}, 0), ({"num_heads": 4}, 1)):
         caplog.clear()
         manage(SmallState(), dims=dims, async_mode="disabled").restore()
-        assert caplog.text.count(told) == count
+        assert caplog.text.count(message) == count
 
 
-def test_a_dtype_that_cannot_hold_the_weights_fails_the_last_save(manage: Manage) -> None:
+def test_a_dtype_that_cannot_represent_the_weights_fails_the_last_save(manage: Manage) -> None:
     state = SmallState()
     state.model["model.weight"][0, 0] = 1e6
     manager = manage(state, last_save_model_only=True, export_dtype="float16", interval=100)
@@ -487,7 +491,7 @@ def test_a_dtype_that_cannot_hold_the_weights_fails_the_last_save(manage: Manage
         manager.final_save(finished=True)
 
 
-def test_a_run_that_waits_for_its_saves_leaves_nothing_in_memory(
+def test_a_run_with_synchronous_saves_leaves_nothing_in_memory(
     manage: Manage, tmp_path: Path
 ) -> None:
     state = SmallState()

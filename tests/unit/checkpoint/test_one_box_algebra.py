@@ -1,5 +1,5 @@
-"""checkpoint/ does no arithmetic of layouts of its own: it imports the planner, and nothing of
-which one could be made."""
+"""checkpoint/ has no layout arithmetic of its own: it imports the planner, and no function that
+could replace it."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 import torchtitan_lite
 
 _FOLDER = Path(torchtitan_lite.__file__).parent / "checkpoint"
-# DCP's chunks are any boxes: there is no layout to give to the planner.
+# DCP's chunks are arbitrary boxes: there is no layout for the planner.
 _MODULES = sorted(set(_FOLDER.rglob("*.py")) - set(_FOLDER.glob("interchange/*")))
 _PLANNER = {
     "torchtitan_lite.redistribute",
@@ -22,7 +22,7 @@ _TORCHS = "torch.distributed.tensor"
 
 
 @pytest.mark.parametrize("path", _MODULES, ids=lambda path: str(path.relative_to(_FOLDER)))
-def test_nothing_to_cut_boxes_with_is_imported(path: Path) -> None:
+def test_no_box_arithmetic_is_imported(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             module, names = node.module or "", {alias.name for alias in node.names}

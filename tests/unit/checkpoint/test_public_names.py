@@ -1,4 +1,4 @@
-"""The rest of the product imports the checkpoint package by its public names."""
+"""Other packages import the checkpoint package only by its public names."""
 
 import ast
 import subprocess
@@ -14,7 +14,7 @@ _ALLOWED = {_PACKAGE, *(f"{_PACKAGE}.{name}" for name in _SUBPACKAGES)}
 _TORCH_FREE = [_PACKAGE, *(f"{_PACKAGE}.{name}" for name in ("background", "memory", "storage"))]
 
 
-def test_nothing_outside_imports_a_module_of_the_package() -> None:
+def test_no_outside_import_of_a_module_of_the_package() -> None:
     deep = [
         f"{path.relative_to(_TOP)}: {module}"
         for path in sorted([*(_TOP / "torchtitan_lite").rglob("*.py"), *_TOP.glob("scripts/*.py")])
@@ -36,15 +36,15 @@ def test_the_package_and_its_torch_free_subpackages_import_no_torch() -> None:
 
 
 def _imported(path: Path) -> list[str]:
-    found = []
+    result = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             is_package = node.module in _ALLOWED
             modules = [f"{node.module}.{name.name}" for name in node.names]
-            found += [m for m in modules if _is_module(m)] if is_package else [node.module]
+            result += [m for m in modules if _is_module(m)] if is_package else [node.module]
         elif isinstance(node, ast.Import):
-            found += [name.name for name in node.names]
-    return found
+            result += [name.name for name in node.names]
+    return result
 
 
 def _is_module(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Damage to a small checkpoint of two files: none goes unseen, by a load or by a check."""
+"""Damage to a small checkpoint of two files: loads and checks detect all of it."""
 
 import random
 import secrets
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.stored import TWO_FILES, damage, store
+from tests.small_checkpoint import TWO_FILES, damage_file, write_checkpoint
 from tests.unit.checkpoint.conftest import same
 from torchtitan_lite.checkpoint.loading import load
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
@@ -32,42 +32,42 @@ def _loaded(root: Path | str, like: dict[str, torch.Tensor], mesh: Mesh) -> dict
 @pytest.mark.parametrize(
     "number", [pytest.param(200, id="200"), pytest.param(1000, id="1000", marks=pytest.mark.matrix)]
 )
-def test_all_damage_is_found_and_the_file_named(tmp_path: Path, mesh: Mesh, number: int) -> None:
-    whole, root = tmp_path / "whole", tmp_path / "damaged"
-    tensors = store(whole, step=3)
-    assert same(_loaded(whole, tensors, mesh), tensors)
-    assert verify(open_storage(str(whole)), "step-3") == []
-    draws = random.Random(0)
+def test_all_damage_is_detected_and_the_file_named(tmp_path: Path, mesh: Mesh, number: int) -> None:
+    full, root = tmp_path / "whole", tmp_path / "damaged"
+    tensors = write_checkpoint(full, step=3)
+    assert same(_loaded(full, tensors, mesh), tensors)
+    assert verify(open_storage(str(full)), "step-3") == []
+    rng = random.Random(0)
     unseen = 0
     for count in range(number):
         shutil.rmtree(root, ignore_errors=True)
-        shutil.copytree(whole, root)
-        file, what = damage(root / "step-3", draws)
+        shutil.copytree(full, root)
+        file, what = damage_file(root / "step-3", rng)
         case = f"damage {count}: {file} {what}"
         try:
-            found = _loaded(root, tensors, mesh)
+            actual = _loaded(root, tensors, mesh)
         except CheckpointError as error:
             missing = file == "manifest.json" and what == "deleted"
             assert (file if not missing else "holds no manifest.json") in str(error), case
-            refused = True
+            rejected = True
         else:
-            # A load reads no header of a safetensors file: the manifest says all.
-            assert same(found, tensors), case
-            refused = False
+            # A load does not read the headers of safetensors files: the manifest has everything.
+            assert same(actual, tensors), case
+            rejected = False
         try:
             seen = verify(open_storage(str(root)), "step-3")
         except CheckpointError as error:
             assert not isinstance(error, DamagedCheckpoint) and "format version" in str(error), case
             continue
         assert {one.file for one in seen} in ({file}, set()), case
-        assert seen or not refused, case
+        assert seen or not rejected, case
         unseen += not seen
-    # Such as 1e-05 for 1E-05 in a manifest: nothing has changed but its spelling.
+    # For example, 1e-05 instead of 1E-05 in a manifest: the same value in another spelling.
     assert unseen <= number // 100
 
 
-def test_a_tensor_that_is_hit_is_named_and_so_are_all_others(tmp_path: Path, mesh: Mesh) -> None:
-    tensors = store(tmp_path, step=3)
+def test_all_damaged_tensors_are_named(tmp_path: Path, mesh: Mesh) -> None:
+    tensors = write_checkpoint(tmp_path, step=3)
     storage = open_storage(str(tmp_path))
     manifest = StoredSnapshot(storage, "step-3").manifest
     hit = {}
@@ -83,15 +83,15 @@ def test_a_tensor_that_is_hit_is_named_and_so_are_all_others(tmp_path: Path, mes
         _loaded(tmp_path, tensors, mesh)
     assert {one.tensor: one.file for one in verify(storage, "step-3")} == hit
     (tmp_path / "step-3" / TWO_FILES[0]).unlink()
-    found = verify(open_storage(str(tmp_path)), "step-3")
-    assert {(one.file, one.tensor) for one in found} == {
+    actual = verify(open_storage(str(tmp_path)), "step-3")
+    assert {(one.file, one.tensor) for one in actual} == {
         (TWO_FILES[0], None),
         *((file, name) for name, file in hit.items()),
     }
 
 
-def test_a_header_that_says_something_else_is_found(tmp_path: Path) -> None:
-    store(tmp_path, step=3)
+def test_a_header_that_contradicts_the_manifest_is_detected(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, step=3)
     path = tmp_path / "step-3" / TWO_FILES[0]
     content = path.read_bytes()
     for other in (
@@ -100,14 +100,14 @@ def test_a_header_that_says_something_else_is_found(tmp_path: Path) -> None:
         content + b"\0",
     ):
         path.write_bytes(other)
-        (found,) = verify(open_storage(str(tmp_path)), "step-3")
-        assert (found.file, found.tensor) == (TWO_FILES[0], None)
+        (actual,) = verify(open_storage(str(tmp_path)), "step-3")
+        assert (actual.file, actual.tensor) == (TWO_FILES[0], None)
 
 
 def test_files_below_the_name_of_their_attempt(mesh: Mesh) -> None:
-    """As an object store has them."""
+    """The file names of an object store."""
     root = f"memory://{secrets.token_hex(8)}"
-    tensors = store(root, step=3)
+    tensors = write_checkpoint(root, step=3)
     storage = open_storage(root)
     snapshot = StoredSnapshot(storage, "step-3")
     below = snapshot.manifest.data

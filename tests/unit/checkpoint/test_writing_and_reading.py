@@ -1,4 +1,4 @@
-"""The files of a checkpoint: what is written comes back bit by bit, or not at all."""
+"""The files of a checkpoint: they are read back bitwise, or not at all."""
 
 import json
 import random
@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.stored import TWO_FILES, change, store
+from tests.small_checkpoint import TWO_FILES, replace_manifest, write_checkpoint
 from tests.unit.checkpoint.conftest import (
     Manage,
     SmallState,
@@ -39,7 +39,7 @@ def saved(manage: Manage) -> Path:
     return Path(manager.root, "step-1")
 
 
-def test_everything_comes_back_bit_by_bit(manage: Manage) -> None:
+def test_everything_is_restored_bitwise(manage: Manage) -> None:
     state = SmallState(seed=1)
     run_steps(manage(state), state, 3)
     other = SmallState(seed=2)
@@ -50,7 +50,7 @@ def test_everything_comes_back_bit_by_bit(manage: Manage) -> None:
     assert (other.step, other.cursor) == (3, 24)
 
 
-def test_the_ambient_generators_come_back(manage: Manage) -> None:
+def test_the_ambient_generators_are_restored(manage: Manage) -> None:
     before = rng.capture()
     try:
         state = SmallState()
@@ -71,7 +71,7 @@ def test_other_programs_can_read_the_files(saved: Path) -> None:
         assert same({name: file.get_tensor(name) for name in names}, state.tensors())
 
 
-def test_the_manifest_says_what_it_is_of(saved: Path) -> None:
+def test_the_manifest_describes_the_run(saved: Path) -> None:
     manifest = manifest_in(saved)
     assert manifest.step == 1 and not manifest.model_only
     assert manifest.mesh == asdict(Degrees())
@@ -80,7 +80,7 @@ def test_the_manifest_says_what_it_is_of(saved: Path) -> None:
     assert manifest.values["dataloader"] == {"cursor": 8}
 
 
-def test_a_dtype_that_changed_is_converted(manage: Manage) -> None:
+def test_a_changed_dtype_is_converted(manage: Manage) -> None:
     state = SmallState()
     run_steps(manage(state), state, 1)
     other = SmallState(seed=1)
@@ -100,7 +100,7 @@ def test_saving_the_same_step_again_replaces_it(manage: Manage) -> None:
         assert file.get_tensor("model.wide").unique().tolist() == [2.0]
 
 
-def test_a_save_that_fails_leaves_nothing_behind(
+def test_a_failed_save_leaves_nothing_behind(
     manage: Manage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Unreadable:
@@ -115,7 +115,7 @@ def test_a_save_that_fails_leaves_nothing_behind(
     assert steps_in(manager.root) == []
 
 
-def test_a_folder_is_a_checkpoint_once_its_manifest_is_there(saved: Path) -> None:
+def test_a_folder_is_a_checkpoint_once_its_manifest_exists(saved: Path) -> None:
     root = saved.parent
     for name in ("step-2", "step-x", "step-007", ".writing-step-3-abc-1", "step-10"):
         (root / name).mkdir()
@@ -127,15 +127,15 @@ def test_a_folder_is_a_checkpoint_once_its_manifest_is_there(saved: Path) -> Non
 
 
 def test_a_checkpoint_of_another_mesh_loads(mesh: Mesh, tmp_path: Path) -> None:
-    tensors = store(tmp_path, step=3)
-    wanted = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    tensors = write_checkpoint(tmp_path, step=3)
+    expected = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     snapshot = StoredSnapshot(open_storage(str(tmp_path)), "step-3")
     assert snapshot.saved.mesh["dp_shard"] == 2
-    load(snapshot, wanted, {"model", "optimizer"}, mesh)
-    assert same(wanted, tensors)
+    load(snapshot, expected, {"model", "optimizer"}, mesh)
+    assert same(expected, tensors)
 
 
-def test_tensors_that_do_not_fit_are_all_listed(saved: Path, mesh: Mesh) -> None:
+def test_all_mismatched_tensors_are_listed(saved: Path, mesh: Mesh) -> None:
     state = SmallState(seed=1)
     state.take_step()
     tensors = state.tensors()
@@ -147,8 +147,8 @@ def test_tensors_that_do_not_fit_are_all_listed(saved: Path, mesh: Mesh) -> None
     with pytest.raises(CheckpointError) as error:
         load(snapshot, tensors, {"model", "optimizer"}, mesh)
     assert not isinstance(error.value, DamagedCheckpoint)
-    said = str(error.value)
-    assert f"{saved} does not fit this run (5 tensors): " in said
+    output = str(error.value)
+    assert f"{saved} does not fit this run (5 tensors): " in output
     for problem in (
         "model.weight has shape [5, 7] in it, and [5, 8] here",
         "model.other is not in it",
@@ -156,7 +156,7 @@ def test_tensors_that_do_not_fit_are_all_listed(saved: Path, mesh: Mesh) -> None
         "model.wide has no place here",
         "model.narrow has no place here",
     ):
-        assert problem in said
+        assert problem in output
     assert same(tensors, before)
 
 
@@ -192,7 +192,7 @@ def _data_new_line(raw: dict[str, Any]) -> None:
     raw["data"] = "a\n"
 
 
-def _data_nowhere(raw: dict[str, Any]) -> None:
+def _data_in_no_file(raw: dict[str, Any]) -> None:
     raw["data"] = ""
 
 
@@ -235,7 +235,7 @@ def _overlap(raw: dict[str, Any]) -> None:
 
 
 def _many_boxes(raw: dict[str, Any]) -> None:
-    """Of one element each: comparing all pairs of them would take gigabytes."""
+    """Boxes of one element each: comparing all pairs would take gigabytes."""
     first = _box(raw)
     raw["tensors"]["model.many"] = raw["tensors"]["model.weight"] | {
         "shape": [20_000],
@@ -283,7 +283,7 @@ def _layout_of_more_files(raw: dict[str, Any]) -> None:
     _layout(raw)["mesh"] |= {"shape": [3], "holders": [*TWO_FILES, "rank-00002.safetensors"]}
 
 
-def _layout_turned(raw: dict[str, Any]) -> None:
+def _layout_reversed(raw: dict[str, Any]) -> None:
     _layout(raw)["mesh"]["holders"].reverse()
 
 
@@ -291,21 +291,21 @@ def _layout_of_other_boxes(raw: dict[str, Any]) -> None:
     _layout(raw)["placements"] = ["S1"]
 
 
-def _layout_of_copies(raw: dict[str, Any]) -> None:
-    """Each file would hold all, and one has it."""
+def _layout_of_replicas(raw: dict[str, Any]) -> None:
+    """The files are declared as replicas, but only one of them has the data."""
     _layout(raw)["placements"] = ["R"]
     entry = raw["tensors"]["model.weight"]
-    whole = entry["boxes"][0]
-    first, _ = whole["bytes"]
-    entry["shape"], entry["boxes"] = [150, 7], [whole | {"bytes": [first, first + 150 * 7 * 4]}]
+    full = entry["boxes"][0]
+    first, _ = full["bytes"]
+    entry["shape"], entry["boxes"] = [150, 7], [full | {"bytes": [first, first + 150 * 7 * 4]}]
 
 
-def _layout_of_contributions(raw: dict[str, Any]) -> None:
-    _layout_of_copies(raw)
+def _layout_of_partial_sums(raw: dict[str, Any]) -> None:
+    _layout_of_replicas(raw)
     _layout(raw)["placements"] = ["P(sum)"]
 
 
-def _layout_of_stripes(raw: dict[str, Any]) -> None:
+def _strided_layout(raw: dict[str, Any]) -> None:
     _layout(raw)["placements"] = ["S0/9999999999"]
 
 
@@ -347,7 +347,7 @@ def _lone_surrogate(raw: dict[str, Any]) -> None:
         (_data_outside, r"damaged at data: String should match"),
         (_data_below, r"damaged at data: String should match"),
         (_data_new_line, r"damaged at data: String should match"),
-        (_data_nowhere, r"damaged at data: String should match"),
+        (_data_in_no_file, r"damaged at data: String should match"),
         (_data_in_version_2, r"version 2 has no field data"),
         (_absurd_shape, r"the box of model.weight .* does not fit"),
         (_absurd_dims, r"damaged at tensors.model.weight.shape: List should have at most"),
@@ -370,11 +370,11 @@ def _lone_surrogate(raw: dict[str, Any]) -> None:
         (_negative_layout, r"damaged at tensors.model.weight.layout: Input should be greater"),
         (_layout_of_a_file_outside, r"layout 0 names '\.\./\.\./other\.safetensors'"),
         (_layout_of_more_files, r"model.weight holds other boxes"),
-        (_layout_turned, r"model.weight holds other boxes"),
+        (_layout_reversed, r"model.weight holds other boxes"),
         (_layout_of_other_boxes, r"model.weight holds other boxes"),
-        (_layout_of_copies, r"model.weight .* elements that several files hold"),
-        (_layout_of_contributions, r"model.weight .* elements that several files hold"),
-        (_layout_of_stripes, r"layout 0 .* strided"),
+        (_layout_of_replicas, r"model.weight .* elements that several files hold"),
+        (_layout_of_partial_sums, r"model.weight .* elements that several files hold"),
+        (_strided_layout, r"layout 0 .* strided"),
         (_layout_of_absurdly_many, r"layout 0: A mesh of shape .* needs 2305843009213693952"),
         (_layout_of_many, r"model.weight holds other boxes"),
         (_layout_that_repeats, r"layout 0: Holder rank-99998.safetensors is twice"),
@@ -383,26 +383,26 @@ def _lone_surrogate(raw: dict[str, Any]) -> None:
         (_lone_surrogate, r"manifest.json is damaged at tensors.* not a printable name"),
     ],
 )
-def test_a_manifest_that_cannot_be_true_is_refused_quickly(
+def test_an_inconsistent_manifest_is_rejected_quickly(
     tmp_path: Path, make: Callable[[dict[str, Any]], None], message: str
 ) -> None:
-    store(tmp_path, step=3)
+    write_checkpoint(tmp_path, step=3)
     folder = tmp_path / "step-3"
     raw = json.loads((folder / "manifest.json").read_text())
     make(raw)
-    # Signed again, since its own checksum would be found wrong first.
-    change(folder, raw)
+    # With a new checksum, because a wrong one would be detected first.
+    replace_manifest(folder, raw)
     started, peak_kib = time.process_time(), getrusage(RUSAGE_SELF).ru_maxrss
     with pytest.raises(DamagedCheckpoint, match=message) as error:
         StoredSnapshot(open_storage(str(tmp_path)), "step-3")
     assert time.process_time() - started < 5
     assert getrusage(RUSAGE_SELF).ru_maxrss - peak_kib < 200 << 10
-    # The ranks tell it each other.
+    # Ranks exchange the manifest.
     assert len(str(error.value).encode()) < 2000
 
 
 @pytest.mark.parametrize("depth", [500, 900, 940, 960, 980, 990, 100_000])
-def test_a_manifest_of_any_depth_is_read_or_refused(saved: Path, depth: int) -> None:
+def test_a_manifest_of_any_depth_is_read_or_rejected(saved: Path, depth: int) -> None:
     path = saved / "manifest.json"
     text = path.read_text()
     path.write_text(text.replace('"peak_lr": 0.1', f'"peak_lr": {"[" * depth}{"]" * depth}'))
@@ -410,7 +410,7 @@ def test_a_manifest_of_any_depth_is_read_or_refused(saved: Path, depth: int) -> 
         manifest_in(saved)
 
 
-def test_a_changed_value_is_found_by_the_manifests_own_checksum(saved: Path) -> None:
+def test_a_changed_value_is_detected_by_the_manifests_checksum(saved: Path) -> None:
     path = saved / "manifest.json"
     text = path.read_text()
     assert '"cursor": 8' in text
@@ -422,13 +422,13 @@ def test_a_changed_value_is_found_by_the_manifests_own_checksum(saved: Path) -> 
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"null", b"\x80\x04\x95\xff", b"[" * 100_000, b"1" * 5_000]
 )
-def test_a_manifest_that_is_no_manifest_is_refused(saved: Path, content: bytes) -> None:
+def test_a_malformed_manifest_is_rejected(saved: Path, content: bytes) -> None:
     (saved / "manifest.json").write_bytes(content)
     with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is damaged"):
         manifest_in(saved)
 
 
-def test_a_folder_without_a_manifest_is_no_checkpoint(saved: Path) -> None:
+def test_a_folder_without_a_manifest_is_not_a_checkpoint(saved: Path) -> None:
     (saved / "manifest.json").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"no manifest\.json, so it is not a complete"):
         manifest_in(saved)
@@ -436,16 +436,16 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(saved: Path) -> None:
 
 def test_format_2_is_read(saved: Path) -> None:
     raw = json.loads((saved / "manifest.json").read_text())
-    change(saved, raw | {"version": 2})
+    replace_manifest(saved, raw | {"version": 2})
     assert manifest_in(saved).version == 2
 
 
 @pytest.mark.parametrize("version", [1, 4, "3", None])
-def test_another_version_is_told_apart_from_damage(saved: Path, version: object) -> None:
+def test_another_version_is_distinguished_from_damage(saved: Path, version: object) -> None:
     path = saved / "manifest.json"
     raw = json.loads(path.read_text())
     path.write_text(json.dumps(raw | {"version": version, "new": "keys"}))
-    wanted = f"has format version {version}; this version of torchtitan_lite reads 2 and 3"
-    with pytest.raises(CheckpointError, match=wanted) as got:
+    expected = f"has format version {version}; this version of torchtitan_lite reads 2 and 3"
+    with pytest.raises(CheckpointError, match=expected) as got:
         manifest_in(saved)
     assert not isinstance(got.value, DamagedCheckpoint)

@@ -1,4 +1,4 @@
-"""The command line, `--help`, and the generated reference."""
+"""The command line, `--help`, and the generated reference of keys."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("option", ["--config", "--job.config_file", "--job.config-file"])
 @pytest.mark.parametrize("joined", [True, False])
-def test_the_file_can_be_named_in_each_way(file: Path, option: str, joined: bool) -> None:
+def test_ways_to_name_the_file(file: Path, option: str, joined: bool) -> None:
     named = [f"{option}={file}"] if joined else [option, str(file)]
     config, path = parse_command_line(["--training.seq_len", "64", *named, "--checkpoint.enable"])
     assert path == file
@@ -40,13 +40,13 @@ def test_the_file_can_be_named_in_each_way(file: Path, option: str, joined: bool
         (["--config", "a.toml", "--config=b.toml"], "2 configurations given, needed one: a.toml"),
     ],
 )
-def test_a_wrong_file_option(arguments: list[str], expected: str) -> None:
+def test_invalid_file_options(arguments: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse_command_line(arguments)
     assert expected in str(raised.value)
 
 
-def test_known_files_are_named(tmp_path: Path, monkeypatch) -> None:
+def test_known_files_are_listed(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "llama3_debug.toml").touch()
     monkeypatch.chdir(tmp_path)
@@ -83,7 +83,7 @@ def test_help_is_printed_by_one_rank(capsys, monkeypatch) -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_help_is_wrapped(width: int) -> None:
-    # The usage and a long name stand as they are.
+    # The usage line and long names are not wrapped.
     wrapped = help_text(Config, width).splitlines()[2:]
     assert max(len(line) for line in wrapped if " " in line.strip()) <= width
 
@@ -106,7 +106,7 @@ def test_the_reference_is_up_to_date() -> None:
     assert is_current(ROOT / "docs" / "configuration.md"), "run python -m scripts.config_reference"
 
 
-def test_an_outdated_reference_is_noticed(tmp_path: Path) -> None:
+def test_an_outdated_reference_is_detected(tmp_path: Path) -> None:
     page = tmp_path / "configuration.md"
     assert not is_current(page)
     page.write_text(markdown(Config).replace("steps", "stpes"))

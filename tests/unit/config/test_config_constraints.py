@@ -1,4 +1,4 @@
-"""Values that depend on each other: each problem has its numbers."""
+"""Constraints between values: each error has its numbers."""
 
 from pathlib import Path
 
@@ -21,34 +21,34 @@ def config(tmp_path: Path):
     return config
 
 
-def refusal(config: Config, world_size: int = 1) -> str:
+def config_error(config: Config, world_size: int = 1) -> str:
     with pytest.raises(ConfigError) as raised:
         check_against(config, world_size)
     return str(raised.value)
 
 
 def forced(config: Config, section: str, **values: object) -> Config:
-    """The configuration with values that this version does not admit yet."""
+    """Return the configuration with values that the schema does not support yet."""
     part: Section = getattr(config, section)
     return config.model_copy(update={section: part.model_copy(update=values)})
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_defaults_fit(config, world_size: int) -> None:
+def test_the_defaults_are_valid(config, world_size: int) -> None:
     check_against(config(), world_size)
 
 
-def test_the_mesh_equation_is_printed(config) -> None:
-    text = refusal(config("--parallelism.data_parallel_shard_degree", "3"), 4)
+def test_a_mismatched_mesh_prints_the_equation(config) -> None:
+    text = config_error(config("--parallelism.data_parallel_shard_degree", "3"), 4)
     assert "data_parallel_shard (3)" in text
     assert "= 3, but there are 4 processes" in text
     assert "set data_parallel_shard_degree = 4" in text
 
 
-def test_the_batch_equation_is_printed_with_values_that_work(config) -> None:
+def test_a_mismatched_batch_prints_the_equation_and_valid_values(config) -> None:
     arguments = ["--training.local_batch_size", "8", "--training.global_batch_size", "100"]
     arguments += ["--parallelism.data_parallel_replicate_degree", "2"]
-    assert refusal(config(*arguments), 4) == (
+    assert config_error(config(*arguments), 4) == (
         "training.global_batch_size (100) is not a multiple of training.local_batch_size (8) x "
         "batch ranks (data_parallel_replicate 2 x data_parallel_shard 2 = 4) = 32. "
         "Set global_batch_size = 96 or 128, or local_batch_size = 5."
@@ -64,46 +64,46 @@ def test_the_batch_equation_is_printed_with_values_that_work(config) -> None:
 )
 def test_a_batch_smaller_than_one_round(config, batch: int, remedy: str) -> None:
     arguments = ["--training.local_batch_size", "8", "--training.global_batch_size", str(batch)]
-    assert remedy in refusal(config(*arguments), 2)
+    assert remedy in config_error(config(*arguments), 2)
 
 
 @pytest.mark.parametrize("batch", [-1, 32, 64])
-def test_batches_that_fit(config, batch: int) -> None:
+def test_valid_batches(config, batch: int) -> None:
     check_against(
         config("--training.local_batch_size", "8", "--training.global_batch_size", str(batch)), 4
     )
 
 
-def test_a_sequence_longer_than_the_model(config) -> None:
+def test_a_sequence_longer_than_the_models_maximum(config) -> None:
     arguments = ["--training.seq_len", "200000", "--validation.seq_len", "300000"]
     assert "training.seq_len (200000) is above the 131072 positions of llama3 debugmodel" in (
-        refusal(config(*arguments))
+        config_error(config(*arguments))
     )
     arguments += ["--validation.enable", "--validation.dataset", "c4"]
-    assert "validation.seq_len (300000) is above the 131072" in refusal(config(*arguments))
+    assert "validation.seq_len (300000) is above the 131072" in config_error(config(*arguments))
 
 
-def test_a_sequence_that_context_parallel_cannot_share(config) -> None:
+def test_a_sequence_length_that_context_parallel_cannot_split(config) -> None:
     uneven = forced(config("--training.seq_len", "2050"), "parallelism", context_parallel_degree=2)
-    assert refusal(uneven, 2) == (
+    assert config_error(uneven, 2) == (
         "training.seq_len (2050) is not a multiple of context_parallel_degree (2) x pieces per "
         "rank (2) = 4. Set seq_len = 2048 or 2052."
     )
     check_against(forced(uneven, "parallelism", context_parallel_degree=1), 2)
 
 
-def test_heads_that_tensor_parallel_cannot_share(config) -> None:
+def test_heads_that_tensor_parallel_cannot_split(config) -> None:
     uneven = forced(config(), "parallelism", tensor_parallel_degree=3)
-    text = refusal(uneven, 3)
+    text = config_error(uneven, 3)
     assert "tensor_parallel_degree (3) does not divide the 16 key/value heads" in text
     assert "Degrees that do: 1, 2, 4, 8, 16." in text
 
 
-def test_a_schedule_from_a_file(config, tmp_path: Path) -> None:
+def test_a_pipeline_schedule_from_a_file(config, tmp_path: Path) -> None:
     file = tmp_path / "order.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     arguments = ["--parallelism.pipeline_parallel_schedule_csv", str(file)]
-    assert refusal(config(*arguments)) == (
+    assert config_error(config(*arguments)) == (
         f'parallelism.pipeline_parallel_schedule_csv = "{file}" has no effect without a pipeline. '
         "Set pipeline_parallel_degree to the number of its rows, or leave it out."
     )
@@ -111,19 +111,19 @@ def test_a_schedule_from_a_file(config, tmp_path: Path) -> None:
     arguments += ["--training.global_batch_size"]
     check_against(config(*arguments, "2"), 2)
     replicas = ["--fault_tolerance.enable=true", *arguments, "2"]
-    assert "is for one number of microbatches, and replicas" in refusal(config(*replicas), 2)
+    assert "is for one number of microbatches, and replicas" in config_error(config(*replicas), 2)
     check_against(config("--fault_tolerance.world_size_mode=dynamic", *replicas), 2)
-    assert refusal(config(*arguments, "8"), 4) == (
+    assert config_error(config(*arguments, "8"), 4) == (
         "A step of 8 samples gives each pipeline 4 microbatches of 1 (over 2 batch ranks), but "
         f'parallelism.pipeline_parallel_schedule_csv = "{file}" runs 2. '
         "Set training.global_batch_size = 4."
     )
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1X1\n")
-    assert f'{file}": row 2, column 4: "1X1" is not an action' in refusal(
+    assert f'{file}": row 2, column 4: "1X1" is not an action' in config_error(
         config(*arguments, "2"), 2
     )
     file.unlink()
-    assert f'_csv = "{file}": nothing there.' in refusal(config(*arguments, "2"), 2)
+    assert f'_csv = "{file}": nothing there.' in config_error(config(*arguments, "2"), 2)
 
 
 def test_a_pipeline_is_checked_without_data_and_devices(config, monkeypatch) -> None:
@@ -136,8 +136,8 @@ def test_a_pipeline_is_checked_without_data_and_devices(config, monkeypatch) -> 
 
 
 def test_unknown_model_and_flavor(config) -> None:
-    assert 'model.name = "lama3" is not one of' in refusal(config("--model.name", "lama3"))
-    assert 'Did you mean "debugmodel"?' in refusal(config("--model.flavor", "debugmodell"))
+    assert 'model.name = "lama3" is not one of' in config_error(config("--model.name", "lama3"))
+    assert 'Did you mean "debugmodel"?' in config_error(config("--model.flavor", "debugmodell"))
 
 
 @pytest.mark.parametrize(
@@ -145,21 +145,23 @@ def test_unknown_model_and_flavor(config) -> None:
 )
 def test_flex_attention_needs_a_gpu(config, monkeypatch, arguments: list[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    text = refusal(config(*arguments))
+    text = config_error(config(*arguments))
     assert "needs a GPU, but there is none" in text
     assert 'Set model.attention_backend = "sdpa"' in text
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_against(config(*arguments), 1)
-    assert 'but job.device is "cpu"' in refusal(config(*arguments, "--job.device", "cpu"))
+    assert 'but job.device is "cpu"' in config_error(config(*arguments, "--job.device", "cpu"))
 
 
-def test_a_gpu_that_is_not_there(config, monkeypatch) -> None:
+def test_a_missing_gpu(config, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert 'job.device = "cuda", but there is no GPU' in refusal(config("--job.device", "cuda"))
+    assert 'job.device = "cuda", but there is no GPU' in config_error(
+        config("--job.device", "cuda")
+    )
 
 
 def test_validation_needs_data(config) -> None:
-    assert "there is nothing to validate on" in refusal(config("--validation.enable"))
+    assert "there is nothing to validate on" in config_error(config("--validation.enable"))
     check_against(config("--validation.enable", "--training.held_out_fraction", "0.01"), 1)
     check_against(config("--validation.enable", "--validation.dataset", "c4_validation"), 1)
 
@@ -167,37 +169,39 @@ def test_validation_needs_data(config) -> None:
 def test_conversations_need_a_chat_data_set(config, tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").touch()
     chat = f"--training.dataset_path={tmp_path / 'chat.jsonl'}"
-    asked = "--training.messages_column=messages"
-    check_against(config(chat, asked), 1)
-    text = refusal(config(asked, "--validation.messages_column=messages"))
+    options = "--training.messages_column=messages"
+    check_against(config(chat, options), 1)
+    text = config_error(config(options, "--validation.messages_column=messages"))
     assert (
         'training.messages_column = "messages" needs conversations, and dataset = "python_' in text
     )
     assert (
         'validation.messages_column = "messages" needs conversations. Set validation.data' in text
     )
-    text = refusal(config(chat, asked, "--training.streaming=true", "--training.text_column=body"))
+    text = config_error(
+        config(chat, options, "--training.streaming=true", "--training.text_column=body")
+    )
     assert 'training.text_column = "body": a corpus holds either conversations or texts' in text
     assert "training.streaming = true: conversations are tokenised before the first step" in text
 
 
-def test_samples_need_validation_and_weights_that_are_there(config, monkeypatch) -> None:
-    assert refusal(config("--validation.samples", "2")) == (
+def test_samples_need_validation_and_existing_weights(config, monkeypatch) -> None:
+    assert config_error(config("--validation.samples", "2")) == (
         "validation.samples = 2 has no effect while validation.enable is false. Set "
         "validation.enable = true, or samples = 0."
     )
-    asked = ["--validation.enable", "--training.held_out_fraction", "0.01"]
-    asked += ["--validation.samples", "1", "--training.enable_cpu_offload"]
-    check_against(config(*asked), 1)
+    options = ["--validation.enable", "--training.held_out_fraction", "0.01"]
+    options += ["--validation.samples", "1", "--training.enable_cpu_offload"]
+    check_against(config(*options), 1)
     monkeypatch.setattr("torchtitan_lite.config.constraints.on_gpu", lambda config: True)
-    text = refusal(config(*asked))
+    text = config_error(config(*options))
     assert "validation.samples = 1 needs the weights on the GPU" in text
     assert "training.enable_cpu_offload = true" in text
 
 
-def test_loading_while_checkpoints_are_off(config, tmp_path: Path) -> None:
+def test_loading_with_checkpoints_disabled(config, tmp_path: Path) -> None:
     arguments = ["--checkpoint.load_step", "5", "--checkpoint.initial_load_path", str(tmp_path)]
-    text = refusal(config(*arguments))
+    text = config_error(config(*arguments))
     assert "checkpoint.load_step = 5 and checkpoint.initial_load_path" in text
     assert "have no effect while checkpoint.enable is false" in text
     check_against(config(*arguments, "--checkpoint.enable"), 1)
@@ -205,12 +209,12 @@ def test_loading_while_checkpoints_are_off(config, tmp_path: Path) -> None:
 
 
 def test_an_export_at_the_end_needs_a_checkpoint_that_transformers_can_read(config) -> None:
-    asked = "--checkpoint.last_save_in_hf"
-    assert "exports the last checkpoint, and none is saved" in refusal(config(asked))
-    check_against(config(asked, "--checkpoint.enable"), 1)
+    options = "--checkpoint.last_save_in_hf"
+    assert "exports the last checkpoint, and none is saved" in config_error(config(options))
+    check_against(config(options, "--checkpoint.enable"), 1)
     experts = ["--model.name", "qwen3", "--model.flavor", "tiny_moe", "--checkpoint.enable"]
-    check_against(config(asked, *experts), 1)
-    text = refusal(config(asked, *experts, "--model.router_bias_update_rate", "0.01"))
+    check_against(config(options, *experts), 1)
+    text = config_error(config(options, *experts, "--model.router_bias_update_rate", "0.01"))
     assert "router_bias_update_rate = 0.01) has no place in a Hugging Face folder" in text
 
 
@@ -223,13 +227,15 @@ def test_missing_files_are_all_named(config, tmp_path: Path) -> None:
         "--training.corpora",
         f'[{{dataset_path = "no/*.json"}}, {{dataset_path = "{tmp_path}/*.txt"}}]',
     ]
-    text = refusal(config(*arguments))
+    text = config_error(config(*arguments))
     assert text.startswith("The configuration has 4 problems:")
     assert f'model.hf_assets_path = "no/assets": nothing there below {Path.cwd()}.' in text
     assert 'training.corpora[0].dataset_path = "no/*.json": nothing there' in text
     assert 'validation.dataset_path = "no/validation"' in text
     assert 'checkpoint.initial_load_path = "no/checkpoint"' in text
-    assert 'training.dataset_path = "/no/x"' in refusal(config("--training.dataset_path", "/no/x"))
+    assert 'training.dataset_path = "/no/x"' in config_error(
+        config("--training.dataset_path", "/no/x")
+    )
 
 
 def test_offloading_to_the_cpu_needs_no_gpu(config) -> None:
@@ -239,7 +245,7 @@ def test_offloading_to_the_cpu_needs_no_gpu(config) -> None:
 def test_all_problems_at_once(config) -> None:
     arguments = ["--training.global_batch_size", "7", "--validation.enable"]
     arguments += ["--training.seq_len", "999999", "--model.hf_assets_path", "nowhere"]
-    assert refusal(config(*arguments), 2).startswith("The configuration has 4 problems:")
+    assert config_error(config(*arguments), 2).startswith("The configuration has 4 problems:")
 
 
 @pytest.mark.parametrize(
@@ -259,21 +265,21 @@ def test_all_problems_at_once(config) -> None:
         ),
     ],
 )
-def test_experts_that_cannot_be_shared_are_refused(
+def test_a_number_of_experts_that_cannot_be_split_is_rejected(
     config, degree: str, flavor: str, expected: str
 ) -> None:
     arguments = ["--model.name", "qwen3", "--model.flavor", flavor, f"--parallelism.{degree}", "3"]
     arguments += ["--training.global_batch_size", "24"]
-    assert refusal(config(*arguments), 3) == expected
+    assert config_error(config(*arguments), 3) == expected
 
 
-def test_a_rate_for_routers_needs_routers(config) -> None:
-    text = refusal(config("--model.router_bias_update_rate", "0.01"))
+def test_a_bias_update_rate_needs_routers(config) -> None:
+    text = config_error(config("--model.router_bias_update_rate", "0.01"))
     assert "model.router_bias_update_rate (0.01): llama3 debugmodel has no experts" in text
 
 
-def test_async_tensor_parallelism_says_all_that_it_needs(config) -> None:
-    text = refusal(config("--parallelism.enable_async_tensor_parallel", "true"))
+def test_async_tensor_parallelism_lists_its_requirements(config) -> None:
+    text = config_error(config("--parallelism.enable_async_tensor_parallel", "true"))
     assert text == (
         "parallelism.enable_async_tensor_parallel = true needs tensor_parallel_degree above 1, and "
         'compile.enable = true with "model" among compile.components, and GPUs that reach each '
@@ -285,55 +291,55 @@ FLOAT8 = ["--model.converters", "quantize.linear.float8"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU may compute in float8")
-def test_float8_without_a_gpu_is_refused(config) -> None:
-    assert refusal(config(*FLOAT8)) == (
+def test_float8_without_a_gpu_is_rejected(config) -> None:
+    assert config_error(config(*FLOAT8)) == (
         'model.converters = ["quantize.linear.float8"]: there is no GPU to compute in float8. Set '
         "model.converters = [], or emulate = true, which is slow and for tests."
     )
 
 
-def test_float8_is_refused_where_tensor_parallelism_cuts(config) -> None:
+def test_float8_is_rejected_for_shapes_that_tensor_parallelism_splits(config) -> None:
     emulated = [*FLOAT8, "--quantize.linear.float8.emulate", "true"]
     check_against(config(*emulated), 1)
-    text = refusal(config(*emulated, "--parallelism.tensor_parallel_degree", "2"), 2)
+    text = config_error(config(*emulated, "--parallelism.tensor_parallel_degree", "2"), 2)
     assert "do not support tensor parallelism. Set tensor_parallel_degree = 1 (given: 2)." in text
 
 
-def test_float8_without_torchao_is_refused(config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_without_torchao_is_rejected(config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtitan_lite.extras.find_spec", lambda name: None)
-    assert "Run pip install torchao, or install torchtitan_lite with the extra" in refusal(
+    assert "Run pip install torchao, or install torchtitan_lite with the extra" in config_error(
         config(*FLOAT8)
     )
 
 
-def test_microbatches_that_a_schedule_cannot_run_are_refused_with_the_nearest_batch(config) -> None:
+def test_unsupported_numbers_of_microbatches_are_rejected_with_the_nearest_batch(config) -> None:
     arguments = ["--parallelism.pipeline_parallel_degree", "2"]
     arguments += ["--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"]
-    text = refusal(config(*arguments, "--training.global_batch_size", "9"), 2)
+    text = config_error(config(*arguments, "--training.global_batch_size", "9"), 2)
     assert "gives each pipeline 9 microbatches of 1 (over 1 batch ranks)." in text
     assert text.endswith("Set global_batch_size = 10.")
     check_against(config(*arguments, "--training.global_batch_size", "10"), 2)
 
 
-def test_ways_of_context_parallelism_that_do_not_fit_are_refused_before_the_start(config) -> None:
+def test_unsupported_context_parallel_options_are_rejected_at_the_start(config) -> None:
     two = ["--parallelism.context_parallel_degree", "2"]
     ring = [*two, "--parallelism.context_parallel_rotate_method", "alltoall"]
-    assert "cannot keep attention within documents" in refusal(
+    assert "cannot keep attention within documents" in config_error(
         config(*ring, "--model.attention_mask", "document"), 2
     )
     check_against(config(*ring, "--model.attention_mask", "causal"), 2)
     balanced = [*two, "--parallelism.context_parallel_load_balancer", "ptrr"]
-    assert '"ptrr" is not supported' in refusal(config(*balanced), 2)
+    assert '"ptrr" is not supported' in config_error(config(*balanced), 2)
     three = ["--parallelism.context_parallel_degree", "3", "--training.seq_len", "768"]
     ulysses = [*three, "--parallelism.context_parallel_rotate_method", "ulysses"]
-    text = refusal(config(*ulysses), 3)
+    text = config_error(config(*ulysses), 3)
     assert "shares the 16 heads" in text and "do: 1, 2, 4, 8, 16; or use" in text
 
 
-def test_tied_weights_are_not_projected_whole(config) -> None:
+def test_tied_weights_need_a_sharded_output(config) -> None:
     arguments = ["--model.flavor", "1B", "--parallelism.tensor_parallel_degree", "2"]
     arguments += ["--parallelism.disable_loss_parallel", "true"]
-    assert "the output of llama3 1B is its embedding" in refusal(config(*arguments), 2)
+    assert "the output of llama3 1B is its embedding" in config_error(config(*arguments), 2)
 
 
 _SEMI_SYNC = (
@@ -344,7 +350,7 @@ _SEMI_SYNC = (
 
 
 @pytest.mark.parametrize("method", ["local_sgd", "diloco", "streaming_diloco"])
-def test_averages_every_few_steps_fit(config, method: str) -> None:
+def test_semi_synchronous_training_with_supported_features(config, method: str) -> None:
     check_against(config(*_SEMI_SYNC, f"--fault_tolerance.semi_sync_method={method}"), 1)
 
 
@@ -384,21 +390,24 @@ def test_averages_every_few_steps_fit(config, method: str) -> None:
         ),
     ],
 )
-def test_what_averages_every_few_steps_cannot_do_is_refused(
+def test_features_without_semi_synchronous_support_are_rejected(
     config, method: str, overrides: list[str], problem: str
 ) -> None:
-    asked = f"--fault_tolerance.semi_sync_method={method}"
-    assert problem in refusal(config(*_SEMI_SYNC, asked, *overrides))
+    options = f"--fault_tolerance.semi_sync_method={method}"
+    assert problem in config_error(config(*_SEMI_SYNC, options, *overrides))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a machine without a GPU")
-def test_quantized_averages_need_a_gpu(config) -> None:
-    asked = ["--fault_tolerance.semi_sync_method=diloco", "--fault_tolerance.should_quantize=true"]
-    assert "should_quantize = true needs a GPU" in refusal(config(*_SEMI_SYNC, *asked))
+def test_quantized_averaging_needs_a_gpu(config) -> None:
+    options = [
+        "--fault_tolerance.semi_sync_method=diloco",
+        "--fault_tolerance.should_quantize=true",
+    ]
+    assert "should_quantize = true needs a GPU" in config_error(config(*_SEMI_SYNC, *options))
 
 
-def test_a_dump_folder_that_cannot_be_written_is_refused(config, tmp_path: Path) -> None:
+def test_an_unwritable_dump_folder_is_rejected(config, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    text = refusal(config("--job.dump_folder", str(tmp_path / "file" / "run")))
+    text = config_error(config("--job.dump_folder", str(tmp_path / "file" / "run")))
     assert "cannot be written" in text and f"{tmp_path / 'file'} is not a folder" in text
     check_against(config("--job.dump_folder", str(tmp_path / "new" / "run")), 1)

@@ -1,4 +1,4 @@
-"""A configuration file and its overrides: what loads, and what each mistake says."""
+"""Loading of a configuration file and its overrides, and the error for each mistake."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torchtitan_lite.config.torchtitan_keys import (
 )
 from torchtitan_lite.errors import ConfigError
 
-# In the shape of the files that torchtitan 0.2.2 ships: every section, its own key names.
+# In the format of the files that torchtitan 0.2.2 ships: all sections, its own key names.
 TORCHTITAN_FILE = """
 [job]
 dump_folder = "./outputs"
@@ -153,7 +153,7 @@ def test_a_torchtitan_file_loads_unchanged(write) -> None:
         ),
     ],
 )
-def test_a_feature_switched_on_is_refused_by_name(
+def test_an_enabled_unsupported_feature_is_rejected_by_name(
     write, off: str, on: str, key: str, feature: str
 ) -> None:
     assert off in TORCHTITAN_FILE
@@ -169,7 +169,7 @@ def test_unknown_names_come_with_the_nearest_one(write) -> None:
     assert "FILE: optimizer.weight_decy: unknown key. Did you mean optimizer.weight_decay?" in text
 
 
-def test_an_unknown_name_without_a_near_one_lists_what_there_is(write) -> None:
+def test_an_unknown_name_without_a_similar_one_lists_the_known_names(write) -> None:
     text = message(write("[zzz]\na = 1\n[compile]\nqqq = 1\n"))
     assert "Sections are job, model, training" in text
     assert "Keys of [compile] are enable, components, backend." in text
@@ -239,7 +239,7 @@ def test_all_problems_at_once_each_named(write) -> None:
         ("[quantize]\nlinear = 1\n[quantize.x]\na = 1\n[training]\nsteps=1.5", "needed an integer"),
     ],
 )
-def test_wrong_types_in_plain_words(write, text: str, expected: str) -> None:
+def test_wrong_types_are_described(write, text: str, expected: str) -> None:
     assert expected in message(write(text))
 
 
@@ -282,11 +282,11 @@ def test_wrong_types_in_plain_words(write, text: str, expected: str) -> None:
     ],
 )
 def test_overrides(write, arguments: list[str], key: str, value: Any) -> None:
-    found: Any = load_config(write("[debug]\nseed = 3\n[training]\nsteps = 4\n"), arguments)
+    actual: Any = load_config(write("[debug]\nseed = 3\n[training]\nsteps = 4\n"), arguments)
     for part in key.split("."):
-        found = getattr(found, part)
-    assert found == value
-    assert type(found) is type(value)
+        actual = getattr(actual, part)
+    assert actual == value
+    assert type(actual) is type(value)
 
 
 def test_a_list_of_tables_on_the_command_line(write) -> None:
@@ -328,7 +328,7 @@ def test_an_override_hides_the_wrong_value_of_the_file(write) -> None:
     assert message(path, "--training.steps", "y").startswith("command line: training.steps")
 
 
-def test_a_contradiction_between_file_and_command_line_names_both(write) -> None:
+def test_a_conflict_between_file_and_command_line_names_both(write) -> None:
     text = message(write("[profiling]\nprofiler_warmup = 3\n"), "--profiling.profile_freq", "2")
     assert text.startswith("FILE and command line: profiling: profiler_warmup (3) + ")
 
@@ -340,7 +340,7 @@ def test_renamed_keys_get_a_hint(write, old: str, new: str) -> None:
         assert f"{old}: unknown key. It is a name of an earlier torchtitan, now {new}" in text
 
 
-def test_the_table_of_renames_is_sound() -> None:
+def test_the_table_of_renames_is_consistent() -> None:
     keys = all_keys(Config)
     assert set(RENAMED_KEYS.values()) <= set(keys)
     assert not (set(RENAMED_KEYS) | set(REMOVED_KEYS)) & set(keys)
@@ -375,7 +375,7 @@ def test_broken_toml_is_one_error_with_its_line(write) -> None:
     assert "The line is: flavor = debugmodel  (text needs quotes" in text
 
 
-def test_a_file_that_is_missing_or_is_no_text(write, tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_not_text(write, tmp_path: Path) -> None:
     write("", "my_llama_debug.toml")
     text = message(tmp_path / "my_lama_debug.toml")
     assert f"no such file. Did you mean {tmp_path / 'my_llama_debug.toml'}" in text
@@ -401,7 +401,7 @@ def test_what_to_toml_writes_loads_as_an_equal_configuration(write, arguments: l
     assert to_toml(again) == to_toml(config)
 
 
-def test_a_part_of_the_state_that_does_not_exist_cannot_be_left_out(tmp_path: Path) -> None:
+def test_an_unknown_part_of_the_state_cannot_be_excluded(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[checkpoint]\nexclude_from_loading = ["weights"]\n')
     with pytest.raises(ConfigError, match="exclude_from_loading") as error:

@@ -1,4 +1,4 @@
-"""A user's own tables: what is merged, kept and refused."""
+"""A user's config sections: merging, inherited values, and errors."""
 
 import sys
 from collections.abc import Callable
@@ -40,7 +40,7 @@ Use = Callable[[type], dict[str, Any]]
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Use:
-    """A class JobConfig -> the tables of a file that names its module."""
+    """Return a function from a class JobConfig to the sections of a file that names its module."""
 
     def named(job_config: type) -> dict[str, Any]:
         module = ModuleType("users_config")
@@ -61,7 +61,7 @@ def test_defaults_are_those_of_the_users_instances(use: Use) -> None:
     assert config.training == Config().training
 
 
-def test_what_a_file_could_not_set_is_refused(use: Use) -> None:
+def test_values_that_a_file_could_not_set_are_rejected(use: Use) -> None:
     @dataclass
     class WithOdd:
         custom: Odd = field(default_factory=Odd)
@@ -89,7 +89,7 @@ def test_a_recorded_config_is_read_without_the_module(key: str) -> None:
     assert "nowhere_to_be_found" not in sys.modules
 
 
-def test_names_that_are_taken_are_refused() -> None:
+def test_existing_names_are_rejected() -> None:
     register_dataset("test_extending_texts", list)
     with pytest.raises(ConfigError, match="registered twice"):
         register_dataset("test_extending_texts", lambda: ["other"])
@@ -102,7 +102,7 @@ def test_names_that_are_taken_are_refused() -> None:
         del REGISTRY.datasets["test_extending_texts"]
 
 
-def test_a_module_that_exits_is_not_a_success(
+def test_a_module_that_exits_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "module_that_exits.py").write_text("import sys; sys.exit('licence missing')\n")

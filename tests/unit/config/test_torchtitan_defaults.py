@@ -1,5 +1,6 @@
-"""The schema against torchtitan 0.2.2: every key, every default, the sizes of every flavor, and the
-lines that a run of one of its files logs. The asset has what its configuration dataclasses hold."""
+"""The schema compared with torchtitan 0.2.2: every key, every default, the sizes of every flavor,
+and the lines that a run with one of its files logs. The asset has the contents of its configuration
+dataclasses."""
 
 import json
 import re
@@ -26,9 +27,9 @@ from torchtitan_lite.schema.model import ModelConfig
 TORCHTITAN = json.loads(Path("tests/assets/torchtitan_defaults.json").read_text())
 THEIRS: dict[str, Any] = TORCHTITAN["config"] | TORCHTITAN["components.ft.config"]
 NOT_HERE = {"job.config_file", "model.tokenizer_path"}
-"""The first is an option of the command line, the second an old name."""
+"""The first is a command-line option, the second a former name."""
 FREE_FORM = ("quantize.linear.mx.", "quantize.grouped_mm.")
-"""Tables that are accepted whatever they hold."""
+"""Tables that are accepted with any contents."""
 
 
 def test_every_key_of_torchtitan_is_in_the_table_of_keys() -> None:
@@ -55,7 +56,7 @@ def test_the_page_for_users_of_torchtitan_lists_every_difference() -> None:
     for key, theirs in DEFAULTS.items():
         row = f"| `{key}` | `{value_text(theirs)}` | `{value_text(ours[key].default)}` | "
         assert row in page
-    # Every key that the page names exists, on one side or the other.
+    # Every key that the page names exists on one of both sides.
     tables = "|".join(sorted(Config.model_fields))
     named = set(re.findall(rf"`((?:{tables})\.[a-z0-9_.]+)`", page))
     assert [
@@ -124,12 +125,12 @@ def test_flavors_have_the_sizes_of_torchtitan(family: str, flavor: str) -> None:
 
 
 def lines(tables: dict[str, Any], *overrides: str) -> list[str]:
-    # Without a GPU wherever the test runs.
+    # Without a GPU on any machine.
     return list(differing_defaults(config_from(tables, "FILE", ["--job.device=cpu", *overrides])))
 
 
 @pytest.mark.parametrize("file", sorted(Path("configs").glob("*.toml")), ids=lambda file: file.stem)
-def test_shipped_files_are_not_taken_for_files_of_torchtitan(file: Path) -> None:
+def test_shipped_files_are_not_recognized_as_torchtitan_files(file: Path) -> None:
     load_config(file)
     assert not is_torchtitan_file(read_toml(file))
 
@@ -157,8 +158,8 @@ def test_each_differing_default_is_one_line_with_its_remedy() -> None:
         "validation": {"enable": True},
         "fault_tolerance": {"enable": True},
     }
-    found = lines(tables)
-    assert found == [
+    actual = lines(tables)
+    assert actual == [
         "model.hf_assets_path is not set: torchtitan 0.2.2 reads the tokenizer in "
         '"./tests/assets/tokenizer", this run trains a tokenizer on its corpus. For torchtitan\'s, '
         "set it to that folder.",
@@ -184,7 +185,7 @@ def test_each_differing_default_is_one_line_with_its_remedy() -> None:
     )
 
 
-def test_what_is_set_in_the_file_or_on_the_command_line_is_not_mentioned() -> None:
+def test_explicitly_set_keys_are_not_mentioned() -> None:
     tables = {
         "model": {"flavor": "8B", "hf_assets_path": "assets"},
         "training": {"dataset": "c4", "mixed_precision_param": "float32"},
@@ -193,18 +194,18 @@ def test_what_is_set_in_the_file_or_on_the_command_line_is_not_mentioned() -> No
     assert lines(tables, *overrides) == []
 
 
-def test_a_key_that_changes_nothing_is_one_line_with_the_reason() -> None:
+def test_a_key_without_effect_is_one_line_with_the_reason() -> None:
     tables = {
         "optimizer": {"early_step_in_backward": True},
         "training": {"dataloader": {"num_workers": 2, "prefetch_factor": 4}},
         "quantize": {"linear": {"float8": {"enable_fsdp_float8_all_gather": True}}},
     }
     assert list(without_effect(Config())) == []
-    found = {
+    actual = {
         line.split(" has no effect here: ")[0]
         for line in without_effect(Config.model_validate(tables))
     }
-    assert found == {
+    assert actual == {
         "optimizer.early_step_in_backward = true",
         "training.dataloader.num_workers = 2",
         "training.dataloader.prefetch_factor = 4",

@@ -1,9 +1,7 @@
-"""What becomes of each of the 66 TOML files that torchtitan 0.2.0 to 0.2.2 ships.
-
-The files themselves are not part of this repository. Each row names one, with the settings that
-decide whether it loads and on which mesh it fits; all other keys of torchtitan have its default.
-With TORCHTITAN_REPOSITORY set to a git clone that has the tags, the files are read from there too.
-"""
+"""The outcome of each of the 66 TOML files that torchtitan 0.2.0 to 0.2.2 ships. The files
+themselves are not part of this repository. Each row names one, with the settings that decide
+whether it loads and on which mesh it fits; all other keys of torchtitan have its defaults. With
+TORCHTITAN_REPOSITORY set to a git clone that has the tags, the files are read from there too."""
 
 import json
 import os
@@ -54,7 +52,7 @@ FRAGMENTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """A file, and what becomes of it."""
+    """A file and its outcome."""
 
     path: str
     releases: tuple[str, ...] = ALL
@@ -62,10 +60,10 @@ class File:
     flavor: str = "debugmodel"
     settings: dict[str, Any] = field(default_factory=dict)
     ranks: int = 8
-    refused: tuple[str, ...] = ()
-    """The lines with which it does not load. Empty: it loads."""
+    load_errors: tuple[str, ...] = ()
+    """Error lines of loading. Empty if the file loads."""
     unfit: tuple[str, ...] = ()
-    """The lines with which it loads but does not fit `ranks` processes on a CPU."""
+    """Error lines of a file that loads but does not fit `ranks` processes on a CPU."""
 
     @property
     def tables(self) -> dict[str, Any]:
@@ -95,7 +93,7 @@ def _flux(path: str, releases: tuple[str, ...], module: str) -> Iterator[File]:
                 "training.img_size": 256,
                 "validation.denoising_steps": 4,
             },
-            refused=FLUX,
+            load_errors=FLUX,
         )
 
 
@@ -120,7 +118,7 @@ FILES = [
             "job.custom_config_module": "torchtitan.experiments.vlm.job_config",
             "data.max_images_per_batch": 64,
         },
-        refused=VLM,
+        load_errors=VLM,
     ),
     *(
         File(
@@ -129,7 +127,7 @@ FILES = [
             name="transformers_modeling_backend",
             flavor=flavor,
             settings={"hf_transformers.model": "Qwen/Qwen3-4B-Instruct-2507"},
-            refused=TRANSFORMERS,
+            load_errors=TRANSFORMERS,
         )
         for file, flavor in (("debug_model", "debugmodel"), ("full", "full"))
     ),
@@ -154,7 +152,7 @@ FILES = [
             "quantize.linear.float8.enable_fsdp_float8_all_gather": True,
             "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True,
         },
-        refused=FLOAT8,
+        load_errors=FLOAT8,
     ),
     _model(
         "llama3_ft",
@@ -174,7 +172,7 @@ FILES = [
     _model("qwen3", "qwen3_1.7b", "1.7B"),
     _model("qwen3", "qwen3_32b", "32B"),
     _model("qwen3", "qwen3_moe_debug", "debugmodel_moe"),
-    # Families of text models that may not exist here yet.
+    # Families of text models that may not be supported yet.
     _model("deepseek_v3", "debug_model"),
     _model(
         "deepseek_v3",
@@ -222,7 +220,7 @@ def folder_with_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.path)
-def test_each_file_has_the_stated_outcome(file: File) -> None:
+def test_each_file_has_the_expected_outcome(file: File) -> None:
     check(file, file.tables)
 
 
@@ -235,7 +233,7 @@ def test_each_file_has_the_stated_outcome(file: File) -> None:
         for release in file.releases
     ],
 )
-def test_each_file_of_a_clone_has_the_stated_outcome(release: str, file: File) -> None:
+def test_each_file_of_a_clone_has_the_expected_outcome(release: str, file: File) -> None:
     shown = subprocess.run(
         ["git", "-C", str(REPOSITORY), "show", f"v{release}:{file.path}"],
         capture_output=True,
@@ -246,25 +244,25 @@ def test_each_file_of_a_clone_has_the_stated_outcome(release: str, file: File) -
 
 
 def check(file: File, tables: dict[str, Any]) -> None:
-    """Load the tables and compare with what is stated."""
+    """Load the tables and compare the outcome with the expected one."""
     assets = tables["model"].get("hf_assets_path")
     if assets:
         Path(assets).mkdir(parents=True, exist_ok=True)
-    if file.refused:
-        assert problems(lambda: config_from(tables, "FILE")) == file.refused
+    if file.load_errors:
+        assert problems(lambda: config_from(tables, "FILE")) == file.load_errors
         return
     config = config_from(tables, "FILE", ["--job.device=cpu"])
-    found = problems(lambda: check_against(config, file.ranks))
+    actual = problems(lambda: check_against(config, file.ranks))
     if file.name in families():
-        assert found == file.unfit
+        assert actual == file.unfit
     else:
-        # Nothing else is reported: it depends on the model.
-        assert len(found) == 1
-        assert found[0].startswith(f'model.name = "{file.name}" is not one of llama3, ')
+        # Further errors depend on the model.
+        assert len(actual) == 1
+        assert actual[0].startswith(f'model.name = "{file.name}" is not one of llama3, ')
 
 
 def problems(call: Any) -> tuple[str, ...]:
-    """The lines of the error, without the one that counts them."""
+    """Return the lines of the error, without the one that counts them."""
     try:
         call()
     except ConfigError as error:
@@ -299,19 +297,23 @@ def problems(call: Any) -> tuple[str, ...]:
         ),
     ],
 )
-def test_other_features_are_refused_in_one_line(settings: dict[str, Any], expected: str) -> None:
+def test_unsupported_features_are_rejected_in_one_line(
+    settings: dict[str, Any], expected: str
+) -> None:
     tables = File(path="", name="llama3", settings=settings).tables
     assert problems(lambda: config_from(tables, "FILE")) == (expected,)
 
 
 @pytest.mark.parametrize("key", ["job.custom_config_module", "experimental.custom_args_module"])
-def test_the_configuration_of_torchtitans_fault_tolerance_is_accepted(key: str) -> None:
+def test_torchtitans_fault_tolerance_section_is_accepted(key: str) -> None:
     settings = {key: "torchtitan.components.ft.config", "fault_tolerance.sync_steps": 7}
     tables = File(path="", name="llama3", settings=settings).tables
     assert config_from(tables, "FILE").fault_tolerance.sync_steps == 7
 
 
 def test_the_name_of_a_converter_is_explained_on_the_command_line() -> None:
-    found = problems(lambda: config_from({}, "FILE", ["--model.converters", "float8"]))
-    assert len(found) == 1
-    assert found[0].endswith('It is a name of an earlier torchtitan, now "quantize.linear.float8".')
+    actual = problems(lambda: config_from({}, "FILE", ["--model.converters", "float8"]))
+    assert len(actual) == 1
+    assert actual[0].endswith(
+        'It is a name of an earlier torchtitan, now "quantize.linear.float8".'
+    )

@@ -1,4 +1,4 @@
-"""Chat templates of the usual kinds, and a small tokenizer with the tokens that they use."""
+"""Chat templates of common kinds, and a small tokenizer with the tokens that they use."""
 
 import json
 from pathlib import Path
@@ -95,7 +95,7 @@ SPECIAL_TOKENS = [
 
 
 def chat_messages() -> list[list[dict[str, str]]]:
-    """The conversations of the asset, and some with odd texts."""
+    """Return the conversations of the asset, and some with unusual texts."""
     plain = [json.loads(line)["messages"] for line in CHAT.read_text().splitlines()]
     odd = [
         ("What is  this? 谢谢\n\n", "It is 😀 — ok,  two spaces\n\nand a break"),
@@ -110,8 +110,8 @@ def chat_messages() -> list[list[dict[str, str]]]:
 
 
 def write_tokenizer(folder: Path, template: str | None, kind: str = "byte-level") -> Path:
-    """A folder as that of a model on the hub: a tokenizer of at most 420 tokens, trained on the
-    asset, that cuts words as Llama 3 ("byte-level") or as Llama 2 ("metaspace") does."""
+    """Write a folder like that of a model on the hub: a tokenizer of at most 420 tokens, trained on
+    the asset, that splits words like Llama 3 ("byte-level") or Llama 2 ("metaspace")."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def write_tokenizer(folder: Path, template: str | None, kind: str = "byte-level"
         settings["special_tokens"] = ["<unk>", *SPECIAL_TOKENS]
     texts = [message["content"] for messages in chat_messages() for message in messages]
     inner.train_from_iterator(texts, trainer=trainers.BpeTrainer(**settings))
-    # What a file may hold and transformers does not heed.
+    # Keys that a file may have and transformers ignores.
     inner.enable_truncation(5)
     inner.enable_padding()
     inner.save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""What the tests of the data share: the fixture's documents, a tokenizer folder, an opener."""
+"""Fixtures of the data tests: the documents of the fixture, a tokenizer folder, an opener."""
 
 import json
 import os
@@ -37,7 +37,8 @@ Opener = Callable[..., OpenedData]
 
 @pytest.fixture
 def opened(tmp_path: Path, tokenizer_folder: Path) -> Iterator[Opener]:
-    """`open_data` on the fixture with settings of one's own; closes what it opened."""
+    """A function that runs `open_data` on the fixture with further settings, and closes the result
+    at the end."""
     made: list[OpenedData] = []
 
     def open_with(validation: ValidationConfig | None = None, **settings: Any) -> OpenedData:

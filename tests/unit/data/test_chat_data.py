@@ -1,4 +1,4 @@
-"""Samples of conversations: packed, cached, resumed and shared as those of texts are."""
+"""Samples of conversations: packed, cached, resumed and divided like those of texts."""
 
 import hashlib
 import json
@@ -48,11 +48,11 @@ def opened_chat(opened: Opener, chat_folder: Path) -> Iterator[Opener]:
 
 
 def blocks_of(data: OpenedData) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The targets of each block, by its tokens."""
+    """Return the targets of each block, by its tokens."""
     [state] = data.loader.state(0)["corpora"]
     [batch] = data.loader.take([range(state["num_blocks"])], step=0)
     tokens, targets = batch.tokens_BS.tolist(), batch.targets_BS.tolist()
-    return {tuple(row): tuple(wanted) for row, wanted in zip(tokens, targets, strict=True)}
+    return {tuple(row): tuple(expected) for row, expected in zip(tokens, targets, strict=True)}
 
 
 def test_samples_are_the_packed_conversations(opened_chat: Opener, chat_folder: Path) -> None:
@@ -67,28 +67,28 @@ def test_samples_are_the_packed_conversations(opened_chat: Opener, chat_folder: 
         tokens += made["input_ids"]
         masks += made["assistant_masks"]
         owners += [number] * len(made["input_ids"])
-    wanted, documents = {}, {}
+    expected, documents = {}, {}
     for start in range(0, len(tokens) - SEQ_LEN, SEQ_LEN):
         places = range(start, start + SEQ_LEN)
         key = tuple(tokens[place] for place in places)
-        wanted[key] = tuple(tokens[p + 1] if masks[p + 1] else IGNORE for p in places)
+        expected[key] = tuple(tokens[p + 1] if masks[p + 1] else IGNORE for p in places)
         documents[key] = [owners[place] - owners[start] for place in places]
     data = opened_chat()
-    assert blocks_of(data) == wanted
-    assert any(set(targets) == {IGNORE} for targets in wanted.values())
-    assert 0.2 < np.mean([t != IGNORE for row in wanted.values() for t in row]) < 0.8
+    assert blocks_of(data) == expected
+    assert any(set(targets) == {IGNORE} for targets in expected.values())
+    assert 0.2 < np.mean([t != IGNORE for row in expected.values() for t in row]) < 0.8
     [batch] = data.loader.take([range(9)], step=0)
     assert batch.documents_BS is not None
     for row, numbers in zip(batch.tokens_BS.tolist(), batch.documents_BS.tolist(), strict=True):
         assert documents[tuple(row)] == numbers
 
 
-def test_another_word_of_a_user_changes_no_target(opened_chat: Opener, tmp_path: Path) -> None:
+def test_a_change_in_a_users_message_changes_no_target(opened_chat: Opener, tmp_path: Path) -> None:
     text = CHAT.read_text()
     assert text.count("Is a whale a fish?") == 1
     changed = tmp_path / "changed.jsonl"
     before, after = opened_chat(), None
-    # A word of as many tokens, so that the blocks are comparable.
+    # A word of as many tokens, so that the blocks can be compared.
     changed.write_text(text.replace("Is a whale a fish?", "Is a fish a whale?"))
     after = opened_chat(dataset_path=str(changed))
     rows = [before.loader.take([range(60)], 0)[0], after.loader.take([range(60)], 0)[0]]
@@ -96,12 +96,12 @@ def test_another_word_of_a_user_changes_no_target(opened_chat: Opener, tmp_path:
     assert torch.equal(rows[0].targets_BS, rows[1].targets_BS)
 
 
-def test_the_cache_is_used_again_and_follows_the_template(
+def test_the_cache_is_reused_and_depends_on_the_template(
     opened_chat: Opener, chat_folder: Path, tmp_path: Path
 ) -> None:
     def folders() -> dict[str, int]:
-        found = (tmp_path / "cache" / "tokens").glob("*/meta.json")
-        return {meta.parent.name: meta.stat().st_mtime_ns for meta in found}
+        actual = (tmp_path / "cache" / "tokens").glob("*/meta.json")
+        return {meta.parent.name: meta.stat().st_mtime_ns for meta in actual}
 
     first = opened_chat()
     made = folders()
@@ -113,7 +113,7 @@ def test_the_cache_is_used_again_and_follows_the_template(
         (other / file.name).write_bytes(file.read_bytes())
     assert blocks_of(opened_chat(hf_assets_path=str(other))) == blocks_of(first)
     assert folders() == made
-    # The same ids, of which others are targets: the order of samples is not continued.
+    # The ids are the same but other tokens are targets: the sample order is not continued.
     template = DEFAULT_TEMPLATE.replace(
         "trim + '<|eot_id|>' }}\n        {%- endg", "trim }}{%- endg"
     )
@@ -130,7 +130,7 @@ def test_the_cache_is_used_again_and_follows_the_template(
     assert again.loader.state(0)["corpora"][0]["seq_len"] == SEQ_LEN + 3
 
 
-def test_the_caches_of_texts_are_named_as_before(opened: Opener, tmp_path: Path) -> None:
+def test_cache_names_of_texts_are_unchanged(opened: Opener, tmp_path: Path) -> None:
     from torchtitan_lite.data.corpus import open_corpus
     from torchtitan_lite.data.tokenizer import open_tokenizer
 
@@ -179,15 +179,15 @@ def test_conversations_without_the_assistant_are_counted(
     alone = json.dumps({"messages": [{"role": "user", "content": "Hello?"}]})
     file = tmp_path / "some.jsonl"
     file.write_text(f"{alone}\n{CHAT.read_text()}{alone}\n")
-    found = blocks_of(opened_chat(dataset_path=str(file)))
+    actual = blocks_of(opened_chat(dataset_path=str(file)))
     assert "2 of 62 conversations have no assistant token and are skipped" in caplog.text
-    assert found == blocks_of(opened_chat())
+    assert actual == blocks_of(opened_chat())
     file.write_text(f"{alone}\n{alone}\n")
     with pytest.raises(DataError, match="no conversation with an assistant message"):
         opened_chat(dataset_path=str(file))
 
 
-def test_bad_lines_and_a_missing_template_end_the_start(
+def test_bad_lines_and_a_missing_template_stop_the_start(
     opened_chat: Opener, tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "bad.jsonl"
@@ -201,7 +201,7 @@ def test_bad_lines_and_a_missing_template_end_the_start(
         opened_chat(hf_assets_path=str(tokenizer_folder), vocab_size=300)
 
 
-def test_without_a_tokenizer_one_with_turns_is_trained(opened_chat: Opener) -> None:
+def test_without_a_tokenizer_one_with_turn_tokens_is_trained(opened_chat: Opener) -> None:
     data = opened_chat(hf_assets_path=None, vocab_size=300)
     folder = data.tokenizer_files.folder
     assert (folder / "chat_template.jinja").read_text() == DEFAULT_TEMPLATE
@@ -217,7 +217,7 @@ def run_of_conversations(pool: WorkerPool, folder: Path, **overrides: Any) -> li
     return pool.run(run_job, folder / "run", settings | overrides)
 
 
-def test_one_process_and_two_train_alike(
+def test_one_process_and_two_train_equally(
     pools: Callable[[int], WorkerPool], tmp_path: Path, opened: Opener
 ) -> None:
     [alone] = run_of_conversations(pools(1), tmp_path / "a")
@@ -227,7 +227,7 @@ def test_one_process_and_two_train_alike(
     assert two[0].targets == two[1].targets == alone.targets
     assert two[0].losses == pytest.approx(alone.losses, rel=1e-9)
     assert alone.losses[-1] < alone.losses[0]
-    # Each sample was a microbatch, and some of them had no target.
+    # Each sample is a microbatch, and some of them have no target.
     data = opened(
         dataset_path=str(CHAT), messages_column="messages", seq_len=24, seed=0,
         hf_assets_path=None, vocab_size=517,

@@ -1,4 +1,4 @@
-"""Chat templates and the tokens of the assistant, against transformers and against the messages."""
+"""Chat templates and assistant tokens, compared with transformers and with the messages."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ def without_system(messages: list[Messages]) -> list[Messages]:
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_ids_are_those_of_transformers(tmp_path: Path, name: str, kind: str) -> None:
+def test_ids_equal_those_of_transformers(tmp_path: Path, name: str, kind: str) -> None:
     folder = write_tokenizer(tmp_path, TEMPLATES[name], kind)
     messages: list[Messages] = [*chat_messages()]
     if name == "instruct":
@@ -106,7 +106,7 @@ def test_generation_blocks_give_the_masks_of_transformers(
 @pytest.mark.parametrize(
     ("plain", "marked"), [(CHATML, CHATML_MARKED), (LLAMA_3, DEFAULT_TEMPLATE)], ids=["chatml", "3"]
 )
-def test_without_blocks_the_beginnings_give_the_same_masks(
+def test_templates_without_generation_blocks_give_the_same_masks(
     tmp_path: Path, plain: str, marked: str, kind: str
 ) -> None:
     messages = chat_messages()
@@ -125,7 +125,7 @@ def test_without_blocks_the_beginnings_give_the_same_masks(
         (INSTRUCT, " {}<|end_of_text|>"),
     ],
 )
-def test_targets_are_what_the_assistant_says_and_the_end_of_its_turn(
+def test_targets_are_assistant_messages_and_their_end_tokens(
     tmp_path: Path, template: str, said: str
 ) -> None:
     from tokenizers import Tokenizer
@@ -134,16 +134,16 @@ def test_targets_are_what_the_assistant_says_and_the_end_of_its_turn(
     inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
     messages = without_system(chat_messages()[:-4])
     for one, tokens in zip(messages, tokens_of(folder, messages), strict=True):
-        wanted = [said.format(m["content"]) for m in one if m["role"] == "assistant"]
+        expected = [said.format(m["content"]) for m in one if m["role"] == "assistant"]
         runs = tokens.target_bounds.reshape(-1, 2)
         decoded = [
             inner.decode(tokens.ids[begin:end].tolist(), skip_special_tokens=False)
             for begin, end in runs
         ]
-        assert decoded == wanted
+        assert decoded == expected
 
 
-def test_what_the_user_says_changes_no_target(tmp_path: Path) -> None:
+def test_user_messages_change_no_target(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, CHATML)
     messages = chat_messages()
     changed = [
@@ -154,12 +154,12 @@ def test_what_the_user_says_changes_no_target(tmp_path: Path) -> None:
         for one in messages
     ]
     for before, after in zip(tokens_of(folder, messages), tokens_of(folder, changed), strict=True):
-        said = [tokens.ids[np.array(mask(tokens)) == 1].tolist() for tokens in (before, after)]
-        assert said[0] == said[1] != []
+        output = [tokens.ids[np.array(mask(tokens)) == 1].tolist() for tokens in (before, after)]
+        assert output[0] == output[1] != []
         assert before.ids.tolist() != after.ids.tolist()
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
+def test_a_template_that_rewrites_earlier_turns_is_rejected(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, FORGETS_THOUGHTS)
     once, twice = chat_messages()[0], chat_messages()[2]
     [tokens] = tokens_of(folder, [once])
@@ -171,17 +171,17 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> No
         tokens_of(folder, [once, twice])
 
 
-def test_what_a_template_refuses_is_collected(tmp_path: Path) -> None:
+def test_errors_of_a_template_are_collected(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, INSTRUCT)
     messages = chat_messages()
-    refused = unusable(folder)
-    kept = tokens_of(folder, messages, refused)
-    assert len(kept) == len(without_system(messages)) == len(messages) - len(refused)
+    rejected = unusable(folder)
+    kept = tokens_of(folder, messages, rejected)
+    assert len(kept) == len(without_system(messages)) == len(messages) - len(rejected)
     with pytest.raises(DataError, match=r"chat.jsonl:4: the template rejects it.*No system here!"):
-        refused.check()
+        rejected.check()
 
 
-def test_where_a_template_is_found(tmp_path: Path) -> None:
+def test_locations_of_a_template(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, None)
     config_file = folder / "tokenizer_config.json"
     config = json.loads(config_file.read_text())
@@ -189,9 +189,9 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
         find_template(folder)
     (folder / "special_tokens_map.json").write_text('{"pad_token": "<pad>", "eos_token": "x"}')
     config_file.write_text(json.dumps(config | {"chat_template": CHATML}))
-    found = find_template(folder)
-    assert (found.name, found.source) == (str(config_file), CHATML)
-    assert found.special_tokens == {
+    actual = find_template(folder)
+    assert (actual.name, actual.source) == (str(config_file), CHATML)
+    assert actual.special_tokens == {
         "bos_token": "<|begin_of_text|>",
         "eos_token": "<|end_of_text|>",
         "pad_token": "<pad>",
@@ -211,7 +211,7 @@ def rendered(folder: Path, source: str) -> str:
     return find_template(folder).render(chat_messages()[0])
 
 
-def test_the_date_is_fixed_and_a_template_has_no_way_out(tmp_path: Path) -> None:
+def test_the_date_is_fixed_and_templates_are_sandboxed(tmp_path: Path) -> None:
     assert rendered(tmp_path, "{{ strftime_now('%d %b %Y') }}") == "26 Jul 2024"
     for way_out in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -225,12 +225,12 @@ def test_the_date_is_fixed_and_a_template_has_no_way_out(tmp_path: Path) -> None
         rendered(tmp_path, "{{ bos_token }}\n{% for message %}")
 
 
-def test_marks_that_change_the_text_are_noticed(tmp_path: Path) -> None:
+def test_markers_that_change_the_text_are_detected(tmp_path: Path) -> None:
     counted = "{% set said %}{% generation %}x{% endgeneration %}{% endset %}{{ said | length }}"
     (tmp_path / "chat_template.jinja").write_text(counted)
     with pytest.raises(TemplateRejection, match="the text changes"):
         find_template(tmp_path).render_with_spans(chat_messages()[0])
     kept = counted.replace(" | length", "") + "{{ said }}"
     (tmp_path / "chat_template.jinja").write_text(kept)
-    found = find_template(tmp_path).render_with_spans(chat_messages()[0])
-    assert found == ("xx", [(0, 1), (1, 2)])
+    actual = find_template(tmp_path).render_with_spans(chat_messages()[0])
+    assert actual == ("xx", [(0, 1), (1, 2)])

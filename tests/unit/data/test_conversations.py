@@ -1,4 +1,4 @@
-"""Conversations are read from every format, and all that are none are told of at once."""
+"""Conversations in every format; all invalid ones are reported at once."""
 
 import datetime
 import gzip
@@ -19,15 +19,15 @@ LINES = CHAT.read_text().splitlines()
 def read(path: Path, cache: Path, column: str = "messages") -> list[Conversation]:
     corpus = open_corpus(CorpusConfig(dataset_path=str(path), messages_column=column), cache)
     unusable = Unusable(corpus)
-    found = list(read_conversations(corpus, unusable))
+    result = list(read_conversations(corpus, unusable))
     unusable.check()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("format", ["jsonl", "list", "gz", "parquet"])
 def test_every_format_gives_the_same_conversations(tmp_path: Path, format: str) -> None:
     values = [json.loads(line) for line in LINES]
-    wanted = [value["messages"] for value in values]
+    expected = [value["messages"] for value in values]
     folder = tmp_path / "data"
     folder.mkdir()
     if format == "jsonl":
@@ -40,15 +40,15 @@ def test_every_format_gives_the_same_conversations(tmp_path: Path, format: str) 
     else:
         import datasets
 
-        # A table gives each message the keys of all: `name` is null in those without.
+        # A table gives each message the keys of all messages: missing `name`s are null.
         values[0]["messages"][0]["name"] = "Ada"
         datasets.Dataset.from_list(values).to_parquet(str(folder / "all.parquet"))
-    found = read(folder, tmp_path / "cache")
-    assert [one.messages for one in found] == wanted
-    assert [one.text for one in found] == [
-        json.dumps(messages, ensure_ascii=False, sort_keys=True) for messages in wanted
+    actual = read(folder, tmp_path / "cache")
+    assert [one.messages for one in actual] == expected
+    assert [one.text for one in actual] == [
+        json.dumps(messages, ensure_ascii=False, sort_keys=True) for messages in expected
     ]
-    last = found[-1].place
+    last = actual[-1].place
     assert (
         last
         == {
@@ -80,7 +80,7 @@ WRONG = {
 }
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_all_invalid_conversations_are_reported_at_once(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
     file.write_text("\n".join([LINES[0], *WRONG, LINES[1]]) + "\n")
     with pytest.raises(DataError) as raised:
@@ -92,14 +92,14 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     assert 'A conversation is {"messages": [{"role": "user"' in lines[-1]
 
 
-def test_many_that_are_wrong_are_counted(tmp_path: Path) -> None:
+def test_many_invalid_conversations_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
     file.write_text("{}\n" * 500)
     with pytest.raises(DataError, match=r"500 conversations of (?s:.*):20: (?s:.*)and 480 more"):
         read(file, tmp_path / "cache")
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl.gz"
     file.write_bytes(gzip.compress(LINES[0].encode() * 50)[:-20])
     with pytest.raises(DataError, match=rf"cannot read {file}: EOFError"):

@@ -1,4 +1,4 @@
-"""Which files a corpus means, in every format, and what is said when they are not there."""
+"""The files of a corpus, in every format, and the errors for missing ones."""
 
 import json
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def test_fingerprint_follows_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_missing_column_lists_those_there_are(tmp_path: Path, streaming: bool) -> None:
+def test_a_missing_column_lists_existing_ones(tmp_path: Path, streaming: bool) -> None:
     write_jsonl(tmp_path)
     config = CorpusConfig(dataset_path=str(tmp_path / "data.jsonl"), text_column="body")
     corpus = open_corpus(config, tmp_path / "cache")
@@ -103,12 +103,12 @@ def test_a_missing_column_lists_those_there_are(tmp_path: Path, streaming: bool)
         ({"dataset": "c4"}, "cannot read the corpus 'c4'"),
     ],
 )
-def test_what_is_not_there(tmp_path: Path, settings: dict, message: str) -> None:
+def test_missing_files(tmp_path: Path, settings: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
         open_corpus(CorpusConfig(**settings), tmp_path)
 
 
-def test_unclear_and_damaged_files(tmp_path: Path) -> None:
+def test_ambiguous_and_damaged_files(tmp_path: Path) -> None:
     write_jsonl(tmp_path)
     write_text(tmp_path)
     with pytest.raises(DataError, match=r"extensions '.jsonl', '.txt'.*Set dataset to one of"):

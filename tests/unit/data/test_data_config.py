@@ -8,7 +8,7 @@ from torchtitan_lite.schema.section import field_texts
 from torchtitan_lite.schema.validation import ValidationConfig
 
 
-def test_corpora_take_the_place_of_the_keys_beside_them() -> None:
+def test_corpora_replace_the_single_dataset_keys() -> None:
     config = DataConfig.model_validate({"corpora": [{"dataset": "c4", "weight": 2}, {}]})
     assert [corpus.weight for corpus in config.resolved_corpora()] == [2.0, 1.0]
     with pytest.raises(ValidationError, match="dataset_path = 'x'; name the data either"):
@@ -33,7 +33,7 @@ def test_a_resolved_config_loads_again() -> None:
         {"seq_len": "64"},
     ],
 )
-def test_bad_values_are_refused(settings: dict) -> None:
+def test_invalid_values_are_rejected(settings: dict) -> None:
     with pytest.raises(ValidationError, match=next(iter(settings))):
         DataConfig.model_validate(settings)
 

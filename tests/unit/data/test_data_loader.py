@@ -29,7 +29,7 @@ def same(a: list[Microbatch], b: list[Microbatch]) -> bool:
 
 
 def rows(microbatches: list[Microbatch]) -> dict[int, tuple]:
-    """Everything about each sample, by its index."""
+    """Return all contents of each sample, by its index."""
     return {
         sample: (m.tokens_BS[i].tolist(), m.targets_BS[i].tolist(), int(m.keys_B[i]))
         for m in microbatches
@@ -66,7 +66,9 @@ def test_keys_follow_the_step_and_the_sample(opened: Opener) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_the_samples_of_a_step_do_not_depend_on_the_ranks(opened: Opener, streaming: bool) -> None:
+def test_the_samples_of_a_step_do_not_depend_on_the_number_of_ranks(
+    opened: Opener, streaming: bool
+) -> None:
     steps: list[list[dict]] = []
     for num_ranks in (1, 2, 4):
         loaders = [opened(streaming=streaming).loader for _ in range(num_ranks)]
@@ -108,13 +110,13 @@ def blend(tmp_path: Path) -> list[CorpusConfig]:
     ]
 
 
-def test_a_resumed_blend_goes_on_as_the_straight_run(opened: Opener, tmp_path: Path) -> None:
+def test_a_resumed_blend_equals_an_uninterrupted_one(opened: Opener, tmp_path: Path) -> None:
     settings = {"corpora": blend(tmp_path)}
-    straight = opened(**settings).loader
+    uninterrupted = opened(**settings).loader
     expected, states = {}, {}
     for step in range(60):
-        expected[step] = straight.take([range(step * 6, step * 6 + 6)], step)
-        states[step + 1] = json.dumps(straight.state(step * 6 + 6))
+        expected[step] = uninterrupted.take([range(step * 6, step * 6 + 6)], step)
+        states[step + 1] = json.dumps(uninterrupted.state(step * 6 + 6))
     for step in (1, 17, 40):
         resumed = opened(**settings).loader
         resumed.load_state(json.loads(states[step]))
@@ -131,7 +133,7 @@ def test_the_state_is_the_same_on_every_rank(opened: Opener, tmp_path: Path) -> 
         assert loaders[0].state(step * 4 + 4) == loaders[1].state(step * 4 + 4)
 
 
-def test_other_data_than_the_checkpoint_are_refused(opened: Opener, tmp_path: Path) -> None:
+def test_data_that_differ_from_the_checkpoint_are_rejected(opened: Opener, tmp_path: Path) -> None:
     state = opened().loader.state(0)
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(FIXTURE.read_bytes())
@@ -203,7 +205,7 @@ def test_validation_on_a_set_of_its_own(opened: Opener, tmp_path: Path) -> None:
     assert batch.tokens_BS.shape == (8, 9)
 
 
-def test_validation_without_documents_is_refused(opened: Opener, tmp_path: Path) -> None:
+def test_validation_without_documents_is_rejected(opened: Opener, tmp_path: Path) -> None:
     enabled = ValidationConfig(enable=True)
     with pytest.raises(DataError, match=r"training.held_out_fraction = 0.0. Set it"):
         opened(enabled)

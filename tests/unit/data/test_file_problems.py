@@ -1,4 +1,4 @@
-"""Data files that cannot be read: one line with the file, the line and what to change."""
+"""Unreadable data files: one line with the file, the line number and the remedy."""
 
 import gzip
 from pathlib import Path
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[dict[str, bytes], str]] = {
         "DIR/b.jsonl:3: not JSON (Expecting value, column 1), and each line must be one JSON "
         "object. Correct the line or remove it.",
     ),
-    "a line that is cut off": (
+    "a truncated line": (
         {"a.jsonl": GOOD + b'{"text": "thr'},
         "DIR/a.jsonl:3: not JSON (Unterminated string starting at, column 10), and each line must "
         "be one JSON object. Correct the line or remove it.",
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[dict[str, bytes], str]] = {
         "DIR/a.json:2: not JSON (Expecting value, column 11), and the file must be a list of JSON "
         "objects, or one object per line. Correct it.",
     ),
-    "a line that is no object": (
+    "a line that is not an object": (
         {"a.jsonl": GOOD + b"3\n"},
         'DIR/a.jsonl:3: a number, but a document must be a JSON object such as {"text": "..."}. '
         "Correct it or remove it.",
@@ -81,12 +81,12 @@ CASES: dict[str, tuple[dict[str, bytes], str]] = {
         {"a.json": b"[" + HUGE + b"]"},
         f"DIR/a.json: {TOO_MANY_DIGITS} Correct it.",
     ),
-    "no xz": (
+    "not xz": (
         {"a.jsonl.xz": GOOD},
         "DIR/a.jsonl.xz: not a .xz file that can be decompressed (Input format not supported by "
         "decoder). Replace it, or exclude it from dataset_path.",
     ),
-    "no gzip": (
+    "not gzip": (
         {"a.jsonl.gz": GOOD},
         "DIR/a.jsonl.gz: not a .gz file that can be decompressed (Not a gzipped file (b'{\"')). "
         "Replace it, or exclude it from dataset_path.",
@@ -96,17 +96,17 @@ CASES: dict[str, tuple[dict[str, bytes], str]] = {
         "DIR/a.jsonl.gz: not a .gz file that can be decompressed (Error -3 while decompressing "
         "data: invalid block type). Replace it, or exclude it from dataset_path.",
     ),
-    "a gzip file that is cut off": (
+    "a truncated gzip file": (
         {"a.txt.gz": GZIP[:-12]},
         "DIR/a.txt.gz: not a .gz file that can be decompressed (Compressed file ended before the "
         "end-of-stream marker was reached). Replace it, or exclude it from dataset_path.",
     ),
-    "no bz2": (
+    "not bz2": (
         {"a.txt.bz2": GOOD},
         "DIR/a.txt.bz2: not a .bz2 file that can be decompressed (Invalid data stream). Replace "
         "it, or exclude it from dataset_path.",
     ),
-    "no Parquet": (
+    "not Parquet": (
         {"a.parquet": b"none"},
         "DIR/a.parquet: not a Parquet file that can be read (Parquet file size is 4 bytes, smaller "
         "than the minimum file footer (8 bytes)). Replace it, or exclude it from dataset_path.",
@@ -149,7 +149,7 @@ def test_one_line_names_the_file_and_the_remedy(
     ],
     ids=["one of two is empty", "byte order mark", "blank line", "one object over lines"],
 )
-def test_what_can_be_read_is_read(files: dict[str, bytes], tmp_path: Path) -> None:
+def test_readable_files_are_read(files: dict[str, bytes], tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for name, content in files.items():
@@ -158,7 +158,7 @@ def test_what_can_be_read_is_read(files: dict[str, bytes], tmp_path: Path) -> No
     assert next(corpus.documents()) == "one"
 
 
-@pytest.mark.parametrize("content", [GOOD, b""], ids=["no xz", "empty"])
+@pytest.mark.parametrize("content", [GOOD, b""], ids=["not xz", "empty"])
 def test_conversations_in_a_file_that_is_not_compressed(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl.xz"
     path.write_bytes(content)
@@ -169,7 +169,7 @@ def test_conversations_in_a_file_that_is_not_compressed(content: bytes, tmp_path
     assert str(path) in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_conversations_that_are_not_utf8_are_listed_with_their_place(tmp_path: Path) -> None:
+def test_conversations_that_are_not_utf8_are_listed_with_their_position(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_bytes(b'{"messages": [{"role": "user", "content": "caf\xe9"}]}\n')
     corpus = open_corpus(

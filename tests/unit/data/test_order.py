@@ -1,4 +1,4 @@
-"""The sample order: a permutation in each epoch, blends by weight, shares of ranks."""
+"""The sample order: a permutation per epoch, blends by weight, shares of ranks."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def test_each_epoch_uses_each_block_once(size: int) -> None:
         assert (epochs[epoch * size : (epoch + 1) * size] == epoch).all()
 
 
-def test_seeds_and_epochs_give_other_orders_without_structure() -> None:
+def test_seeds_and_epochs_give_different_orders_without_structure() -> None:
     size = 4001
     indices = np.arange(2 * size)
     _, _, blocks = SampleOrder(1, [size], [1.0]).locate(indices)
@@ -31,7 +31,7 @@ def test_seeds_and_epochs_give_other_orders_without_structure() -> None:
     assert abs(neighbours / size - 1 / 3) < 0.03
 
 
-def test_order_is_a_function_of_the_index_alone() -> None:
+def test_order_is_a_function_of_the_index() -> None:
     order = SampleOrder(5, [101, 37], [2.0, 1.0])
     together = np.stack(order.locate(np.arange(1000)))
     far = np.stack(order.locate(np.array([999, 3, 500])))
@@ -58,7 +58,7 @@ def test_blend_keeps_shares_and_has_no_gaps(weights: list[float]) -> None:
 
 
 @pytest.mark.parametrize(("local", "steps_of"), [(2, 8), (1, 12), (3, 12)])
-def test_ranks_share_a_step_whatever_their_number(local: int, steps_of: int) -> None:
+def test_ranks_divide_a_step_for_every_world_size(local: int, steps_of: int) -> None:
     for num_ranks in (1, 2, 4):
         if steps_of % (local * num_ranks):
             continue
@@ -71,6 +71,6 @@ def test_ranks_share_a_step_whatever_their_number(local: int, steps_of: int) -> 
         assert all(len(samples) == local for samples in rounds)
 
 
-def test_share_of_step_refuses_a_batch_that_does_not_divide() -> None:
+def test_share_of_step_rejects_an_indivisible_batch() -> None:
     with pytest.raises(ValueError, match="10 samples in rounds of 4"):
         share_of_step(range(10), 2, 0, 2)

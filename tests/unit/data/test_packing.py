@@ -1,4 +1,4 @@
-"""Blocks and document numbers, against a plain loop."""
+"""Blocks and document ids, compared with a plain loop."""
 
 import numpy as np
 import pytest
@@ -44,13 +44,13 @@ def test_every_token_is_a_target_once() -> None:
     assert blocks.tokens[:, 1:].ravel().tolist() == list(range(1, 71))
 
 
-def test_exactly_one_block_fits_and_less_is_refused() -> None:
+def test_one_block_is_the_minimum() -> None:
     assert PackedBlocks(np.arange(SEQ_LEN + 1), np.array([0]), SEQ_LEN).num_blocks == 1
     with pytest.raises(DataError, match=r"7 tokens in 1 documents, .* seq_len \+ 1 = 8"):
         PackedBlocks(np.arange(SEQ_LEN), np.array([0]), SEQ_LEN)
 
 
-def test_a_block_outside_is_refused() -> None:
+def test_an_index_out_of_range_is_rejected() -> None:
     blocks = PackedBlocks(np.arange(15), np.array([0]), SEQ_LEN)
     with pytest.raises(IndexError):
         blocks.read(np.array([2]))

@@ -1,4 +1,4 @@
-"""Streams: the same blocks straight, after a step back and from a saved state."""
+"""Streams: the same blocks when read in order, after a step back, and from a saved state."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ SEQ_LEN = 23
 
 @pytest.fixture(params=["jsonl", "parquet", "text"])
 def path(request: pytest.FixtureRequest, tmp_path: Path, documents: list[str]) -> Path:
-    """The fixture's documents in three files of uneven length."""
+    """The fixture's documents in three files of different lengths."""
     import datasets
 
     folder = tmp_path / "stream"
@@ -43,7 +43,7 @@ def stream_of(path: Path, tokenizer_folder: Path, cache: Path, fraction: float =
     return StreamedBlocks(corpus, tokenizer, SEQ_LEN, held_out_fraction=fraction)
 
 
-def straight(documents: list[str], tokenizer_folder: Path, epochs: int) -> PackedBlocks:
+def packed_table(documents: list[str], tokenizer_folder: Path, epochs: int) -> PackedBlocks:
     ids = tokenize(load_tokenizer(tokenizer_folder), documents * epochs)
     lengths = np.array([len(document) for document in ids])
     return PackedBlocks(np.concatenate(ids), np.cumsum(lengths) - lengths, SEQ_LEN)
@@ -57,7 +57,7 @@ def assert_same(a, b) -> None:
 def test_stream_matches_the_table_over_epochs_and_resumes_anywhere(
     path: Path, tokenizer_folder: Path, documents: list[str], tmp_path: Path
 ) -> None:
-    table = straight(documents, tokenizer_folder, epochs=3)
+    table = packed_table(documents, tokenizer_folder, epochs=3)
     stream = stream_of(path, tokenizer_folder, tmp_path)
     num_blocks = table.num_blocks - 8
     states = {}
@@ -82,12 +82,12 @@ def test_blocks_of_one_rank_and_steps_back(
 ) -> None:
     file = tmp_path / "all.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    table = straight(documents, tokenizer_folder, epochs=6)
+    table = packed_table(documents, tokenizer_folder, epochs=6)
     stream = stream_of(file, tokenizer_folder, tmp_path)
     for first in [3, 11, 19, 11, 0, 400, 396, 2]:
         blocks = np.array([first, first + 1, first + 4])
         assert_same(stream.read(blocks), table.read(blocks))
-    # Far back from a saved state: before it there is only the beginning of the stream.
+    # Far before a saved state, the stream must be read from its beginning.
     state = stream.state(300)
     resumed = stream_of(file, tokenizer_folder, tmp_path)
     resumed.load_state(state)
@@ -95,7 +95,7 @@ def test_blocks_of_one_rank_and_steps_back(
         assert_same(resumed.read(np.array([first])), table.read(np.array([first])))
 
 
-def test_held_out_documents_are_left_out(
+def test_held_out_documents_are_excluded(
     tokenizer_folder: Path, documents: list[str], tmp_path: Path
 ) -> None:
     from torchtitan_lite.data.token_cache import is_held_out
@@ -104,20 +104,20 @@ def test_held_out_documents_are_left_out(
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     kept = [text for text in documents if not is_held_out(text, 0.3)]
     assert len(kept) < len(documents)
-    table = straight(kept, tokenizer_folder, epochs=2)
+    table = packed_table(kept, tokenizer_folder, epochs=2)
     stream = stream_of(file, tokenizer_folder, tmp_path, fraction=0.3)
     blocks = np.arange(table.num_blocks)
     assert_same(stream.read(blocks), table.read(blocks))
 
 
-def test_a_stream_without_text_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_a_stream_without_text_is_rejected(tokenizer_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "empty.jsonl"
     file.write_text('{"text": ""}\n')
     with pytest.raises(DataError, match="has no text to train on"):
         stream_of(file, tokenizer_folder, tmp_path).read(np.array([0]))
 
 
-def test_repeating_a_step_or_taking_over_does_not_read_again(
+def test_repeating_a_step_or_taking_over_samples_does_not_read_again(
     tokenizer_folder: Path,
     documents: list[str],
     tmp_path: Path,

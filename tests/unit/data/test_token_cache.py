@@ -1,4 +1,4 @@
-"""The token cache: built once, whole or not at all, split in two, cheap to open again."""
+"""The token cache: built once, complete or absent, split in two, cheap to open again."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.forks import FORKS
+from tests.forks import FORK_SERVER
 from torchtitan_lite.data import open_data
 from torchtitan_lite.data.atomic_folder import build_once
 from torchtitan_lite.data.corpus import open_corpus
@@ -25,7 +25,7 @@ HEAVY = {"datasets", "tokenizers", "pyarrow", "pandas"}
 
 
 def open_and_report(path: Path, tokenizer: str | None, cache: Path, end: Connection) -> None:
-    """Send the digest of the tokens, and what was imported of `HEAVY`."""
+    """Send the digest of the tokens, and which modules of `HEAVY` were imported."""
     before = HEAVY & set(sys.modules)
     data = open_data(
         DataConfig(
@@ -45,8 +45,8 @@ def open_and_report(path: Path, tokenizer: str | None, cache: Path, end: Connect
 
 
 def start(path: Path, tokenizer: str | None, cache: Path) -> tuple[Any, Connection]:
-    ours, theirs = FORKS.Pipe(duplex=False)
-    process = FORKS.Process(target=open_and_report, args=(path, tokenizer, cache, theirs))
+    ours, theirs = FORK_SERVER.Pipe(duplex=False)
+    process = FORK_SERVER.Process(target=open_and_report, args=(path, tokenizer, cache, theirs))
     process.start()
     theirs.close()
     return process, ours
@@ -72,7 +72,7 @@ def texts_of(part, tokenizer) -> list[str]:
     return [tokenizer.decode(ids) for ids in np.split(part.tokens, part.document_starts[1:])]
 
 
-def test_documents_are_kept_whole_and_in_order(
+def test_documents_are_complete_and_in_order(
     tmp_path: Path, tokenizer_folder: Path, documents: list[str]
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -83,7 +83,7 @@ def test_documents_are_kept_whole_and_in_order(
     assert part.tokens.dtype == np.uint16
 
 
-def test_held_out_documents_are_in_one_part_only(
+def test_held_out_documents_are_in_only_one_part(
     tmp_path: Path, tokenizer_folder: Path, documents: list[str]
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -91,7 +91,7 @@ def test_held_out_documents_are_in_one_part_only(
     train, held_out = texts_of(both.train, tokenizer), texts_of(both.held_out, tokenizer)
     assert sorted(train + held_out) == sorted(documents)
     assert 4 <= len(held_out) <= 20
-    # The choice follows the text, so that it is the same in a shuffled copy of the corpus.
+    # The split depends on the text, so that it is the same in a shuffled copy of the corpus.
     copy = tmp_path / "copy.jsonl"
     copy.write_text("\n".join(reversed(FIXTURE.read_text().splitlines())))
     again = tokenized(tokenizer_folder, tmp_path, 0.3, copy)
@@ -102,14 +102,15 @@ def test_several_processes_build_once_and_a_warm_start_imports_little(tmp_path: 
     cache = tmp_path / "cache"
     outputs = [finish(p) for p in [start(FIXTURE, None, cache) for _ in range(3)]]
     assert len({digest for digest, _ in outputs}) == 1
-    # Exactly one of the three had to load the libraries for each of tokenizer and tokens.
+    # Exactly one of the three processes had to load the libraries, for each of tokenizer and
+    # tokens.
     assert 1 <= sum("tokenizers" in modules for _, modules in outputs) <= 2
     assert len([p for p in (cache / "tokens").iterdir() if p.is_dir()]) == 1
     assert len([p for p in (cache / "tokenizers").iterdir() if p.is_dir()]) == 1
     assert finish(start(FIXTURE, None, cache)) == (outputs[0][0], set())
 
 
-def test_a_build_that_is_killed_leaves_nothing(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_a_killed_build_leaves_nothing(tmp_path: Path, tokenizer_folder: Path) -> None:
     big = tmp_path / "big.jsonl"
     big.write_text(FIXTURE.read_text() * 3000)
     cache = tmp_path / "cache"
@@ -127,7 +128,7 @@ def test_a_build_that_is_killed_leaves_nothing(tmp_path: Path, tokenizer_folder:
     assert tokenized(tokenizer_folder, cache, 0.2, big).train.tokens.size > 1000
 
 
-def test_what_a_dead_builder_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_builder_are_removed(tmp_path: Path) -> None:
     left_over = tmp_path / "thing.building-1"
     left_over.mkdir()
     (left_over / "half").write_text("torn")
@@ -156,7 +157,7 @@ def test_a_damaged_or_unwritable_cache_is_named(tmp_path: Path, tokenizer_folder
         tokenized(tokenizer_folder, tmp_path / "file", 0.0)
 
 
-def test_a_corpus_without_text_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_a_corpus_without_text_is_rejected(tmp_path: Path, tokenizer_folder: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"text": ""}\n{"text": null}\n')
     with pytest.raises(DataError, match="no text in column 'text'"):

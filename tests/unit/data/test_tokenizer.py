@@ -25,7 +25,7 @@ def test_training_is_deterministic_and_text_survives(documents: list[str], tmp_p
     assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(texts)] == texts
 
 
-def test_text_cannot_forge_a_special_token(tokenizer_folder: Path) -> None:
+def test_text_cannot_contain_special_tokens(tokenizer_folder: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_folder)
     [ids] = tokenizer.encode_batch(["a<|end_of_text|>b"])
     assert tokenizer.eos_id not in ids
@@ -42,13 +42,13 @@ def test_names_of_special_tokens(tokenizer_folder: Path, tmp_path: Path, config)
     assert tokenizer.eos_id == (0 if config else 1)
 
 
-def test_tokens_that_only_the_config_defines_get_the_ids_of_transformers(
+def test_tokens_defined_only_in_the_config_get_the_ids_of_transformers(
     documents: list[str], tmp_path: Path
 ) -> None:
     inner = ByteLevelBPETokenizer()
     inner.train_from_iterator(documents, vocab_size=300, special_tokens=["<|image|>"])
     inner.save(str(tmp_path / "tokenizer.json"))
-    # As in torchtitan's test tokenizer: ids beyond the vocabulary, and not in their order.
+    # As in torchtitan's test tokenizer: ids beyond the vocabulary, and out of order.
     tokens = {
         "128000": {"content": "<|begin|>", "special": True},
         "128001": {"content": "<|end|>", "special": True, "normalized": False},

@@ -1,4 +1,4 @@
-"""Windows over documents: each token is a target once, after what the stride leaves of context."""
+"""Windows over documents: each token is a target once, with the context that the stride leaves."""
 
 from typing import Any
 
@@ -15,15 +15,16 @@ LENGTHS = (0, 1, 5, 7, 8, 9, 16, 17, 30)
 def rolling_windows(
     tokens: list[int], prefix: int, seq_len: int, stride: int
 ) -> list[tuple[list[int], list[int]]]:
-    """(context, targets) of each window, written as the definition: the first has up to `seq_len`
-    targets, the others the next `stride`, each with the `seq_len` tokens before its last target."""
-    row, found, done = [prefix, *tokens], [], 0
+    """Return (context, targets) of each window, following the definition: the first has up to
+    `seq_len` targets, the others the next `stride`, each with the `seq_len` tokens before its last
+    target."""
+    row, result, done = [prefix, *tokens], [], 0
     while done < len(tokens):
         end = min(len(tokens), done + (stride if done else seq_len))
         context = row[max(0, end - seq_len) : end]
-        found.append((context, tokens[done:end]))
+        result.append((context, tokens[done:end]))
         done = end
-    return found
+    return result
 
 
 def windows(documents: list[np.ndarray], **options: Any) -> DocumentWindows:
@@ -36,7 +37,7 @@ def windows(documents: list[np.ndarray], **options: Any) -> DocumentWindows:
 @pytest.mark.parametrize("stride", [1, 3, SEQ_LEN])
 @pytest.mark.parametrize("has_bos", [True, False])
 @pytest.mark.parametrize("has_eos", [True, False])
-def test_windows_are_those_of_the_definition(stride: int, has_bos: bool, has_eos: bool) -> None:
+def test_windows_follow_the_definition(stride: int, has_bos: bool, has_eos: bool) -> None:
     texts = [np.arange(10, 10 + n) + 100 * i for i, n in enumerate(LENGTHS)]
     before, after = [BOS] * has_bos, [EOS] * has_eos
     documents = [np.array([*before, *text, *after], dtype=np.uint16) for text in texts]
@@ -48,11 +49,11 @@ def test_windows_are_those_of_the_definition(stride: int, has_bos: bool, has_eos
         for text in texts
         for window in rolling_windows(text.tolist(), BOS if has_bos else EOS, SEQ_LEN, stride)
     ]
-    found = source.read(np.arange(source.num_blocks))
+    actual = source.read(np.arange(source.num_blocks))
     assert source.num_blocks == len(expected)
-    assert not found.documents.any() and not found.are_targets[:, 0].any()
+    assert not actual.documents.any() and not actual.are_targets[:, 0].any()
     for tokens, are_targets, (context, targets) in zip(
-        found.tokens, found.are_targets, expected, strict=True
+        actual.tokens, actual.are_targets, expected, strict=True
     ):
         assert tokens[are_targets].tolist() == targets
         assert tokens[: len(context)].tolist() == context
@@ -61,18 +62,18 @@ def test_windows_are_those_of_the_definition(stride: int, has_bos: bool, has_eos
         assert not tokens[len(context) + 1 :].any()
     shuffled = np.random.default_rng(0).permutation(source.num_blocks)
     again = source.read(shuffled)
-    assert all((a == b[shuffled]).all() for a, b in zip(again, found, strict=True))
+    assert all((a == b[shuffled]).all() for a, b in zip(again, actual, strict=True))
 
 
-def test_only_an_assistants_tokens_are_targets() -> None:
+def test_only_assistant_tokens_are_targets() -> None:
     documents = [np.arange(20), np.arange(20, 30)]
     bounds = np.array([3, 5, 12, 14, 22, 30])
     source = windows(documents, num_after=0, target_bounds=bounds, stride=4)
-    found = source.read(np.arange(source.num_blocks))
-    targets = sorted(found.tokens[found.are_targets].tolist())
+    actual = source.read(np.arange(source.num_blocks))
+    targets = sorted(actual.tokens[actual.are_targets].tolist())
     assert targets == [3, 4, 12, 13, *range(22, 30)]
 
 
-def test_documents_without_a_target_are_refused() -> None:
+def test_documents_without_a_target_are_rejected() -> None:
     with pytest.raises(DataError, match="the set has no document of at least two tokens"):
         windows([np.array([BOS, EOS])])

@@ -1,4 +1,4 @@
-"""Implicit redistributions of DTensors are refused, with the operation and the module named."""
+"""Implicit redistributions of DTensors are rejected, with the operation and the module named."""
 
 import re
 from collections.abc import Callable
@@ -20,8 +20,8 @@ Pools = Callable[[int], WorkerPool]
 
 
 class Projection(nn.Module):
-    """A linear whose rows are cut over the ranks, with the placements of its input and of the
-    gradient of its output as a careless author might choose them."""
+    """A linear whose rows are sharded over the ranks, with configurable placements of its input and
+    of the gradient of its output."""
 
     def __init__(self, given: Placement, gradient: Placement, explicit: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Toy(nn.Module):
 
 
 def _message(given: Placement, gradient: Placement, explicit: bool) -> str:
-    """What is said when the toy is trained; empty when nothing is wrong."""
+    """Return the error when the toy model is trained; empty if there is none."""
     torch.manual_seed(0)
     model = Toy(given, gradient, explicit)
     try:
@@ -61,7 +61,7 @@ def _message(given: Placement, gradient: Placement, explicit: bool) -> str:
     return ""
 
 
-def test_what_is_written_as_redistribute_is_allowed(pools: Pools) -> None:
+def test_explicit_redistributions_are_allowed(pools: Pools) -> None:
     assert pools(2).run(_message, Shard(0), Shard(1), True) == ["", ""]
 
 
@@ -77,13 +77,13 @@ def test_an_operation_in_backward_is_named(pools: Pools) -> None:
         assert "in the backward of layers.0: aten.mm.default is given" in message
 
 
-def test_the_sum_that_from_local_makes_in_backward_is_named(pools: Pools) -> None:
+def test_the_sum_of_from_local_in_backward_is_named(pools: Pools) -> None:
     for message in pools(2).run(_message, Replicate(), Shard(1), False):
         assert "in the backward of layers.0: the gradient of DTensor.from_local" in message
         assert "placed as (P(sum)) and needs it as (R)" in message
 
 
-def test_outside_of_the_context_nothing_is_refused(pools: Pools) -> None:
+def test_outside_of_the_context_everything_is_allowed(pools: Pools) -> None:
     pools(2).run(_train_twice)
 
 
@@ -95,7 +95,7 @@ def _train_twice() -> None:
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
-def test_compiled_blocks_hide_what_they_do() -> None:
+def test_compiled_blocks_are_not_checked() -> None:
     config = Config.model_validate(
         {"debug": {"explicit_redistribution": True}, "compile": {"enable": True}}
     )

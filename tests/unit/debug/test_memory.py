@@ -1,4 +1,4 @@
-"""Peaks of memory: live tensors on a CPU, the allocator's on a GPU."""
+"""Peak memory: live tensors on a CPU, the allocator's statistics on a GPU."""
 
 from dataclasses import dataclass, field
 from typing import cast
@@ -13,7 +13,7 @@ def _bytes(number: int) -> torch.Tensor:
     return torch.empty(number, dtype=torch.uint8)
 
 
-def test_live_tensors_are_added_up_until_they_are_freed() -> None:
+def test_live_tensors_are_counted_until_they_are_freed() -> None:
     live = LiveTensors([_kept := _bytes(100)])
     first = _bytes(10)
     live.note([first, first[:5]])
@@ -29,7 +29,7 @@ def test_live_tensors_are_added_up_until_they_are_freed() -> None:
     assert live.take_peak() == 0
 
 
-def test_a_storage_that_is_emptied_in_place_is_measured_again() -> None:
+def test_a_storage_that_is_resized_in_place_is_measured_again() -> None:
     live = LiveTensors([weights := _bytes(100)])
     weights.untyped_storage().resize_(0)
     live.measure_again()
@@ -39,7 +39,7 @@ def test_a_storage_that_is_emptied_in_place_is_measured_again() -> None:
     assert live.take_peak() == 50
 
 
-def test_a_module_counts_what_its_children_use() -> None:
+def test_a_module_includes_its_children() -> None:
     peaks = ModulePeaks(detect_device("cpu"), [_kept := _bytes(100)])
     peaks.at("layers.0.attention", "forward")
     held = _bytes(30)
@@ -59,7 +59,7 @@ def test_a_module_counts_what_its_children_use() -> None:
 
 @dataclass
 class _Allocator:
-    """A device whose allocator tells these peaks, one after the other."""
+    """A device whose allocator reports these peaks, in order."""
 
     peaks: list[int] = field(default_factory=list)
     has_allocator_peak = True
@@ -68,7 +68,7 @@ class _Allocator:
         return self.peaks.pop(0)
 
 
-def test_on_a_gpu_the_allocator_tells() -> None:
+def test_on_a_gpu_the_allocator_reports() -> None:
     device = _Allocator(peaks=[1000, 7, 9, 8, 6])
     peaks = ModulePeaks(cast(Device, device), [_bytes(100)])
     peaks.at("norm", "forward")

@@ -1,4 +1,4 @@
-"""The trace of a step: what travels, worked out from the sizes of the model and the mesh."""
+"""The trace of a step: the communication, derived from the sizes of the model and the mesh."""
 
 import json
 from collections import Counter
@@ -27,7 +27,8 @@ SAMPLES, SEQ_LEN, FLOAT64 = 8, 24, 8
 
 
 def _world(ranks: int) -> Row:
-    """The numbers that ranks agree on: of the step, of its checkpoint, and three of each rank."""
+    """Return the values that ranks agree on: those of the step, of its checkpoint, and three per
+    rank."""
     return "step", "model", "all_reduce", "world", (13 + 3 * ranks) * FLOAT64
 
 
@@ -37,9 +38,9 @@ assert (ODD_DIMS.dim, ODD_DIMS.num_layers, ODD_DIMS.hidden_dim) == (DIM, LAYERS,
 def _traces(
     pools: Pools, folder: Path, world_size: int, overrides: Mapping[str, Any], steps: int = 2
 ) -> list[dict[str, Any]]:
-    """The traces of all ranks."""
-    asked = {**overrides, "training.steps": steps, "debug.trace_communication": True}
-    pools(world_size).run(run_job, folder, asked)
+    """Return the traces of all ranks."""
+    settings = {**overrides, "training.steps": steps, "debug.trace_communication": True}
+    pools(world_size).run(run_job, folder, settings)
     files = [folder / f"communication_rank_{rank}.json" for rank in range(world_size)]
     return [json.loads(file.read_text()) for file in files]
 
@@ -54,7 +55,7 @@ def _counts(trace: Mapping[str, Any]) -> Counter[Row]:
 
 
 def _rows(rows: int) -> int:
-    """What FSDP makes of so many rows on two ranks: it pads them to equal shards."""
+    """Return the rows per rank with FSDP on two ranks, which pads them to equal shards."""
     return rows + rows % 2
 
 
@@ -83,8 +84,8 @@ def _tensor_parallel(samples_at_once: int, microbatches: int) -> Counter[Row]:
     per_token = samples_at_once * SEQ_LEN * FLOAT64
     in_layers = LAYERS * microbatches
     expected = Counter[Row]()
-    # Gathered along the sequence before the matrices and scattered after, and the other way round
-    # in backward.
+    # Gathered along the sequence before the matrices and scattered after them, and the reverse in
+    # backward.
     for reader, writer in (("attention", "wo"), ("feed_forward", "w2")):
         inputs, outputs = f"layers.*.{reader}", f"layers.*.{reader}.{writer}"
         expected["forward", inputs, "all_gather", "tp", stream] = in_layers
@@ -101,7 +102,7 @@ def _tensor_parallel(samples_at_once: int, microbatches: int) -> Counter[Row]:
 
 
 def test_tensor_parallelism_gathers_and_scatters_the_sequence(pools: Pools, tmp_path: Path) -> None:
-    # Norms see a part of the sequence each, so their gradients are summed at the end.
+    # Norms see only a part of the sequence, so their gradients are summed at the end.
     norms: Row = ("step", "model", "all_reduce", "tp", DIM * FLOAT64)
     expected = _tensor_parallel(2, SAMPLES // 2)
     expected.update({norms: 2 * LAYERS + 1, _world(2): 1})
@@ -120,7 +121,7 @@ def test_each_axis_has_its_own_collectives(pools: Pools, tmp_path: Path) -> None
             along[row[3]][row] = count
         assert along["world"] == {_world(4): 1}
         during = Counter({row: n for row, n in along["tp"].items() if row[0] != "step"})
-        # FSDP scatters whole gradients, so those of the norms are summed over tp before.
+        # FSDP scatters full gradients, so those of the norms are summed over tp before.
         expected = _tensor_parallel(2, SAMPLES // 4)
         expected["backward", "layers.*", "all_reduce", "tp", DIM * FLOAT64] = 2 * LAYERS * 2
         expected["backward", "model", "all_reduce", "tp", DIM * FLOAT64] = 2
@@ -154,8 +155,8 @@ def test_a_ring_sends_within_attention(pools: Pools, tmp_path: Path) -> None:
     for trace in _traces(pools, tmp_path / "run", 2, ring):
         kernel = "layers.*.attention.kernel"
         in_ring = {row: n for row, n in _counts(trace).items() if row[1] == kernel}
-        # Forward passes keys and values once; backward does so too, and their gradients twice,
-        # until they are home.
+        # Forward passes keys and values around once; backward does so too, and passes their
+        # gradients around twice, until they reach their owner.
         assert in_ring == {
             ("forward", kernel, "send", "cp", pair): LAYERS,
             ("forward", kernel, "recv", "cp", pair): LAYERS,
@@ -164,7 +165,7 @@ def test_a_ring_sends_within_attention(pools: Pools, tmp_path: Path) -> None:
         }
 
 
-def test_experts_have_axes_of_their_own(pools: Pools, tmp_path: Path) -> None:
+def test_experts_have_their_own_axes(pools: Pools, tmp_path: Path) -> None:
     overrides = {
         "model.name": "qwen3",
         "model.flavor": "many_experts",
@@ -172,7 +173,8 @@ def test_experts_have_axes_of_their_own(pools: Pools, tmp_path: Path) -> None:
     }
     dims = MANY_EXPERTS.moe
     assert dims is not None
-    # Two microbatches; counts and tokens travel there, and results back, and gradients both ways.
+    # Two microbatches; counts and tokens are sent to the experts, results are sent back, and
+    # gradients go both ways.
     microbatches, stack_bytes = 2, 3 * dims.hidden_dim * DIM * FLOAT64
     for trace in _traces(pools, tmp_path / "run", 4, overrides):
         travels = [one for one in trace["collectives"] if one["operation"] == "all_to_all"]
@@ -190,8 +192,8 @@ def test_experts_have_axes_of_their_own(pools: Pools, tmp_path: Path) -> None:
         assert gathers == {dims.num_experts // 2 * stack_bytes: LAYERS * microbatches}
 
 
-def test_what_is_computed_again_is_in_backward(pools: Pools, tmp_path: Path) -> None:
-    # Both aids at once, since each brings a dispatch mode and hooks.
+def test_recomputation_belongs_to_backward(pools: Pools, tmp_path: Path) -> None:
+    # Both tools at once, because each installs a dispatch mode and hooks.
     both = {"activation_checkpoint.mode": "full", "debug.explicit_redistribution": True}
     recompute = {**TP, **both}
     for trace in _traces(pools, tmp_path / "run", 2, recompute):
@@ -211,8 +213,8 @@ def test_training_is_the_same_bit_by_bit(mesh: str, pools: Pools, tmp_path: Path
     world_size, overrides = MESHES[mesh]
     overrides = {**overrides, "training.steps": 3}
     plain: list[Outcome] = pools(world_size).run(run_job, tmp_path / "plain", overrides)
-    asked = {**overrides, "debug.trace_communication": True, "debug.trace_communication_step": 2}
-    traced: list[Outcome] = pools(world_size).run(run_job, tmp_path / "traced", asked)
+    settings = {**overrides, "debug.trace_communication": True, "debug.trace_communication_step": 2}
+    traced: list[Outcome] = pools(world_size).run(run_job, tmp_path / "traced", settings)
     for one, other in zip(plain, traced, strict=True):
         assert one.losses == other.losses and one.grad_norms == other.grad_norms
         assert all(one.weights[name].equal(other.weights[name]) for name in one.weights)
@@ -238,7 +240,7 @@ def test_which_step_is_traced(caplog: pytest.LogCaptureFixture) -> None:
     assert "Nothing will be traced" in caplog.text
 
 
-def test_a_step_beyond_the_last_is_refused() -> None:
+def test_a_step_beyond_the_last_is_rejected() -> None:
     debug = {"trace_communication": True, "trace_communication_step": 9}
     config = Config.model_validate({"debug": debug, "training": {"steps": 8}})
     with pytest.raises(ConfigError, match=r"trace_communication_step \(9\) is above .*\(8\)"):

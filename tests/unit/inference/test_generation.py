@@ -1,4 +1,4 @@
-"""Text with kept keys and values is that of a whole forward pass for each token."""
+"""Generation with a KV cache equals a full forward pass per token."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ from torchtitan_lite.spec import ModelSpec
 
 GREEDY = Sampling(temperature=0.0)
 SPECS = {
-    # Five rotations, stretched; three query heads to one of keys and values.
+    # Five frequencies with RoPE scaling; three query heads per KV head.
     "llama": llama3.spec_of(DIMS, "tiny"),
     "llama-tied": llama3.spec_of(replace(DIMS, tied_embeddings=True), "tiny"),
     "llama-flex-masked": llama3.spec_of(
@@ -47,14 +47,14 @@ def drawn(spec: ModelSpec, dtype: torch.dtype = torch.float64) -> nn.Module:
     initialize(model, spec.init, seed=3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Else the embedding of the last token alone would settle what follows.
+            # Otherwise the embedding of the last token alone would determine the next.
             factor = 15 if parameter.dim() > 1 and "embeddings" not in name else 1
             parameter.data = parameter.data.to(dtype) * factor
     return model.eval()
 
 
 def whole_logits(model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
-    """[S, V] of one sequence, everything computed at once."""
+    """Return the logits [S, V] of one sequence, computed in one forward pass."""
     with torch.no_grad():
         return model(
             torch.tensor([ids]),
@@ -64,11 +64,11 @@ def whole_logits(model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
 
 
 def greedily(model: nn.Module, ids: Sequence[int], num_tokens: int) -> list[int]:
-    """Each token by a whole forward pass."""
-    found = list(ids)
+    """Generate greedily, with a full forward pass per token."""
+    result = list(ids)
     for _ in range(num_tokens):
-        found.append(int(whole_logits(model, found)[-1].argmax()))
-    return found[len(ids) :]
+        result.append(int(whole_logits(model, result)[-1].argmax()))
+    return result[len(ids) :]
 
 
 def texts_of(generator: BatchGenerator, prompts: Sequence[Sequence[int]], **changes: Any) -> Any:
@@ -78,7 +78,7 @@ def texts_of(generator: BatchGenerator, prompts: Sequence[Sequence[int]], **chan
 
 @pytest.mark.parametrize("read_at_once", [1024, 3])
 @pytest.mark.parametrize("name", SPECS)
-def test_a_batch_gives_what_whole_forward_passes_give(
+def test_a_batch_equals_full_forward_passes(
     name: str, read_at_once: int, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "_READ_AT_ONCE", read_at_once)
@@ -87,7 +87,7 @@ def test_a_batch_gives_what_whole_forward_passes_give(
     expected = [greedily(plain, ids, 9) for ids in PROMPTS]
     assert texts_of(generator, PROMPTS) == expected
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
-    # The memory is used again, for another batch.
+    # The KV cache is reused for another batch.
     assert texts_of(generator, PROMPTS[1:]) == expected[1:]
 
 
@@ -95,7 +95,7 @@ def test_a_batch_gives_what_whole_forward_passes_give(
     ("dtype", "tolerance"), [(torch.float64, PARITY_FLOAT64), (torch.float32, LOGITS_FLOAT32)]
 )
 @pytest.mark.parametrize("name", SPECS)
-def test_each_steps_logits_are_those_of_a_whole_forward_pass(
+def test_logits_of_each_step_equal_those_of_a_full_forward_pass(
     name: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     spec = SPECS[name]
@@ -104,11 +104,11 @@ def test_each_steps_logits_are_those_of_a_whole_forward_pass(
     model = drawn(spec, dtype)
     cache = KeyValueCache(model)
     cache.make_room(1, 32)
-    found, first = [], 0
+    actual, first = [], 0
     for count in (12, 1, 1, 5, 1, 1):
         positions_BS = torch.arange(first, first + count)[None]
         with torch.no_grad():
-            found.append(
+            actual.append(
                 model(
                     ids[None, first : first + count],
                     positions_BS=positions_BS,
@@ -117,20 +117,20 @@ def test_each_steps_logits_are_those_of_a_whole_forward_pass(
             )
         first += count
     scale = expected_SV.abs().max().item()
-    torch.testing.assert_close(torch.cat(found), expected_SV, rtol=0, atol=tolerance * scale)
+    torch.testing.assert_close(torch.cat(actual), expected_SV, rtol=0, atol=tolerance * scale)
     itemsize = torch.tensor([], dtype=dtype).itemsize
     assert cache.num_bytes == 2 * 3 * 32 * 2 * 10 * itemsize
 
 
-def test_a_sample_in_a_batch_is_what_it_is_alone(mesh: Mesh) -> None:
+def test_a_sample_does_not_depend_on_its_batch(mesh: Mesh) -> None:
     spec = SPECS["llama"]
     generator = BatchGenerator(drawn(spec), spec, mesh)
     sampling = Sampling(temperature=20.0, top_p=0.9, seed=4)
     prompts = [Prompt(PROMPTS[0], 0), Prompt(PROMPTS[0], 1), Prompt(PROMPTS[2], 0)]
 
     def ids_of(chosen: Sequence[Prompt], sampling: Sampling = sampling) -> list[list[int]]:
-        found = generator.generate(chosen, max_new_tokens=12, sampling=sampling)
-        return [one.ids for one in found]
+        actual = generator.generate(chosen, max_new_tokens=12, sampling=sampling)
+        return [one.ids for one in actual]
 
     together = ids_of(prompts)
     assert together == [ids_of([prompt])[0] for prompt in prompts]
@@ -138,29 +138,29 @@ def test_a_sample_in_a_batch_is_what_it_is_alone(mesh: Mesh) -> None:
     assert ids_of(prompts, replace(sampling, seed=5)) != together
 
 
-def test_a_text_ends_at_a_stop_token_or_where_the_model_ends(mesh: Mesh) -> None:
+def test_generation_ends_at_a_stop_token_or_the_maximum_length(mesh: Mesh) -> None:
     spec = replace(SPECS["llama"], max_seq_len=12)
     generator = BatchGenerator(drawn(spec), spec, mesh)
     free = texts_of(generator, PROMPTS, max_new_tokens=5)
     stop = free[1][2]
     heard: list[tuple[int, int]] = []
-    found = generator.generate(
+    actual = generator.generate(
         [Prompt(ids) for ids in PROMPTS],
         max_new_tokens=30,
         sampling=GREEDY,
         stop_ids={stop},
         heard=lambda number, token: heard.append((number, token)),
     )
-    assert found[1].stopped and found[1].ids == free[1][: free[1].index(stop)]
-    for number, (prompt, one) in enumerate(zip(PROMPTS, found, strict=True)):
+    assert actual[1].stopped and actual[1].ids == free[1][: free[1].index(stop)]
+    for number, (prompt, one) in enumerate(zip(PROMPTS, actual, strict=True)):
         assert one.stopped or len(prompt) + len(one.ids) == 12
         assert one.ids[:5] == free[number][: len(one.ids)]
         assert [token for who, token in heard if who == number] == one.ids
 
 
-def test_no_token_is_dropped_for_want_of_capacity(mesh: Mesh) -> None:
+def test_generation_drops_no_token_for_capacity(mesh: Mesh) -> None:
     moe = MoEDims(num_experts=4, top_k=2, hidden_dim=11)
-    # Each expert would take two of the copies of a prompt.
+    # With its capacity, each expert would accept two of the copies of a prompt.
     capped = replace(QWEN3_EXPERTS, moe=replace(moe, capacity_factor=0.1))
     spec = qwen3.spec_of(capped, "tiny")
     plain = drawn(qwen3.spec_of(replace(QWEN3_EXPERTS, moe=moe), "tiny"))
@@ -171,20 +171,20 @@ def test_no_token_is_dropped_for_want_of_capacity(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 12])
-def test_a_prompt_without_room_is_refused(mesh: Mesh, length: int) -> None:
+def test_a_prompt_that_is_too_long_is_rejected(mesh: Mesh, length: int) -> None:
     spec = replace(SPECS["llama"], max_seq_len=12)
     generator = BatchGenerator(drawn(spec), spec, mesh)
     with pytest.raises(ConfigError, match=f"Prompt 2 has {length} tokens.* 12 positions"):
         texts_of(generator, [[1], [1] * length])
 
 
-def test_a_model_without_attention_is_refused() -> None:
+def test_a_model_without_attention_is_rejected() -> None:
     with pytest.raises(ConfigError, match="Linear has no Attention"):
         KeyValueCache(nn.Linear(1, 1))
 
 
 def replace_flex(spec: ModelSpec) -> ModelSpec:
-    """The same weights on the kernel that runs here."""
+    """Return the same weights with the attention kernel that runs here."""
     if spec.name == "qwen3":
         return spec
     return llama3.spec_of(replace(spec.dims, attention_backend="sdpa", dropout=0.0), "tiny")

@@ -1,4 +1,4 @@
-"""How tokens are chosen."""
+"""Sampling of tokens."""
 
 from collections import Counter
 from typing import Any
@@ -14,22 +14,22 @@ SHARES = torch.tensor([0.1, 0.4, 0.15, 0.3, 0.05])
 
 
 def drawn(number: int = 2000, **settings: Any) -> dict[int, float]:
-    """The share of each token in some draws."""
+    """Return the share of each token in some draws."""
     sampling = Sampling(**settings)
     draws = [sampling.draws_of(sample) for sample in range(number)]
     ids = sampling.next_ids(SHARES.log().expand(number, -1), draws)
     return {token: count / number for token, count in Counter(ids).items()}
 
 
-def test_shares_of_many_draws() -> None:
-    found = drawn(temperature=1.0)
-    assert found == pytest.approx(dict(enumerate(SHARES.tolist())), abs=0.05)
+def test_frequencies_of_many_draws() -> None:
+    actual = drawn(temperature=1.0)
+    assert actual == pytest.approx(dict(enumerate(SHARES.tolist())), abs=0.05)
     sharper = (SHARES**2 / (SHARES**2).sum()).tolist()
     assert drawn(temperature=0.5) == pytest.approx(dict(enumerate(sharper)), abs=0.05)
-    assert drawn(temperature=1.0, seed=1) != found
+    assert drawn(temperature=1.0, seed=1) != actual
 
 
-def test_top_p_keeps_the_fewest_that_make_it_up() -> None:
+def test_top_p_keeps_the_smallest_sufficient_set() -> None:
     rows = SHARES[None]
     assert likeliest(rows, 1.0) is rows
     for top_p, kept in ((0.3, {1}), (0.5, {1, 3}), (0.71, {1, 2, 3}), (0.9, {0, 1, 2, 3})):
@@ -38,7 +38,7 @@ def test_top_p_keeps_the_fewest_that_make_it_up() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 1e-30}])
-def test_no_temperature_takes_the_likeliest(settings: dict[str, float]) -> None:
+def test_temperature_zero_is_greedy(settings: dict[str, float]) -> None:
     assert drawn(20, **settings) == {1: 1.0}
 
 
@@ -52,12 +52,12 @@ def test_no_temperature_takes_the_likeliest(settings: dict[str, float]) -> None:
         {"top_p": 1.1},
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
+def test_settings_out_of_range_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=str(next(iter(settings.values())))):
         Sampling(**settings)
 
 
-def test_logits_that_are_no_numbers_are_refused() -> None:
+def test_non_finite_logits_are_rejected() -> None:
     logits = torch.zeros(2, 5)
     logits[1, 3] = torch.nan
     for temperature in (0.0, 1.0):

@@ -1,4 +1,4 @@
-"""Text is written as soon as it is sure."""
+"""Text is printed as soon as its characters are complete."""
 
 import io
 
@@ -8,8 +8,8 @@ from torchtitan_lite.inference import TextStream
 TEXT = "naïve\n    größe 日本 \U0001f600\n\n  end"
 
 
-def test_the_pieces_make_up_the_text() -> None:
-    # A token for each byte: characters come in parts.
+def test_the_pieces_add_up_to_the_text() -> None:
+    # One token per byte: characters arrive in parts.
     tokenizer = train_tokenizer(["a"], 258)
     (ids,) = tokenizer.encode_batch([TEXT])
     out, lengths = io.StringIO(), []
@@ -23,7 +23,7 @@ def test_the_pieces_make_up_the_text() -> None:
     assert lengths[-1] == len(TEXT) and lengths[0] == 1
 
 
-def test_an_unfinished_character_is_written_at_the_end() -> None:
+def test_an_incomplete_character_is_written_at_the_end() -> None:
     tokenizer = train_tokenizer(["a"], 258)
     (ids,) = tokenizer.encode_batch(["a日"])
     out = io.StringIO()

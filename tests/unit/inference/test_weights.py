@@ -1,4 +1,4 @@
-"""What is found in a folder of weights, and what is said where nothing is."""
+"""Folders of weights: what is loaded, and the errors where nothing can be."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ import torch
 
 from tests.hugging_face import add_tokenizer, make_folder
 from tests.job import FIXTURE
-from tests.stored import change, store
+from tests.small_checkpoint import replace_manifest, write_checkpoint
 from torchtitan_lite.checkpoint.hugging_face.folder import save_assets
 from torchtitan_lite.cli import main
 from torchtitan_lite.config import Config, to_record
@@ -33,9 +33,9 @@ def mesh() -> Iterator[Mesh]:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Two steps of what says that it is the smallest Llama."""
+    """Two steps of a checkpoint that declares to be the smallest Llama."""
     for step in (5, 12):
-        store(tmp_path / "saved", step)
+        write_checkpoint(tmp_path / "saved", step)
         record(tmp_path / "saved" / f"step-{step}", config_of(tmp_path))
     return tmp_path / "saved"
 
@@ -47,12 +47,12 @@ def config_of(folder: Path, **model: Any) -> dict[str, Any]:
 
 
 def record(folder: Path, config: dict[str, Any]) -> None:
-    """Let a checkpoint say that it is of a run with this configuration."""
+    """Record this configuration in a checkpoint."""
     raw = json.loads((folder / "manifest.json").read_text())
-    change(folder, raw | {"config": config})
+    replace_manifest(folder, raw | {"config": config})
 
 
-def test_a_folder_of_steps_gives_its_newest(saved: Path, mesh: Mesh) -> None:
+def test_a_checkpoint_folder_yields_its_newest_step(saved: Path, mesh: Mesh) -> None:
     newest = open_weights(f"{saved}/", mesh)
     assert newest.snapshot.where == f"{saved}/step-12"
     assert newest.spec.name == "llama3" and newest.spec.flavor == "tiny"
@@ -60,7 +60,7 @@ def test_a_folder_of_steps_gives_its_newest(saved: Path, mesh: Mesh) -> None:
     assert open_weights(str(saved / "step-5"), mesh).snapshot.saved.step == 5
 
 
-def test_the_recorded_dims_hold_where_the_flavor_has_changed_since(
+def test_recorded_dims_take_precedence_over_a_changed_flavor(
     saved: Path,
     mesh: Mesh,
     tmp_path: Path,
@@ -84,7 +84,7 @@ def test_the_recorded_dims_hold_where_the_flavor_has_changed_since(
     assert not (tmp_path / "dcp").exists()
 
 
-def test_the_tokenizer_beside_the_checkpoints_is_preferred(
+def test_the_tokenizer_next_to_the_checkpoints_is_preferred(
     saved: Path, mesh: Mesh, tmp_path: Path
 ) -> None:
     folder = add_tokenizer(make_folder(tmp_path / "hf", "llama"))
@@ -97,12 +97,12 @@ def test_the_tokenizer_beside_the_checkpoints_is_preferred(
     assert not (saved / "assets" / "kept").exists()
     save_assets(folder, "s3://bucket/checkpoint")
     record(saved / "step-12", config_of(tmp_path, hf_assets_path=str(tmp_path / "gone")))
-    found = tokenizer_of(open_weights(str(saved), mesh), None)
-    assert found.folder == saved / "assets"
-    assert found.fingerprint == open_tokenizer(str(folder), (), 64, tmp_path).fingerprint
+    actual = tokenizer_of(open_weights(str(saved), mesh), None)
+    assert actual.folder == saved / "assets"
+    assert actual.fingerprint == open_tokenizer(str(folder), (), 64, tmp_path).fingerprint
 
 
-def test_what_is_no_checkpoint_is_named(saved: Path, mesh: Mesh, tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_named(saved: Path, mesh: Mesh, tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path):
         with pytest.raises(CheckpointError, match=f"{path} holds no checkpoint"):
             open_weights(str(path), mesh)
@@ -115,7 +115,7 @@ def test_what_is_no_checkpoint_is_named(saved: Path, mesh: Mesh, tmp_path: Path)
         open_weights(str(tmp_path / "hf"), mesh)
 
 
-def test_a_hugging_face_folder_is_read_as_it_is(mesh: Mesh, tmp_path: Path) -> None:
+def test_a_hugging_face_folder_is_read_directly(mesh: Mesh, tmp_path: Path) -> None:
     folder = add_tokenizer(make_folder(tmp_path / "hf", "qwen3_moe", dtype=torch.bfloat16))
     weights = open_weights(str(folder), mesh)
     assert (weights.spec.name, weights.dtype) == ("qwen3", torch.bfloat16)
@@ -127,7 +127,7 @@ def test_a_hugging_face_folder_is_read_as_it_is(mesh: Mesh, tmp_path: Path) -> N
     assert stop_ids(tokenizer, folder) == {tokenizer.eos_id, 7, 9}
 
 
-def test_the_tokenizer_of_the_run_is_found_or_asked_for(
+def test_the_tokenizer_of_the_run_is_used_or_requested(
     saved: Path, mesh: Mesh, tmp_path: Path
 ) -> None:
     weights = open_weights(str(saved), mesh)
@@ -147,22 +147,22 @@ def test_the_tokenizer_of_the_run_is_found_or_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--prompt=a", "--top-p=0"], "top-p (0.0)"),
         (["--prompt=a", "--temperature=-1"], "temperature (-1.0)"),
         (["--prompt=a"], "Give --tokenizer DIR"),
     ],
 )
-def test_generate_says_what_is_wrong(
-    saved: Path, arguments: list[str], told: str, capfd: pytest.CaptureFixture[str]
+def test_errors_of_generate(
+    saved: Path, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", str(saved), "--device=cpu", *arguments]) == 1
-    assert told in capfd.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "no prompt"),
         (["--prompt=a", "--max-new-tokens=0"], "'0' is not a whole number of at least 1"),
@@ -170,15 +170,15 @@ def test_generate_says_what_is_wrong(
         (["--prompt=a", "--chat"], "unrecognized arguments: --chat"),
     ],
 )
-def test_generate_refuses_arguments(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_generate_rejects_invalid_arguments(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "somewhere", *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "--dataset NAME or --dataset-path FILES"),
         (["--dataset-path=nowhere/*.jsonl"], "validation.dataset_path"),
@@ -187,8 +187,8 @@ def test_generate_refuses_arguments(
         (["--dataset=python_stdlib"], "Give --tokenizer DIR"),
     ],
 )
-def test_evaluate_says_what_is_wrong(
-    saved: Path, arguments: list[str], told: str, capfd: pytest.CaptureFixture[str]
+def test_errors_of_evaluate(
+    saved: Path, arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", str(saved), "--device=cpu", *arguments]) == 1
-    assert told in capfd.readouterr().err
+    assert message in capfd.readouterr().err

@@ -1,9 +1,7 @@
-"""Stand-ins for what the launcher starts, so that its handling of processes is tested in seconds.
-
-python -m tests.unit.launcher.fakes launch FOLDER MODE [REPLICAS RANKS MAX_RESTARTS GRACE_S]
-
-launches real processes that do as MODE says. Each leaves a file FOLDER/pids/KIND-NAME-PID.
-"""
+"""Fakes of the programs that the launcher starts, so that its handling of processes is tested in
+seconds. python -m tests.unit.launcher.fakes launch FOLDER MODE [REPLICAS RANKS MAX_RESTARTS
+GRACE_S] launches real processes that behave according to MODE. Each creates a file
+FOLDER/pids/KIND-NAME-PID."""
 
 import json
 import os
@@ -47,7 +45,7 @@ def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, gr
         log_dir=folder / "logs",
         max_restarts=restarts,
         grace_s=grace,
-        notifier_command=lambda address: fake("messenger", folder, address),
+        notifier_command=lambda address: fake("leave_notice_sender", folder, address),
     )
     launcher = Launcher(plan, PlainLines())
     status = launcher.run()
@@ -65,8 +63,8 @@ def lighthouse(folder: Path, address: str) -> int:
     return 0
 
 
-def messenger(folder: Path, address: str) -> int:
-    _note(folder, "messenger", "0")
+def leave_notice_sender(folder: Path, address: str) -> int:
+    _note(folder, "leave_notice_sender", "0")
     for line in sys.stdin:
         with (folder / "left").open("a") as file:
             file.write(f"{address} {line}")
@@ -74,7 +72,7 @@ def messenger(folder: Path, address: str) -> int:
 
 
 def torchrun(folder: Path, mode: str, ranks: int, replica: int) -> int:
-    """As torchrun: ranks in sessions of their own, to which it passes SIGTERM."""
+    """A fake torchrun: ranks in separate sessions, to which it forwards SIGTERM."""
     _note(folder, "torchrun", str(replica))
     stops: list[bool] = []
     signal.signal(signal.SIGTERM, lambda *_: stops.append(True))
@@ -87,7 +85,7 @@ def torchrun(folder: Path, mode: str, ranks: int, replica: int) -> int:
         for rank in range(ranks)
     ]
     while True:
-        # As it does, it looks at its ranks now and then, and passes a signal on at once.
+        # Like torchrun, it polls its ranks, and forwards signals at once.
         _nap(stops)
         if stops:
             for one in started:
@@ -112,11 +110,11 @@ def rank(folder: Path, mode: str, replica: int) -> int:
     if mode.endswith("stubborn"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "writer" and number == "0":
-        _orphans_to_be(folder)
+        _start_writer_and_stray(folder)
     _note(folder, "rank", f"{replica}.{number}")
     if mode == "wrong":
         print(f"at {time.time()}: training.steps is wrong", file=sys.stderr, flush=True)
-        # The others speak later, and less clearly.
+        # The other ranks print later, and less clearly.
         time.sleep(0 if number == "0" else 5)
         return 1
     if mode == "short":
@@ -137,14 +135,14 @@ def rank(folder: Path, mode: str, replica: int) -> int:
             return int(mode)
         if mode == str(MACHINE_FAULT) and replica == 0 and step == 60:
             return 0
-        # Late enough for the launcher to have seen that it worked.
+        # Late enough for the launcher to have seen its progress.
         if mode == "breaks" and number == "1" and step == 30:
             raise RuntimeError("the device is gone")
     return 1
 
 
-def _orphans_to_be(folder: Path) -> None:
-    """A writer, which ends by itself once FOLDER/go is there, and a stray, which does not."""
+def _start_writer_and_stray(folder: Path) -> None:
+    """Start a writer, which exits once FOLDER/go exists, and a stray process, which does not."""
     durable = str(folder / "durable")
     commands = {"writer": [_WRITER, durable, "-m", WRITER_MODULE], "stray": [_SLEEP]}
     for kind, command in commands.items():
@@ -168,8 +166,8 @@ def main(kind: str, folder: str, *rest: str) -> int:
             return launch(Path(folder), mode, int(replicas), int(ranks), int(restarts), grace)
         case "torchrun":
             return torchrun(Path(folder), rest[0], int(rest[1]), int(rest[2]))
-        case "messenger":
-            return messenger(Path(folder), rest[0])
+        case "leave_notice_sender":
+            return leave_notice_sender(Path(folder), rest[0])
         case "rank":
             return rank(Path(folder), rest[0], int(rest[1]))
     return lighthouse(Path(folder), rest[0])

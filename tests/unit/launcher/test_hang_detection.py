@@ -1,4 +1,5 @@
-"""Who hangs is told from who waits for it, and damaged pulses and recorders are not believed."""
+"""A hanging rank is distinguished from ranks that wait for it; damaged heartbeats and flight
+recorders are rejected."""
 
 import json
 import math
@@ -38,35 +39,35 @@ def late_at(ranks: list[RankStatus], *times_s: float) -> list[set[int]]:
     return [stalls.update(ranks, now_s) for now_s in times_s]
 
 
-def test_a_rank_is_late_once_it_was_seen_so_for_a_while() -> None:
+def test_a_rank_is_late_after_some_consecutive_looks() -> None:
     assert late_at([seen(0, Phase.COMPUTE)], 9.9, 10.5, 11.2, 11.6) == [set(), set(), set(), {0}]
 
 
-def test_a_machine_that_slept_is_no_hang() -> None:
+def test_a_suspended_machine_is_not_a_hang() -> None:
     stalls = StallDetector()
     assert stalls.update([seen(0, Phase.COMPUTE)], 5) == set()
-    # All ranks are late at the first look, and go on before the next.
+    # All ranks are late at the first look, and progress before the next.
     assert stalls.update([seen(0, Phase.COMPUTE)], 500) == set()
     assert stalls.update([seen(0, Phase.COMPUTE, since_s=500.5)], 501.5) == set()
 
 
 @pytest.mark.parametrize("phase", [Phase.START, Phase.QUORUM, Phase.HEALING, Phase.CHECKPOINT])
-def test_phases_without_limit_last_as_long_as_they_will(phase: Phase) -> None:
+def test_phases_without_a_limit_never_time_out(phase: Phase) -> None:
     assert late_at([seen(0, phase)], 1000, 2000) == [set(), set()]
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-def test_who_is_stopped_is_late_in_every_phase(phase: Phase) -> None:
+def test_a_stopped_rank_is_late_in_every_phase(phase: Phase) -> None:
     stopped = seen(0, phase, state="T", since_s=100)
     assert late_at([stopped], 100, 109, 110.5, 112)[1:] == [set(), set(), {0}]
-    # Only while it is: here it went on in between.
+    # Only while it is stopped: here it resumed in between.
     stalls = StallDetector()
     stalls.update([stopped], 100)
     stalls.update([seen(0, Phase.QUORUM, since_s=100)], 105)
     assert stalls.update([stopped], 109.5) == set()
 
 
-def test_who_has_no_pulse_is_not_judged() -> None:
+def test_a_rank_without_a_heartbeat_is_not_judged() -> None:
     assert late_at([RankStatus(0, 1, None, "T")], 1000, 2000) == [set(), set()]
 
 
@@ -81,7 +82,7 @@ def test_the_culprit() -> None:
     assert numbers([waits, works], {0, 1}) == [1]
     assert numbers([waits, works], {1}) == [1]
     assert numbers([waits], {0}) == [0]
-    # A stopped one is it, though another is late and it is not yet.
+    # The stopped rank is the culprit, although another rank is late and it is not yet.
     stopped = seen(2, Phase.COMMUNICATION, state="T")
     assert numbers([waits, works, stopped], {1}) == [2]
 
@@ -91,24 +92,24 @@ def test_the_culprit_by_the_collectives() -> None:
     waiting, other = FlightRecord([call(7)], {"dp": 7}), FlightRecord([], {"dp": 6})
     assert numbers(both, {0, 1}, {0: waiting, 1: other}) == [1]
     assert numbers(both, {0, 1}, {0: other, 1: waiting}) == [0]
-    # It waits too, but elsewhere, where nobody is missing that is known.
+    # It waits too, but in another collective, in which no known rank is missing.
     elsewhere = FlightRecord([call(3, "replicas")], {"dp": 6, "replicas": 3})
     assert numbers(both, {0, 1}, {0: waiting, 1: elsewhere}) == [1]
-    # Nothing is known of one that does not answer.
+    # Nothing is known about a rank that does not respond.
     assert numbers(both, {0, 1}, {0: waiting}) == [0, 1]
     assert numbers(both, {0, 1}, {0: FlightRecord([], {}), 1: waiting}) == [0]
 
 
 def test_the_reason_names_rank_and_collective() -> None:
     ranks = [seen(0, Phase.COMPUTE), seen(1, Phase.COMPUTE, state="T")]
-    told = hang_reason(ranks, {0, 1}, {0: FlightRecord([call(7)], {"dp": 7})}, 12.34)
-    assert told == (
+    message = hang_reason(ranks, {0, 1}, {0: FlightRecord([call(7)], {"dp": 7})}, 12.34)
+    assert message == (
         "rank 1: no progress for 12.3 s in compute after step 57 (stopped); "
         "rank 0 waits in gloo:all_reduce number 7 of group dp (Float [4])"
     )
 
 
-def test_pulses_are_read_as_they_were_written() -> None:
+def test_heartbeats_are_read_as_written() -> None:
     board = HeartbeatMemory(3)
     writer = HeartbeatWriter(board.path, 1, LIMITS, 10.0)
     assert board.read(1) is None
@@ -126,21 +127,21 @@ def test_pulses_are_read_as_they_were_written() -> None:
     board.close()
 
 
-def test_a_pulse_that_is_damaged_is_none(tmp_path: Path) -> None:
+def test_a_damaged_heartbeat_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "pulses"
     path.write_bytes(bytes(64))
     HeartbeatWriter(path, 0, LIMITS, 10.0).entered(Phase.COMPUTE, 3)
-    whole = path.read_bytes()
-    assert parse(whole) is not None
-    assert all(parse(whole[:length]) is None for length in range(44))
+    full = path.read_bytes()
+    assert parse(full) is not None
+    assert all(parse(full[:length]) is None for length in range(44))
     for place in range(44):
-        changed = bytearray(whole)
+        changed = bytearray(full)
         changed[place] ^= 1 << place % 8
         assert parse(bytes(changed)) is None, place
     assert parse(random.Random(0).randbytes(64)) is None
 
 
-def test_a_file_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+def test_an_empty_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     for name in ("empty", "none"):
         with pytest.raises(OSError):
@@ -170,17 +171,17 @@ def test_a_flight_recorder_is_read(tmp_path: Path) -> None:
     assert flight.newest == {"mesh_dp (1)": 2}
 
 
-def test_a_flight_recorder_that_makes_no_sense_is_none(tmp_path: Path) -> None:
+def test_a_malformed_flight_recorder_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     assert read_flight_record(path) is None
-    whole = json.dumps({"entries": [entry(1, retired=True)]})
+    full = json.dumps({"entries": [entry(1, retired=True)]})
     odd: list[object] = [[], {"entries": 3}, {"entries": [{}]}, {"entries": ["x"]}, None]
     odd += [{"entries": [{**entry(1, retired=True), key: None}]} for key in entry(1, retired=True)
             if key not in ("is_p2p", "profiling_name", "retired")]  # fmt: skip
-    for text in [whole[:-5], "\xff", *map(json.dumps, odd)]:
+    for text in [full[:-5], "\xff", *map(json.dumps, odd)]:
         path.write_text(text)
         assert read_flight_record(path) is None, text
-    # What is only strange is made harmless: it is shown to people.
+    # Unusual text is escaped, because it is shown to people.
     strange = {**entry(1, retired=False), "profiling_name": "a\nb\x1b" + "c" * 1000}
     path.write_text(json.dumps({"entries": [strange]}))
     flight = read_flight_record(path)

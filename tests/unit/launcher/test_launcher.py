@@ -1,4 +1,4 @@
-"""Real processes that are killed, and what is left of them: nothing."""
+"""The launcher's processes are killed in various ways; no process is left behind."""
 
 import os
 import signal
@@ -11,21 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from tests import waiting
+from tests import launch
 from tests.launch import REPOSITORY
 from tests.unit.launcher.fakes import fake
 from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
 
 TIMEOUT_S = 40
 AT_ONCE_S = 5
-"""What takes a tenth of a second, on a machine that has other things to do."""
+"""Limit for actions that take a tenth of a second on an idle machine."""
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
 
 
 @contextmanager
 def launched(folder: Path, mode: str, *numbers: float) -> Iterator[subprocess.Popen[bytes]]:
-    """The launcher with its fakes, which prints into FOLDER/output; all that is left at the end is
-    killed."""
+    """Run the launcher with fake programs and its output in FOLDER/output; kill everything at the
+    end."""
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             fake("launch", folder, mode, *numbers),
@@ -44,10 +44,10 @@ def launched(folder: Path, mode: str, *numbers: float) -> Iterator[subprocess.Po
 
 
 def pids(folder: Path, kind: str = "*", *, name: str = "*") -> list[int]:
-    """Processes that were started and run, in the order of their starts."""
+    """Return the running processes, in the order of their starts."""
     files = sorted(folder.glob(f"pids/{kind}-{name}-*"), key=lambda path: path.stat().st_mtime_ns)
-    found = [int(path.name.rpartition("-")[2]) for path in files]
-    return [pid for pid in found if is_alive(pid)]
+    actual = [int(path.name.rpartition("-")[2]) for path in files]
+    return [pid for pid in actual if is_alive(pid)]
 
 
 def is_alive(pid: int) -> bool:
@@ -57,44 +57,46 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def until(condition: Callable[[], object]) -> float:
-    """Wait for something that must come; how long that took (seconds)."""
-    return waiting.until(condition, TIMEOUT_S)
+def wait_until(condition: Callable[[], object]) -> float:
+    """Block until the condition holds, and return the elapsed time in seconds."""
+    return launch.wait_until(condition, TIMEOUT_S)
 
 
-def said(folder: Path, text: str) -> int:
-    """How often the launcher has said this."""
+def times_printed(folder: Path, text: str) -> int:
+    """Return how often the launcher printed this."""
     return (folder / "output").read_text().count(text)
 
 
 def until_training(folder: Path, *, times: int = 1) -> None:
-    """Wait until the launcher has seen two replicas of two ranks train, so many times each."""
-    until(lambda: len(pids(folder, "rank")) == 4)
-    until(lambda: all(said(folder, f"replica {n}: training") == times for n in range(2)))
+    """Block until the launcher has seen two replicas of two ranks train `times` times each."""
+    wait_until(lambda: len(pids(folder, "rank")) == 4)
+    wait_until(
+        lambda: all(times_printed(folder, f"replica {n}: training") == times for n in range(2))
+    )
 
 
-def end_of(process: subprocess.Popen[bytes], folder: Path, status: int) -> str:
-    """All that it printed."""
+def output_of(process: subprocess.Popen[bytes], folder: Path, status: int) -> str:
+    """Return the launcher's complete output."""
     process.wait(TIMEOUT_S)
     output = (folder / "output").read_text()
     assert process.returncode == status, output
     return output
 
 
-def test_a_dead_rank_takes_its_group_and_that_comes_back(tmp_path: Path) -> None:
+def test_a_dead_rank_ends_its_replica_which_restarts(tmp_path: Path) -> None:
     with launched(tmp_path, "run") as process:
         until_training(tmp_path)
         others = [*pids(tmp_path, "rank", name="0.*"), *pids(tmp_path, "torchrun", name="0")]
         dying = [*pids(tmp_path, "rank", name="1.*"), *pids(tmp_path, "torchrun", name="1")]
         os.kill(pids(tmp_path, "rank", name="1.1")[0], signal.SIGKILL)
-        assert until(lambda: not any(map(is_alive, dying))) < AT_ONCE_S
+        assert wait_until(lambda: not any(map(is_alive, dying))) < AT_ONCE_S
         left = tmp_path / "left"
-        told = "127.0.0.1:4321 replica_00001\n"
-        assert until(lambda: left.exists() and left.read_text() == told) < AT_ONCE_S
-        until(lambda: len(pids(tmp_path, "rank", name="1.*")) == 2)
+        message = "127.0.0.1:4321 replica_00001\n"
+        assert wait_until(lambda: left.exists() and left.read_text() == message) < AT_ONCE_S
+        wait_until(lambda: len(pids(tmp_path, "rank", name="1.*")) == 2)
         assert all(map(is_alive, others))
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, tmp_path, 0)
+        output = output_of(process, tmp_path, 0)
     assert "replica 1: failed, rank 1: killed by SIGKILL" in output
     assert "replica 1: restarts in 0.2 s" in output
     for attempt in ("attempt_00", "attempt_01"):
@@ -103,28 +105,28 @@ def test_a_dead_rank_takes_its_group_and_that_comes_back(tmp_path: Path) -> None
     assert not pids(tmp_path)
 
 
-def test_a_dead_torchrun_takes_its_ranks(tmp_path: Path) -> None:
+def test_a_dead_torchrun_ends_its_ranks(tmp_path: Path) -> None:
     with launched(tmp_path, "run") as process:
         until_training(tmp_path)
         ranks = pids(tmp_path, "rank", name="0.*")
         os.kill(pids(tmp_path, "torchrun", name="0")[0], signal.SIGKILL)
-        assert until(lambda: not any(map(is_alive, ranks))) < AT_ONCE_S
-        until(lambda: len(pids(tmp_path, "rank", name="0.*")) == 2)
+        assert wait_until(lambda: not any(map(is_alive, ranks))) < AT_ONCE_S
+        wait_until(lambda: len(pids(tmp_path, "rank", name="0.*")) == 2)
         process.send_signal(signal.SIGINT)
-        output = end_of(process, tmp_path, 0)
+        output = output_of(process, tmp_path, 0)
     assert "replica 0: failed, torchrun: killed by SIGKILL" in output
     assert not pids(tmp_path)
 
 
-def test_a_dead_launcher_takes_all(tmp_path: Path) -> None:
+def test_a_dead_launcher_ends_everything(tmp_path: Path) -> None:
     with launched(tmp_path, "run") as process:
         until_training(tmp_path)
         assert len(pids(tmp_path)) == 8
         process.kill()
-        assert until(lambda: not pids(tmp_path)) < AT_ONCE_S
+        assert wait_until(lambda: not pids(tmp_path)) < AT_ONCE_S
 
 
-def test_a_dead_lighthouse_comes_back_at_its_port_and_sigterm_lets_ranks_save(
+def test_a_dead_lighthouse_restarts_at_its_port_and_sigterm_lets_ranks_save(
     tmp_path: Path,
 ) -> None:
     with launched(tmp_path, "run") as process:
@@ -132,21 +134,21 @@ def test_a_dead_lighthouse_comes_back_at_its_port_and_sigterm_lets_ranks_save(
         ranks = pids(tmp_path, "rank")
         os.kill(pids(tmp_path, "lighthouse")[0], signal.SIGKILL)
         log = tmp_path / "logs" / "lighthouse.log"
-        until(lambda: log.read_text() == "listening on 127.0.0.1:4321\n" * 2)
+        wait_until(lambda: log.read_text() == "listening on 127.0.0.1:4321\n" * 2)
         assert all(map(is_alive, ranks))
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, tmp_path, 0)
+        output = output_of(process, tmp_path, 0)
     assert output.count("listening on 127.0.0.1:4321") == 2
     assert len(list(tmp_path.glob("saved-*"))) == 4
     assert output.count(": left") == 2
     assert not pids(tmp_path)
 
 
-def test_who_does_not_leave_is_killed(tmp_path: Path) -> None:
+def test_a_replica_that_does_not_leave_is_killed(tmp_path: Path) -> None:
     with launched(tmp_path, "stubborn", 2, 2, 3, 0.5) as process:
         until_training(tmp_path)
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, tmp_path, 1)
+        output = output_of(process, tmp_path, 1)
     assert output.count("killed before it had left") == 2
     assert not pids(tmp_path)
 
@@ -155,23 +157,23 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
     with launched(tmp_path, "stubborn", 2, 2, 3, 60) as process:
         until_training(tmp_path)
         process.send_signal(signal.SIGINT)
-        until(lambda: said(tmp_path, "save and leave"))
+        wait_until(lambda: times_printed(tmp_path, "save and leave"))
         assert len(pids(tmp_path, "rank")) == 4
         process.send_signal(signal.SIGINT)
-        assert until(lambda: not pids(tmp_path)) < AT_ONCE_S
-        end_of(process, tmp_path, 1)
+        assert wait_until(lambda: not pids(tmp_path)) < AT_ONCE_S
+        output_of(process, tmp_path, 1)
 
 
 def test_all_finish(tmp_path: Path) -> None:
     with launched(tmp_path, "short") as process:
-        output = end_of(process, tmp_path, 0)
+        output = output_of(process, tmp_path, 0)
     assert output.count(": finished") == 2
     assert not pids(tmp_path)
 
 
-def test_a_wrong_setting_is_given_up_early_and_shown(tmp_path: Path) -> None:
+def test_an_invalid_setting_fails_early_and_is_shown(tmp_path: Path) -> None:
     with launched(tmp_path, "wrong", 1, 2) as process:
-        output = end_of(process, tmp_path, 1)
+        output = output_of(process, tmp_path, 1)
     assert "Replica 0 is given up: it failed 2 times in the same way" in output
     assert "rank 0: exit status 1." in output
     assert "rank_0.log ends with: " in output
@@ -181,9 +183,9 @@ def test_a_wrong_setting_is_given_up_early_and_shown(tmp_path: Path) -> None:
     assert not pids(tmp_path)
 
 
-def test_who_fails_again_and_again_is_given_up_and_ends_the_others(tmp_path: Path) -> None:
+def test_a_replica_that_fails_repeatedly_ends_the_job(tmp_path: Path) -> None:
     with launched(tmp_path, "breaks", 2, 2, 1) as process:
-        output = end_of(process, tmp_path, 1)
+        output = output_of(process, tmp_path, 1)
     assert "is given up: it failed 2 times in a row. rank 1: exit status 1." in output
     assert "RuntimeError: the device is gone" in output
     assert not pids(tmp_path)
@@ -194,14 +196,14 @@ def num_starts(folder: Path, rank: str) -> int:
 
 
 def ranks_are(folder: Path, *wanted: str) -> bool:
-    """Whether just these ranks run, each named REPLICA.RANK. Others may be about to start or end:
-    say also which start is meant."""
+    """Return whether exactly these ranks run, each named REPLICA.RANK. Others may be about to start
+    or exit, so also check the number of starts."""
     return all(len(pids(folder, "rank", name=name)) == 1 for name in wanted) and len(
         pids(folder, "rank")
     ) == len(wanted)
 
 
-def test_replicas_re_form_as_places_go_and_come(tmp_path: Path) -> None:
+def test_replicas_resize_when_slots_change(tmp_path: Path) -> None:
     slots = tmp_path / "slots"
     slots.write_text('{"1": 2}')
     with launched(tmp_path, "slots") as process:
@@ -210,13 +212,13 @@ def test_replicas_re_form_as_places_go_and_come(tmp_path: Path) -> None:
         time.sleep(0.6)
         assert ranks_are(tmp_path, "0.0", "0.1", "1.0", "1.1")
         slots.write_text('{"1": 1}')
-        until(lambda: num_starts(tmp_path, "0.0") == num_starts(tmp_path, "1.0") == 2)
+        wait_until(lambda: num_starts(tmp_path, "0.0") == num_starts(tmp_path, "1.0") == 2)
         assert ranks_are(tmp_path, "0.0", "1.0")
         assert len(list(tmp_path.glob("saved-*"))) == 4
         slots.write_text("{}")
         until_training(tmp_path, times=3)
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, tmp_path, 0)
+        output = output_of(process, tmp_path, 0)
     assert "slots is not of the form" in output
     assert "all replicas resize to 1 rank each: replica 1 has slots for 1" in output
     assert "all replicas resize to 2 ranks each: the slots are back" in output
@@ -224,14 +226,18 @@ def test_replicas_re_form_as_places_go_and_come(tmp_path: Path) -> None:
     assert not pids(tmp_path)
 
 
-def test_a_place_where_a_rank_keeps_dying_is_done_without_and_tried_again(tmp_path: Path) -> None:
+def test_a_slot_whose_rank_keeps_dying_is_removed_and_retried(tmp_path: Path) -> None:
     with launched(tmp_path, "dies", 2, 2, 20) as process:
         # On a busy machine three deaths and restarts take a minute.
-        waiting.until(lambda: said(tmp_path, "all replicas resize to 1 rank each"), 150)
-        waiting.until(lambda: said(tmp_path, "all replicas resize to 2 ranks each"), 150)
-        until(lambda: len(pids(tmp_path, "rank")) > 2)
+        launch.wait_until(
+            lambda: times_printed(tmp_path, "all replicas resize to 1 rank each"), 150
+        )
+        launch.wait_until(
+            lambda: times_printed(tmp_path, "all replicas resize to 2 ranks each"), 150
+        )
+        wait_until(lambda: len(pids(tmp_path, "rank")) > 2)
         process.send_signal(signal.SIGTERM)
-        output = end_of(process, tmp_path, 0)
+        output = output_of(process, tmp_path, 0)
     first, grown = output.split("all replicas resize to 1 rank each: ")[:2]
     assert first.count("replica 1: failed, rank 1: killed by SIGKILL") >= 3
     assert grown.startswith("a rank of replica 1 failed 3 times in a row")
@@ -239,23 +245,23 @@ def test_a_place_where_a_rank_keeps_dying_is_done_without_and_tried_again(tmp_pa
     assert not pids(tmp_path)
 
 
-def test_who_does_not_leave_to_re_form_is_killed(tmp_path: Path) -> None:
+def test_a_replica_that_does_not_leave_to_resize_is_killed(tmp_path: Path) -> None:
     (tmp_path / "slots").write_text("{}")
     with launched(tmp_path, "slots-stubborn", 2, 2, 3, 0.5) as process:
         until_training(tmp_path)
         (tmp_path / "slots").write_text('{"0": 1}')
-        until(lambda: num_starts(tmp_path, "0.0") == num_starts(tmp_path, "1.0") == 2)
+        wait_until(lambda: num_starts(tmp_path, "0.0") == num_starts(tmp_path, "1.0") == 2)
         assert ranks_are(tmp_path, "0.0", "1.0")
         process.kill()
-        until(lambda: not pids(tmp_path))
+        wait_until(lambda: not pids(tmp_path))
 
 
 @pytest.mark.parametrize(("status", "others"), [(DIVERGED, "left"), (MACHINE_FAULT, "finished")])
-def test_a_run_that_diverges_ends_and_a_bad_machine_is_done_without(
+def test_a_diverged_run_ends_and_a_faulty_machine_is_excluded(
     tmp_path: Path, status: int, others: str
 ) -> None:
     with launched(tmp_path, str(status)) as process:
-        output = end_of(process, tmp_path, 1)
+        output = output_of(process, tmp_path, 1)
     why = {DIVERGED: "the training has diverged", MACHINE_FAULT: "its machine is at fault"}[status]
     assert f"Replica 1 is given up: {why}. rank" in output
     assert output.count("started") == 2
@@ -263,16 +269,16 @@ def test_a_run_that_diverges_ends_and_a_bad_machine_is_done_without(
     assert not pids(tmp_path)
 
 
-def test_writers_outlive_their_trainer_and_nothing_else_does(tmp_path: Path) -> None:
+def test_only_writers_outlive_their_trainer(tmp_path: Path) -> None:
     with launched(tmp_path, "writer", 1, 2) as process:
-        until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)
+        wait_until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)
         (writer,), (stray,) = pids(tmp_path, "writer"), pids(tmp_path, "stray")
         process.send_signal(signal.SIGTERM)
-        until(lambda: len(list(tmp_path.glob("saved-*"))) == 2)
-        until(lambda: said(tmp_path, "waiting for checkpoint writers"))
+        wait_until(lambda: len(list(tmp_path.glob("saved-*"))) == 2)
+        wait_until(lambda: times_printed(tmp_path, "waiting for checkpoint writers"))
         assert is_alive(writer)
         (tmp_path / "go").touch()
-        end_of(process, tmp_path, 0)
+        output_of(process, tmp_path, 0)
     assert (tmp_path / "durable").exists()
     assert not is_alive(writer) and not is_alive(stray)
     assert not pids(tmp_path)
@@ -280,9 +286,9 @@ def test_writers_outlive_their_trainer_and_nothing_else_does(tmp_path: Path) -> 
 
 def test_writers_outlive_the_launcher(tmp_path: Path) -> None:
     with launched(tmp_path, "writer", 1, 2) as process:
-        until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)
+        wait_until(lambda: pids(tmp_path, "writer") and len(pids(tmp_path, "rank")) == 2)
         process.kill()
-        assert until(lambda: not pids(tmp_path, "rank")) < AT_ONCE_S
+        assert wait_until(lambda: not pids(tmp_path, "rank")) < AT_ONCE_S
         assert pids(tmp_path, "writer")
         (tmp_path / "go").touch()
-        until((tmp_path / "durable").exists)
+        wait_until((tmp_path / "durable").exists)

@@ -1,4 +1,4 @@
-"""What the launcher reads: arguments, logs, metrics."""
+"""Inputs of the launcher: arguments, logs, metrics."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_dump_folder(config: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "error"),
     [
         ([], "--config FILE"),
         (["--config"], "cannot be read"),
@@ -44,10 +44,10 @@ def test_dump_folder(config: str, tmp_path: Path) -> None:
         (["--fault_tolerance.no_enable"], "the launcher sets it"),
     ],
 )
-def test_arguments_that_cannot_be_launched(arguments: list[str], told: str) -> None:
+def test_unsupported_arguments(arguments: list[str], error: str) -> None:
     with pytest.raises(ConfigError) as raised:
         dump_folder(arguments)
-    assert told in str(raised.value) and "\n" not in str(raised.value)
+    assert error in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_plan(config: str) -> None:
@@ -91,24 +91,24 @@ def plan_with(environment: dict[str, str]) -> LaunchPlan:
 
 
 def test_environment() -> None:
-    given = {"RANK": "3", "PATH": "/bin", "OMP_NUM_THREADS": "8"}
-    plan = plan_with(given)
+    variables = {"RANK": "3", "PATH": "/bin", "OMP_NUM_THREADS": "8"}
+    plan = plan_with(variables)
     environment = plan.base_environment()
     assert "RANK" not in environment and environment["PATH"] == "/bin"
     assert environment["OMP_NUM_THREADS"] == "8"
     assert len(environment["TORCHTITAN_LITE_TOKEN"]) >= 16
     assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > plan.grace_s
-    given["TORCHTITAN_LITE_TOKEN"] = "a secret of the user"
-    kept = plan_with(given).base_environment()
+    variables["TORCHTITAN_LITE_TOKEN"] = "a secret of the user"
+    kept = plan_with(variables).base_environment()
     assert kept["TORCHTITAN_LITE_TOKEN"] == "a secret of the user"
 
 
 def test_filter_takes_whole_lines() -> None:
     stream = b"one\n" + CHATTER + b"\ntwo\nthr"
-    found, filter_ = [], TorchftLogFilter()
+    actual, filter_ = [], TorchftLogFilter()
     for place in range(0, len(stream), 7):
-        found += filter_.feed(stream[place : place + 7])
-    assert found == [b"one", b"two"]
+        actual += filter_.feed(stream[place : place + 7])
+    assert actual == [b"one", b"two"]
 
 
 def test_last_lines(tmp_path: Path) -> None:
@@ -118,29 +118,29 @@ def test_last_lines(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "nowhere", 3) == []
 
 
-def test_what_lines_have_in_common() -> None:
+def test_common_part_of_lines() -> None:
     first, second = "12:00:01 port 4000 at 0xab12", "12:00:02 port 4711 at 0xfe"
     assert mask_numbers(first) == mask_numbers(second) == "#:#:# port # at #"
 
 
-def test_a_wrong_command_line_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_command_line_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {
         "--replicas": [],
         "--replicas is 0": ["--replicas=0"],
         "lower it, or start more": ["--replicas=2", "--min-replicas=3"],
         "end the command with -- --config": ["--replicas=2"],
     }
-    for told, arguments in wrong.items():
+    for message, arguments in wrong.items():
         assert main(["launch", *arguments]) == 2
-        said = capsys.readouterr().err
-        assert told in said and len(said.splitlines()) == 1
+        output = capsys.readouterr().err
+        assert message in output and len(output.splitlines()) == 1
 
 
 def step(number: int) -> str:
     return json.dumps({"step": number, "loss": 1.0}) + "\n"
 
 
-def test_progress_leaves_out_what_an_earlier_attempt_wrote(tmp_path: Path) -> None:
+def test_progress_excludes_records_of_earlier_attempts(tmp_path: Path) -> None:
     metrics, log = tmp_path / "metrics.jsonl", tmp_path / "rank_0.log"
     metrics.write_text(step(1) + step(2) + step(3))
     progress = ReplicaProgress(metrics, log)
@@ -189,16 +189,16 @@ def test_goodput_is_read_as_finite_floats(tmp_path: Path) -> None:
         '{"version": 1, "entries": [[1]], "goodput": 0.5, "wall_s": 10, "lost_s": 0, '
         '"compute_s": 5.0, "odd_s": "1"}'
     )
-    found = goodput.read(path)
-    assert found is not None
-    assert found == {"goodput": 0.5, "wall_s": 10.0, "lost_s": 0.0, "compute_s": 5.0}
-    assert goodput.line(found) == "goodput 50.0% of 10 s, 0.0 s of work lost"
-    assert goodput.table(found)[0] == "Goodput      50.0% of 0:10 since the first start"
+    actual = goodput.read(path)
+    assert actual is not None
+    assert actual == {"goodput": 0.5, "wall_s": 10.0, "lost_s": 0.0, "compute_s": 5.0}
+    assert goodput.line(actual) == "goodput 50.0% of 10 s, 0.0 s of work lost"
+    assert goodput.table(actual)[0] == "Goodput      50.0% of 0:10 since the first start"
 
 
 @pytest.mark.parametrize("key", ["goodput", "wall_s", "lost_s", "compute_s"])
 @pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", "1" + "0" * 400, "1" + "0" * 5000])
-def test_goodput_that_is_not_finite_is_damaged(key: str, value: str, tmp_path: Path) -> None:
+def test_non_finite_goodput_is_damaged(key: str, value: str, tmp_path: Path) -> None:
     path = tmp_path / "books.json"
     values = {"goodput": "0.5", "wall_s": "10", "lost_s": "0", key: value}
     path.write_text("{" + ", ".join(f'"{k}": {v}' for k, v in values.items()) + "}")
@@ -213,7 +213,7 @@ def test_goodput_that_is_not_finite_is_damaged(key: str, value: str, tmp_path: P
         '{"goodput": true, "wall_s": 1, "lost_s": 0}',
     ],
 )
-def test_a_damaged_goodput_file_is_none(content: str, tmp_path: Path) -> None:
+def test_a_damaged_goodput_file_is_ignored(content: str, tmp_path: Path) -> None:
     path = tmp_path / "books.json"
     path.write_text(content)
     assert goodput.read(path) is None

@@ -1,4 +1,4 @@
-"""How many ranks replicas have when places go and come."""
+"""The number of ranks per replica when slots change."""
 
 import time
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_numbers_of_ranks(text: str, numbers: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "0:2", "2:1", "1:", ":2", "1:2:3", "1,,2", "-1"])
-def test_numbers_of_ranks_that_make_no_sense(text: str) -> None:
+def test_invalid_numbers_of_ranks(text: str) -> None:
     with pytest.raises(ConfigError, match="--nproc-per-replica"):
         parse_ranks(text)
 
@@ -31,17 +31,17 @@ def policy(*allowed: int) -> ResizePolicy:
     return ResizePolicy(allowed, 2, regrow_after_s=100)
 
 
-def test_all_have_what_the_smallest_can_give() -> None:
+def test_all_replicas_have_the_ranks_of_the_smallest() -> None:
     made = policy(1, 2, 4)
     assert made.target({}, 0) == (4, "")
     assert made.target({0: 4, 1: 9}, 0) == (4, "")
     assert made.target({1: 3}, 0) == (2, "replica 1 has slots for 3")
     assert made.target({0: 2, 1: 1, 7: 0}, 0)[0] == 1
-    # Fewer than any may have: the fewest are tried.
+    # Fewer than the minimum: the minimum is tried.
     assert policy(2, 4).target({0: 1}, 0)[0] == 2
 
 
-def test_three_deaths_of_one_rank_lose_its_place_for_a_while() -> None:
+def test_three_deaths_of_one_rank_remove_its_slot_for_a_while() -> None:
     made = policy(1, 2, 4)
     for now_s in (0, 10):
         made.record_failure(1, 3, 4, now_s)
@@ -50,20 +50,20 @@ def test_three_deaths_of_one_rank_lose_its_place_for_a_while() -> None:
     assert made.target({}, 20) == (2, "a rank of replica 1 failed 3 times in a row")
     assert made.target({}, 119)[0] == 2
     assert made.target({}, 121) == (4, "")
-    # It was no good: the next trial is later.
+    # The trial failed: the next one is later.
     for now_s in (130, 140, 150):
         made.record_failure(1, 3, 4, now_s)
     assert made.target({}, 349)[0] == 2
     assert made.target({}, 351)[0] == 4
 
 
-def test_deaths_that_do_not_belong_together_lose_nothing() -> None:
+def test_unrelated_deaths_remove_no_slot() -> None:
     made = policy(1, 2)
     for now_s, rank in [(0, 1), (10, 0), (20, 1), (30, 1), (200, 1), (210, 1)]:
         made.record_failure(1, rank, 2, now_s)
         made.record_failure(0, rank, 2, now_s + 200 * rank)
     assert made.target({}, 410) == (2, "")
-    # There is nothing below the fewest.
+    # The replica has the minimum already.
     for _ in range(9):
         made.record_failure(1, 0, 1, 300)
     assert made.target({}, 300) == (2, "")
@@ -88,19 +88,19 @@ def test_slots(content: bytes, slots: dict[int, int] | None) -> None:
     assert parse_slots(content) == slots
 
 
-def test_a_file_that_goes_or_breaks_changes_nothing(tmp_path: Path) -> None:
-    path, said = tmp_path / "slots", []
-    file, now_s = SlotsFile(path, said.append), time.monotonic()
-    assert file.read(now_s) == {} and len(said) == 1
+def test_a_missing_or_malformed_file_changes_nothing(tmp_path: Path) -> None:
+    path, output = tmp_path / "slots", []
+    file, now_s = SlotsFile(path, output.append), time.monotonic()
+    assert file.read(now_s) == {} and len(output) == 1
     path.write_text('{"0": 1}')
     assert file.read(now_s + 1) == {0: 1}
     for number, content in enumerate(['{"0": ', None, '{"0": 2, "1": 2}']):
         path.write_text(content) if content is not None else path.unlink()
-        wanted = {0: 2, 1: 2} if number == 2 else {0: 1}
-        assert file.read(now_s + 2 + number) == wanted
-        assert file.read(now_s + 2.5 + number) == wanted
-    # Once each time, though it was looked at twice.
-    assert len(said) == 3
+        expected = {0: 2, 1: 2} if number == 2 else {0: 1}
+        assert file.read(now_s + 2 + number) == expected
+        assert file.read(now_s + 2.5 + number) == expected
+    # Logged once each, although the file was read twice.
+    assert len(output) == 3
 
 
 def config_with(*more: str):
@@ -108,7 +108,7 @@ def config_with(*more: str):
     return load_config(path, [*SMALL[1:], "--checkpoint.enable=true", *more])
 
 
-def test_a_run_that_cannot_go_on_with_other_ranks_is_refused() -> None:
+def test_a_config_that_cannot_change_its_ranks_is_rejected() -> None:
     check_rank_counts(config_with(), [1, 2])
     wrong = [
         ("--training.global_batch_size=-1", "global_batch_size = -1 follows the mesh"),
@@ -117,13 +117,13 @@ def test_a_run_that_cannot_go_on_with_other_ranks_is_refused() -> None:
         ("--parallelism.data_parallel_shard_degree=2", "With 1 rank each: "),
         ("--training.local_batch_size=4", "With 2 ranks each: "),
     ]
-    for option, told in wrong:
+    for option, message in wrong:
         with pytest.raises(ConfigError) as raised:
             check_rank_counts(config_with(option), [1, 2])
-        assert told in str(raised.value), option
+        assert message in str(raised.value), option
 
 
-def test_the_launcher_refuses_it_before_it_starts_anything(
+def test_the_launcher_rejects_it_before_it_starts_anything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = ["--replicas=1", "--nproc-per-replica=1:2", f"--slots-file={tmp_path / 'slots'}"]

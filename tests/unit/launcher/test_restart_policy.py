@@ -1,4 +1,4 @@
-"""When an attempt is made again, and when it is given up."""
+"""When the launcher restarts a replica, and when it stops trying."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def delay_s(decision: RestartAfter | GiveUp) -> float:
     return decision.delay_s
 
 
-def test_delays_double_up_to_half_a_minute_and_end() -> None:
+def test_delays_double_up_to_half_a_minute_until_the_limit() -> None:
     policy = RestartPolicy(7, first_delay_s=1)
     delays = []
     for second in range(7):
@@ -38,7 +38,7 @@ def test_delays_double_up_to_half_a_minute_and_end() -> None:
     assert decision.reason == "it failed 8 times in a row"
 
 
-def test_twenty_seconds_of_work_forgives() -> None:
+def test_twenty_seconds_of_training_reset_the_count() -> None:
     policy = RestartPolicy(2, first_delay_s=1)
     for _ in range(2):
         policy.attempt_started()
@@ -52,14 +52,14 @@ def test_twenty_seconds_of_work_forgives() -> None:
     assert delay_s(policy.attempt_failed(KILLED, 219)) == 2
 
 
-def test_starting_for_a_minute_forgives_nothing() -> None:
+def test_a_minute_of_startup_resets_nothing() -> None:
     policy = RestartPolicy(1)
     policy.attempt_failed(KILLED, 0)
     policy.attempt_started()
     assert isinstance(policy.attempt_failed(KILLED, 1000), GiveUp)
 
 
-def test_equal_failures_before_any_work_end_it_early() -> None:
+def test_equal_failures_before_any_step_end_the_job_early() -> None:
     policy = RestartPolicy(10)
     policy.attempt_failed(KILLED, 0)
     first = wrong("unknown key")
@@ -70,7 +70,7 @@ def test_equal_failures_before_any_work_end_it_early() -> None:
 
 
 @pytest.mark.parametrize("between", [KILLED, wrong("another")])
-def test_other_failures_between_do_not(between: Failure) -> None:
+def test_different_failures_do_not(between: Failure) -> None:
     policy = RestartPolicy(10)
     for failure in (wrong("a"), between, wrong("a"), KILLED, KILLED):
         policy.attempt_started()
@@ -78,7 +78,7 @@ def test_other_failures_between_do_not(between: Failure) -> None:
 
 
 @pytest.mark.parametrize(("status", "spares"), [(DIVERGED, False), (MACHINE_FAULT, True)])
-def test_what_would_come_out_the_same_is_not_tried_again(status: int, spares: bool) -> None:
+def test_permanent_failures_are_not_retried(status: int, spares: bool) -> None:
     policy = RestartPolicy(10)
     policy.attempt_started()
     policy.made_progress(0)
@@ -86,7 +86,7 @@ def test_what_would_come_out_the_same_is_not_tried_again(status: int, spares: bo
     assert isinstance(decision, GiveUp) and decision.others_continue is spares
 
 
-def test_equal_failures_after_work_do_not() -> None:
+def test_equal_failures_after_training_do_not() -> None:
     policy = RestartPolicy(10)
     for second in range(4):
         policy.attempt_started()

@@ -1,4 +1,4 @@
-"""What people see."""
+"""The launcher's status display."""
 
 import json
 import time
@@ -17,7 +17,7 @@ from torchtitan_lite.launcher.status_view import PlainLines, RecordedView, descr
 RECORD = {"step": 12, "loss": 3.14159, "tokens_per_second": 12345.6, "num_replicas": 2}
 
 
-def never(*given: Any) -> NoReturn:
+def never(*args: Any) -> NoReturn:
     raise AssertionError("nothing is started here")
 
 
@@ -50,7 +50,7 @@ def lighthouse(tmp_path: Path) -> LighthouseProcess:
 def test_words(tmp_path: Path) -> None:
     training = replica(0, ReplicaState.TRAINING, RECORD, tmp_path)
     assert describe(training) == "step 12 loss 3.1416 12,346 tokens/s 2 replicas"
-    # A loss that is not finite stands as null in the metrics.
+    # A non-finite loss is null in the metrics.
     assert "loss  12" in describe(
         replica(0, ReplicaState.TRAINING, {**RECORD, "loss": None}, tmp_path)
     )
@@ -58,7 +58,7 @@ def test_words(tmp_path: Path) -> None:
     assert describe(replica(0, ReplicaState.RESTARTING, None, tmp_path)) == "restarting in 0 s"
 
 
-def test_table_has_a_row_each(tmp_path: Path, lighthouse: LighthouseProcess) -> None:
+def test_the_table_has_a_row_per_replica(tmp_path: Path, lighthouse: LighthouseProcess) -> None:
     replicas = [
         replica(0, ReplicaState.TRAINING, RECORD, tmp_path),
         replica(1, ReplicaState.FINISHED, None, tmp_path),
@@ -94,7 +94,7 @@ def test_the_table_fits_the_terminal(
     assert len([line for line in text.splitlines() if line.strip()]) == 5
 
 
-def test_lines_come_only_while_something_trains(
+def test_lines_are_printed_only_while_a_replica_trains(
     tmp_path: Path, lighthouse: LighthouseProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     view = PlainLines()
@@ -123,7 +123,7 @@ def test_events_are_recorded_with_their_time(
     assert capsys.readouterr().out.count('replica 1: failed, "rank 0"') == 2
 
 
-def test_events_that_cannot_be_recorded_are_reported_once(
+def test_unwritable_events_are_reported_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

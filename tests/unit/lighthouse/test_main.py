@@ -1,4 +1,4 @@
-"""The lighthouse as a process of its own."""
+"""The lighthouse as a separate process."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.lighthouse.crew import crew_of
+from tests.unit.lighthouse.clients import connect_clients
 from torchtitan_lite.lighthouse import client
 
 REPOSITORY = Path(__file__).parents[3]
@@ -20,7 +20,7 @@ _COMMAND = [sys.executable, "-m", "torchtitan_lite.lighthouse"]
 
 @contextmanager
 def _lighthouse(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process, and the address that it tells."""
+    """Start a process and return it with its address."""
     with subprocess.Popen(
         [*_COMMAND, "--bind", "127.0.0.1:0", *arguments],
         cwd=REPOSITORY,
@@ -31,37 +31,37 @@ def _lighthouse(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     ) as process:
         assert process.stdout is not None
         try:
-            said, _, address = process.stdout.readline().rstrip("\n").rpartition(" ")
-            assert said == "listening on"
+            output, _, address = process.stdout.readline().rstrip("\n").rpartition(" ")
+            assert output == "listening on"
             yield process, address
         finally:
             process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_says_where_it_listens_and_ends_on_a_signal(number: signal.Signals) -> None:
+def test_it_prints_its_address_and_exits_on_a_signal(number: signal.Signals) -> None:
     arguments = "--min-replicas=3", "--join-timeout-ms=2000", "--heartbeat-timeout-ms=4000"
     with _lighthouse(*arguments) as (process, address):
-        told = client.status(address, TOKEN, 30)
+        status = client.status(address, TOKEN, 30)
         numbers = "min_replicas", "join_timeout_ms", "heartbeat_timeout_ms"
-        assert [told[name] for name in numbers] == [3, 2000, 4000]
+        assert [status[name] for name in numbers] == [3, 2000, 4000]
         assert client.notify_left(address, "a", TOKEN, 30) == []
         process.send_signal(number)
         assert process.communicate(timeout=60) == ("", "")
         assert process.returncode == 0
 
 
-def test_no_id_comes_again_when_it_is_started_again() -> None:
-    told: set[int] = set()
+def test_quorum_ids_are_not_reused_after_a_restart() -> None:
+    ids: set[int] = set()
     for _ in range(2):
-        with _lighthouse() as (_, address), crew_of(address) as crew:
-            # Each that comes makes another quorum.
+        with _lighthouse() as (_, address), connect_clients(address) as clients:
+            # Each replica that joins causes another quorum.
             for replica_id in map(str, range(8)):
-                crew.live(replica_id)
-                (quorum,) = crew.ask_all(replica_id)
-                assert quorum is not None and quorum.quorum_id not in told
-                told.add(quorum.quorum_id)
-                crew.die(replica_id)
+                clients.start_heartbeats(replica_id)
+                (quorum,) = clients.request_all(replica_id)
+                assert quorum is not None and quorum.quorum_id not in ids
+                ids.add(quorum.quorum_id)
+                clients.stop_heartbeats(replica_id)
                 client.notify_left(address, replica_id, TOKEN, 30)
 
 
@@ -78,7 +78,7 @@ def _fails(*arguments: str) -> str:
     return line
 
 
-def test_what_a_user_can_mend_is_one_line() -> None:
+def test_errors_that_users_can_correct_are_one_line() -> None:
     with _lighthouse() as (_, address):
         assert "another process listens there" in _fails("--bind", address)
     assert "min_replicas = 0 is too small" in _fails("--min-replicas", "0")

@@ -1,4 +1,4 @@
-"""torchft's managers, as a training process has them, with this lighthouse."""
+"""torchft's managers, as in a training process, with this lighthouse."""
 
 import time
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class Replica:
         self._threads = threads
 
     def quorum(self, step: int, commit_failures: int = 0) -> "Future[Any]":
-        """Ask for a quorum."""
+        """Request a quorum."""
         return self._threads.submit(
             self._client._quorum,
             group_rank=0,
@@ -49,13 +49,13 @@ class Replica:
         )
 
     def vote(self, step: int, *, commit: bool) -> bool:
-        """What becomes of a step."""
+        """Return the outcome of a step."""
         return self._client.should_commit(0, step, commit, _TIMEOUT)
 
 
 @pytest.fixture
 def service() -> Iterator[LighthouseService]:
-    # Longer than any call: what comes, does not come because a wait has ended.
+    # Longer than any call: no quorum forms because of a timeout.
     settings = QuorumSettings(min_replicas=2, join_timeout_ms=60_000, heartbeat_timeout_ms=60_000)
     with LighthouseService("127.0.0.1:0", settings, TOKEN) as service:
         yield service
@@ -65,7 +65,7 @@ def service() -> Iterator[LighthouseService]:
 def replicas(service: LighthouseService) -> Iterator[list[Replica]]:
     with ThreadPoolExecutor(4) as threads:
         replicas = [Replica(f"replica_{n}:x", service.address, threads) for n in range(3)]
-        # A replica whose first heartbeat is still under way is not waited for.
+        # The lighthouse does not wait for a replica whose first heartbeat is still in flight.
         while len(service.status()["replicas"]) < len(replicas):
             time.sleep(0.01)
         yield replicas
@@ -73,30 +73,34 @@ def replicas(service: LighthouseService) -> Iterator[list[Replica]]:
             replica.server.shutdown()
 
 
-def _quorums(replicas: list[Replica], step: int, **asked: int) -> list[Any]:
-    return [answer.result() for answer in [one.quorum(step, **asked) for one in replicas]]
+def _quorums(replicas: list[Replica], step: int, **options: int) -> list[Any]:
+    return [answer.result() for answer in [one.quorum(step, **options) for one in replicas]]
 
 
 def test_quorums_and_votes(replicas: list[Replica]) -> None:
     for step in (1, 2):
-        for rank, found in enumerate(_quorums(replicas, step)):
-            assert (found.quorum_id, found.replica_rank, found.replica_world_size) == (1, rank, 3)
-            assert (found.max_step, found.heal) == (step, False)
-            assert found.store_address.startswith("store of replica_")
+        for rank, actual in enumerate(_quorums(replicas, step)):
+            assert (actual.quorum_id, actual.replica_rank, actual.replica_world_size) == (
+                1,
+                rank,
+                3,
+            )
+            assert (actual.max_step, actual.heal) == (step, False)
+            assert actual.store_address.startswith("store of replica_")
         assert all(replica.vote(step, commit=True) for replica in replicas)
     assert not any(replica.vote(3, commit=False) for replica in replicas)
-    assert [found.quorum_id for found in _quorums(replicas, 3, commit_failures=1)] == [2, 2, 2]
+    assert [actual.quorum_id for actual in _quorums(replicas, 3, commit_failures=1)] == [2, 2, 2]
 
 
-def test_one_that_is_behind_is_to_heal(replicas: list[Replica]) -> None:
+def test_a_lagging_replica_must_heal(replicas: list[Replica]) -> None:
     behind = replicas[2].quorum(0)
     ahead = _quorums(replicas[:2], 7)
-    assert [found.heal for found in (*ahead, behind.result())] == [False, False, True]
+    assert [actual.heal for actual in (*ahead, behind.result())] == [False, False, True]
     assert behind.result().max_step == 7
 
 
 @pytest.mark.parametrize("is_dead", [True, False])
-def test_one_that_has_left_is_not_waited_for(
+def test_a_replica_that_has_left_is_not_waited_for(
     service: LighthouseService, replicas: list[Replica], is_dead: bool
 ) -> None:
     _quorums(replicas, 1)
@@ -107,6 +111,6 @@ def test_one_that_has_left_is_not_waited_for(
     assert not any(answer.done() for answer in waiting)
     started_s = time.monotonic()
     client.notify_left(service.address, "replica_2", TOKEN, 30)
-    found = [answer.result() for answer in waiting]
+    actual = [answer.result() for answer in waiting]
     assert time.monotonic() - started_s < 10
-    assert [(one.quorum_id, one.replica_world_size) for one in found] == [(2, 2), (2, 2)]
+    assert [(one.quorum_id, one.replica_world_size) for one in actual] == [(2, 2), (2, 2)]

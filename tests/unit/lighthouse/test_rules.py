@@ -1,4 +1,4 @@
-"""The rules by themselves, at times that the tests choose."""
+"""The quorum rules, at times chosen by the tests."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ SETTINGS = QuorumSettings(min_replicas=2, join_timeout_ms=3000, heartbeat_timeou
 
 @dataclass(frozen=True)
 class Replica:
-    """A member as the rules see it."""
+    """A member, as the rules see it."""
 
     replica_id: str
     shrink_only: bool = False
@@ -24,14 +24,15 @@ class Replica:
 
 @dataclass(frozen=True)
 class Case:
-    """A moment, and who is in a quorum then; None for no quorum."""
+    """A point in time, and the members of a quorum then; None for no quorum."""
 
     name: str
     expected: tuple[str, ...] | None
     asking: dict[str, float]
-    """Id -> since when (seconds before now); a "!" at the end of the id asks for no newcomers."""
+    """Id -> time since the request, in seconds; with a "!" at the end of the id, no newcomers are
+    accepted."""
     silent: dict[str, float] = field(default_factory=dict)
-    """Heartbeats of those who do not ask, or whose last one was not when they asked."""
+    """Heartbeats of replicas that do not request a quorum, or that sent one after their request."""
     previous: tuple[str, ...] | None = None
     reason: str = ""
     changes_in_s: float | None = None
@@ -45,35 +46,71 @@ CASES = [
         "too few of the last quorum", None, {"a": 0}, previous=("a", "b"), reason="2 are required"
     ),
     Case(
-        "one who may join", None, {"a": 1, "b": 2}, {"c": 0}, reason="c may still", changes_in_s=1
+        "another replica may join",
+        None,
+        {"a": 1, "b": 2},
+        {"c": 0},
+        reason="c may still",
+        changes_in_s=1,
     ),
     Case(
-        "its heartbeat ends before the wait",
+        "its heartbeat expires before the join timeout",
         None,
         {"a": 1, "b": 2},
         {"c": 4.5},
         reason="c may still",
         changes_in_s=0.5,
     ),
-    Case("waited long enough", ("a", "b"), {"a": 1, "b": 3}, {"c": 0}, reason="the join timeout"),
-    Case("the last heartbeat counts no more", ("a", "b"), {"a": 0, "b": 0}, {"c": 5}),
-    Case("it still counts", None, {"a": 0, "b": 0}, {"c": 4.99}, reason="c may still"),
-    Case("who asks and is silent is out", ("b", "c"), {"a": 6, "b": 0, "c": 0}, {"a": 6}),
+    Case(
+        "the join timeout expired",
+        ("a", "b"),
+        {"a": 1, "b": 3},
+        {"c": 0},
+        reason="the join timeout",
+    ),
+    Case("the last heartbeat has expired", ("a", "b"), {"a": 0, "b": 0}, {"c": 5}),
+    Case("it has not expired", None, {"a": 0, "b": 0}, {"c": 4.99}, reason="c may still"),
+    Case(
+        "a waiting replica without heartbeats is excluded",
+        ("b", "c"),
+        {"a": 6, "b": 0, "c": 0},
+        {"a": 6},
+    ),
     Case("half is not enough", None, {"a": 9, "b": 9}, dict.fromkeys("abcd", 0), reason="half"),
-    Case("more than half is", ("a", "b", "c"), dict.fromkeys("abc", 4), {"d": 0, "e": 0}),
-    Case("the last quorum is back", ("a", "b"), dict.fromkeys("ab", 0), {"c": 0}, ("a", "b")),
-    Case("back, and others too", ("a", "b", "c"), dict.fromkeys("abc", 0), {"d": 0}, ("a", "b")),
-    Case("back, with fewer than needed", ("a",), {"a": 0}, dict.fromkeys("bcd", 0), ("a",)),
-    Case("back but silent", None, {"a": 6, "b": 0}, {"a": 6}, ("a", "b"), "2 are required"),
-    Case("one of them is not back", None, {"a": 0, "c": 0}, {"b": 0}, ("a", "b"), "b may still"),
-    Case("one of them died", ("a", "c"), {"a": 0, "c": 0}, {"b": 5}, ("a", "b")),
+    Case("more than half is enough", ("a", "b", "c"), dict.fromkeys("abc", 4), {"d": 0, "e": 0}),
+    Case("all of the last quorum wait", ("a", "b"), dict.fromkeys("ab", 0), {"c": 0}, ("a", "b")),
+    Case(
+        "all of it wait, and others too",
+        ("a", "b", "c"),
+        dict.fromkeys("abc", 0),
+        {"d": 0},
+        ("a", "b"),
+    ),
+    Case("all of it wait, fewer than required", ("a",), {"a": 0}, dict.fromkeys("bcd", 0), ("a",)),
+    Case(
+        "all of it wait, one without heartbeats",
+        None,
+        {"a": 6, "b": 0},
+        {"a": 6},
+        ("a", "b"),
+        "2 are required",
+    ),
+    Case(
+        "one of the last quorum does not wait",
+        None,
+        {"a": 0, "c": 0},
+        {"b": 0},
+        ("a", "b"),
+        "b may still",
+    ),
+    Case("one of the last quorum died", ("a", "c"), {"a": 0, "c": 0}, {"b": 5}, ("a", "b")),
     Case("a replica with a new uuid", ("a:1", "b:2"), {"a:1": 0, "b:2": 0}, {}, ("a:1", "b:1")),
     Case("no newcomers", ("a", "b"), {"a!": 0, "b": 0, "c": 0}, {}, ("a", "b")),
-    Case("newcomers want none", ("a", "b"), {"a": 0, "b": 0, "c!": 0}, {}, ("a", "b")),
+    Case("newcomers accept none", ("a", "b"), {"a": 0, "b": 0, "c!": 0}, {}, ("a", "b")),
     Case("no newcomers, one died", ("a",), {"a!": 0, "c": 0}, {}, ("a", "b")),
     Case("no newcomers to the first quorum", ("a", "b"), {"a!": 0, "b!": 0}),
-    Case("nobody is admitted", None, {"c!": 0, "d": 0}, {}, ("a", "b"), "only members"),
-    Case("ids sort as texts", ("a10", "a9", "b"), {"b": 0, "a9": 0, "a10": 0}),
+    Case("no replica is admitted", None, {"c!": 0, "d": 0}, {}, ("a", "b"), "only members"),
+    Case("ids are sorted as text", ("a10", "a9", "b"), {"b": 0, "a9": 0, "a10": 0}),
 ]
 
 
@@ -90,7 +127,7 @@ def _rules(case: Case) -> QuorumRules:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_who_is_in_a_quorum(case: Case) -> None:
+def test_members_of_a_quorum(case: Case) -> None:
     rules = _rules(case)
     verdict = rules.evaluate(NOW_S)
     ids = None if verdict.members is None else tuple(one.replica_id for one in verdict.members)
@@ -100,154 +137,156 @@ def test_who_is_in_a_quorum(case: Case) -> None:
         assert verdict.until_s == NOW_S + case.changes_in_s
 
 
-def _ask(rules: QuorumRules, now_s: float, *replicas: str | Replica) -> Quorum | None:
-    """All ask at once; the quorum that is made then."""
+def _request(rules: QuorumRules, now_s: float, *replicas: str | Replica) -> Quorum | None:
+    """Request a quorum for all, and return the one that forms."""
     for replica in replicas:
         rules.request_quorum(Replica(replica) if isinstance(replica, str) else replica, now_s)
     return rules.form_quorum(now_s)
 
 
-def test_the_id_grows_when_the_members_change() -> None:
+def test_the_id_increases_when_the_members_change() -> None:
     rules = QuorumRules(SETTINGS)
-    told = []
+    ids = []
     for second, asking in enumerate(["ab", "ab", "abc", "cba", "abcd"]):
-        quorum = _ask(rules, second, *asking)
+        quorum = _request(rules, second, *asking)
         assert quorum is not None
         assert quorum.ids == tuple(sorted(asking))
-        told.append(quorum.quorum_id)
-    assert told == [1, 1, 2, 2, 3]
+        ids.append(quorum.quorum_id)
+    assert ids == [1, 1, 2, 2, 3]
 
 
-def test_the_id_grows_with_each_step_that_a_member_could_not_commit() -> None:
+def test_the_id_increases_with_each_step_that_a_member_could_not_commit() -> None:
     rules = QuorumRules(SETTINGS)
-    told = []
+    ids = []
     for second, failures in enumerate([0, 0, 1, 2, 0]):
-        quorum = _ask(rules, second, "a", Replica("b", commit_failures=failures))
+        quorum = _request(rules, second, "a", Replica("b", commit_failures=failures))
         assert quorum is not None
-        told.append(quorum.quorum_id)
-    assert told == [1, 1, 2, 3, 3]
+        ids.append(quorum.quorum_id)
+    assert ids == [1, 1, 2, 3, 3]
 
 
-def test_failures_of_those_who_are_left_out_do_not_count() -> None:
+def test_failures_of_excluded_replicas_do_not_count() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a", "b")
-    quorum = _ask(rules, 1, Replica("c", commit_failures=1), Replica("a", shrink_only=True), "b")
+    assert _request(rules, 0, "a", "b")
+    quorum = _request(
+        rules, 1, Replica("c", commit_failures=1), Replica("a", shrink_only=True), "b"
+    )
     assert quorum is not None
     assert (quorum.quorum_id, quorum.ids) == (1, ("a", "b"))
 
 
-def test_members_ask_no_more_and_others_wait_anew() -> None:
+def test_requests_of_members_are_fulfilled_and_others_wait_again() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a", "b")
-    assert _ask(rules, 1, "c") is None
-    assert _ask(rules, 2, Replica("a", shrink_only=True), "b")
+    assert _request(rules, 0, "a", "b")
+    assert _request(rules, 1, "c") is None
+    assert _request(rules, 2, Replica("a", shrink_only=True), "b")
     assert {one: asking.since_s for one, asking in rules.waiting.items()} == {"c": 2}
-    quorum = _ask(rules, 3, "a", "b")
+    quorum = _request(rules, 3, "a", "b")
     assert quorum is not None
     assert (quorum.quorum_id, quorum.ids) == (2, ("a", "b", "c"))
 
 
-def test_asking_again_does_not_begin_the_wait_anew() -> None:
+def test_a_repeated_request_does_not_restart_the_wait() -> None:
     rules = QuorumRules(SETTINGS)
     rules.heartbeat("c", 0)
-    assert _ask(rules, 0, "a", "b") is None
+    assert _request(rules, 0, "a", "b") is None
     rules.cancel_request("a")
     rules.heartbeat("c", 2)
-    assert _ask(rules, 2, "a", "b") is None
+    assert _request(rules, 2, "a", "b") is None
     assert rules.form_quorum(2.9) is None
     assert rules.form_quorum(3)
 
 
-def test_ids_of_an_earlier_lighthouse_do_not_come_again() -> None:
+def test_ids_of_an_earlier_lighthouse_are_not_reused() -> None:
     rules = QuorumRules(SETTINGS, first_id=1000)
-    found = _ask(rules, 0, "a", "b")
-    assert found is not None and found.quorum_id == 1001
+    actual = _request(rules, 0, "a", "b")
+    assert actual is not None and actual.quorum_id == 1001
 
 
-def test_who_withdraws_is_in_no_quorum() -> None:
+def test_a_replica_that_withdraws_is_in_no_quorum() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a") is None
+    assert _request(rules, 0, "a") is None
     rules.cancel_request("a")
-    assert _ask(rules, 1, "b") is None
+    assert _request(rules, 1, "b") is None
     assert rules.is_healthy("a", 1)
 
 
-@pytest.mark.parametrize("told", ["c:1", "c"])
-def test_a_replica_that_has_left_is_not_waited_for(told: str) -> None:
+@pytest.mark.parametrize("left_id", ["c:1", "c"])
+def test_a_replica_that_has_left_is_not_waited_for(left_id: str) -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a:1", "b:1", "c:1")
-    assert _ask(rules, 1, "a:1", "b:1") is None
-    assert rules.mark_left(told) == ["c:1"]
+    assert _request(rules, 0, "a:1", "b:1", "c:1")
+    assert _request(rules, 1, "a:1", "b:1") is None
+    assert rules.mark_left(left_id) == ["c:1"]
     quorum = rules.form_quorum(1)
     assert quorum is not None
     assert (quorum.quorum_id, quorum.ids) == (2, ("a:1", "b:1"))
 
 
-def test_a_replica_that_has_left_is_no_participant() -> None:
+def test_a_replica_that_has_left_is_not_a_participant() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a:1") is None
+    assert _request(rules, 0, "a:1") is None
     assert rules.mark_left("a") == ["a:1"]
-    assert _ask(rules, 0, "b:1") is None
+    assert _request(rules, 0, "b:1") is None
     assert rules.waiting.keys() == {"b:1"}
 
 
-def test_what_still_arrives_from_it_does_not_count() -> None:
+def test_late_messages_of_a_replica_that_has_left_are_ignored() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a:1", "b:1", "c:1")
+    assert _request(rules, 0, "a:1", "b:1", "c:1")
     rules.mark_left("c")
     assert not rules.heartbeat("c:1", 1)
     assert not rules.request_quorum(Replica("c:1"), 1)
-    quorum = _ask(rules, 1, "a:1", "b:1")
+    quorum = _request(rules, 1, "a:1", "b:1")
     assert quorum is not None
     assert quorum.ids == ("a:1", "b:1")
 
 
-def test_it_returns_with_another_uuid() -> None:
+def test_it_rejoins_with_another_uuid() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a:1", "b:1")
+    assert _request(rules, 0, "a:1", "b:1")
     assert rules.mark_left("b") == ["b:1"]
-    quorum = _ask(rules, 1, "a:1", "b:2")
+    quorum = _request(rules, 1, "a:1", "b:2")
     assert quorum is not None
     assert quorum.ids == ("a:1", "b:2")
     assert rules.mark_left("b") == ["b:2"]
 
 
-def test_an_id_without_a_uuid_may_return() -> None:
+def test_an_id_without_a_uuid_may_rejoin() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "a", "b")
+    assert _request(rules, 0, "a", "b")
     assert rules.mark_left("b") == ["b"]
     assert rules.mark_left("b") == []
-    assert _ask(rules, 1, "a", "b")
+    assert _request(rules, 1, "a", "b")
 
 
 def test_other_names_do_not_leave() -> None:
     rules = QuorumRules(SETTINGS)
-    assert _ask(rules, 0, "replica_1:x", "replica_10:x", "replica_1:y:z", "y:replica_1:x")
+    assert _request(rules, 0, "replica_1:x", "replica_10:x", "replica_1:y:z", "y:replica_1:x")
     assert rules.mark_left("replica_1") == ["replica_1:x", "replica_1:y:z"]
     assert rules.mark_left("x") == []
 
 
-def test_the_last_quorum_of_one_that_has_left_can_be_had_again_by_nobody() -> None:
+def test_the_last_quorum_of_a_replica_that_has_left_cannot_be_repeated() -> None:
     rules = QuorumRules(QuorumSettings(1, 3000, 5000))
-    assert _ask(rules, 0, "a:1")
+    assert _request(rules, 0, "a:1")
     assert rules.mark_left("a") == ["a:1"]
     assert rules.form_quorum(0) is None
-    quorum = _ask(rules, 0, "b:1")
+    quorum = _request(rules, 0, "b:1")
     assert quorum is not None
     assert (quorum.quorum_id, quorum.ids) == (2, ("b:1",))
 
 
-def test_replicas_long_silent_are_forgotten() -> None:
+def test_long_silent_replicas_are_forgotten() -> None:
     rules = QuorumRules(SETTINGS)
     rules.heartbeat("old", 0)
-    assert _ask(rules, 100, "a", "b")
+    assert _request(rules, 100, "a", "b")
     assert "old" in rules.heartbeats
-    assert _ask(rules, 1000, "a", "b")
+    assert _request(rules, 1000, "a", "b")
     assert rules.heartbeats.keys() == {"a", "b"}
 
 
 @pytest.mark.parametrize("wrong", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
-def test_impossible_settings(wrong: tuple[int, int, int]) -> None:
+def test_invalid_settings(wrong: tuple[int, int, int]) -> None:
     with pytest.raises(LighthouseError, match="too small"):
         QuorumSettings(*wrong)
 
@@ -261,7 +300,7 @@ _AGES_S = st.floats(0, 8)
     previous=st.none() | st.sets(st.sampled_from("abcd"), min_size=1).map(tuple),
     part=st.floats(0, 1, exclude_max=True),
 )
-def test_nothing_changes_before_the_time_that_is_told(
+def test_nothing_changes_before_the_reported_time(
     asking: dict[str, float], silent: dict[str, float], previous: tuple[str, ...], part: float
 ) -> None:
     rules = _rules(Case("", None, asking, silent, previous))

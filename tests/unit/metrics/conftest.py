@@ -11,7 +11,7 @@ MakeRecord = Callable[..., StepRecord]
 
 @pytest.fixture
 def make_record() -> MakeRecord:
-    """A plausible record of a step, with the fields that the test names."""
+    """A function that returns a plausible step record with the given fields."""
 
     def make(step: int, **changes: object) -> StepRecord:
         values: dict[str, object] = {

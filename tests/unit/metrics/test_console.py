@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.forks import FORKS, send_output_to
+from tests.forks import FORK_SERVER, send_output_to
 from torchtitan_lite.durations import clock
 from torchtitan_lite.log import configure_logging, logger
 from torchtitan_lite.metrics import Event, StepRecord
@@ -19,7 +19,7 @@ from torchtitan_lite.metrics.sink import Cadence
 
 
 def run_on_terminal(terminal, color, no_color_variable):
-    """Log and print beside a bar, in a process whose output goes to `terminal`."""
+    """Log and print next to a progress bar, in a process whose output goes to `terminal`."""
     send_output_to(terminal)
     os.environ |= {"TERM": "xterm", "COLUMNS": "100", "LINES": "50"}
     os.environ["NO_COLOR"] = no_color_variable
@@ -89,7 +89,7 @@ def test_an_event_line(capsys):
     assert capsys.readouterr().out == "validation  step 5  loss 4.2500  n 3\n"
 
 
-def test_text_of_an_event_stays_on_its_line_and_commands_no_terminal(capsys):
+def test_event_text_stays_on_its_line_and_is_escaped(capsys):
     values = {"1": "größer 字", "2": "a\nb", "3": "\x1b[2J\x9b"}
     StepLines(cadence(9)).event(Event(name="sample", step=5, values=values))
     expected = "sample  step 5  1 größer 字  2 'a\\nb'  3 '\\x1b[2J\\x9b'\n"
@@ -100,7 +100,7 @@ def test_no_terminal_gets_plain_lines(capsys):
     assert isinstance(open_console(cadence(9), color=True), StepLines)
 
 
-def test_the_bar_moves_with_every_step(make_record):
+def test_the_bar_advances_with_every_step(make_record):
     from rich.console import Console
 
     screen = io.StringIO()
@@ -123,12 +123,12 @@ def test_the_bar_moves_with_every_step(make_record):
     ("color", "no_color_variable", "colored"),
     [(True, "", True), (False, "", False), (True, "1", False)],
 )
-def test_color_is_on_unless_refused(color, no_color_variable, colored):
+def test_color_is_on_unless_disabled(color, no_color_variable, colored):
     sent = sent_to_terminal(color, no_color_variable)
     assert bool(re.search(r"\x1b\[(\d+;)*[349]\d", sent)) == colored
 
 
-def test_on_a_terminal_logs_print_above_the_bar_and_streams_come_back():
+def test_on_a_terminal_logs_print_above_the_bar_and_streams_are_restored():
     lines = replay(sent_to_terminal(True, ""))
     for step in range(1, 5):
         assert any(re.fullmatch(rf"\d\d:\d\d:\d\d log line {step}", line) for line in lines)
@@ -141,10 +141,10 @@ def test_on_a_terminal_logs_print_above_the_bar_and_streams_come_back():
 
 @functools.cache
 def sent_to_terminal(color, no_color_variable):
-    """What a process under a pty of 100 columns sends to it."""
+    """Return what a process under a pty of 100 columns sends to it."""
     parent, child = pty.openpty()
     arguments = (os.ttyname(child), color, no_color_variable)
-    process = FORKS.Process(target=run_on_terminal, args=arguments)
+    process = FORK_SERVER.Process(target=run_on_terminal, args=arguments)
     process.start()
     os.set_blocking(parent, False)
     received = b""
@@ -163,7 +163,7 @@ def sent_to_terminal(color, no_color_variable):
 
 
 def replay(output):
-    """What remains on screen: carriage returns, cursor up and erasing lines are obeyed."""
+    """Return the final screen, interpreting carriage returns, cursor movements and erased lines."""
     lines, row = [""], 0
     for token in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
         if token == "\n":

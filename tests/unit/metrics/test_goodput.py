@@ -1,4 +1,4 @@
-"""Every nanosecond has one place, whatever happens to the steps that it was spent for."""
+"""Every nanosecond is accounted for once, whatever happens to its step."""
 
 import json
 import random
@@ -16,7 +16,7 @@ S = 10**9
 
 
 class Run:
-    """A clock that is set by hand, and the books of one attempt after the other."""
+    """A manual clock, and the time accounting of consecutive attempts."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "books.json"
@@ -36,7 +36,7 @@ class Run:
     def spend(
         self, goodput_tracker: GoodputTracker, phase: Phase, step: int, seconds: float
     ) -> None:
-        """Enter a phase, and be in it for so long."""
+        """Enter a phase and stay in it for this time."""
         goodput_tracker.entered(phase, step)
         self.now_ns += round(seconds * S)
 
@@ -48,7 +48,7 @@ class Run:
         commits: bool = True,
         seconds: float = 1,
     ) -> None:
-        """An attempt at the step after `step`: `seconds` of work, and 0.25 s beside it."""
+        """Attempt the step after `step`: `seconds` of work, and 0.25 s of other phases."""
         self.spend(goodput_tracker, Phase.QUORUM, step, 0.125)
         self.spend(goodput_tracker, Phase.DATA, step, seconds / 4)
         self.spend(goodput_tracker, Phase.COMPUTE, step, seconds / 2)
@@ -61,7 +61,7 @@ def seconds(goodput_tracker: GoodputTracker) -> dict[str, float]:
     return {kind: ns / S for kind, ns in goodput_tracker.totals().ns.items() if ns}
 
 
-def test_time_goes_to_the_phase_in_which_it_passes(tmp_path: Path) -> None:
+def test_time_is_added_to_the_current_phase(tmp_path: Path) -> None:
     run = Run(tmp_path)
     goodput_tracker = run.start()
     run.spend(goodput_tracker, Phase.START, 0, 3)
@@ -91,18 +91,18 @@ def test_a_step_that_is_not_committed_is_lost_work(tmp_path: Path) -> None:
     run.take(goodput_tracker, 0)
     run.take(goodput_tracker, 1, commits=False)
     run.take(goodput_tracker, 1)
-    found = seconds(goodput_tracker)
-    assert found["lost"] == 1
-    assert found["compute"] == 1
-    assert found["quorum"] == 0.375
+    actual = seconds(goodput_tracker)
+    assert actual["lost"] == 1
+    assert actual["compute"] == 1
+    assert actual["quorum"] == 0.375
 
 
-def test_steps_that_are_taken_again_after_a_restart_are_lost_work(tmp_path: Path) -> None:
+def test_steps_repeated_after_a_restart_are_lost_work(tmp_path: Path) -> None:
     run = Run(tmp_path)
     first = run.start()
     for step in range(5):
         run.take(first, step)
-    # Killed in the sixth.
+    # Killed in the sixth step.
     run.spend(first, Phase.QUORUM, 5, 2)
     first.entered(Phase.COMPUTE, 5)
     before = json.loads(run.path.read_text())
@@ -113,30 +113,30 @@ def test_steps_that_are_taken_again_after_a_restart_are_lost_work(tmp_path: Path
     run.spend(second, Phase.QUORUM, 3, 1)
     assert "lost" not in seconds(second)
     run.take(second, 3)
-    found = seconds(second)
-    assert found["lost"] == 2
-    assert found["idle"] == 7
-    assert found["compute"] == 0.5 * 4
+    actual = seconds(second)
+    assert actual["lost"] == 2
+    assert actual["idle"] == 7
+    assert actual["compute"] == 0.5 * 4
     assert second.totals().wall_s == 8.25 + 7 + 3 + 1 + 1.25
 
 
-def test_what_others_have_committed_meanwhile_is_not_lost(tmp_path: Path) -> None:
+def test_steps_that_others_committed_meanwhile_are_not_lost(tmp_path: Path) -> None:
     run = Run(tmp_path)
     first = run.start()
     for step in range(5):
         run.take(first, step)
     first.close()
     second = run.start(after_s=1)
-    # It restores step 3, and receives the state of a replica that is further.
+    # It restores step 3, and receives the state of an up-to-date replica.
     run.spend(second, Phase.QUORUM, 3, 1)
     run.spend(second, Phase.HEALING, 3, 0.5)
     run.spend(second, Phase.QUORUM, 3, 0.5)
     run.spend(second, Phase.DATA, 9, 0.25)
     run.spend(second, Phase.CHECKPOINT, 10, 0)
-    found = seconds(second)
-    assert "lost" not in found
-    assert found["healing"] == 0.5
-    assert found["data"] == 1.5
+    actual = seconds(second)
+    assert "lost" not in actual
+    assert actual["healing"] == 0.5
+    assert actual["data"] == 1.5
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_others_have_committed_meanwhile_is_not_lost(tmp_path: Path) -> Non
         b"\xff",
     ],
 )
-def test_damaged_books_are_told_of_and_begun_anew(
+def test_a_damaged_file_is_reported_and_replaced(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path)
@@ -163,7 +163,7 @@ def test_damaged_books_are_told_of_and_begun_anew(
     assert goodput_tracker.totals().wall_s == 1.25
 
 
-def test_a_run_that_begins_anew_has_new_books(tmp_path: Path) -> None:
+def test_a_run_that_starts_from_scratch_has_a_new_accounting(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.take(run.start(), 0)
     run.now_ns += 100 * S
@@ -172,7 +172,7 @@ def test_a_run_that_begins_anew_has_new_books(tmp_path: Path) -> None:
     assert goodput_tracker.totals().wall_s == 1.25
 
 
-def test_a_clock_that_was_set_back_makes_no_time_twice(tmp_path: Path) -> None:
+def test_a_clock_that_is_set_back_counts_no_time_twice(tmp_path: Path) -> None:
     run = Run(tmp_path)
     first = run.start()
     run.take(first, 0)
@@ -182,11 +182,11 @@ def test_a_clock_that_was_set_back_makes_no_time_twice(tmp_path: Path) -> None:
     run.take(second, 1)
     second.close()
     assert second.totals().wall_s == 2.5
-    told = json.loads(run.path.read_text())
-    assert told["until_ns"] - told["first_start_ns"] == 2.5 * S
+    accounting = json.loads(run.path.read_text())
+    assert accounting["until_ns"] - accounting["first_start_ns"] == 2.5 * S
 
 
-def test_a_folder_that_cannot_be_written_does_not_end_the_run(
+def test_an_unwritable_folder_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "folder").write_text("a file")
@@ -199,7 +199,7 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_run(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_happens_all_kinds_add_up_to_the_wall_time(seed: int, tmp_path: Path) -> None:
+def test_all_kinds_add_up_to_the_wall_time(seed: int, tmp_path: Path) -> None:
     random_ = random.Random(seed)
     run = Run(tmp_path)
     first_ns, step = run.now_ns, 0
@@ -218,13 +218,13 @@ def test_whatever_happens_all_kinds_add_up_to_the_wall_time(seed: int, tmp_path:
             assert goodput_tracker.goodput() == goodput_tracker.totals().goodput
         if random_.random() < 0.5:
             goodput_tracker.close()
-        told = json.loads(run.path.read_text())
-        # What a killed process has not written down is the next one's idle time.
-        assert told["until_ns"] <= run.now_ns
-        total = sum(sum(ns.values()) for _, _, ns in told["entries"])
-        assert total == told["until_ns"] - told["first_start_ns"]
+        accounting = json.loads(run.path.read_text())
+        # Time that a killed process did not record is idle time of the next one.
+        assert accounting["until_ns"] <= run.now_ns
+        total = sum(sum(ns.values()) for _, _, ns in accounting["entries"])
+        assert total == accounting["until_ns"] - accounting["first_start_ns"]
         assert set(goodput_tracker.totals().ns) == set(KINDS)
-        assert len(told["entries"]) < 150
+        assert len(accounting["entries"]) < 150
 
 
 def test_old_steps_share_an_entry_and_lose_their_part_of_it() -> None:
@@ -241,7 +241,7 @@ def test_old_steps_share_an_entry_and_lose_their_part_of_it() -> None:
 
 
 def sleep_and_check_age(started: float) -> None:
-    # The process that this one is a fork of is older.
+    # The process that this one was forked from is older.
     time.sleep(0.5)
     assert 0.5 < process_age_s() < time.monotonic() - started + 0.1
 
@@ -252,12 +252,12 @@ def test_a_process_knows_its_age() -> None:
     assert process_age_s() > time.monotonic() - started
 
 
-def test_a_quorum_in_the_middle_of_an_attempt_makes_no_work_lost(tmp_path: Path) -> None:
+def test_a_quorum_during_an_attempt_makes_no_work_lost(tmp_path: Path) -> None:
     run = Run(tmp_path)
     goodput_tracker = run.start()
     run.spend(goodput_tracker, Phase.QUORUM, 0, 1)
     run.spend(goodput_tracker, Phase.COMPUTE, 0, 2)
-    # Replicas that are averaged every few steps meet after the step was committed.
+    # Semi-synchronous replicas form a quorum after the step is committed.
     run.spend(goodput_tracker, Phase.QUORUM, 1, 1)
     run.spend(goodput_tracker, Phase.COMMUNICATION, 1, 0.5)
     run.spend(goodput_tracker, Phase.CHECKPOINT, 1, 0)

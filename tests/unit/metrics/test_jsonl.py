@@ -42,11 +42,11 @@ def steps_in(path):
     return [values["step"] for values in read(path)]
 
 
-def test_one_line_a_step_with_every_key(path, make_record):
+def test_one_line_per_step_with_every_key(path, make_record):
     lines = JsonLines(path, 0)
     lines.step(make_record(1))
     lines.step(make_record(2, mfu=0.5))
-    first, second = read(path)  # before close: every line is with the operating system already
+    first, second = read(path)  # before close: every line has been passed to the operating system
     lines.close()
     assert first.keys() == second.keys() == KEYS
     assert (first["step"], first["loss"], first["mfu"], first["skipped"]) == (
@@ -58,7 +58,7 @@ def test_one_line_a_step_with_every_key(path, make_record):
     assert second["mfu"] == 0.5
 
 
-def test_numbers_that_are_not_finite_become_null(path, make_record):
+def test_non_finite_values_become_null(path, make_record):
     lines = JsonLines(path, 0)
     lines.step(make_record(1, loss=float("nan"), grad_norm=float("inf"), skipped=True))
     lines.event(Event(name="skip", step=1, time=5.5, values={"losses": [float("-inf"), 2.0]}))
@@ -70,12 +70,12 @@ def test_numbers_that_are_not_finite_become_null(path, make_record):
 
 
 @pytest.mark.parametrize("key", ["event", "step", "time"])
-def test_the_values_of_an_event_do_not_hide_its_own_fields(key):
+def test_event_values_do_not_hide_the_events_own_fields(key):
     with pytest.raises(ValueError, match=key):
         Event(name="validation", step=3, values={key: 4})
 
 
-def test_records_and_events_have_the_time_at_which_they_were_made(path, make_record):
+def test_records_and_events_have_their_creation_time(path, make_record):
     before_s = time.time()
     lines = JsonLines(path, 0)
     lines.step(make_record(1))
@@ -85,7 +85,7 @@ def test_records_and_events_have_the_time_at_which_they_were_made(path, make_rec
     assert before_s <= step["time"] <= event["time"] <= time.time()
 
 
-def test_resume_drops_what_came_later_and_nothing_else(path, write, make_record):
+def test_resume_drops_only_later_records(path, write, make_record):
     lines = JsonLines(path, 0)
     lines.event(Event(name="resume", step=0, values={}))
     lines.close()
@@ -109,7 +109,7 @@ def test_a_fresh_run_keeps_the_history_of_an_earlier_one(path, write):
     assert steps_in(path.with_name("metrics.2.jsonl")) == [1, 2]
 
 
-def test_resume_with_nothing_to_drop_leaves_the_file_alone(path, write):
+def test_resume_with_nothing_to_drop_does_not_change_the_file(path, write):
     write(1, 2, resume_step=0)
     inode = path.stat().st_ino
     write(3, resume_step=2)
@@ -117,24 +117,24 @@ def test_resume_with_nothing_to_drop_leaves_the_file_alone(path, write):
     assert steps_in(path) == [1, 2, 3]
 
 
-def test_a_torn_last_line_is_dropped_and_named(path, write, caplog):
+def test_an_incomplete_last_line_is_dropped_and_named(path, write, caplog):
     write(1, 2, resume_step=0)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-20])
+    full = path.read_bytes()
+    path.write_bytes(full[:-20])
     with caplog.at_level(logging.WARNING, logger="torchtitan_lite"):
         write(2, resume_step=1)
     assert steps_in(path) == [1, 2]
     assert "line 2" in caplog.text
 
 
-def test_a_last_line_that_lacks_only_its_end_is_kept(path, write):
+def test_a_last_line_without_a_newline_is_kept(path, write):
     write(1, 2, resume_step=0)
     path.write_bytes(path.read_bytes()[:-1])
     write(3, resume_step=2)
     assert steps_in(path) == [1, 2, 3]
 
 
-def write_and_die(path):
+def write_and_exit(path):
     lines = JsonLines(path, 0)
     for step in range(100):
         lines.event(Event(name="x", step=step, values={}))
@@ -142,5 +142,5 @@ def write_and_die(path):
 
 
 def test_a_killed_process_leaves_every_line_it_wrote(path):
-    assert exit_status(write_and_die, path) == -signal.SIGKILL
+    assert exit_status(write_and_exit, path) == -signal.SIGKILL
     assert steps_in(path) == list(range(100))

@@ -11,7 +11,7 @@ def test_a_cycle_that_does_not_fit_shows_its_numbers():
         ProfilingConfig(profile_freq=6, profiler_warmup=5, profiler_active=2)
 
 
-def test_a_cycle_that_just_fits_is_accepted():
+def test_a_cycle_that_exactly_fits_is_accepted():
     assert ProfilingConfig(profile_freq=4).profile_freq == 4
 
 
@@ -21,6 +21,6 @@ def test_frequency_is_at_least_one():
 
 
 @pytest.mark.parametrize("section", [MetricsConfig, ProfilingConfig])
-def test_every_key_has_a_text_for_help(section):
+def test_every_key_has_a_help_text(section):
     texts = field_texts(section)
     assert [name for name in section.model_fields if not texts.get(name)] == []

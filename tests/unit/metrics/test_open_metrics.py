@@ -70,14 +70,14 @@ def test_tensorboard_takes_the_steps_that_are_due(run, tmp_path):
     assert [scalar.step for scalar in files.Scalars("train/loss")] == [1, 5, 10, 12]
 
 
-def test_resume_goes_on_with_the_same_history(run, tmp_path):
+def test_resume_continues_the_same_history(run, tmp_path):
     run(last=9)
     run(first=7, last=12)
     history = [values["step"] for values in lines(tmp_path / "metrics.jsonl")]
     assert history == [*range(1, 7), *range(7, 13), 12]
 
 
-def test_nothing_heavy_is_imported_before_it_is_used():
+def test_heavy_packages_are_imported_on_first_use():
     code = (
         "import sys, torchtitan_lite.metrics\n"
         "heavy = {'tensorboard', 'torch.utils.tensorboard', 'rich', 'wandb'}\n"

@@ -47,13 +47,13 @@ def test_cycles_follow_the_step_number_after_a_resume(run_steps, tmp_path):
     assert regions(tmp_path / path) == {"region of step 8"}
 
 
-def test_what_was_recorded_at_the_end_is_kept_apart(run_steps, tmp_path):
+def test_an_incomplete_cycle_at_the_end_has_its_own_file(run_steps, tmp_path):
     paths = run_steps(1, 3, profile_freq=4, profiler_warmup=1, profiler_active=2)
     assert [path.parts[1] for path in paths] == ["iteration_3_exit"]
     assert regions(tmp_path / paths[0]) == {"region of step 3"}
 
 
-def test_off_is_nothing(tmp_path):
+def test_disabled_profiler_does_nothing(tmp_path):
     profiler = StepProfiler(
         ProfilingConfig(), folder=tmp_path, rank=0, resume_step=0, device_kind="cpu"
     )

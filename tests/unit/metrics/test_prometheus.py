@@ -16,18 +16,18 @@ from torchtitan_lite.metrics.prometheus import port_of
 
 @pytest.fixture
 def port():
-    """A free port, with two more after it that are free too."""
+    """Return a free port that is followed by two more free ports."""
     while True:
         with socket.socket() as first:
             first.bind(("127.0.0.1", 0))
-            found = first.getsockname()[1]
+            result = first.getsockname()[1]
         try:
             for offset in (1, 2):
                 with socket.socket() as other:
-                    other.bind(("127.0.0.1", found + offset))
+                    other.bind(("127.0.0.1", result + offset))
         except OSError:
             continue
-        return found
+        return result
 
 
 def opened(folder, port, *, rank=0, world_size=1, replica=None, **settings):
@@ -45,7 +45,7 @@ def opened(folder, port, *, rank=0, world_size=1, replica=None, **settings):
 
 
 def scrape(port):
-    """By name and the values of the labels, in the order of their names: the value."""
+    """Return the values by name and by the label values, in the order of the labels' names."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     return {
@@ -64,21 +64,21 @@ def test_the_newest_values_can_be_scraped(tmp_path, port, make_record):
         metrics.event(Event(name="validation", step=3, values={"loss": 4.75}))
         metrics.event(Event(name="quorum", step=3, values={"replicas": 2}))
         metrics.event(Event(name="quorum", step=3, values={"replicas": 1}))
-        found = scrape(port)
-    # Nothing stands for 0 before it is measured.
+        actual = scrape(port)
+    # No metric reports 0 before it is measured.
     assert ("torchtitan_lite_loss",) not in before
     assert before[("torchtitan_lite_steps_total",)] == 0
     assert before[("torchtitan_lite_info", "0", "")] == 1
-    assert str(found[("torchtitan_lite_loss",)]) == "nan"
-    assert found[("torchtitan_lite_steps_total",)] == 2
-    assert found[("torchtitan_lite_skipped_steps_total",)] == 1
-    assert found[("torchtitan_lite_tokens_total",)] == 200
-    assert found[("torchtitan_lite_learning_rate",)] == 8e-4
-    assert found[("torchtitan_lite_memory_bytes",)] == 0.61 * 2**30
-    assert found[("torchtitan_lite_router_load", "a.b")] == 1.5
-    assert found[("torchtitan_lite_validation_loss",)] == 4.75
-    assert found[("torchtitan_lite_events_total", "quorum")] == 2
-    assert ("torchtitan_lite_mfu_ratio",) not in found
+    assert str(actual[("torchtitan_lite_loss",)]) == "nan"
+    assert actual[("torchtitan_lite_steps_total",)] == 2
+    assert actual[("torchtitan_lite_skipped_steps_total",)] == 1
+    assert actual[("torchtitan_lite_tokens_total",)] == 200
+    assert actual[("torchtitan_lite_learning_rate",)] == 8e-4
+    assert actual[("torchtitan_lite_memory_bytes",)] == 0.61 * 2**30
+    assert actual[("torchtitan_lite_router_load", "a.b")] == 1.5
+    assert actual[("torchtitan_lite_validation_loss",)] == 4.75
+    assert actual[("torchtitan_lite_events_total", "quorum")] == 2
+    assert ("torchtitan_lite_mfu_ratio",) not in actual
 
 
 def test_the_server_ends_with_the_metrics(tmp_path, port):
@@ -97,7 +97,7 @@ def test_only_the_given_interface_is_open(tmp_path, port):
         scrape(port)
 
 
-def test_each_rank_has_its_port(tmp_path, port, make_record):
+def test_each_rank_has_its_own_port(tmp_path, port, make_record):
     with (
         opened(tmp_path, port, world_size=2, save_for_all_ranks=True) as leader,
         opened(tmp_path, port, rank=1, world_size=2, save_for_all_ranks=True) as other,
@@ -108,7 +108,7 @@ def test_each_rank_has_its_port(tmp_path, port, make_record):
         assert (scrape(port)[name], scrape(port + 1)[name]) == (2**30, 2**31)
 
 
-def test_other_ranks_open_no_port_unless_asked(tmp_path, port):
+def test_other_ranks_open_no_port_unless_enabled(tmp_path, port):
     with opened(tmp_path, port, rank=1, world_size=2), pytest.raises(urllib.error.URLError):
         scrape(port + 1)
 
@@ -139,7 +139,7 @@ def test_a_port_in_use_names_the_offset_of_the_replica(tmp_path, port):
         opened(tmp_path / "second", port, replica=1)
 
 
-def test_a_port_above_the_highest_is_refused():
+def test_a_port_above_the_maximum_is_rejected():
     config = MetricsConfig(prometheus_port=65535)
     with pytest.raises(UserError, match="= 65536 is above 65535"):
         port_of(config, rank=0, world_size=1, replica=1)
@@ -154,7 +154,7 @@ def test_a_missing_package_is_one_clear_error_on_every_rank(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("setting", [{"prometheus_port": 65536}, {"prometheus_host": ""}])
-def test_impossible_addresses_are_refused(setting):
+def test_invalid_addresses_are_rejected(setting):
     with pytest.raises(ValidationError):
         MetricsConfig(**setting)
 

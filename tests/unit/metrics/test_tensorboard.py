@@ -12,7 +12,7 @@ def read(folder):
     return files
 
 
-def test_files_are_readable_and_hold_what_was_written(tmp_path, make_record):
+def test_files_are_readable_and_complete(tmp_path, make_record):
     board = TensorBoard(tmp_path / "tb", resume_step=0)
     board.step(make_record(1, loss=5.0))
     board.step(make_record(10, loss=4.0, mfu=0.25, skipped=True))
@@ -30,7 +30,7 @@ def test_files_are_readable_and_hold_what_was_written(tmp_path, make_record):
     assert (text.step, text.tensor_proto.string_val[0]) == (10, b"    held out")
 
 
-def test_resume_hides_what_came_later(tmp_path, make_record):
+def test_resume_hides_later_steps(tmp_path, make_record):
     first = TensorBoard(tmp_path, resume_step=0)
     for step in (1, 2, 3):
         first.step(make_record(step, loss=float(step)))

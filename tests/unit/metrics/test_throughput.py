@@ -8,11 +8,11 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices():
     assert mfu(6e9, 1000, 1e13, 2) == pytest.approx(0.3)
 
 
-def test_mfu_is_unknown_where_the_peak_is():
+def test_mfu_is_unknown_if_the_peak_is():
     assert mfu(6e9, 1000, None, 2) is None
 
 
-def test_time_left_does_not_count_one_slow_step_for_all():
+def test_one_slow_step_does_not_dominate_the_time_left():
     assert time_left_s([30.0, 0.5, 0.5, 0.5], 10) == pytest.approx(5.0)
 
 

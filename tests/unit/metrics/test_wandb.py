@@ -24,7 +24,7 @@ def test_a_missing_package_is_one_clear_error_on_every_rank(tmp_path, rank):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_named_wandb_is_no_package(tmp_path, monkeypatch):
+def test_a_folder_named_wandb_is_not_the_package(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     from torchtitan_lite.extras import require

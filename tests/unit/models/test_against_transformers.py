@@ -15,7 +15,9 @@ from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding, rotate
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, LOGITS_FLOAT32), (torch.float64, LOGITS_FLOAT64)]
 )
-def test_logits_are_those_of_transformers(dtype: torch.dtype, tolerance: float, tied: bool) -> None:
+def test_logits_equal_those_of_transformers(
+    dtype: torch.dtype, tolerance: float, tied: bool
+) -> None:
     model = tiny_decoder(dtype, tied_embeddings=tied).eval()
     theirs = LlamaForCausalLM(_config(DIMS.rope_scaling, tied)).eval()
     for parameter in theirs.parameters():
@@ -32,7 +34,7 @@ def test_logits_are_those_of_transformers(dtype: torch.dtype, tolerance: float, 
 
 
 @pytest.mark.parametrize("scaling", [None, DIMS.rope_scaling, RopeScaling(factor=32.0)])
-def test_rotations_are_those_of_transformers(scaling: RopeScaling | None) -> None:
+def test_rotations_equal_those_of_transformers(scaling: RopeScaling | None) -> None:
     positions_BS = torch.tensor([[0, 1, 2, 3, 4, 6, 7]])
     ours = RotaryEmbedding(DIMS.head_size, DIMS.rope_theta, scaling)
     theirs = LlamaRotaryEmbedding(_config(scaling, tied=False))

@@ -1,4 +1,5 @@
-"""Pretrained models of transformers, loaded into ours: the same logits, loss and gradients."""
+"""Pretrained models of transformers, loaded into this project's models: same logits, loss and
+gradients."""
 
 import json
 from dataclasses import replace
@@ -26,7 +27,7 @@ _DENSE = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_loss_and_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_logits_loss_and_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     ours = our_model(make_folder(tmp_path, family)).train()
     theirs = make_model(family)
     tokens_BS = tokens()
@@ -58,7 +59,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(family: str, tmp_pa
 
 
 def _theirs(name: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The gradient of what transformers has in the place of our parameter."""
+    """Return transformers' gradient of the parameter that corresponds to ours."""
     alone = {
         "tok_embeddings.weight": "model.embed_tokens.weight",
         "norm.weight": "model.norm.weight",
@@ -82,7 +83,7 @@ def _theirs(name: str, gradients: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_stacked_experts_load_as_well(family: str, tmp_path: Path) -> None:
+def test_stacked_experts_load_too(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     stacked = our_model(tmp_path / "stacked")
@@ -99,11 +100,11 @@ def _assert_equal(one: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_config_json_survives_the_way_there_and_back(family: str, tmp_path: Path) -> None:
+def test_a_config_json_survives_a_round_trip(family: str, tmp_path: Path) -> None:
     save_config(tmp_path, family)
     values = read_hugging_face_config(tmp_path)
     name, dims = hugging_face_dims(values)
-    # As a manifest has them.
+    # As recorded in a manifest.
     dims = json.loads(json.dumps(dims))
     spec = model_spec(ModelConfig(name=name, flavor="hf", dims=dims))
     assert spec.hugging_face is not None
@@ -120,7 +121,7 @@ def test_every_released_flavor_has_a_config_json() -> None:
             assert spec.hugging_face.differences(spec.hugging_face.config) == []
 
 
-def test_a_routing_that_transformers_has_not_is_no_model_of_it() -> None:
+def test_unsupported_routing_is_not_exported() -> None:
     dims = replace(
         FLAVORS["tiny_moe"],
         moe=MoEDims(num_experts=4, top_k=2, hidden_dim=8, shared_hidden_dim=8),
@@ -129,7 +130,7 @@ def test_a_routing_that_transformers_has_not_is_no_model_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "Known are: LlamaForCausalLM, Mixtral"),
         ({"architectures": None}, "Known are"),
@@ -140,27 +141,29 @@ def test_a_routing_that_transformers_has_not_is_no_model_of_it() -> None:
         ({"num_key_value_heads": 4}, "num_kv_heads (4) must divide"),
     ],
 )
-def test_what_cannot_be_built_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_unsupported_models_are_rejected(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     save_config(tmp_path, "llama")
     values = json.loads((tmp_path / "config.json").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(values | change))
     (tmp_path / "run.toml").write_text(f'[model]\nflavor = "hf"\nhf_assets_path = "{tmp_path}"\n')
     with pytest.raises(ConfigError) as caught:
         model_spec(load_config(tmp_path / "run.toml").model)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_the_old_names_of_rotations_are_read(tmp_path: Path) -> None:
+def test_former_names_of_rope_settings_are_read(tmp_path: Path) -> None:
     save_config(tmp_path, "llama_tied_stretched")
     values = read_hugging_face_config(tmp_path)
     rope = values.pop("rope_parameters")
     before = {**values, "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    wanted = hugging_face_dims(values | {"rope_parameters": {**rope, "rope_theta": 10000.0}})
-    assert hugging_face_dims(before) == wanted
-    assert wanted[1]["rope_scaling"]["original_max_position"] == 16
+    expected = hugging_face_dims(values | {"rope_parameters": {**rope, "rope_theta": 10000.0}})
+    assert hugging_face_dims(before) == expected
+    assert expected[1]["rope_scaling"]["original_max_position"] == 16
 
 
-def test_another_family_than_the_folder_has_is_refused(tmp_path: Path) -> None:
+def test_a_family_that_differs_from_the_folder_is_rejected(tmp_path: Path) -> None:
     save_config(tmp_path, "qwen3")
     (tmp_path / "run.toml").write_text(
         f'[model]\nname = "llama3"\nflavor = "hf"\nhf_assets_path = "{tmp_path}"\n'
@@ -169,10 +172,10 @@ def test_another_family_than_the_folder_has_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "run.toml")
 
 
-def test_sizes_of_a_flavor_that_does_not_exist_are_checked() -> None:
-    for dims, told in (
+def test_sizes_of_an_unknown_flavor_are_checked() -> None:
+    for dims, message in (
         ({"dim": 8, "width": 3}, "model.dims of llama3 has width. Known are"),
         ({"dim": "8"}, "model.dims of llama3: "),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             model_spec(ModelConfig(flavor="mine", dims=dims))

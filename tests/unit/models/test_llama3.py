@@ -1,4 +1,4 @@
-"""Llama 3: sizes, cost, tied embeddings, and finding a family by name."""
+"""Llama 3: sizes, cost, tied embeddings, and lookup of a family by name."""
 
 import math
 from dataclasses import replace
@@ -42,9 +42,9 @@ def test_the_cost_of_a_flavor_counts_the_parameters_of_its_module(flavor: str) -
 
 
 @pytest.mark.parametrize("flavor", sorted(llama3.FLAVORS))
-def test_the_rules_of_a_flavor_draw_every_parameter(flavor: str) -> None:
+def test_the_rules_of_a_flavor_initialize_every_parameter(flavor: str) -> None:
     model = _on_meta(flavor)
-    # One row of each parameter is enough to see that a rule fits it.
+    # One row of each parameter is enough to see that its rule fits.
     small = nn.Module()
     for name, parameter in model.named_parameters():
         _put(small, name, nn.Parameter(torch.full((1, *parameter.shape[1:]), torch.nan)))
@@ -54,12 +54,12 @@ def test_the_rules_of_a_flavor_draw_every_parameter(flavor: str) -> None:
         assert ("norm" in name) == bool((parameter == 1).all()), name
 
 
-def test_what_writes_to_the_residual_stream_starts_smaller_in_deeper_layers() -> None:
+def test_residual_projections_start_smaller_in_deeper_layers() -> None:
     dims = replace(DIMS, dim=128, head_dim=16, hidden_dim=256)
     model = llama3.build(dims)
     initialize(model, llama3.spec_of(dims, "wide").init, seed=0)
     weights = dict(model.named_parameters())
-    cut_at_3 = 0.9866  # Deviation of a normal cut at three deviations.
+    cut_at_3 = 0.9866  # Deviation of a normal distribution truncated at three deviations.
     for layer in range(3):
         for matrix in ("attention.wo", "feed_forward.w2", "feed_forward.w3"):
             std = weights[f"layers.{layer}.{matrix}.weight"].std().item()
@@ -71,7 +71,7 @@ def test_what_writes_to_the_residual_stream_starts_smaller_in_deeper_layers() ->
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_flops_per_token_are_those_that_torch_counts(tied: bool) -> None:
+def test_flops_per_token_equal_torchs_count(tied: bool) -> None:
     batch_size, length = 2, 24
     model = tiny_decoder(tied_embeddings=tied)
     targets_BS = tiny_targets(batch_size, length)
@@ -83,8 +83,8 @@ def test_flops_per_token_are_those_that_torch_counts(tied: bool) -> None:
     counted = counter.get_flop_counts()["Global"]
     attention = counted[torch.ops.aten.bmm]
     num_tokens = batch_size * length
-    # Without a fused kernel attention is batched products over all pairs of positions; the
-    # model's cost counts the half of them that a causal mask needs.
+    # Without a fused kernel attention is batched products over all pairs of positions; the model's
+    # cost counts the half of them that a causal mask needs.
     pairs = 2 * num_tokens * length * DIMS.num_heads * DIMS.head_size * DIMS.num_layers
     assert attention == (2 + 4) * pairs
     expected = sum(counted.values()) - attention / 2
@@ -111,7 +111,7 @@ def test_tied_embeddings_get_the_gradients_of_both_uses() -> None:
     torch.testing.assert_close(tied.tok_embeddings.weight.grad, both)
 
 
-def test_the_loss_of_the_output_is_that_of_its_logits() -> None:
+def test_the_output_loss_equals_the_loss_of_its_logits() -> None:
     model, targets_BS = tiny_decoder(), tiny_targets()
     loss = model(**tiny_samples(), targets_BS=targets_BS, loss=cross_entropy())
     logits_BSV = model(**tiny_samples())
@@ -121,7 +121,7 @@ def test_the_loss_of_the_output_is_that_of_its_logits() -> None:
     torch.testing.assert_close(loss, expected)
 
 
-def test_dropout_of_the_config_acts_on_every_block_in_training_only() -> None:
+def test_dropout_acts_on_every_block_in_training_only() -> None:
     model, plain = tiny_decoder(dropout=0.3), tiny_decoder()
     plain.load_state_dict(model.state_dict())
     masks: list[torch.Tensor] = []
@@ -132,7 +132,7 @@ def test_dropout_of_the_config_acts_on_every_block_in_training_only() -> None:
     assert len(masks) == 2 * DIMS.num_layers
     for a, b in combinations(masks, 2):
         assert 0.2 < a.float().mean() < 0.4
-        # Two independent masks agree in 0.7^2 + 0.3^2 of the places.
+        # Two independent masks agree in 0.7^2 + 0.3^2 of the elements.
         assert 0.52 < (a == b).float().mean() < 0.64
     assert not torch.equal(model(**tiny_samples()), plain(**tiny_samples()))
     assert torch.equal(model.eval()(**tiny_samples()), plain.eval()(**tiny_samples()))
@@ -146,7 +146,7 @@ def test_the_config_overrides_the_attention_of_a_flavor() -> None:
     assert model_spec(ModelConfig(flavor="debugmodel_flex_attn")).dims.attention_backend == "flex"
 
 
-def test_an_unknown_family_or_flavor_names_the_known_and_the_nearest() -> None:
+def test_an_unknown_family_or_flavor_lists_known_names_and_the_nearest() -> None:
     assert families() == ["llama3", "mixtral", "qwen3"]
     with pytest.raises(ConfigError) as error:
         model_spec(ModelConfig(name="lama3"))
@@ -166,12 +166,12 @@ def test_an_unknown_family_or_flavor_names_the_known_and_the_nearest() -> None:
         ({"head_dim": 9}, r"width of a head \(9\) must be even"),
     ],
 )
-def test_dimensions_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
+def test_invalid_dimensions_are_rejected(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(DIMS, **changes)
 
 
-def test_a_share_of_dropout_that_leaves_nothing_is_refused() -> None:
+def test_a_dropout_rate_of_one_is_rejected() -> None:
     for share in (1.0, 1.5, -0.1):
         with pytest.raises(ValueError, match="dropout"):
             ModelConfig(dropout=share)
@@ -189,7 +189,7 @@ def _num_params(model: nn.Module) -> int:
 
 
 def _put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Hang `parameter` into a tree of bare modules under its full name."""
+    """Register `parameter` in a tree of bare modules under its full name."""
     *path, leaf = name.split(".")
     for part in path:
         if not hasattr(root, part):

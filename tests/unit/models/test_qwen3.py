@@ -1,4 +1,4 @@
-"""Qwen3, dense and mixture of experts: against Hugging Face's, sizes, cost and rules."""
+"""Qwen3, dense and MoE: compared with Hugging Face's, sizes, cost and rules."""
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -37,7 +37,7 @@ BOTH = pytest.mark.parametrize("dims", [DENSE, SPARSE], ids=["dense", "experts"]
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, LOGITS_FLOAT32), (torch.float64, LOGITS_FLOAT64)]
 )
-def test_logits_are_those_of_transformers(
+def test_logits_equal_those_of_transformers(
     dims: Qwen3Dims, dtype: torch.dtype, tolerance: float, tied: bool
 ) -> None:
     model = _drawn(replace(dims, tied_embeddings=tied), dtype).eval()
@@ -94,7 +94,7 @@ def test_the_spec_of_a_flavor_fits_its_module(flavor: str) -> None:
     assert all(unit in modules for unit in (*spec.stage_units, *spec.extra_fsdp_units))
 
 
-def test_the_shard_plan_cuts_the_norms_of_heads_over_heads() -> None:
+def test_the_shard_plan_splits_head_norms_over_heads() -> None:
     plan = qwen3.spec_of(DENSE, "tiny").shard_plan
     cuts = {
         name: next((rule.style for rule in plan if fnmatchcase(name, rule.pattern)), None)
@@ -106,7 +106,7 @@ def test_the_shard_plan_cuts_the_norms_of_heads_over_heads() -> None:
     assert None not in cuts.values()
 
 
-def test_tensor_parallelism_leaves_experts_alone_and_cuts_shared_ones() -> None:
+def test_tensor_parallelism_skips_experts_and_shards_shared_experts() -> None:
     moe = SPARSE.moe
     assert moe is not None
     shared = replace(SPARSE, moe=replace(moe, shared_hidden_dim=8))
@@ -126,7 +126,7 @@ def test_experts_start_like_the_feed_forward() -> None:
     model = qwen3.build(dims)
     initialize(model, qwen3.spec_of(dims, "wide").init, seed=0)
     weights = dict(model.named_parameters())
-    cut_at_3 = 0.9866  # Deviation of a normal cut at three deviations.
+    cut_at_3 = 0.9866  # Deviation of a normal distribution truncated at three deviations.
     for layer in range(3):
         block = f"layers.{layer}"
         shrunk = cut_at_3 * 0.02 / (2 * (layer + 1)) ** 0.5
@@ -143,7 +143,7 @@ def test_experts_start_like_the_feed_forward() -> None:
 
 @BOTH
 @pytest.mark.parametrize("tied", [False, True])
-def test_flops_per_token_are_those_that_torch_counts(dims: Qwen3Dims, tied: bool) -> None:
+def test_flops_per_token_equal_torchs_count(dims: Qwen3Dims, tied: bool) -> None:
     batch_size, length = 2, 24
     dims = replace(dims, tied_embeddings=tied)
     model = _drawn(dims)
@@ -161,18 +161,18 @@ def test_flops_per_token_are_those_that_torch_counts(dims: Qwen3Dims, tied: bool
     num_tokens = batch_size * length
     pairs = 2 * num_tokens * length * dims.num_heads * dims.head_dim * dims.num_layers
     attention = (2 + 4) * pairs
-    # The weighted sum of a token's experts is a product too, and no matrix of the model's.
+    # The weighted sum of a token's experts is a product too, but not with a matrix of the model.
     weighting = 0
     if dims.moe is not None:
         weighting = 3 * 2 * num_tokens * dims.moe.top_k * dims.dim * dims.num_layers
     assert counted[torch.ops.aten.bmm] == attention + weighting
-    # Attention is counted over all pairs of positions, of which a causal mask needs half.
+    # Attention is counted over all pairs of positions; a causal mask needs half of them.
     expected = sum(counted.values()) - attention / 2 - weighting
     cost = qwen3.spec_of(dims, "tiny").cost(length)
     assert cost.flops_per_token * num_tokens == pytest.approx(expected, rel=COUNTED_FLOPS)
 
 
-def test_a_model_of_experts_learns() -> None:
+def test_an_moe_model_learns() -> None:
     model = _drawn(SPARSE, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     samples, targets_BS = tiny_samples(), tiny_targets()
@@ -197,7 +197,7 @@ def test_the_config_overrides_the_attention_of_a_flavor() -> None:
     assert model_spec(plain).dims.attention_backend == "flex"
 
 
-def test_an_unknown_size_names_the_known_and_the_nearest() -> None:
+def test_an_unknown_size_lists_known_names_and_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r'"30B-A3" is not one of tiny, .*"30B-A3B"\?'):
         model_spec(ModelConfig(name="qwen3", flavor="30B-A3"))
 
@@ -211,7 +211,7 @@ def test_an_unknown_size_names_the_known_and_the_nearest() -> None:
         ({"moe": SPARSE.moe}, r"either hidden_dim \(38\).* or moe \(MoEDims\(num_experts=7"),
     ],
 )
-def test_dimensions_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
+def test_invalid_dimensions_are_rejected(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(DENSE, **changes)
 
@@ -231,7 +231,7 @@ _GROUPED_FLOPS = {
 
 
 def _drawn(dims: Qwen3Dims, dtype: torch.dtype = torch.float64) -> Decoder:
-    """A model with drawn weights, in training mode."""
+    """Return a model with initialized weights, in training mode."""
     model = qwen3.build(dims)
     initialize(model, qwen3.spec_of(dims, "tiny").init, seed=11)
     for name, parameter in model.named_parameters():
@@ -259,7 +259,7 @@ def _theirs(dims: Qwen3Dims, tied: bool) -> nn.Module:
     if dims.moe is None:
         shared["intermediate_size"] = dims.hidden_dim
         return Qwen3ForCausalLM(Qwen3Config(**shared))
-    # Their grouped product takes no float64.
+    # Their grouped product does not support float64.
     shared["experts_implementation"] = "eager"
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
@@ -294,7 +294,7 @@ _THEIR_NAMES = {
 
 
 def _named_as_theirs(model: Decoder) -> dict[str, torch.Tensor]:
-    """Their first and third matrix of an expert are one."""
+    """Rename our weights; their first and third matrix of an expert are one tensor."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     renamed = {}
     for name, value in parameters.items():

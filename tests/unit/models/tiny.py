@@ -28,7 +28,7 @@ DIMS = Llama3Dims(
     hidden_dim=38,
     vocab_size=53,
     rope_theta=1000.0,
-    # Some of the five rotations are fast, some slow and one between.
+    # Of the five frequencies, some are high, some are low and one is in between.
     rope_scaling=RopeScaling(factor=4.0, original_max_position=64),
 )
 
@@ -37,12 +37,12 @@ QWEN3_EXPERTS = replace(QWEN3, hidden_dim=None, moe=MoEDims(num_experts=7, top_k
 
 
 def tiny_spec(**changes: Any) -> ModelSpec:
-    """The spec of `DIMS` with some of them changed."""
+    """Return the spec of `DIMS` with some dimensions changed."""
     return llama3.spec_of(replace(DIMS, **changes), "tiny")
 
 
 def tiny_decoder(dtype: torch.dtype = torch.float64, **changes: Any) -> Decoder:
-    """A model with drawn weights, in training mode."""
+    """Return a model with initialized weights, in training mode."""
     model = llama3.build(replace(DIMS, **changes))
     initialize(model, tiny_spec(**changes).init, seed=11)
     for parameter in model.parameters():
@@ -51,7 +51,7 @@ def tiny_decoder(dtype: torch.dtype = torch.float64, **changes: Any) -> Decoder:
 
 
 def tiny_samples(batch_size: int = 3, length: int = 17) -> Mapping[str, torch.Tensor]:
-    """What a forward needs, without targets and documents."""
+    """Return the inputs of a forward pass, without targets and documents."""
     draws = torch.Generator().manual_seed(3)
     return {
         "tokens_BS": torch.randint(0, DIMS.vocab_size, (batch_size, length), generator=draws),
@@ -61,7 +61,7 @@ def tiny_samples(batch_size: int = 3, length: int = 17) -> Mapping[str, torch.Te
 
 
 def tiny_targets(batch_size: int = 3, length: int = 17) -> torch.Tensor:
-    """Targets, of which some do not count."""
+    """Return targets, some of which are ignored."""
     draws = torch.Generator().manual_seed(4)
     targets = torch.randint(0, DIMS.vocab_size, (batch_size, length), generator=draws)
     targets[0, 3:7] = -100

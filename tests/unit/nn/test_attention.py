@@ -1,4 +1,4 @@
-"""Attention: causal, within documents, with shared heads."""
+"""Attention: causal, within documents, with grouped query heads."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from torchtitan_lite.nn.attention import Attention, AttentionMask, BlockContext,
 from torchtitan_lite.nn.rope import RotaryEmbedding, rotate
 
 
-def test_a_packed_document_gives_what_it_gives_alone() -> None:
-    # Positions start anew, so that rotations are equal to the last bit.
+def test_a_packed_document_equals_the_document_alone() -> None:
+    # Positions restart, so that rotations are bitwise equal.
     lengths = [5, 1, 8]
     documents_BS = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].int()
     positions_BS = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -40,7 +40,7 @@ def test_a_later_token_changes_no_earlier_logit() -> None:
     assert ((after_BSV - before_BSV)[:, 9:].abs().amax(-1) > 1e-6).all()
 
 
-def test_documents_need_a_mask_and_plain_causal_attention_none() -> None:
+def test_only_documents_need_a_mask() -> None:
     positions_BS = torch.arange(4).repeat(2, 1)
     assert AttentionMask("sdpa")(positions_BS, None) is None
     documents_BS = torch.tensor([[0, 0, 1, 1], [0, 1, 2, 2]], dtype=torch.int32)
@@ -77,7 +77,7 @@ def test_attention_is_softmax_of_scores_over_the_past(num_kv_heads: int) -> None
     )
 
 
-def test_no_mask_means_the_causal_path_of_the_kernel() -> None:
+def test_without_a_mask_the_kernel_uses_its_causal_path() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert torch.equal(SDPAKernel()(q, k, v, None), expected)

@@ -1,4 +1,4 @@
-"""Dropout by key."""
+"""Keyed dropout."""
 
 import torch
 
@@ -13,26 +13,26 @@ def _mask(share: float = 0.25, site: int = 0, keys_B: torch.Tensor = _KEYS_B) ->
     return KeyedDropout(share, site)(_ONES_BSD, keys_B, _POSITIONS_BS) != 0
 
 
-def test_the_same_key_drops_the_same_numbers() -> None:
+def test_the_same_key_drops_the_same_elements() -> None:
     torch.manual_seed(1)
     first = _mask()
     torch.manual_seed(2)
     assert torch.equal(_mask(), first)
 
 
-def test_sites_samples_and_positions_drop_other_numbers() -> None:
+def test_sites_samples_and_positions_drop_different_elements() -> None:
     mask_BSD = _mask()
-    chance = 0.75**2 + 0.25**2  # Two independent masks agree this often.
+    chance = 0.75**2 + 0.25**2  # Agreement of two independent masks.
     for other in (_mask(site=1), _mask(keys_B=_KEYS_B + 1000), mask_BSD.roll(1, 0),
                   mask_BSD.roll(1, 1), mask_BSD.roll(1, 2)):  # fmt: skip
         assert abs((mask_BSD == other).float().mean() - chance) < 0.03
 
 
-def test_a_sample_is_dropped_alike_in_any_batch_and_any_part_of_its_positions() -> None:
+def test_dropout_of_a_sample_does_not_depend_on_its_batch_or_sharding() -> None:
     dropout = KeyedDropout(0.25, 3)
-    whole = dropout(_ONES_BSD, _KEYS_B, _POSITIONS_BS)
+    full = dropout(_ONES_BSD, _KEYS_B, _POSITIONS_BS)
     part = dropout(_ONES_BSD[:1, 20:30], _KEYS_B[2:3], _POSITIONS_BS[:1, 20:30])
-    assert torch.equal(part[0], whole[2, 20:30])
+    assert torch.equal(part[0], full[2, 20:30])
 
 
 def test_the_share_is_dropped_and_the_rest_scaled_up() -> None:
@@ -44,12 +44,12 @@ def test_the_share_is_dropped_and_the_rest_scaled_up() -> None:
         torch.testing.assert_close(dropped[kept], torch.ones(()).expand(kept.sum()) / (1 - share))
 
 
-def test_nothing_is_dropped_in_eval_or_at_a_share_of_zero() -> None:
+def test_nothing_is_dropped_in_eval_or_at_rate_zero() -> None:
     assert KeyedDropout(0.5, 0).eval()(_ONES_BSD, _KEYS_B, _POSITIONS_BS) is _ONES_BSD
     assert KeyedDropout(0.0, 0)(_ONES_BSD, _KEYS_B, _POSITIONS_BS) is _ONES_BSD
 
 
-def test_gradients_pass_where_numbers_were_kept() -> None:
+def test_gradients_pass_where_elements_were_kept() -> None:
     x_BSD = _ONES_BSD.clone().requires_grad_()
     out = KeyedDropout(0.25, 0)(x_BSD, _KEYS_B, _POSITIONS_BS)
     out.sum().backward()

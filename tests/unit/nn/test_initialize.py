@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on how they are cut."""
+"""Initial weights that do not depend on the sharding."""
 
 import math
 
@@ -21,7 +21,7 @@ _RULE = InitRule(pattern="*", kind="normal", std=0.5, cutoff_stds=2.0)
 
 @settings(max_examples=150)
 @given(st.data())
-def test_any_box_is_that_part_of_the_whole(data: st.DataObject) -> None:
+def test_any_box_equals_that_part_of_the_full_tensor(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
     offset = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
     size = tuple(
@@ -31,23 +31,23 @@ def test_any_box_is_that_part_of_the_whole(data: st.DataObject) -> None:
     elements_per_block = data.draw(st.sampled_from([1, 5, 24, 1 << 18]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_ELEMENTS_PER_BLOCK", elements_per_block)
-        whole = draw_box("w", shape, Box((0,) * len(shape), tuple(shape)), _RULE, 3)
+        full = draw_box("w", shape, Box((0,) * len(shape), tuple(shape)), _RULE, 3)
         part = draw_box("w", shape, Box(offset, size), _RULE, 3)
-    assert whole.shape == torch.Size(shape)
-    assert torch.equal(part, whole[Box(offset, size).slices])
+    assert full.shape == torch.Size(shape)
+    assert torch.equal(part, full[Box(offset, size).slices])
 
 
-def test_a_box_across_real_row_blocks_is_that_part_of_the_whole() -> None:
-    shape = (1030, 300)  # 873 rows in a block.
-    whole = draw_box("w", shape, Box((0, 0), shape), _RULE, 0)
+def test_a_box_across_real_row_blocks_equals_that_part_of_the_full_tensor() -> None:
+    shape = (1030, 300)  # 873 rows per block.
+    full = draw_box("w", shape, Box((0, 0), shape), _RULE, 0)
     for first, num_rows in [(0, 873), (870, 10), (873, 157), (1029, 1)]:
         part = draw_box("w", shape, Box((first, 100), (num_rows, 50)), _RULE, 0)
-        assert torch.equal(part, whole[first : first + num_rows, 100:150])
+        assert torch.equal(part, full[first : first + num_rows, 100:150])
 
 
 def test_draws_have_the_deviation_and_the_cutoff_of_their_rule() -> None:
     drawn = draw_box("w", (1000, 300), Box((0, 0), (1000, 300)), _RULE, 0).double()
-    # Variance of a standard normal cut at 2: 1 - 2 * 2 * pdf(2) / (2 * cdf(2) - 1).
+    # Variance of a standard normal truncated at 2: 1 - 2 * 2 * pdf(2) / (2 * cdf(2) - 1).
     pdf = math.exp(-2) / math.sqrt(2 * math.pi)
     expected = 0.5 * math.sqrt(1 - 4 * pdf / math.erf(math.sqrt(2)))
     assert abs(drawn.std().item() / expected - 1) < 0.01
@@ -55,18 +55,18 @@ def test_draws_have_the_deviation_and_the_cutoff_of_their_rule() -> None:
     assert 0.99 < drawn.abs().max().item() <= 1.0
 
 
-def test_seed_and_name_and_row_block_give_other_numbers() -> None:
+def test_seed_name_and_row_block_change_the_draws() -> None:
     box = Box((0, 0), (2000, 200))
     drawn = draw_box("w", box.size, box, _RULE, 0)
     for other in (
         draw_box("w", box.size, box, _RULE, 1),
         draw_box("v", box.size, box, _RULE, 0),
-        drawn.roll(1310, 0),  # Rows in a block.
+        drawn.roll(1310, 0),  # Rows per block.
     ):
         assert (other == drawn).float().mean() < 1e-3
 
 
-def test_the_first_matching_rule_fills_a_parameter() -> None:
+def test_the_first_matching_rule_initializes_a_parameter() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -89,7 +89,7 @@ def test_a_parameter_without_a_rule_is_named() -> None:
         initialize(nn.Linear(2, 2), rules, seed=0)
 
 
-def test_wider_and_narrower_dtypes_hold_the_same_draws_rounded() -> None:
+def test_all_dtypes_have_the_same_draws_rounded() -> None:
     narrow = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
     wide = nn.Linear(4, 4, bias=False, dtype=torch.float64)
     for linear in (narrow, wide):
@@ -102,8 +102,8 @@ def test_the_initial_weights_of_a_seed_never_change() -> None:
     spec = model_spec(ModelConfig(flavor="tiny"))
     model = spec.build()
     initialize(model, spec.init, seed=42)
-    # A sum with a fixed ramp: it moves with every weight, and not with the last bit that another
-    # processor's vector unit may round otherwise.
+    # A sum with a fixed ramp: it changes with every weight, but not with the last bit, which
+    # another processor's vector unit may round differently.
     digest = sum(
         (p.detach().double().flatten() * torch.arange(p.numel()).double().cos()).sum().item()
         for p in model.parameters()

@@ -1,4 +1,4 @@
-"""The mixture of experts against a loop over single tokens; its counting and balancing."""
+"""The MoE block compared with a loop over single tokens; its counting and balancing."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ DIMS = MoEDims(num_experts=5, top_k=2, hidden_dim=7)
     ],
     ids=["plain", "shared", "not normalized", "empty experts", "capacity"],
 )
-def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(
+def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(
     score: str, top_k: int, changes: dict
 ) -> None:
     moe = _moe(score=score, top_k=top_k, **changes)
@@ -51,7 +51,7 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(
         torch.testing.assert_close(a, b, atol=MOE_FLOAT64, rtol=MOE_FLOAT64)
 
 
-def test_no_token_is_dropped_where_all_choose_the_same_expert() -> None:
+def test_no_token_is_dropped_if_all_choose_the_same_expert() -> None:
     moe = _moe(top_k=1)
     moe.router.expert_bias_X[3] = 10.0
     x_BSD = _tokens(2, 7)
@@ -72,7 +72,7 @@ def test_capacity_drops_the_latest_tokens_of_a_full_expert() -> None:
     assert torch.equal(out_TD, moe(_tokens(2, 7)).flatten(0, 1))
 
 
-def test_a_token_is_routed_alike_in_any_batch() -> None:
+def test_routing_of_a_token_does_not_depend_on_its_batch() -> None:
     moe = _moe()
     x_BSD = _tokens(3, 8)
     together = moe.router(x_BSD)
@@ -89,7 +89,7 @@ def test_in_bfloat16_scores_and_weights_are_float32() -> None:
     assert moe(x_BSD).dtype == torch.bfloat16
 
 
-def test_the_bias_changes_the_choice_and_not_the_weights() -> None:
+def test_the_bias_changes_the_choice_but_not_the_weights() -> None:
     moe = _moe(normalize_weights=False)
     x_BSD = _tokens(2, 7)
     scores_BSX = moe.router.gate(x_BSD).softmax(-1)
@@ -103,13 +103,13 @@ def test_the_bias_changes_the_choice_and_not_the_weights() -> None:
         torch.testing.assert_close(routing.weights_BSC, expected_BSC)
 
 
-def test_updates_move_the_bias_towards_a_fair_load() -> None:
+def test_updates_move_the_bias_towards_a_balanced_load() -> None:
     router = _moe(num_experts=4, top_k=1, bias_update_rate=0.25).router
     router.update_expert_bias(torch.tensor([1, 2, 3, 2]))
     assert router.expert_bias_X.tolist() == [0.25, 0.0, -0.25, 0.0]
 
 
-def test_updates_even_out_the_load() -> None:
+def test_updates_balance_the_load() -> None:
     router = _moe(num_experts=8, score="sigmoid", bias_update_rate=0.01).router
     x_BSD = (_tokens(8, 64) + 1.0).detach()
     first_X = router(x_BSD).counts_X
@@ -149,7 +149,7 @@ def test_each_training_token_is_counted_once() -> None:
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_the_balance_loss_adds_its_gradient_and_leaves_the_output(score: str) -> None:
+def test_the_balance_loss_adds_its_gradient_and_keeps_the_output(score: str) -> None:
     factor = 0.3
     plain, balanced = _moe(score=score), _moe(score=score, balance_loss_weight=factor)
     x_BSD = _tokens(2, 7)
@@ -168,15 +168,15 @@ def test_the_balance_loss_adds_its_gradient_and_leaves_the_output(score: str) ->
             share = sum(scores_BSX[b, s, expert] / scores_BSX[b, s].sum() for s in range(7)) / 7
             loss = loss + 7 * factor * load * share
     expected = torch.autograd.grad(plain(x_BSD).sum() + loss, inputs)
-    given = torch.autograd.grad(out_BSD.sum(), [x_BSD, balanced.router.gate.weight])
-    for a, b in zip(given, expected, strict=True):
+    grads = torch.autograd.grad(out_BSD.sum(), [x_BSD, balanced.router.gate.weight])
+    for a, b in zip(grads, expected, strict=True):
         torch.testing.assert_close(a, b, atol=MOE_FLOAT64, rtol=MOE_FLOAT64)
     without = torch.autograd.grad(plain(x_BSD).sum(), inputs)
-    assert (given[1] - without[1]).abs().max() > 1e-3
+    assert (grads[1] - without[1]).abs().max() > 1e-3
     assert torch.equal(torch.autograd.grad(balanced.eval()(x_BSD).sum(), x_BSD)[0], without[0])
 
 
-def test_the_balance_loss_of_an_even_load_is_the_number_of_tokens() -> None:
+def test_the_balance_loss_of_a_balanced_load_is_the_number_of_tokens() -> None:
     scores_BSX = torch.full((3, 8, 4), 0.25)
     counts_BX = torch.full((3, 4), 4.0)
     assert balance_loss(scores_BSX, counts_BX) == 3 * 8
@@ -185,9 +185,9 @@ def test_the_balance_loss_of_an_even_load_is_the_number_of_tokens() -> None:
 @pytest.mark.parametrize(
     "counts", [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0]], ids=lambda c: "-".join(map(str, c))
 )
-def test_grouped_products_take_strided_and_unaligned_inputs(counts: list[int]) -> None:
+def test_grouped_products_accept_strided_and_unaligned_inputs(counts: list[int]) -> None:
     draws = torch.Generator().manual_seed(5)
-    # Every other column from an odd place on; matrices transposed in memory.
+    # Every other column from an odd offset on; matrices transposed in memory.
     x_NI = torch.randn(10, 15, dtype=torch.float64, generator=draws)[1:, 1::2].requires_grad_()
     weight_XOI = torch.randn(4, 7, 3, dtype=torch.float64, generator=draws).mT.requires_grad_()
     assert x_NI.stride() == (15, 2)
@@ -217,7 +217,7 @@ def test_without_any_token_the_gradients_are_zero_and_not_missing() -> None:
         assert (parameter.grad == 0).all()
 
 
-def test_counts_that_do_not_fit_the_rows_are_refused() -> None:
+def test_counts_that_do_not_match_the_rows_are_rejected() -> None:
     with pytest.raises(ValueError, match="add up to 8, for 9 rows"):
         looped_linear(torch.ones(9, 4), torch.ones(2, 3, 4), torch.tensor([5, 3]))
 
@@ -239,8 +239,8 @@ def test_the_block_compiles_as_one_graph() -> None:
     compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
     (expected,) = torch.autograd.grad(moe(x_BSD).sum(), x_BSD)
     counted_X = moe.router.load_X.clone()
-    (given,) = torch.autograd.grad(compiled(x_BSD).sum(), x_BSD)
-    assert torch.equal(given, expected)
+    (grad,) = torch.autograd.grad(compiled(x_BSD).sum(), x_BSD)
+    assert torch.equal(grad, expected)
     assert torch.equal(moe.router.load_X, 2 * counted_X)
 
 
@@ -253,7 +253,7 @@ def test_the_block_compiles_as_one_graph() -> None:
         ({"capacity_factor": 0.0}, r"capacity_factor \(0.0\) must be above 0"),
     ],
 )
-def test_dimensions_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
+def test_invalid_dimensions_are_rejected(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(DIMS, **changes)
 
@@ -268,7 +268,7 @@ def test_the_dimensions_count_the_parameters(shared_hidden_dim: int) -> None:
 
 
 def _moe(**changes) -> MoE:
-    """A block in training mode, the same for the same dimensions."""
+    """Return a block in training mode, with the same weights for the same dimensions."""
     draws = torch.Generator().manual_seed(7)
     moe = MoE(DIM, replace(DIMS, **changes)).double()
     for parameter in moe.parameters():
@@ -283,7 +283,7 @@ def _tokens(batch_size: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 def _by_tokens(moe: MoE, x_BSD: torch.Tensor) -> torch.Tensor:
-    """One token after the other, each through its own experts."""
+    """Compute one token after the other, each through its own experts."""
     dims, experts = moe.router.dims, moe.experts
     length = x_BSD.shape[1]
     share = length * dims.top_k / dims.num_experts

@@ -1,4 +1,4 @@
-"""Properties of rotary embedding that need no second implementation."""
+"""Properties of rotary embeddings that need no second implementation."""
 
 import torch
 
@@ -6,7 +6,7 @@ from tests.tolerances import ROPE_FLOAT32
 from torchtitan_lite.nn.rope import RopeScaling, RotaryEmbedding, rotate
 
 
-def test_scores_depend_on_the_distance_of_positions_only() -> None:
+def test_scores_depend_only_on_the_distance_of_positions() -> None:
     rotary = RotaryEmbedding(8, 100.0, None)
     draws = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 8, generator=draws)
@@ -29,7 +29,7 @@ def test_rotation_keeps_the_dtype_and_computes_in_float32() -> None:
     assert torch.equal(turned, rotate(x.float(), cos, sin).bfloat16())
 
 
-def test_scaling_slows_slow_rotations_and_keeps_fast_ones() -> None:
+def test_scaling_lowers_low_frequencies_and_keeps_high_ones() -> None:
     plain = RotaryEmbedding(64, 500000.0, None).frequencies_E
     scaled = RotaryEmbedding(64, 500000.0, RopeScaling(factor=8.0)).frequencies_E
     turns = 8192 * plain / (2 * torch.pi)
@@ -40,7 +40,7 @@ def test_scaling_slows_slow_rotations_and_keeps_fast_ones() -> None:
     assert ((scaled < plain) & (scaled > plain / 8))[between].all()
 
 
-def test_rotations_are_computed_even_where_the_model_is_on_the_meta_device() -> None:
+def test_rotations_are_computed_even_if_the_model_is_on_the_meta_device() -> None:
     with torch.device("meta"):
         rotary = RotaryEmbedding(8, 100.0, RopeScaling())
     expected = RotaryEmbedding(8, 100.0, RopeScaling())

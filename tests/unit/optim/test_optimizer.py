@@ -1,4 +1,4 @@
-"""Schedule, groups, implementations, and the norm of the gradient."""
+"""The lr_scheduler, parameter groups, implementations, and the gradient norm."""
 
 import itertools
 import logging
@@ -48,15 +48,14 @@ def test_each_step_has_the_rate_of_its_phase(decay_type: str, min_factor: float)
     assert rates[31:] == pytest.approx(decay, rel=SCHEDULE)
 
 
-def test_decay_follows_warmup_at_once_when_no_share_is_given() -> None:
-    schedule = build_lr_scheduler(
-        LRSchedulerConfig(warmup_steps=2), OptimizerConfig(lr=1.0), steps=6
-    )
+def test_decay_follows_warmup_at_once_without_a_stable_phase() -> None:
+    config = LRSchedulerConfig(warmup_steps=2)
+    schedule = build_lr_scheduler(config, OptimizerConfig(lr=1.0), steps=6)
     rates = [schedule.lr(committed) for committed in range(6)]
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25], rel=SCHEDULE)
 
 
-def test_no_step_has_a_rate_of_zero_and_after_the_last_it_stays_at_the_end() -> None:
+def test_no_step_has_a_rate_of_zero_and_the_rate_stays_after_the_last_step() -> None:
     for warmup, ratio, kind, steps in itertools.product(
         [0, 1, 5, 50], [None, 0.0, 0.3, 1.0], ["linear", "sqrt", "cosine"], [1, 2, 10]
     ):
@@ -71,7 +70,9 @@ def test_no_step_has_a_rate_of_zero_and_after_the_last_it_stays_at_the_end() -> 
         assert 0 <= schedule.lr(steps + 1000) <= rates[-1]
 
 
-def test_phases_longer_than_the_run_are_cut_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_phases_longer_than_the_run_are_shortened_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     logger.addHandler(caplog.handler)
     try:
         with caplog.at_level(logging.INFO, logger.name):
@@ -107,7 +108,7 @@ def test_norms_embeddings_and_biases_are_exempt_from_decay() -> None:
     assert {names[parameter] for parameter in groups[0.3]} == set(names.values()) - exempt
 
 
-def test_all_parameters_decay_when_asked() -> None:
+def test_all_parameters_decay_if_enabled() -> None:
     model = tiny_decoder()
     config = OptimizerConfig(weight_decay=0.3, decay_norms_biases_embeddings=True)
     assert {decay: len(ps) for decay, ps in _groups(config, model).items()} == {
@@ -115,7 +116,7 @@ def test_all_parameters_decay_when_asked() -> None:
     }
 
 
-def test_decay_shrinks_weights_by_the_rate_and_leaves_norms_alone() -> None:
+def test_decay_shrinks_weights_by_the_rate_but_not_norms() -> None:
     model = tiny_decoder()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     config = OptimizerConfig(lr=0.1, weight_decay=0.5)
@@ -128,7 +129,7 @@ def test_decay_shrinks_weights_by_the_rate_and_leaves_norms_alone() -> None:
     assert torch.equal(after["norm.weight"], before["norm.weight"])
 
 
-def test_when_all_parameters_decay_the_step_is_that_of_adamw_over_all_of_them() -> None:
+def test_decay_of_all_parameters_equals_plain_adamw() -> None:
     model, other = tiny_decoder(), tiny_decoder()
     other.load_state_dict(model.state_dict())
     config = OptimizerConfig(lr=1e-2, weight_decay=0.3, decay_norms_biases_embeddings=True)
@@ -197,7 +198,7 @@ def test_settings_reach_the_optimizer(name: str, kind: type[torch.optim.Optimize
         assert optimizer.inner.defaults["eps"] == 1e-3
 
 
-def test_the_norm_and_the_scale_act_on_all_gradients_there_are() -> None:
+def test_the_norm_and_the_scale_cover_all_existing_gradients() -> None:
     a, b, frozen = (nn.Parameter(torch.zeros(n)) for n in (2, 1, 3))
     a.grad, b.grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
     gradients = local_gradients([a, b, frozen])
@@ -211,13 +212,13 @@ def test_the_norm_and_the_scale_act_on_all_gradients_there_are() -> None:
     scale_([], 0.5)
 
 
-def test_a_gradient_that_several_ranks_hold_counts_once_over_all() -> None:
-    whole, copied = torch.tensor([2.0]), torch.tensor([3.0])
-    share = square_norm([(whole, 1), (copied, 4)])
+def test_a_gradient_that_several_ranks_hold_counts_once() -> None:
+    full, copied = torch.tensor([2.0]), torch.tensor([3.0])
+    share = square_norm([(full, 1), (copied, 4)])
     assert share.item() == pytest.approx(4 + 9 / 4)
 
 
-def test_a_gradient_that_is_not_finite_shows_in_the_norm() -> None:
+def test_a_non_finite_gradient_shows_in_the_norm() -> None:
     for bad in (float("nan"), float("inf")):
         assert not square_norm([(torch.tensor([1.0, bad]), 1)]).isfinite()
 
@@ -229,7 +230,7 @@ def _groups(config: OptimizerConfig, model: nn.Module) -> dict[float, list[nn.Pa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("elements", [1, 5000, 2**19 + 3, 2**23])
-def test_the_norm_is_exact_and_does_not_depend_on_the_shards(
+def test_the_norm_is_exact_and_does_not_depend_on_the_sharding(
     elements: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -237,7 +238,7 @@ def test_the_norm_is_exact_and_does_not_depend_on_the_shards(
     exact = values.double().square().sum().item()
     for shards in (1, 2, 8):
         parts = [(part, 1) for part in values.chunk(shards)]
-        # The norm is the root, so that its relative error is half of this one.
+        # The norm is the square root, so its relative error is half of this one.
         assert square_norm(parts).item() == pytest.approx(exact, rel=2 * NORM_FLOAT32)
     columns = values[: elements // 2 * 2].reshape(-1, 2)[:, 0]
     exact = columns.double().square().sum().item()

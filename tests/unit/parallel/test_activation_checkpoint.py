@@ -1,4 +1,4 @@
-"""Recomputation: the same numbers, less memory, more work."""
+"""Activation checkpointing: the same values, less memory, more work."""
 
 from collections import Counter
 from typing import Any
@@ -27,7 +27,7 @@ _MODES = {
 
 @pytest.mark.parametrize("mode", _MODES)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_loss_and_gradients_are_the_same_bits(mode: str, dropout: float) -> None:
+def test_loss_and_gradients_are_bitwise_equal(mode: str, dropout: float) -> None:
     plain, checkpointed = tiny_decoder(dropout=dropout), _checkpointed(mode, dropout=dropout)
     assert torch.equal(_loss(plain), _loss(checkpointed))
     names = [name for name, _ in checkpointed.named_parameters()]
@@ -47,7 +47,7 @@ def test_loss_and_gradients_are_the_same_bits(mode: str, dropout: float) -> None
         ("op", [2, 2, 2]),
     ],
 )
-def test_backward_runs_the_chosen_blocks_again(mode: str, passes: list[int]) -> None:
+def test_backward_recomputes_the_chosen_blocks(mode: str, passes: list[int]) -> None:
     model = _checkpointed(mode)
     counted: Counter[int] = Counter()
     for number, block in enumerate(model.layers.values()):
@@ -58,13 +58,13 @@ def test_backward_runs_the_chosen_blocks_again(mode: str, passes: list[int]) -> 
     assert [counted[number] for number in range(3)] == passes
 
 
-def test_more_is_freed_the_more_is_computed_again() -> None:
+def test_more_recomputation_frees_more_memory() -> None:
     saved = {mode: _saved_bytes(_checkpointed(mode)) for mode in ("none", "every second", "full")}
     assert saved["full"] < 0.4 * saved["none"]
     assert saved["full"] < saved["every second"] < saved["none"]
 
 
-def test_op_computes_every_other_product_again_and_attention_never() -> None:
+def test_op_recomputes_every_other_product_and_never_attention() -> None:
     def run(mode: str) -> Counter[str]:
         # The kernel that training uses on the CPU.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), _CountOps() as ops:
@@ -82,7 +82,7 @@ def test_op_computes_every_other_product_again_and_attention_never() -> None:
     assert op[norm] == full[norm] > none[norm]
 
 
-def test_products_named_in_the_config_are_always_computed_again() -> None:
+def test_products_named_in_the_config_are_always_recomputed() -> None:
     with _CountOps() as plain:
         _loss(_checkpointed("op"))
     with _CountOps() as forced:
@@ -92,7 +92,7 @@ def test_products_named_in_the_config_are_always_computed_again() -> None:
     assert forced.counts[product] - plain.counts[product] == 2 * DIMS.num_layers
 
 
-def test_modes_that_do_not_exist_are_refused() -> None:
+def test_unknown_modes_are_rejected() -> None:
     with pytest.raises(ValidationError, match="memory_budget is not supported"):
         ActivationCheckpointConfig(mode="memory_budget")
     for option in ("0", "two", "-1", "1.5"):
@@ -124,7 +124,7 @@ def _loss(model: Decoder) -> torch.Tensor:
 
 
 def _saved_bytes(model: Decoder) -> int:
-    """What autograd keeps of one forward, without the parameters."""
+    """Return the bytes that autograd saves in one forward, without the parameters."""
     parameters = {parameter.data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 

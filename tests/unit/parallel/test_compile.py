@@ -1,4 +1,4 @@
-"""Compiling block by block. The numbers are compared in tests/parity."""
+"""Compilation block by block. tests/parity compares the results."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torchtitan_lite.schema.compile import CompileConfig
 @pytest.mark.parametrize(
     "config", [CompileConfig(), CompileConfig(enable=True, components=["loss"])]
 )
-def test_blocks_are_compiled_only_when_asked(config: CompileConfig, mesh: Mesh) -> None:
+def test_blocks_are_compiled_only_if_enabled(config: CompileConfig, mesh: Mesh) -> None:
     model = tiny_decoder()
     config = config.model_copy(update={"backend": "no such backend"})
     compile.apply(model, tiny_spec(), mesh, config)

@@ -1,4 +1,4 @@
-"""Collectives that gradients flow through, against the same on one process."""
+"""Differentiable collectives, compared with the same operation in one process."""
 
 from collections.abc import Callable
 
@@ -16,10 +16,10 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def rows_travel_and_gradients_come_back() -> None:
+def exchange_rows_and_gradients() -> None:
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
-    # Rank r sends (r + i) % 3 rows to rank i: some none at all.
+    # Rank r sends (r + i) % 3 rows to rank i, which may be none.
     counts = [[(r + i) % 3 for i in range(size)] for r in range(size)]
     x_ND = drawn(sum(counts[rank]), 5, seed=rank).requires_grad_()
     received = [counts[r][rank] for r in range(size)]
@@ -29,7 +29,7 @@ def rows_travel_and_gradients_come_back() -> None:
         first = sum(counts[r][:rank])
         expected.append(drawn(sum(counts[r]), 5, seed=r)[first : first + counts[r][rank]])
     assert torch.equal(out_ND, torch.cat(expected))
-    # Each row comes back doubled, so its gradient is two.
+    # Each row is returned doubled, so its gradient is two.
     back_ND = exchange_rows(2 * out_ND, received, counts[rank], group)
     assert torch.equal(back_ND, 2 * x_ND)
     back_ND.sum().backward()
@@ -37,7 +37,7 @@ def rows_travel_and_gradients_come_back() -> None:
     assert torch.equal(x_ND.grad, torch.full_like(x_ND, 2.0))
 
 
-def parts_of_what_all_hold() -> None:
+def parts_of_a_replicated_tensor() -> None:
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
     total = 5
@@ -54,12 +54,12 @@ def parts_of_what_all_hold() -> None:
     assert torch.equal(whole_ND.grad, weights_ND * scale)
 
 
-def test_uneven_rows_travel_and_gradients_come_back(pools: Pools) -> None:
-    pools(4).run(rows_travel_and_gradients_come_back)
+def test_uneven_rows_and_their_gradients_are_exchanged(pools: Pools) -> None:
+    pools(4).run(exchange_rows_and_gradients)
 
 
-def test_parts_put_together_are_the_whole_both_ways(pools: Pools) -> None:
-    pools(4).run(parts_of_what_all_hold)
+def test_gathered_parts_equal_the_full_tensor_in_both_directions(pools: Pools) -> None:
+    pools(4).run(parts_of_a_replicated_tensor)
 
 
 def test_taken_rows_have_the_gradient_of_indexing() -> None:
@@ -70,5 +70,5 @@ def test_taken_rows_have_the_gradient_of_indexing() -> None:
     taken_ND = take_rows(x_RD, index_N, inverse_RC)
     assert torch.equal(taken_ND, x_RD[index_N])
     (expected,) = torch.autograd.grad((x_RD[index_N] * weights_ND).sum(), x_RD)
-    (given,) = torch.autograd.grad((taken_ND * weights_ND).sum(), x_RD)
-    torch.testing.assert_close(given, expected)
+    (grad,) = torch.autograd.grad((taken_ND * weights_ND).sum(), x_RD)
+    torch.testing.assert_close(grad, expected)

@@ -1,7 +1,5 @@
-"""FSDP on one process: when it is left out, mixed precision, offload, and freeing weights.
-
-That gradients are summed and not averaged shows on several ranks only: see tests/parity.
-"""
+"""FSDP on one process: when it is omitted, mixed precision, offload, and freeing of weights.
+tests/parity checks on several ranks that gradients are summed and not averaged."""
 
 from typing import Any
 
@@ -23,14 +21,14 @@ from torchtitan_lite.schema.training import PrecisionConfig
 _MIXED = PrecisionConfig(mixed_precision_param="bfloat16")
 
 
-def test_one_rank_in_full_precision_is_left_as_it_is(mesh: Mesh) -> None:
+def test_one_rank_in_full_precision_is_not_wrapped(mesh: Mesh) -> None:
     model = tiny_decoder(torch.float32)
     fsdp.apply(model, tiny_spec(), mesh, ParallelismConfig(), PrecisionConfig())
     assert not any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_units_are_the_blocks_what_the_spec_adds_and_the_rest(mesh: Mesh, tied: bool) -> None:
+def test_units_are_the_blocks_the_specs_additions_and_the_rest(mesh: Mesh, tied: bool) -> None:
     model = _sharded(mesh, tied_embeddings=tied)
     units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     blocks = {"", "layers.0", "layers.1", "layers.2"}
@@ -47,26 +45,26 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(
     reference = tiny_decoder(torch.bfloat16, tied_embeddings=tied)
     _backward(model)
     _backward(reference)
-    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
-        assert isinstance(sharded.grad, DTensor) and whole.grad is not None
+    for sharded, full in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(sharded.grad, DTensor) and full.grad is not None
         assert sharded.dtype == sharded.grad.dtype == torch.float32
-        scale = whole.grad.abs().max()
-        error = (sharded.grad.full_tensor() - whole.grad.float()).abs().max()
+        scale = full.grad.abs().max()
+        error = (sharded.grad.full_tensor() - full.grad.float()).abs().max()
         assert error <= CHUNKED_LOSS_BFLOAT16 * scale
 
 
-def test_gradients_of_offloaded_weights_are_those_of_plain_ones(mesh: Mesh) -> None:
+def test_gradients_of_offloaded_weights_equal_those_without_offload(mesh: Mesh) -> None:
     model, reference = tiny_decoder(torch.float32), tiny_decoder(torch.float32)
     precision = PrecisionConfig(enable_cpu_offload=True)
     fsdp.apply(model, tiny_spec(), mesh, ParallelismConfig(), precision)
     assert isinstance(model, FSDPModule)
     assert torch.equal(_backward(model), _backward(reference))
-    for sharded, whole in zip(model.parameters(), reference.parameters(), strict=True):
-        assert isinstance(sharded.grad, DTensor) and whole.grad is not None
-        assert torch.equal(sharded.grad.full_tensor(), whole.grad)
+    for sharded, full in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(sharded.grad, DTensor) and full.grad is not None
+        assert torch.equal(sharded.grad.full_tensor(), full.grad)
 
 
-def test_weights_gathered_by_a_forward_alone_are_freed(mesh: Mesh) -> None:
+def test_weights_gathered_by_a_forward_without_backward_are_freed(mesh: Mesh) -> None:
     model = _sharded(mesh)
     with torch.no_grad():
         model(**tiny_samples())
@@ -85,14 +83,14 @@ def test_weights_gathered_by_a_forward_alone_are_freed(mesh: Mesh) -> None:
         ({"dtype": "bfloat16", "mixed_precision_param": "float32"}, torch.float32),
     ],
 )
-def test_the_compute_dtype_on_the_cpu_is_that_of_the_weights_unless_asked(
+def test_the_compute_dtype_on_the_cpu_defaults_to_that_of_the_weights(
     settings: dict[str, Any], expected: torch.dtype
 ) -> None:
     precision = PrecisionConfig.model_validate(settings)
     assert fsdp.compute_dtype_of(precision, detect_device("cpu")) == expected
 
 
-def test_the_compute_dtype_on_a_gpu_is_bfloat16_unless_asked() -> None:
+def test_the_compute_dtype_on_a_gpu_defaults_to_bfloat16() -> None:
     gpu = Device(
         torch_device=torch.device("cuda", 0),
         backend="cpu:gloo,cuda:nccl",

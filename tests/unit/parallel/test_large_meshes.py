@@ -1,7 +1,5 @@
-"""Meshes of hundreds of ranks, on torch's fake process group: shapes only, without memory.
-
-Each case is one process of its own, since a process group of so many ranks would stay in the
-caches of this one."""
+"""Meshes of hundreds of ranks on torch's fake process group: shapes only, without memory. Each case
+runs in its own process, because such a process group would stay in the caches of this one."""
 
 import math
 import multiprocessing
@@ -60,7 +58,7 @@ def test_the_shards_of_a_large_mesh_cover_the_model(case: str) -> None:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as process:
         held, of_stages, num_params, peak_gib = process.submit(_last_rank, *CASES[case]).result()
-    # Uneven cuts of a dim leave some ranks a little less than others.
+    # Uneven shards of a dim leave some ranks slightly less than others.
     assert of_stages == num_params
     world_size = CASES[case][0]
     replicas = CASES[case][3].get("data_parallel_replicate_degree", 1)
@@ -71,8 +69,8 @@ def test_the_shards_of_a_large_mesh_cover_the_model(case: str) -> None:
 def _last_rank(
     world_size: int, name: str, flavor: str, degrees: dict[str, int]
 ) -> tuple[int, int, int, float]:
-    """Elements that the last rank holds, distinct elements of all stages, elements of the model,
-    and the peak of this process in GiB."""
+    """Return the elements of the last rank, the distinct elements of all stages, the elements of
+    the model, and this process's peak memory in GiB."""
     dist.init_process_group("fake", store=FakeStore(), rank=world_size - 1, world_size=world_size)
     config = ParallelismConfig.model_validate(degrees)
     mesh = Mesh(detect_device("cpu"), resolve_degrees(config, world_size))
@@ -85,9 +83,9 @@ def _last_rank(
     others = 0
     if plan is not None:
         (stage,) = plan.of_rank(rank)
-        whole = sum(parameter.numel() for parameter in model.parameters())
+        full = sum(parameter.numel() for parameter in model.parameters())
         keep_only(model, spec, plan.modules[stage])
-        others = whole - sum(parameter.numel() for parameter in model.parameters())
+        others = full - sum(parameter.numel() for parameter in model.parameters())
     parallelize(
         model,
         spec,
@@ -107,7 +105,7 @@ def _last_rank(
 
 
 def _covered(model: nn.Module) -> int:
-    """Elements that all ranks of a stage hold together, each box counted once."""
+    """Return the elements of all ranks of a stage, counting each box once."""
     alike = Counter(
         (tuple(p.shape), p.device_mesh.shape, p.placements)
         for p in model.parameters()

@@ -1,4 +1,4 @@
-"""The load of routers: whole numbers over all ranks, and a bias that moves with good steps only."""
+"""Router load: integer counts over all ranks, and a bias that changes only with committed steps."""
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ def routers() -> nn.Module:
     return nn.ModuleDict({"first": Router(6, dims), "last": Router(6, dims)})
 
 
-def test_a_rank_counts_for_its_own_stages_and_zero_for_the_others(mesh: Mesh) -> None:
+def test_a_rank_counts_its_own_stages_and_zero_for_the_others(mesh: Mesh) -> None:
     model = routers()
     balance = RouterBalance(model, NAMES, 4, mesh, ParallelismConfig())
     routers_of(model)["first"].load_X += torch.tensor([1, 2, 3, 4])
@@ -25,7 +25,7 @@ def test_a_rank_counts_for_its_own_stages_and_zero_for_the_others(mesh: Mesh) ->
     assert counted.tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 5, 0, 0, 5]
 
 
-def test_a_committed_step_moves_the_biases_and_any_step_counts_anew(mesh: Mesh) -> None:
+def test_a_committed_step_updates_the_biases_and_any_step_resets_the_counts(mesh: Mesh) -> None:
     model = routers()
     balance = RouterBalance(model, NAMES, 4, mesh, ParallelismConfig())
     totals = torch.tensor([1.0, 2, 3, 2, 9, 9, 9, 9, 8, 0, 0, 0])
@@ -41,7 +41,7 @@ def test_a_committed_step_moves_the_biases_and_any_step_counts_anew(mesh: Mesh) 
         assert moved == expected
 
 
-def test_tokens_that_several_ranks_count_are_whole_again_after_the_sum(mesh: Mesh) -> None:
+def test_tokens_counted_by_several_ranks_are_integers_after_the_sum(mesh: Mesh) -> None:
     model = routers()
     copies = 6
     mesh.degrees = Degrees(tp=copies)

@@ -1,4 +1,4 @@
-"""One stage: gradients add up over microbatches."""
+"""One stage: gradients accumulate over microbatches."""
 
 import torch
 
@@ -12,20 +12,20 @@ _SAMPLES, _TARGETS = tiny_samples(6), tiny_targets(6)
 
 
 def test_microbatches_add_up_to_the_whole_batch(mesh: Mesh) -> None:
-    whole, parts = tiny_decoder(), tiny_decoder()
+    full, parts = tiny_decoder(), tiny_decoder()
     loss = cross_entropy()
-    expected = OneStage(whole, loss, mesh, WHOLE).run([_microbatch(slice(0, 6))], backward=True)
+    expected = OneStage(full, loss, mesh, WHOLE).run([_microbatch(slice(0, 6))], backward=True)
     total = OneStage(parts, loss, mesh, WHOLE).run(
         [_microbatch(slice(0, 1)), _microbatch(slice(1, 4)), _microbatch(slice(4, 6))],
         backward=True,
     )
     assert total.dtype == torch.float64 and total.shape == () and not total.requires_grad
     torch.testing.assert_close(total, expected)
-    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+    for a, b in zip(full.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 
 
-def test_without_backward_nothing_is_recorded(mesh: Mesh) -> None:
+def test_without_backward_autograd_records_nothing(mesh: Mesh) -> None:
     model = tiny_decoder()
     schedule = OneStage(model, cross_entropy(), mesh, WHOLE)
     batches = [_microbatch(slice(0, 2)), _microbatch(slice(2, 6))]
@@ -35,7 +35,7 @@ def test_without_backward_nothing_is_recorded(mesh: Mesh) -> None:
     assert torch.is_grad_enabled()
 
 
-def test_no_microbatch_is_a_loss_of_zero(mesh: Mesh) -> None:
+def test_no_microbatch_gives_a_loss_of_zero(mesh: Mesh) -> None:
     schedule = OneStage(tiny_decoder(), cross_entropy(), mesh, WHOLE)
     assert schedule.run([], backward=True).item() == 0
 

@@ -1,4 +1,4 @@
-"""An order from a file: what is read, and what is said of each mistake."""
+"""Pipeline schedules from a file: what is parsed, and the error for each mistake."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def test_cells_rows_and_ranks() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
-def test_torch_schedules_come_back(schedule: str) -> None:
+def test_torch_schedules_survive_a_round_trip(schedule: str) -> None:
     order = step_order(plan_of(schedule.lower(), 2), schedule, 8)
     assert parse_order("\n".join(map(",".join, order.cells())), 2) == order
 
@@ -69,7 +69,7 @@ def test_each_mistake_is_named(text: str, needed: str) -> None:
     assert needed in str(error.value)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(MeshError) as error:
         read_order("no/order.csv", 2)
     key = "parallelism.pipeline_parallel_schedule_csv"

@@ -1,4 +1,4 @@
-"""On how many ranks a copy for text lies."""
+"""The number of ranks over which a copy for generation is sharded."""
 
 from dataclasses import replace
 
@@ -22,15 +22,15 @@ def test_the_largest_degree_that_divides_heads_and_ranks(
     assert serving_degrees(spec, world_size) == Degrees(dp_replicate=copies, tp=tp)
 
 
-def test_a_model_without_a_shard_plan_and_a_small_vocabulary_stay_whole() -> None:
+def test_models_without_a_shard_plan_and_small_vocabularies_are_not_sharded() -> None:
     spec = llama3.spec_of(llama3.FLAVORS["8B"], "8B")
     uncut: ModelSpec = replace(spec, shard_plan=())
     assert serving_degrees(uncut, 8) == Degrees(dp_replicate=8)
-    # Of 9 rows over 8 ranks, two each, the last ranks would have none.
+    # With 9 rows over 8 ranks, two each, the last ranks would have none.
     assert serving_degrees(replace(spec, vocab_size=9), 8) == Degrees(dp_replicate=4, tp=2)
 
 
-def test_experts_are_cut_where_their_features_divide() -> None:
+def test_experts_are_sharded_if_their_features_divide() -> None:
     name = next(name for name, dims in qwen3.FLAVORS.items() if dims.moe is not None)
     spec = replace(
         qwen3.spec_of(qwen3.FLAVORS[name], name), sharded_sizes=(("heads", 4),), expert_width=12
@@ -40,9 +40,9 @@ def test_experts_are_cut_where_their_features_divide() -> None:
     assert serving_degrees(odd, 8) == Degrees(dp_replicate=2, tp=4)
 
 
-def test_a_degree_that_is_asked_for_is_taken_or_refused() -> None:
+def test_an_explicit_degree_is_used_or_rejected() -> None:
     spec = llama3.spec_of(llama3.FLAVORS["8B"], "8B")
     assert serving_degrees(spec, 8, 2) == Degrees(dp_replicate=4, tp=2)
-    told = r"degree 3 .* processes \(8\) .* 8 key/value heads.* Use one of 1, 2, 4, 8\."
-    with pytest.raises(MeshError, match=told):
+    message = r"degree 3 .* processes \(8\) .* 8 key/value heads.* Use one of 1, 2, 4, 8\."
+    with pytest.raises(MeshError, match=message):
         serving_degrees(spec, 8, 3)

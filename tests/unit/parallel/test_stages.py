@@ -1,4 +1,4 @@
-"""The cut into stages that a file asks for, and what stages weigh."""
+"""Pipeline stages given by a file, and the weights of stages."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ def parallelism(tmp_path: Path):
     return parallelism
 
 
-def test_stages_and_their_ranks_are_those_of_the_file(parallelism) -> None:
+def test_stages_and_ranks_follow_the_file(parallelism) -> None:
     plan = plan_stages(SPEC, parallelism(pipeline_parallel_schedule="nonsense"))
     assert plan.ranks == (0, 0, 1)
     assert (plan.of_rank(0), plan.of_rank(1)) == ([0, 1], [2])
@@ -34,7 +34,7 @@ def test_stages_and_their_ranks_are_those_of_the_file(parallelism) -> None:
     assert sum(plan.modules, ()) == SPEC.stage_units
 
 
-def test_stages_that_other_keys_cut_must_be_as_many(parallelism) -> None:
+def test_stages_given_by_other_keys_must_be_as_many(parallelism) -> None:
     assert len(plan_stages(SPEC, parallelism(pipeline_parallel_layers_per_stage=3)).modules) == 3
     with pytest.raises(MeshError, match="has 3 stages, but parallelism.pipeline_parallel_layers"):
         plan_stages(SPEC, parallelism(pipeline_parallel_layers_per_stage=1))
@@ -43,7 +43,7 @@ def test_stages_that_other_keys_cut_must_be_as_many(parallelism) -> None:
         plan_stages(SPEC, parallelism(module_fqns_per_model_part=named))
 
 
-def test_stages_weigh_their_layers_and_what_the_embedding_and_the_output_count(parallelism) -> None:
+def test_stage_weights_include_layers_embedding_and_output(parallelism) -> None:
     even = parallelism()
     assert stage_weights(plan_stages(SPEC, even), SPEC, even) == (3, 2, 2)
     light = parallelism(

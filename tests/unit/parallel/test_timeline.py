@@ -1,4 +1,4 @@
-"""The simulated step: known bubbles, and the rules that every timeline keeps."""
+"""The simulated step: known bubbles, and invariants of every timeline."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ def timeline_of(schedule: str, num_ranks: int, num_microbatches: int, **costs) -
 @pytest.mark.parametrize("costs", [{}, {"backward_input": 0.5, "backward_weight": 0.5}])
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 2), (4, 4), (4, 12), (8, 16)])
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
-def test_the_bubble_of_one_stage_a_rank(
+def test_the_bubble_with_one_stage_per_rank(
     schedule: str, num_ranks: int, num_microbatches: int, costs: dict[str, float]
 ) -> None:
     timeline = timeline_of(schedule, num_ranks, num_microbatches, **costs)
@@ -26,14 +26,14 @@ def test_the_bubble_of_one_stage_a_rank(
     assert timeline.bubble_fraction == pytest.approx(expected)
 
 
-def test_better_schedules_wait_less() -> None:
+def test_better_schedules_have_smaller_bubbles() -> None:
     names = ("GPipe", "Interleaved1F1B", "ZBVZeroBubble")
     bubbles = [timeline_of(name, 4, 8).bubble_fraction for name in names]
     assert bubbles == sorted(bubbles, reverse=True)
     assert len(set(bubbles)) == len(bubbles)
 
 
-def test_the_whole_of_a_small_step() -> None:
+def test_the_complete_timeline_of_a_small_step() -> None:
     timeline = timeline_of("1F1B", 2, 2)
     shown = [[(str(s.action), s.start, s.end) for s in row] for row in timeline.rows]
     assert shown == [
@@ -45,7 +45,7 @@ def test_the_whole_of_a_small_step() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_rules_of_every_timeline(schedule: str) -> None:
+def test_invariants_of_every_timeline(schedule: str) -> None:
     plan = plan_of(schedule, 4)
     order = step_order(plan, schedule, 8)
     last = order.num_stages - 1
@@ -73,7 +73,7 @@ def test_rules_of_every_timeline(schedule: str) -> None:
             assert ends["I", stage, microbatch] <= span.start
 
 
-def test_ranks_that_wait_for_each_other_are_told() -> None:
+def test_a_deadlock_is_reported() -> None:
     order = PipelineOrder(
         (
             (Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1), Action(0, "B", 1)),

@@ -1,4 +1,4 @@
-"""Ranks for a new mesh are chosen so that most stays where it is."""
+"""Ranks of a new mesh are assigned so that most data stays in place."""
 
 import itertools
 
@@ -14,7 +14,7 @@ SHAPES = [(12, 8), (24, 6), (5, 7)]
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_no_other_choice_moves_less(count: int) -> None:
+def test_no_other_assignment_moves_less(count: int) -> None:
     src = Layout(HolderMesh.ranks(4), [Shard(0)])
     dst = Layout(HolderMesh.ranks(count), [Shard(0)])
     moves = [TensorMove(src, dst, shape, torch.float32) for shape in SHAPES]
@@ -26,16 +26,16 @@ def test_no_other_choice_moves_less(count: int) -> None:
     assert _moved(moves, chosen) == min(of_all) < _moved(moves, HolderMesh.ranks(count))
 
 
-def test_the_axes_and_the_order_of_equal_choices_stay() -> None:
+def test_ties_keep_the_axes_and_the_order() -> None:
     mesh = HolderMesh((2, 2), (0, 1, 2, 3), ("copy", "tp"))
-    whole = Layout(HolderMesh.ranks(4), [Replicate()])
+    full = Layout(HolderMesh.ranks(4), [Replicate()])
     chosen = choose_holders(
-        [TensorMove(whole, Layout(mesh, [Replicate(), Shard(0)]), (4, 4), torch.float32)], range(4)
+        [TensorMove(full, Layout(mesh, [Replicate(), Shard(0)]), (4, 4), torch.float32)], range(4)
     )
     assert chosen == mesh
 
 
-def test_what_cannot_be_chosen_is_refused() -> None:
+def test_impossible_assignments_are_rejected() -> None:
     one = TensorMove(_whole(2), _whole(2), (4,), torch.float32)
     with pytest.raises(LayoutError, match="needs 2 holders, and 1 can be chosen"):
         choose_holders([one], [0])

@@ -1,4 +1,4 @@
-"""The model of a machine: its file, what it predicts, and how it is fitted."""
+"""The cost model of a machine: its file, its predictions, and how it is fitted."""
 
 import json
 from dataclasses import asdict, replace
@@ -33,18 +33,18 @@ MACHINE = Costs(
     collective_within=Link(latency_s=7e-5, bytes_per_s=5e8),
     cores=2.0,
 )
-"""Of figures that are unlike the default ones."""
+"""A model with figures that differ from the default ones."""
 
 
 def seconds(num_rows: int, costs: Costs = CPU, size: int = 4) -> float:
-    """Predicted, to gather a tensor."""
+    """Return the predicted time to gather a tensor."""
     mesh = HolderMesh.ranks(size)
     src, dst = Layout(mesh, [Shard(0)]), Layout(mesh, [Replicate()])
     shape = (num_rows, 1024)
     return plan(src, dst, shape, torch.float32, costs=costs, single_exchange=True).predicted_s
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_model_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     for costs in (CPU, CUDA, MACHINE.with_ranks_per_node(8)):
         costs.save(path)
@@ -92,7 +92,7 @@ def test_more_bytes_cost_more(costs: Costs) -> None:
     assert predicted == sorted(predicted) and len(set(predicted)) == 4
 
 
-def test_ranks_take_turns_on_few_cores() -> None:
+def test_ranks_share_few_cores() -> None:
     alone, few = seconds(4096), seconds(4096, replace(CPU, cores=1.0))
     # All 4 ranks are equally busy.
     assert few == pytest.approx(4 * alone)
@@ -100,28 +100,28 @@ def test_ranks_take_turns_on_few_cores() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-def test_fit_recovers_the_figures_that_made_the_times(num_ranks: int) -> None:
+def test_fit_recovers_the_figures_behind_the_times(num_ranks: int) -> None:
     samples = [
         TimedStep(name="", step=step, seconds=predicted_s(step, MACHINE))
         for step in calibration_steps(num_ranks)
     ]
-    found = fit(samples, replace(CPU, cores=MACHINE.cores))
+    actual = fit(samples, replace(CPU, cores=MACHINE.cores))
     others = [
         TimedStep(name="", step=step, seconds=predicted_s(step, MACHINE))
         for step in held_out_steps(num_ranks, 30)
     ]
-    assert fraction_within(others, found, 1.1) == 1.0
-    assert fraction_misordered(others, found) == 0.0
-    # Of two ranks nothing tells a round from a message.
+    assert fraction_within(others, actual, 1.1) == 1.0
+    assert fraction_misordered(others, actual) == 0.0
+    # With two ranks, rounds and messages cannot be distinguished.
     if num_ranks > 3:
-        assert found.piece_s == pytest.approx(MACHINE.piece_s, rel=0.2)
-        assert found.within.bytes_per_s == pytest.approx(MACHINE.within.bytes_per_s, rel=0.05)
-        assert found.copy_bytes_per_s == pytest.approx(MACHINE.copy_bytes_per_s, rel=0.05)
-    # What nothing was measured of stays.
-    assert found.between == CPU.between
+        assert actual.piece_s == pytest.approx(MACHINE.piece_s, rel=0.2)
+        assert actual.within.bytes_per_s == pytest.approx(MACHINE.within.bytes_per_s, rel=0.05)
+        assert actual.copy_bytes_per_s == pytest.approx(MACHINE.copy_bytes_per_s, rel=0.05)
+    # Figures without a measurement stay.
+    assert actual.between == CPU.between
 
 
-def test_shares_of_errors() -> None:
+def test_distribution_of_errors() -> None:
     steps = held_out_steps(4, 12)
     right = [TimedStep(name="", step=s, seconds=predicted_s(s, MACHINE)) for s in steps]
     assert fraction_within(right, MACHINE) == 1.0 and fraction_misordered(right, MACHINE) == 0.0

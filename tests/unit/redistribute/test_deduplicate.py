@@ -1,4 +1,4 @@
-"""Every element gets one holder, among those that have it, and the work is shared evenly."""
+"""Every element gets one of its holders, and the work is divided evenly."""
 
 from math import prod
 
@@ -29,16 +29,16 @@ LAYOUTS = [
 @given(
     st.sampled_from(LAYOUTS), st.tuples(st.integers(0, 80), st.integers(0, 9)), st.integers(0, 9)
 )
-def test_every_element_has_one_holder_that_had_it(
+def test_every_element_has_one_of_its_holders(
     layout: Layout, shape: tuple[int, int], number: int
 ) -> None:
     once = deduplicate(layout, shape, number)
     held = sum(prod(once.local_shape(shape, holder)) for holder in once.mesh.holders)
     assert held == prod(shape)
     assert plan(layout, once, shape, torch.float32).moved_bytes == 0
-    whole = np.arange(prod(shape)).reshape(shape)
+    full = np.arange(prod(shape)).reshape(shape)
     for holder in once.mesh.holders:
-        mine, part = (_part(some, whole, holder) for some in (layout, once))
+        mine, part = (_part(some, full, holder) for some in (layout, once))
         start, stop = element_range(layout, once, shape, holder)
         assert np.array_equal(mine.reshape(-1)[start:stop], part.reshape(-1))
 
@@ -50,13 +50,13 @@ def _part(layout: Layout, whole: np.ndarray, holder: Holder) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", [(256, 64), (4096,)])
-def test_holders_of_a_part_share_it(shape: tuple[int, ...]) -> None:
+def test_holders_of_a_part_divide_it(shape: tuple[int, ...]) -> None:
     layout = Layout(HolderMesh.ranks(2, 2), [R, S0])
     once = deduplicate(layout, shape, 0)
     assert {once.local_shape(shape, rank)[0] for rank in range(4)} == {shape[0] // 4}
 
 
-def test_small_tensors_go_round() -> None:
+def test_small_tensors_are_assigned_round_robin() -> None:
     layout = Layout(HolderMesh.ranks(2, 2), [R, S0])
     owners = [deduplicate(layout, (3, 5), number).mesh.holders for number in range(4)]
     assert owners == [(0, 1), (2, 3), (0, 1), (2, 3)]

@@ -1,4 +1,4 @@
-"""What is told of a plan, against the plan itself."""
+"""The explanation of a plan, compared with the plan itself."""
 
 import pytest
 import torch
@@ -31,30 +31,30 @@ def _plan(src: str, dst: str) -> Plan:
 
 
 @pytest.mark.parametrize(("src", "dst"), _WAYS)
-def test_the_holders_move_what_the_plan_moves_and_no_more_than_needed(src: str, dst: str) -> None:
-    found = _plan(src, dst)
-    costs = traffic(found).values()
-    assert sum(cost.sent for cost in costs) == found.moved_bytes
-    assert sum(cost.received for cost in costs) == found.moved_bytes
-    least = lower_bound_bytes(found)
-    assert least == (None if "P" in dst else found.moved_bytes)
+def test_the_explained_bytes_are_those_of_the_plan_and_minimal(src: str, dst: str) -> None:
+    actual = _plan(src, dst)
+    costs = traffic(actual).values()
+    assert sum(cost.sent for cost in costs) == actual.moved_bytes
+    assert sum(cost.received for cost in costs) == actual.moved_bytes
+    least = lower_bound_bytes(actual)
+    assert least == (None if "P" in dst else actual.moved_bytes)
 
 
 @pytest.mark.parametrize(("src", "dst"), _WAYS)
 def test_the_numbers_in_the_text_are_those_of_the_plan(src: str, dst: str) -> None:
-    found = _plan(src, dst)
-    said = explain(found)
-    assert f"From: {found.src}\nTo: {found.dst}\n" in said
-    assert f"Moved in all: {found.moved_bytes:,} bytes" in said
-    assert said.count("\nRound ") == (0 if found.is_noop else len(found.rounds))
-    assert ("for the averages" in said) == ("avg" in src)
-    costs = traffic(found)
-    if found.moved_bytes:
-        assert f"{max(cost.sent for cost in costs.values()):,} bytes" in said
-        assert f"{max(cost.received for cost in costs.values()):,} bytes" in said
-    rows = [line.split() for line in said.splitlines() if line.startswith("  ")]
+    actual = _plan(src, dst)
+    output = explain(actual)
+    assert f"From: {actual.src}\nTo: {actual.dst}\n" in output
+    assert f"Moved in all: {actual.moved_bytes:,} bytes" in output
+    assert output.count("\nRound ") == (0 if actual.is_noop else len(actual.rounds))
+    assert ("for the averages" in output) == ("avg" in src)
+    costs = traffic(actual)
+    if actual.moved_bytes:
+        assert f"{max(cost.sent for cost in costs.values()):,} bytes" in output
+        assert f"{max(cost.received for cost in costs.values()):,} bytes" in output
+    rows = [line.split() for line in output.splitlines() if line.startswith("  ")]
     if len(costs) > 16:
-        assert not rows and "Median of 32 holders" in said
+        assert not rows and "Median of 32 holders" in output
         return
     assert [[cell.replace(",", "") for cell in row] for row in rows[1:]] == [
         [str(number) for number in (holder, c.sent, c.received, c.stays, c.result)]
@@ -63,26 +63,26 @@ def test_the_numbers_in_the_text_are_those_of_the_plan(src: str, dst: str) -> No
 
 
 def test_a_bound_does_not_depend_on_the_plan() -> None:
-    # 4 holders with a row block each, of which a quarter is theirs already: 3/4 of it all moves.
-    found = plan(
+    # 4 holders with a row block each, of which they keep a quarter: 3/4 of the tensor moves.
+    actual = plan(
         parse_layout("mesh=a:4 placements=S0", "src"),
         parse_layout("mesh=a:4 placements=S1", "dst"),
         (8, 16),
         torch.float32,
     )
-    assert lower_bound_bytes(found) == 8 * 16 * 4 * 3 // 4
-    # 2 contributions and 3 other holders: both go to the first, which sends 2 copies.
-    found = _plan("mesh=a:2 placements=P", "mesh=a:3 placements=R ranks=2-4")
-    assert lower_bound_bytes(found) == 37 * 50 * 2 * 4
+    assert lower_bound_bytes(actual) == 8 * 16 * 4 * 3 // 4
+    # 2 partial sums and 3 other holders: both are sent to the first, which sends 2 copies.
+    actual = _plan("mesh=a:2 placements=P", "mesh=a:3 placements=R ranks=2-4")
+    assert lower_bound_bytes(actual) == 37 * 50 * 2 * 4
 
 
-def test_temporary_memory_is_two_buckets_or_less() -> None:
-    found = _plan("mesh=a:2 placements=S0", "mesh=a:2 placements=R")
-    busiest = max(cost.sent + cost.received for cost in traffic(found).values())
-    assert temporary_bytes(found, 1 << 20) == busiest
-    assert temporary_bytes(found, 1000) == 2000
-    assert "two buckets of 1000 B" in explain(found, bucket_bytes=1000)
-    assert "all-to-all collectives of a" in explain(found, transport="collective")
+def test_temporary_memory_is_at_most_two_buckets() -> None:
+    actual = _plan("mesh=a:2 placements=S0", "mesh=a:2 placements=R")
+    busiest = max(cost.sent + cost.received for cost in traffic(actual).values())
+    assert temporary_bytes(actual, 1 << 20) == busiest
+    assert temporary_bytes(actual, 1000) == 2000
+    assert "two buckets of 1000 B" in explain(actual, bucket_bytes=1000)
+    assert "all-to-all collectives of a" in explain(actual, transport="collective")
 
 
 def test_bytes_have_three_digits() -> None:

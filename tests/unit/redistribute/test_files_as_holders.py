@@ -1,5 +1,5 @@
-"""Holders that are no ranks: a plan to files and back is carried out on real files, by a reader of
-plans that knows nothing of processes."""
+"""Holders that are not ranks: a plan to files and back is executed on real files, by a plan
+executor without processes."""
 
 from pathlib import Path
 
@@ -15,25 +15,25 @@ from torchtitan_lite.redistribute.program import rectangles, slices
 SHAPE = (13, 6)
 
 
-def test_state_goes_to_files_and_comes_back_on_other_ranks(tmp_path: Path) -> None:
-    whole = np.arange(78, dtype=np.int32).reshape(SHAPE)
+def test_state_is_written_to_files_and_read_on_other_ranks(tmp_path: Path) -> None:
+    full = np.arange(78, dtype=np.int32).reshape(SHAPE)
     saving = Layout(HolderMesh.ranks(2, 2), [Replicate(), Shard(0)])
     files = Layout(HolderMesh((3,), ("a.bin", "b.bin", "c.bin"), ("file",)), [Shard(0)])
     loading = Layout(HolderMesh.ranks(5), [Shard(1)])
 
-    live = _parts(saving, whole)
+    live = _parts(saving, full)
     stored: dict[Holder, np.ndarray] = {
         name: np.memmap(tmp_path / str(name), np.int32, "w+", shape=_local_shape(files, name))
         for name in files.mesh.holders
     }
     to_files = plan(saving, files, SHAPE, torch.int32)
-    written = _carry_out(to_files, live, stored)
+    written = _execute(to_files, live, stored)
     for memory in stored.values():
         assert isinstance(memory, np.memmap)
         memory.flush()
-    assert written == whole.nbytes == to_files.moved_bytes
+    assert written == full.nbytes == to_files.moved_bytes
 
-    found: dict[Holder, np.ndarray] = {
+    actual: dict[Holder, np.ndarray] = {
         name: np.memmap(tmp_path / str(name), np.int32, "r", shape=_local_shape(files, name))
         for name in files.mesh.holders
     }
@@ -41,13 +41,13 @@ def test_state_goes_to_files_and_comes_back_on_other_ranks(tmp_path: Path) -> No
         rank: np.empty(_local_shape(loading, rank), np.int32) for rank in range(5)
     }
     from_files = plan(files, loading, SHAPE, torch.int32)
-    read = _carry_out(from_files, found, restored)
-    assert read == whole.nbytes
-    for rank, part in _parts(loading, whole).items():
+    read = _execute(from_files, actual, restored)
+    assert read == full.nbytes
+    for rank, part in _parts(loading, full).items():
         assert np.array_equal(restored[rank], part)
 
 
-def test_replicas_share_the_writing() -> None:
+def test_replicas_divide_the_writing() -> None:
     saving = Layout(HolderMesh.ranks(2, 2), [Replicate(), Shard(0)])
     file = Layout(HolderMesh((1,), ("all.bin",)), [Replicate()])
     to_file = plan(saving, file, (4096, 8), torch.float32)
@@ -56,28 +56,28 @@ def test_replicas_share_the_writing() -> None:
 
 
 def _parts(layout: Layout, whole: np.ndarray) -> dict[Holder, np.ndarray]:
-    found = {}
+    result = {}
     for holder in layout.mesh.holders:
         boxes = layout.boxes(whole.shape, holder)
         empty = np.empty(layout.local_shape(whole.shape, holder), whole.dtype)
-        found[holder] = whole[boxes[0].slices].copy() if boxes else empty
-    return found
+        result[holder] = whole[boxes[0].slices].copy() if boxes else empty
+    return result
 
 
 def _local_shape(layout: Layout, holder: Holder) -> tuple[int, ...]:
     return layout.local_shape(SHAPE, holder)
 
 
-def _carry_out(
+def _execute(
     found: Plan, sources: dict[Holder, np.ndarray], results: dict[Holder, np.ndarray]
 ) -> int:
-    """Copy every piece from its sender; the bytes that were copied."""
+    """Copy every piece from its sender, and return the number of copied bytes."""
     copied = 0
     for holder, result in results.items():
         (part,) = found.transfers(holder)
         for piece in (*part.receives, *part.copies):
             for block in rectangles(piece.segments, piece.start, piece.stop):
-                given = sources[piece.peer][slices(block.src, block.shape)]
-                result[slices(block.dst, block.shape)] = given
-                copied += given.nbytes
+                part = sources[piece.peer][slices(block.src, block.shape)]
+                result[slices(block.dst, block.shape)] = part
+                copied += part.nbytes
     return copied

@@ -1,4 +1,4 @@
-"""Boxes by arithmetic against what DTensor really holds."""
+"""Computed boxes compared with those of DTensor."""
 
 import itertools
 import math
@@ -25,18 +25,16 @@ _PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
 
 @pytest.mark.parametrize("shape", [(1, 1), (4, 6), (5, 7), (2, 3), (7, 0)])
 @pytest.mark.parametrize("mesh_shape", [(1,), (3,), (4,), (2, 2), (2, 3), (3, 2), (1, 4)])
-def test_boxes_are_the_chunks_that_torch_cuts(
-    shape: tuple[int, int], mesh_shape: tuple[int, ...]
-) -> None:
-    whole = torch.arange(math.prod(shape)).reshape(shape)
+def test_boxes_equal_torchs_chunks(shape: tuple[int, int], mesh_shape: tuple[int, ...]) -> None:
+    full = torch.arange(math.prod(shape)).reshape(shape)
     for placements in itertools.product(_PLACEMENTS, repeat=len(mesh_shape)):
         layout = Layout(HolderMesh.ranks(*mesh_shape), placements)
         for coordinate in _coordinates(mesh_shape):
-            held = whole
+            held = full
             for axis_size, placement, index in zip(mesh_shape, placements, coordinate, strict=True):
                 if isinstance(placement, Shard):
                     chunks = held.chunk(axis_size, placement.dim)
-                    # torch.chunk gives fewer chunks where there is nothing left for the rest.
+                    # torch.chunk returns fewer chunks if nothing is left for the rest.
                     held = (
                         chunks[index]
                         if index < len(chunks)
@@ -44,11 +42,11 @@ def test_boxes_are_the_chunks_that_torch_cuts(
                     )
             box = layout.box(shape, coordinate)
             assert box.size == tuple(held.shape), (placements, coordinate)
-            assert torch.equal(whole[box.slices], held), (placements, coordinate)
+            assert torch.equal(full[box.slices], held), (placements, coordinate)
 
 
 @pytest.mark.parametrize("mesh_shape", [(3,), (2, 2), (2, 3)])
-def test_boxes_of_every_rank_are_those_of_its_dtensors(mesh_shape: tuple[int, ...]) -> None:
+def test_boxes_of_every_rank_equal_those_of_its_dtensors(mesh_shape: tuple[int, ...]) -> None:
     shape, world_size = (5, 7), math.prod(mesh_shape)
     for rank in range(world_size):
         with _as_rank(rank, world_size):
@@ -60,7 +58,7 @@ def test_boxes_of_every_rank_are_those_of_its_dtensors(mesh_shape: tuple[int, ..
 
 @contextmanager
 def _as_rank(rank: int, world_size: int) -> Iterator[None]:
-    """A process group that believes to be large and moves nothing."""
+    """Use a process group that pretends to be large and moves nothing."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -89,7 +87,7 @@ def test_boxes_of_different_ranks_cover_a_tensor_exactly_once(data: st.DataObjec
     assert (covered == copies).all()
 
 
-def test_a_live_dtensor_and_a_plain_tensor_give_their_box() -> None:
+def test_boxes_of_a_dtensor_and_a_plain_tensor() -> None:
     plain = torch.ones(3, 2)
     assert local_box(plain) == Box((0, 0), (3, 2))
     assert local_box(torch.tensor(1.0)) == Box((), ())

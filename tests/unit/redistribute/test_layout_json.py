@@ -1,4 +1,4 @@
-"""Layouts as JSON: what was written is read as the same layout, and nothing else is read."""
+"""Layouts as JSON: a round trip gives the same layout, and invalid input is rejected."""
 
 import copy
 import json
@@ -28,11 +28,11 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_layout_comes_back_from_text(layout: Layout) -> None:
+def test_a_layout_survives_a_round_trip(layout: Layout) -> None:
     assert layout_from_json(json.loads(json.dumps(layout_to_json(layout)))) == layout
 
 
-def test_a_holder_without_a_form_in_json_is_refused() -> None:
+def test_a_holder_without_a_json_form_is_rejected() -> None:
     with pytest.raises(LayoutError, match=r"Holder \(1, 2\) .* no number and no string"):
         layout_to_json(Layout(HolderMesh((1,), ((1, 2),)), [Replicate()]))
 
@@ -60,7 +60,7 @@ def test_a_holder_without_a_form_in_json_is_refused() -> None:
         (("shard_order",), [[0, [1, 0]]], "shard_order.0"),
     ],
 )
-def test_anything_else_is_refused_by_its_part(
+def test_invalid_parts_are_rejected_by_name(
     part: tuple[str, ...], value: Any, message: str
 ) -> None:
     written = copy.deepcopy(layout_to_json(LAYOUTS[0]))
@@ -73,6 +73,6 @@ def test_anything_else_is_refused_by_its_part(
 
 
 @pytest.mark.parametrize("value", [None, [], "R", {}, 3])
-def test_what_is_no_object_is_refused(value: Any) -> None:
+def test_anything_but_an_object_is_rejected(value: Any) -> None:
     with pytest.raises(LayoutError, match="is no layout"):
         layout_from_json(value)

@@ -1,4 +1,4 @@
-"""Which layouts are refused, and that those which are not are written in one way."""
+"""Layouts that are rejected, and the canonical form of those that are accepted."""
 
 import copy
 import pickle
@@ -52,7 +52,7 @@ FOUR, SQUARE = HolderMesh.ranks(4), HolderMesh.ranks(2, 2)
         ),
     ],
 )
-def test_errors_say_what_was_given_and_what_is_needed(
+def test_errors_name_the_given_and_the_required_value(
     make: Callable[[], object], parts_of_message: list[str]
 ) -> None:
     with pytest.raises(LayoutError) as error:
@@ -61,7 +61,7 @@ def test_errors_say_what_was_given_and_what_is_needed(
         assert part in str(error.value)
 
 
-def test_equal_layouts_are_written_in_one_way() -> None:
+def test_equal_layouts_have_one_canonical_form() -> None:
     plain = Layout(SQUARE, [S0, S0])
     same = [
         Layout(SQUARE, (S0, S0), {0: [0, 1]}),
@@ -80,7 +80,7 @@ def test_equal_layouts_are_written_in_one_way() -> None:
     assert Layout(SQUARE, [S0, S0], {0: [1, 0]}) == Layout(SQUARE, [S0, S0], {0: (1, 0)})
 
 
-def test_text_says_it_all() -> None:
+def test_the_text_is_complete() -> None:
     mesh = HolderMesh((2, 2, 2, 1), tuple("abcdefgh"), ("w", "x", "y", "z"))
     layout = Layout(mesh, [S0, P, S0, strided_shard(1, 4)], {0: (2, 0)})
     assert str(layout) == (
@@ -90,15 +90,15 @@ def test_text_says_it_all() -> None:
 
 @settings(max_examples=200)
 @given(st.data())
-def test_boxes_cover_exactly_what_a_holder_has(data: st.DataObject) -> None:
+def test_boxes_cover_exactly_the_elements_of_a_holder(data: st.DataObject) -> None:
     mesh, shape = data.draw(meshes(range(12))), data.draw(shapes())
     layout = data.draw(layouts(mesh, len(shape), "sum", averages=False))
-    whole = np.arange(int(np.prod(shape, dtype=np.int64))).reshape(shape)
+    full = np.arange(int(np.prod(shape, dtype=np.int64))).reshape(shape)
     for holder, at in coordinates(mesh):
         boxes = layout.boxes(shape, holder)
         assert not any(box.is_empty for box in boxes)
-        # In the order of storage: the boxes of a dim one after the other.
-        mine = np.concatenate([np.empty(0, np.int64), *(whole[b.slices].ravel() for b in boxes)])
+        # In storage order: the boxes of a dim one after the other.
+        mine = np.concatenate([np.empty(0, np.int64), *(full[b.slices].ravel() for b in boxes)])
         expected = elements_of(layout, shape, at)
         assert sorted(mine.tolist()) == sorted(expected.ravel().tolist())
         assert len(np.unique(mine)) == len(mine)
@@ -107,7 +107,7 @@ def test_boxes_cover_exactly_what_a_holder_has(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 5, 8, 13])
 @pytest.mark.parametrize(("count", "factor"), [(2, 2), (2, 3), (3, 2), (4, 5)])
-def test_strided_shards_are_those_of_torch(length: int, count: int, factor: int) -> None:
+def test_strided_shards_equal_torchs(length: int, count: int, factor: int) -> None:
     placement = strided_shard(0, factor)
     split = placement._split_tensor(  # pyright: ignore[reportAttributeAccessIssue]
         torch.arange(length), count, with_padding=False
@@ -121,14 +121,14 @@ def test_strided_shards_are_those_of_torch(length: int, count: int, factor: int)
 
 @settings(max_examples=200)
 @given(st.data())
-def test_an_order_survives_being_written_as_strided_shards(data: st.DataObject) -> None:
+def test_an_order_survives_encoding_as_strided_shards(data: st.DataObject) -> None:
     mesh = HolderMesh.ranks(*data.draw(mesh_shapes()))
     layout = data.draw(layouts(mesh, 2, "sum", averages=False))
     if any(map(is_strided_shard, layout.placements)):
         return
-    found = decode_strided(mesh, layout.dtensor_placements)
-    assert found is not None
-    decoded = Layout(mesh, *found)
+    actual = decode_strided(mesh, layout.dtensor_placements)
+    assert actual is not None
+    decoded = Layout(mesh, *actual)
     shape = data.draw(st.tuples(st.integers(0, 13), st.integers(0, 13)))
     assert [decoded.boxes(shape, h) for h in mesh.holders] == [
         layout.boxes(shape, h) for h in mesh.holders
@@ -137,10 +137,10 @@ def test_an_order_survives_being_written_as_strided_shards(data: st.DataObject) 
         assert decoded == layout
 
 
-def test_a_stride_that_is_no_order_is_not_decoded() -> None:
+def test_a_stride_without_an_equivalent_order_is_not_decoded() -> None:
     order = Layout(SQUARE, [S0, S0], {0: (1, 0)})
-    found = decode_strided(SQUARE, [strided_shard(0, 2), S0])
-    assert found is not None and Layout(SQUARE, *found) == order
+    actual = decode_strided(SQUARE, [strided_shard(0, 2), S0])
+    assert actual is not None and Layout(SQUARE, *actual) == order
     assert decode_strided(SQUARE, [strided_shard(0, 2), S1]) is None
     assert decode_strided(SQUARE, [strided_shard(0, 3), S0]) is None
     assert decode_strided(SQUARE, [S0, strided_shard(0, 2)]) is None
@@ -148,7 +148,7 @@ def test_a_stride_that_is_no_order_is_not_decoded() -> None:
     assert decode_strided(SQUARE, [S0]) is None
 
 
-def test_strided_shards_are_read_as_they_are_said_to_be() -> None:
+def test_strided_shards_are_decoded_as_declared() -> None:
     # Nine rows over four and then two: an order gives other parts than a stride.
     mesh, placements = HolderMesh.ranks(4, 2), [strided_shard(0, 2), S0]
     order = Layout(mesh, [S0, S0], {0: (1, 0)})
@@ -180,7 +180,7 @@ def test_copies_and_pickles_are_equal() -> None:
 
 
 def test_a_layout_from_another_process_is_found_by_its_hash() -> None:
-    # Hashes of strings differ from process to process.
+    # String hashes differ between processes.
     program = (
         "import pickle, sys\n"
         "from torch.distributed.tensor import Shard\n"

@@ -1,4 +1,4 @@
-"""Which pairs of layouts have no plan, and what is said about it."""
+"""Pairs of layouts without a plan, and their errors."""
 
 import pytest
 import torch
@@ -38,6 +38,6 @@ def test_no_plan(
         assert part in str(error.value)
 
 
-def test_too_small_buckets_are_refused() -> None:
+def test_too_small_buckets_are_rejected() -> None:
     with pytest.raises(RedistributionError, match="bucket_bytes = 100 .* at least 16384"):
         ExchangeOptions(bucket_bytes=100)

@@ -1,4 +1,4 @@
-"""A plan depends on its arguments alone: not on threads, forks, or what was planned before."""
+"""A plan depends only on its arguments: not on threads, forks, or earlier plans."""
 
 import os
 import threading
@@ -33,7 +33,7 @@ CACHES: list[Callable[[], None]] = [
 TIMEOUT_S = 60
 
 
-def test_the_same_in_any_order_and_from_any_caches() -> None:
+def test_order_and_caches_do_not_change_plans() -> None:
     expected = _planned(PAIRS)
     _forget()
     assert _planned(PAIRS[::-1]) == expected[::-1]
@@ -42,7 +42,7 @@ def test_the_same_in_any_order_and_from_any_caches() -> None:
         assert _planned([pair]) == [wanted]
 
 
-def test_asking_holders_in_another_order_changes_nothing() -> None:
+def test_the_order_of_holders_changes_nothing() -> None:
     for src, dst in PAIRS[::7]:
         holders = _holders(src, dst)
         _forget()
@@ -54,7 +54,7 @@ def test_asking_holders_in_another_order_changes_nothing() -> None:
 
 def test_threads_that_plan_and_clear_caches_at_once() -> None:
     expected = _planned(PAIRS)
-    found: list[list[object]] = []
+    actual: list[list[object]] = []
 
     def work(pairs: list[tuple[Layout, Layout]], wanted: list[object]) -> None:
         for turn in range(3):
@@ -62,7 +62,7 @@ def test_threads_that_plan_and_clear_caches_at_once() -> None:
             got = _planned(pairs)
             _forget()
             assert got == wanted
-        found.append(wanted)
+        actual.append(wanted)
 
     threads = [
         threading.Thread(target=work, args=(PAIRS, expected), daemon=True),
@@ -73,11 +73,12 @@ def test_threads_that_plan_and_clear_caches_at_once() -> None:
     for thread in threads:
         thread.join(TIMEOUT_S)
         assert not thread.is_alive()
-    assert len(found) == len(threads)
+    assert len(actual) == len(threads)
 
 
 def test_a_fork_after_planning() -> None:
-    # In a process without threads: a fork of one with threads may die for reasons of its own.
+    # In a process without threads, because a fork of a process with threads may crash for other
+    # reasons.
     assert exit_status(_plan_and_fork) == 0
 
 
@@ -85,7 +86,7 @@ def _plan_and_fork() -> None:
     expected = _planned(PAIRS)
     child = os.fork()
     if child == 0:
-        # No exception may leave: it would run the rest of the tests twice.
+        # No exception may propagate: it would run the rest of the tests twice.
         same = False
         try:
             again = _planned(PAIRS)
@@ -98,13 +99,13 @@ def _plan_and_fork() -> None:
 
 
 def _planned(pairs: list[tuple[Layout, Layout]]) -> list[object]:
-    """All that a plan says."""
-    found: list[object] = []
+    """Return all contents of a plan."""
+    result: list[object] = []
     for src, dst in pairs:
         made = plan(src, dst, SHAPE, torch.float32)
         parts = [made.transfers(holder) for holder in _holders(src, dst)]
-        found.append((made.rounds, made.op, made.factor, made.moved_bytes, parts))
-    return found
+        result.append((made.rounds, made.op, made.factor, made.moved_bytes, parts))
+    return result
 
 
 def _holders(src: Layout, dst: Layout) -> list[Holder]:

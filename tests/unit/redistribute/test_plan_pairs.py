@@ -1,4 +1,4 @@
-"""Plans between all pairs of layouts of a mesh: right, and not one element too many."""
+"""Plans between all pairs of layouts of a mesh are correct and move the minimum."""
 
 import itertools
 import math
@@ -13,27 +13,27 @@ from tests.redistribution.reference import replay
 from torchtitan_lite.redistribute import HolderMesh, plan
 
 SHAPES = [(8, 12), (5, 7), (3, 0)]
-# By mesh: every how-many-th of all pairs and shapes. Primes, so that no layout is left out.
+# By mesh: every n-th of all pairs and shapes. Primes, so that no layout is skipped.
 EVERY = {(4,): 2, (2, 2): 11, (3, 2): 31, (2, 2, 2): 5003}
 EVERY_IN_MATRIX = {(4,): 1, (2, 2): 1, (3, 2): 1, (2, 2, 2): 151}
 
 
 @pytest.mark.parametrize("mesh_shape", EVERY)
-def test_a_sample_of_pairs_is_right_and_exact(mesh_shape: tuple[int, ...]) -> None:
+def test_a_sample_of_pairs_is_correct_and_minimal(mesh_shape: tuple[int, ...]) -> None:
     _check_pairs(mesh_shape, EVERY[mesh_shape])
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mesh_shape", EVERY_IN_MATRIX)
-def test_all_pairs_are_right_and_exact(mesh_shape: tuple[int, ...]) -> None:
+def test_all_pairs_are_correct_and_minimal(mesh_shape: tuple[int, ...]) -> None:
     _check_pairs(mesh_shape, EVERY_IN_MATRIX[mesh_shape])
 
 
 def _check_pairs(mesh_shape: tuple[int, ...], every: int) -> None:
-    found = all_layouts(HolderMesh.ranks(*mesh_shape), 2)
+    actual = all_layouts(HolderMesh.ranks(*mesh_shape), 2)
     rng = np.random.default_rng(math.prod(mesh_shape))
-    cases = itertools.islice(itertools.product(found, found, SHAPES), 0, None, every)
+    cases = itertools.islice(itertools.product(actual, actual, SHAPES), 0, None, every)
     for src, dst, shape in cases:
         made = plan(src, dst, shape, torch.float32)
         moved = replay(made, rng)

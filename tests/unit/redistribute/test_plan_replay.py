@@ -1,4 +1,4 @@
-"""Random plans, carried out element by element: exact in what arrives and in what moves."""
+"""Random plans, executed element by element: exact results, minimal movement."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from torchtitan_lite.redistribute import HolderMesh, Layout, Plan, plan
 from torchtitan_lite.redistribute.cost import default_costs
 from torchtitan_lite.torch_compat import strided_shard
 
-# Without a database the examples are new each time; derandomized they are the same on each run.
+# Without a database the examples are new in each run; derandomized they are the same in each run.
 PLANS = settings(
     deadline=None,
     derandomize=True,
@@ -42,7 +42,7 @@ def test_on_one_mesh(data: st.DataObject) -> None:
 
 @PLANS
 @given(st.data())
-def test_on_one_mesh_whose_holders_are_in_another_order(data: st.DataObject) -> None:
+def test_on_one_mesh_with_holders_in_another_order(data: st.DataObject) -> None:
     mesh = data.draw(meshes(range(12)))
     turned = HolderMesh(mesh.shape, tuple(data.draw(st.permutations(mesh.holders))))
     _check(data, mesh, turned)
@@ -50,7 +50,7 @@ def test_on_one_mesh_whose_holders_are_in_another_order(data: st.DataObject) -> 
 
 @PLANS
 @given(st.data())
-def test_between_meshes_that_share_some_holders(data: st.DataObject) -> None:
+def test_between_meshes_with_common_holders(data: st.DataObject) -> None:
     _check(data, data.draw(meshes(range(12))), data.draw(meshes(range(6, 18))))
 
 
@@ -76,7 +76,7 @@ def _check(data: st.DataObject, one: HolderMesh, other: HolderMesh) -> None:
 
 
 def check_exact(src: Layout, dst: Layout, shape: tuple[int, ...], seed: int) -> None:
-    """The plan gives what it should, and moves the fewest elements that can be."""
+    """Check that the plan gives the correct result and moves the minimum number of elements."""
     made = plan(src, dst, shape, torch.float64)
     moved = replay(made, np.random.default_rng(seed))
     assert made.moved_bytes == moved * 8
@@ -85,7 +85,7 @@ def check_exact(src: Layout, dst: Layout, shape: tuple[int, ...], seed: int) -> 
 
 @PLANS
 @given(st.data())
-def test_a_way_of_collectives_leads_to_the_goal(data: st.DataObject) -> None:
+def test_a_path_of_collectives_reaches_the_destination(data: st.DataObject) -> None:
     mesh = data.draw(meshes(range(8)))
     shape = data.draw(shapes())
     src, dst = (data.draw(layouts(mesh, len(shape), "sum", averages=True)) for _ in range(2))
@@ -100,7 +100,7 @@ def test_a_way_of_collectives_leads_to_the_goal(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (5, 3), (1 << 20,)])
-def test_a_strided_shard_over_one_holder_is_a_plain_one(shape: tuple[int, ...]) -> None:
+def test_a_strided_shard_over_one_holder_is_a_plain_shard(shape: tuple[int, ...]) -> None:
     mesh = HolderMesh((1, 2), (0, 1))
     src = Layout(mesh, [strided_shard(0, 3), Partial()])
     assert src == Layout(mesh, [Shard(0), Partial()])
@@ -110,7 +110,7 @@ def test_a_strided_shard_over_one_holder_is_a_plain_one(shape: tuple[int, ...]) 
     assert made.moved_bytes >= plan(src, dst, shape, torch.float32).moved_bytes
 
 
-def test_contributions_join_the_group_that_is_reduced_anyway() -> None:
+def test_partial_sums_join_an_existing_reduction() -> None:
     src = Layout(HolderMesh((4, 2), tuple(range(8))), [Partial(), Replicate()])
     dst = Layout(HolderMesh((2, 2), (0, 1, 6, 7)), [Partial(), Replicate()])
     check_exact(src, dst, (8,), 0)

@@ -1,4 +1,4 @@
-"""Managers as processes of replicas have them, in one process: real stores, servers and sockets."""
+"""Replica managers in one process: real stores, servers and sockets."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.launch import wait_until
 from tests.unit.replica.test_healing import Run
-from tests.waiting import until
 from torchtitan_lite.lighthouse.client import notify_left, status
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.lighthouse.server import LighthouseService
@@ -22,7 +22,7 @@ _TOKEN = "a secret of all replicas"
 
 
 class Replica:
-    """One, whose state is `run`; or a rank of one that has two."""
+    """A replica whose state is `run`, or a rank of a replica of two ranks."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Replica:
         leader: "Replica | None" = None,
         **changes: Any,
     ) -> None:
-        """`lighthouse` is "HOST:PORT"; `leader` is rank 0, where this is rank 1; `changes` are
+        """`lighthouse` is "HOST:PORT"; `leader` is rank 0, if this is rank 1; `changes` are
         settings. Raises ReplicaError."""
         settings: dict[str, Any] = {
             "process_group_timeout_ms": 30_000,
@@ -62,7 +62,7 @@ class Replica:
         self.manager.set_progress(run.cursor)
 
     def close(self) -> None:
-        """Leave the others, who do not wait for this one any more."""
+        """Leave the quorum, so that others do not wait for this replica."""
         self.manager.shutdown(wait=False)
         notify_left(self._lighthouse, self.manager.full_id, _TOKEN, timeout_s=30)
 
@@ -75,7 +75,7 @@ def _store() -> Any:
 
 @contextmanager
 def lighthouse(num_replicas: int, bind: str = f"{_HOST}:0") -> Iterator[str]:
-    """One that waits for so many, and its address."""
+    """Return a lighthouse that needs this many replicas, and its address."""
     settings = QuorumSettings(
         min_replicas=num_replicas, join_timeout_ms=30_000, heartbeat_timeout_ms=30_000
     )
@@ -83,18 +83,19 @@ def lighthouse(num_replicas: int, bind: str = f"{_HOST}:0") -> Iterator[str]:
         yield service.address
 
 
-def until_known(address: str, num_replicas: int) -> None:
-    """Until so many send heartbeats: one whose first is still under way is not waited for."""
-    until(lambda: len(status(address, _TOKEN, timeout_s=30)["replicas"]) >= num_replicas, 100)
+def wait_for_heartbeats(address: str, num_replicas: int) -> None:
+    """Block until this many replicas send heartbeats: the lighthouse does not wait for a replica
+    whose first heartbeat is in flight."""
+    wait_until(lambda: len(status(address, _TOKEN, timeout_s=30)["replicas"]) >= num_replicas, 100)
 
 
-def until_asking(address: str, num_replicas: int) -> None:
-    """Until so many wait for a quorum."""
-    until(lambda: len(status(address, _TOKEN, timeout_s=30)["waiting"]) >= num_replicas, 100)
+def wait_for_requests(address: str, num_replicas: int) -> None:
+    """Block until this many replicas wait for a quorum."""
+    wait_until(lambda: len(status(address, _TOKEN, timeout_s=30)["waiting"]) >= num_replicas, 100)
 
 
-def meet(replicas: list[Replica]) -> None:
-    """All ask for a quorum, and get it."""
+def form_quorum(replicas: list[Replica]) -> None:
+    """Request a quorum for all replicas, and block until they receive it."""
     with ThreadPoolExecutor(len(replicas)) as threads:
-        for asked in [threads.submit(one.manager.start_quorum) for one in replicas]:
-            asked.result(timeout=100)
+        for request in [threads.submit(one.manager.start_quorum) for one in replicas]:
+            request.result(timeout=100)

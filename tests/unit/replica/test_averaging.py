@@ -1,5 +1,5 @@
-"""torchft's classes, told when to act, do what their papers say; alone, and with another replica
-whose weights are known."""
+"""torchft's averaging algorithms follow their papers; alone, and with another replica whose weights
+are known."""
 
 from collections.abc import Sequence
 
@@ -18,8 +18,8 @@ class _Done:
 
 
 class _Quorum:
-    """Of this replica and another, which has moved every weight by `other`; commits follow
-    `commits`."""
+    """A quorum of this replica and another one, which has changed every weight by `other`; commits
+    follow `commits`."""
 
     def __init__(self, other: float, commits: Sequence[bool]) -> None:
         self._other, self._commits = other, list(commits)
@@ -44,7 +44,7 @@ def _averaging(model: nn.Module, other: float, commits: Sequence[bool], **change
 
 
 def _move(model: nn.Module, by: float) -> None:
-    """What inner steps do."""
+    """Change the weights as inner steps do."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += by
@@ -54,13 +54,13 @@ def _flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_local_sgd_gives_the_mean() -> None:
+def test_local_sgd_averages() -> None:
     model = _model()
     averaging = _averaging(model, 3.0, [False, True], semi_sync_method="local_sgd", sync_steps=4)
     assert [step for step in range(9) if averaging.is_due(step)] == [4, 8]
     before = _flat(model)
     assert averaging.start(4, 1.0) is False
-    # It failed, and everything is as it was: it is due again.
+    # The average failed, and everything is as before: it is due again.
     assert torch.equal(_flat(model), before)
     assert averaging.is_due(4)
     assert averaging.start(4, 1.0) is True
@@ -69,7 +69,7 @@ def test_local_sgd_gives_the_mean() -> None:
     assert averaging.tensors() == {}
 
 
-def test_diloco_steps_as_its_paper_says() -> None:
+def test_diloco_follows_its_paper() -> None:
     model = _model()
     commits = [True, True, False, True]
     averaging = _averaging(model, 0.5, commits, semi_sync_method="diloco", sync_steps=2)
@@ -94,7 +94,7 @@ def test_diloco_steps_as_its_paper_says() -> None:
     torch.testing.assert_close(saved["1.bias.outer_momentum"], momentum.expand(2).to(torch.float64))
 
 
-def test_what_is_remembered_can_be_put_into_another() -> None:
+def test_state_can_be_loaded_into_another_instance() -> None:
     models = [_model(), _model()]
     both = [
         _averaging(model, 0.5, [True] * 3, semi_sync_method="diloco", sync_steps=1)
@@ -106,8 +106,8 @@ def test_what_is_remembered_can_be_put_into_another() -> None:
         first.start(step, 1.0)
     # As healing and checkpoints do: into the live tensors.
     with torch.no_grad():
-        for given, taken in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            taken.copy_(given)
+        for source, target in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            target.copy_(source)
     for name, tensor in second.tensors().items():
         tensor.copy_(first.tensors()[name])
     second.load_values(first.values())
@@ -118,7 +118,7 @@ def test_what_is_remembered_can_be_put_into_another() -> None:
     assert torch.equal(_flat(models[0]), _flat(models[1]))
 
 
-def test_streaming_diloco_takes_one_fragment_after_the_other() -> None:
+def test_streaming_diloco_averages_one_fragment_after_the_other() -> None:
     model = _model()
     averaging = _averaging(
         model,
@@ -159,6 +159,6 @@ def test_fragments_hold_every_parameter_once(count: int) -> None:
     assert len(fragments) == count and all(fragment.parameters for fragment in fragments)
 
 
-def test_more_fragments_than_parameters_are_refused() -> None:
+def test_more_fragments_than_parameters_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"num_fragments \(5\) is above the 4 parameters"):
         fragments_of(_model(), 5)

@@ -1,4 +1,4 @@
-"""Buckets of gradients: all are added up, in one order, and as early as they are whole."""
+"""Gradient buckets: all are reduced, in one order, and as early as they are complete."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from torchtitan_lite.replica.gradient_reducer import GradientReducer
 
 
 class _Twice:
-    """Stands for a group of two replicas with equal gradients; notes what is sent, and when."""
+    """Stands for a group of two replicas with equal gradients; records what is sent, and when."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []
@@ -58,7 +58,7 @@ def _run(group: _Twice, before_last: Callable[[GradientReducer, list[nn.Paramete
     return gradients, counts.item(), early, list(group.sent)
 
 
-def test_what_is_sent_in_backward_is_what_is_sent_after_it() -> None:
+def test_reduction_during_backward_equals_reduction_after_it() -> None:
     late = _run(_Twice(), lambda sums, parameters: None)
     early = _run(_Twice(), GradientReducer.reduce_during_backward)
     slow = _Twice()
@@ -71,7 +71,7 @@ def test_what_is_sent_in_backward_is_what_is_sent_after_it() -> None:
         assert torch.equal(run[0], late[0])
 
 
-def test_backward_waits_for_nobody() -> None:
+def test_backward_does_not_wait() -> None:
     group = _Twice()
     group.are_done = False
     model, sums = _model(), _sums(group, per_bucket=1)

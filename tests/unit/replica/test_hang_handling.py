@@ -1,6 +1,5 @@
-"""A rank that hangs: the watchdog ends it with its stacks, and the flight recorder names the
-collective in which it waits. That it answers a request of the launcher is tested with the
-launcher."""
+"""A hanging rank: the watchdog ends it with its stacks, and the flight recorder names the
+collective in which it waits. The tests of the launcher cover its requests to ranks."""
 
 import os
 import subprocess
@@ -66,23 +65,23 @@ def _run(program: str) -> tuple[int, str, float]:
 
 
 @pytest.mark.parametrize("hang", _HANGS)
-def test_a_process_that_hangs_ends_with_its_stack(hang: str) -> None:
-    status, said, _ = _run(_HANGS[hang])
+def test_a_hanging_process_ends_with_its_stacks(hang: str) -> None:
+    status, output, _ = _run(_HANGS[hang])
     assert status == 1
-    assert "Timeout" in said and "hung_here" in said
+    assert "Timeout" in output and "hung_here" in output
 
 
-def test_progress_puts_it_off() -> None:
-    # Longer than the limit in all, and each time by far shorter: a slow machine is no hang.
+def test_progress_resets_the_timeout() -> None:
+    # Longer than the timeout in total, but each time far shorter: a slow machine is not a hang.
     program = (
         "for _ in range(8):\n    enter(Phase.COMPUTE)\n    time.sleep(0.2)\n"
         "enter(Phase.BETWEEN)\ntime.sleep(1.7)"
     )
-    status, said, _ = _run(program)
-    assert (status, said) == (0, "")
+    status, output, _ = _run(program)
+    assert (status, output) == (0, "")
 
 
-def test_a_rank_says_in_which_collective_it_waits(tmp_path: Path) -> None:
+def test_a_rank_reports_the_collective_in_which_it_waits(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "100", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
@@ -95,20 +94,20 @@ def test_a_rank_says_in_which_collective_it_waits(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     path, deadline_s = flight_record_file(tmp_path, 0), time.monotonic() + 200
-    # Both, since rank 1 would write nothing any more once it goes on.
+    # Both ranks, because rank 1 would no longer write once it continues.
     while not (path.exists() and flight_record_file(tmp_path, 1).exists()):
         assert time.monotonic() < deadline_s and ranks[0].poll() is None
         time.sleep(0.05)
     (tmp_path / "go").touch()
-    said = [one.communicate(timeout=100)[0] for one in ranks]
-    assert [one.returncode for one in ranks] == [0, 0], said
+    output = [one.communicate(timeout=100)[0] for one in ranks]
+    assert [one.returncode for one in ranks] == [0, 0], output
     flight = read_flight_record(path)
     assert flight is not None
     (waits,) = flight.pending
     assert (waits.name, waits.sizes, waits.number) == ("gloo:all_reduce", "Float [7]", 2)
     assert waits.group.startswith("shards")
-    assert "No progress in compute after step 5" in said[0]
-    assert f"It waits in {waits.description}" in said[0]
+    assert "No progress in compute after step 5" in output[0]
+    assert f"It waits in {waits.description}" in output[0]
     other = read_flight_record(flight_record_file(tmp_path, 1))
     assert other is not None and not other.pending
     assert other.newest[waits.group] == waits.number - 1

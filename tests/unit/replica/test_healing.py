@@ -1,4 +1,4 @@
-"""State from one replica to another: real servers, real sockets."""
+"""Transfer of the state from one replica to another: real servers, real sockets."""
 
 import socket
 import threading
@@ -27,7 +27,7 @@ _TOKEN = "a secret of all replicas"
 
 
 class Run(SmallState):
-    """A state with a large tensor, in pieces of many chunks."""
+    """A state with a large tensor, in chunks."""
 
     def __init__(self, seed: int = 0, *, elements: int = 5_000_000) -> None:
         super().__init__(seed)
@@ -64,7 +64,7 @@ def same(one: Run, other: Run) -> bool:
 
 
 @pytest.mark.parametrize("connections", [1, 4])
-def test_a_state_arrives_whole_and_in_place(
+def test_a_state_arrives_complete_and_in_place(
     donor: Run, server: StateServer, connections: int
 ) -> None:
     torch.manual_seed(5)
@@ -79,7 +79,7 @@ def test_a_state_arrives_whole_and_in_place(
     assert tensor_ranges.items() <= {n: t.data_ptr() for n, t in fresh.tensors().items()}.items()
 
 
-def test_who_asks_before_the_donor_has_heard_of_it_waits(donor: Run, server: StateServer) -> None:
+def test_a_request_before_the_donor_is_notified_waits(donor: Run, server: StateServer) -> None:
     later = threading.Timer(0.3, lambda: server.offer(8, LiveState.of(donor)))
     later.start()
     fresh = Run()
@@ -87,7 +87,7 @@ def test_who_asks_before_the_donor_has_heard_of_it_waits(donor: Run, server: Sta
     assert same(fresh, donor)
 
 
-def test_only_who_knows_the_token_is_given_anything(donor: Run, server: StateServer) -> None:
+def test_the_token_is_required(donor: Run, server: StateServer) -> None:
     server.offer(8, LiveState.of(donor))
     fresh, untouched = Run(), Run()
     with pytest.raises(IncompatibleState, match="TORCHTITAN_LITE_TOKEN"):
@@ -95,7 +95,7 @@ def test_only_who_knows_the_token_is_given_anything(donor: Run, server: StateSer
     assert same(fresh, untouched)
 
 
-def test_a_state_of_another_time_is_not_given(donor: Run, server: StateServer) -> None:
+def test_a_state_of_another_progress_is_not_sent(donor: Run, server: StateServer) -> None:
     server.offer(16, LiveState.of(donor))
     with pytest.raises(ReplicaError, match="does not serve this state"):
         receive_state(endpoint(server), 8, Run())
@@ -111,7 +111,7 @@ def test_a_state_that_does_not_fit_changes_nothing(server: StateServer) -> None:
     assert same(fresh, untouched)
 
 
-def test_a_state_that_lacks_a_tensor_is_refused(server: StateServer) -> None:
+def test_a_state_that_lacks_a_tensor_is_rejected(server: StateServer) -> None:
     donor = Run(seed=1)
     del donor.model["model.wide"]
     server.offer(8, LiveState.of(donor))
@@ -119,7 +119,7 @@ def test_a_state_that_lacks_a_tensor_is_refused(server: StateServer) -> None:
         receive_state(endpoint(server), 8, Run())
 
 
-def _die_in_the_middle(donor: Run, server: StateServer) -> None:
+def _die_during_transfer(donor: Run, server: StateServer) -> None:
     state = LiveState.of(donor)
     read = state.read
 
@@ -132,17 +132,15 @@ def _die_in_the_middle(donor: Run, server: StateServer) -> None:
     server.offer(8, state)
 
 
-def test_a_donor_that_dies_in_the_middle_leaves_a_torn_state(
+def test_a_donor_that_dies_during_a_transfer_leaves_a_partial_state(
     donor: Run, server: StateServer
 ) -> None:
-    _die_in_the_middle(donor, server)
+    _die_during_transfer(donor, server)
     with pytest.raises(TornState, match="cannot be read|closed the connection"):
         receive_state(endpoint(server), 8, Run())
 
 
-def test_a_state_that_is_withdrawn_while_it_is_read_is_not_given(
-    donor: Run, server: StateServer
-) -> None:
+def test_a_state_withdrawn_during_a_transfer_is_not_sent(donor: Run, server: StateServer) -> None:
     state = LiveState.of(donor)
     read = state.read
 
@@ -157,7 +155,7 @@ def test_a_state_that_is_withdrawn_while_it_is_read_is_not_given(
         receive_state(endpoint(server), 8, Run())
 
 
-def test_bytes_that_change_on_the_way_are_found(
+def test_bytes_corrupted_in_transfer_are_detected(
     donor: Run, server: StateServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.offer(8, LiveState.of(donor))
@@ -175,8 +173,8 @@ def test_bytes_that_change_on_the_way_are_found(
 
 
 @contextmanager
-def _answering(content: bytes) -> Iterator[str]:
-    """The URL of a server that says `content` to the first who asks."""
+def _serving(content: bytes) -> Iterator[str]:
+    """Start a server that sends `content` to its first client, and yield its URL."""
 
     def answer() -> None:
         connection, _ = listening.accept()
@@ -201,26 +199,26 @@ def _answering(content: bytes) -> Iterator[str]:
         b"HTTP/1.1 206 Partial Content\r\nContent-Length: 800000000\r\n\r\n12345678",
     ],
 )
-def test_nonsense_is_an_error_and_changes_nothing(content: bytes) -> None:
+def test_a_malformed_response_is_an_error_and_changes_nothing(content: bytes) -> None:
     fresh, untouched = Run(), Run()
-    with _answering(content) as url, pytest.raises(ReplicaError) as caught:
+    with _serving(content) as url, pytest.raises(ReplicaError) as caught:
         receive_state(PeerEndpoint(url, _TOKEN, 1.0, 2), 8, fresh)
     assert not isinstance(caught.value, TornState)
     assert same(fresh, untouched)
 
 
-def test_nobody_there_is_an_error() -> None:
+def test_a_missing_server_is_an_error() -> None:
     with pytest.raises(ReplicaError, match="cannot be read"):
         receive_state(PeerEndpoint("http://127.0.0.1:1", _TOKEN, 1.0, 2), 8, Run())
 
 
-def test_the_transport_offers_and_notes(donor: Run) -> None:
+def test_the_transport_offers_and_records(donor: Run) -> None:
     giving, taking = (HealingTransport(run, "127.0.0.1", _TOKEN) for run in (donor, Run()))
     try:
         limit = timedelta(seconds=30)
         giving.send_checkpoint([1], 8, {}, limit)
-        told = taking.recv_checkpoint(0, giving.metadata(), 8, limit)
-        assert told["torchft"]["step"] == 8
+        message = taking.recv_checkpoint(0, giving.metadata(), 8, limit)
+        assert message["torchft"]["step"] == 8
         assert taking.source is not None and taking.source.progress == 8
         fresh = Run()
         receive_state(PeerEndpoint(taking.source.url, _TOKEN, 30.0, 2), 8, fresh)

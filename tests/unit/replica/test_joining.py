@@ -1,4 +1,4 @@
-"""What a replica needs to find the others: one clear error each where it is missing."""
+"""What a replica needs to join the others: one clear error for each missing item."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_the_environment_names_the_lighthouse_and_the_secret(
     assert environment() == ("http://10.0.0.1:29510", "0123456789abcdef")
 
 
-def test_a_lighthouse_that_is_not_named_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_lighthouse_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LIGHTHOUSE, raising=False)
     with pytest.raises(
         ReplicaError, match=r"TORCHFT_LIGHTHOUSE is not set.*torchtitan-lite launch"
@@ -23,9 +23,7 @@ def test_a_lighthouse_that_is_not_named_is_an_error(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("token", ["", "short"])
-def test_a_secret_that_can_be_guessed_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, token: str
-) -> None:
+def test_a_guessable_secret_is_an_error(monkeypatch: pytest.MonkeyPatch, token: str) -> None:
     monkeypatch.setenv(LIGHTHOUSE, "http://10.0.0.1:29510")
     monkeypatch.setenv(TOKEN, token)
     with pytest.raises(ReplicaError, match=rf"has {len(token)} characters.*openssl rand") as caught:
@@ -47,6 +45,6 @@ def test_an_interface_or_the_route_gives_the_address() -> None:
         ("", "http://nowhere.invalid:29510", "cannot be reached"),
     ],
 )
-def test_an_address_that_is_none_is_an_error(interface: str, lighthouse: str, message: str) -> None:
+def test_an_invalid_address_is_an_error(interface: str, lighthouse: str, message: str) -> None:
     with pytest.raises(ReplicaError, match=message):
         address_for(interface, lighthouse)

@@ -17,7 +17,7 @@ from torchtitan_lite.replica.quorum_checks import (
 )
 
 
-def test_a_quorum_behind_what_was_seen_is_refused() -> None:
+def test_a_quorum_behind_earlier_progress_is_rejected() -> None:
     floor = ProgressFloor(0)
     for progress in (0, 16, 16, 48):
         floor.check(progress)
@@ -26,12 +26,12 @@ def test_a_quorum_behind_what_was_seen_is_refused() -> None:
     floor.check(48)
 
 
-def test_what_was_restored_is_a_floor() -> None:
+def test_restored_progress_is_a_floor() -> None:
     with pytest.raises(ReplicaError, match="restart it"):
         ProgressFloor(160).check(0)
 
 
-def test_own_progress_raises_it() -> None:
+def test_own_progress_raises_the_floor() -> None:
     floor = ProgressFloor(0)
     floor.raise_to(64)
     floor.raise_to(32)
@@ -39,31 +39,37 @@ def test_own_progress_raises_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("likes", "steps", "leaving"),
+    ("fingerprints", "steps", "leaving"),
     [
         ("aaa", [5, 5, 0], []),
-        # Who comes, also before the others in the order of names.
+        # The newcomer leaves, even if it is first in the order of names.
         ("ab", [5, 0], [1]),
         ("ba", [0, 5], [0]),
         ("aab", [5, 5, 0], [2]),
         ("abb", [5, 0, 0], [1, 2]),
-        # All begin together.
+        # All start together.
         ("ab", [0, 0], [1]),
         ("abb", [0, 0, 0], [0]),
-        # One of two that are ahead, while a third is behind.
+        # One of two that are up to date, while a third lags.
         ("aba", [5, 5, 0], [1]),
     ],
 )
-def test_one_kind_stays(likes: str, steps: list[int], leaving: list[int]) -> None:
-    assert _leaving(likes, steps) == leaving
+def test_replicas_with_one_fingerprint_stay(
+    fingerprints: str, steps: list[int], leaving: list[int]
+) -> None:
+    assert _leaving(fingerprints, steps) == leaving
 
 
-def _leaving(likes: str, steps: list[int]) -> list[int]:
-    """The places of those who leave a quorum of replicas that are like the letters of `likes`."""
-    ids = [replica_id_for(f"replica_{place:05d}", one) + ":uuid" for place, one in enumerate(likes)]
+def _leaving(fingerprints: str, steps: list[int]) -> list[int]:
+    """Return the indices of the replicas that leave a quorum whose fingerprints are the letters of
+    `fingerprints`."""
+    ids = [
+        replica_id_for(f"replica_{place:05d}", one) + ":uuid"
+        for place, one in enumerate(fingerprints)
+    ]
     ahead = [place for place, step in enumerate(steps) if step == max(steps)]
-    found = []
-    for place, own in enumerate(likes):
+    result = []
+    for place, own in enumerate(fingerprints):
         heals = place not in ahead
         quorum: Any = SimpleNamespace(
             replica_ids=ids,
@@ -73,15 +79,17 @@ def _leaving(likes: str, steps: list[int]) -> list[int]:
         )
         try:
             check_compatibility(own, quorum)
-            assert len(set(likes)) == 1
+            assert len(set(fingerprints)) == 1
         except ReplicaError:
-            found.append(place)
-        except IncompatiblePeers as told:
-            assert all(f"replica_{n:05d}" in str(told) for n, o in enumerate(likes) if o != own)
-    return found
+            result.append(place)
+        except IncompatiblePeers as error:
+            assert all(
+                f"replica_{n:05d}" in str(error) for n, o in enumerate(fingerprints) if o != own
+            )
+    return result
 
 
-def test_ids_of_others_are_like_nobody() -> None:
+def test_ids_of_other_systems_match_no_replica() -> None:
     quorum: Any = SimpleNamespace(
         replica_ids=["replica_00000:1-a:uuid", "somebody:uuid", "x"],
         heal=False,

@@ -1,4 +1,4 @@
-"""Where replicas that train alone go on from when they meet."""
+"""The position from which semi-synchronous replicas continue after a quorum."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,7 +20,8 @@ _FURTHEST = 40
 
 
 class _Manager:
-    """Of one rank of this replica, in a quorum with another that is at `_FURTHEST`."""
+    """The manager of one rank of this replica, in a quorum with another one that is at
+    `_FURTHEST`."""
 
     def __init__(self, *, loses_max: bool) -> None:
         self.quorum = SimpleNamespace(heal=False, replica_rank=0, replica_world_size=2)
@@ -57,21 +58,21 @@ def _replicas(
     mesh: Any = SimpleNamespace(
         any=any_rank, device=SimpleNamespace(torch_device=torch.device("cpu"))
     )
-    given: Any = manager
-    nobody: Any = None
+    untyped: Any = manager
+    unused: Any = None
     return SemiSynchronousReplicas(
         config,
         run,
         mesh,
         averaging=Averaging(config, nn.Linear(2, 2)),
-        manager=given,
-        transport=nobody,
+        manager=untyped,
+        transport=unused,
         floor=ProgressFloor(0),
-        endpoint=nobody,
-        newest_stored_step=nobody,
+        endpoint=unused,
+        newest_stored_step=unused,
         wait_until_modifiable=lambda: None,
-        leave=nobody,
-        stop_requested=nobody,
+        leave=unused,
+        stop_requested=unused,
         initial_stored_step=0,
         phases=Phases([]),
     )
@@ -81,10 +82,10 @@ def _replicas(
     ("loses_max", "another_rank_lost_it", "goes_to"),
     [(False, False, _FURTHEST), (True, False, 24), (False, True, 24)],
 )
-def test_all_ranks_go_to_the_furthest_place_or_none(
+def test_all_ranks_move_to_the_furthest_position_or_none(
     monkeypatch: pytest.MonkeyPatch, loses_max: bool, another_rank_lost_it: bool, goes_to: int
 ) -> None:
-    """Also while an average is under way, whose end nobody knows yet."""
+    """Also during an average whose result is not known yet."""
     monkeypatch.setattr(FaultTolerantReplicas, "agree", lambda self: Share(index=0, count=2))
     run = Run(elements=8)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What torchft 0.2.0 does otherwise, or not at all."""
+"""Differences from torchft 0.2.0, and additions to it."""
 
 import logging
 import socket
@@ -10,18 +10,24 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.unit.replica.managers import Replica, lighthouse, meet, until_asking, until_known
+from tests.unit.replica.managers import (
+    Replica,
+    form_quorum,
+    lighthouse,
+    wait_for_heartbeats,
+    wait_for_requests,
+)
 from tests.unit.replica.test_healing import Run
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.quorum_checks import IncompatiblePeers
 
-# torchft calls a method of its logger that is deprecated.
+# torchft calls a deprecated method of its logger.
 pytestmark = pytest.mark.filterwarnings("ignore:The .warn. method:DeprecationWarning")
 
 
 @contextmanager
 def _replicas(*numbers: int) -> Iterator[list[Replica]]:
-    """That have not taken a step."""
+    """Replicas without a committed step."""
     with lighthouse(len(numbers)) as address:
         made = [Replica(address, number, Run(elements=8)) for number in numbers]
         try:
@@ -33,28 +39,28 @@ def _replicas(*numbers: int) -> Iterator[list[Replica]]:
 
 @contextmanager
 def _kept_address() -> Iterator[str]:
-    """Where nobody listens, and nobody but a lighthouse of the test can: the port is taken, in the
-    way that lets one who asks for it listen there."""
+    """Reserve an address on which only a lighthouse of the test can listen: the port is bound with
+    SO_REUSEPORT, and nothing listens there."""
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
-def test_a_replica_may_be_started_before_the_lighthouse() -> None:
+def test_a_replica_may_start_before_the_lighthouse() -> None:
     with _kept_address() as address, ThreadPoolExecutor(1) as threads:
         making = threads.submit(Replica, address, 0, Run(elements=8), process_group_timeout_ms=900)
-        # Longer than torchft's own attempt at a connection.
+        # Longer than torchft's own connection attempt.
         time.sleep(1.1)
         assert not making.done()
         with lighthouse(1, address):
             replica = making.result(timeout=100)
-            meet([replica])
+            form_quorum([replica])
             assert replica.manager.num_participants() == 1
             replica.close()
 
 
-def test_a_lighthouse_that_never_comes_is_named() -> None:
+def test_a_lighthouse_that_never_starts_is_named() -> None:
     with (
         _kept_address() as address,
         pytest.raises(ReplicaError, match=rf"No lighthouse answers at .*{address}"),
@@ -63,19 +69,19 @@ def test_a_lighthouse_that_never_comes_is_named() -> None:
 
 
 @pytest.mark.parametrize("last", [0, 1])
-def test_a_lighthouse_that_is_started_again_answers_who_waits(last: int) -> None:
-    """The ranks of a replica ask it together: the call of the one that comes last goes on to the
-    lighthouse, and torchft tells nobody when it fails."""
+def test_a_restarted_lighthouse_answers_waiting_replicas(last: int) -> None:
+    """The ranks of a replica request a quorum together: the last call is forwarded to the
+    lighthouse, and torchft reports to no rank when it fails."""
     with _kept_address() as address, ThreadPoolExecutor(4) as threads:
         with lighthouse(2, address):
             ranks, others = (_two_ranks(address, number) for number in range(2))
-            asked = [threads.submit(ranks[1 - last].manager.start_quorum)]
+            requests = [threads.submit(ranks[1 - last].manager.start_quorum)]
             time.sleep(0.2)
-            asked.append(threads.submit(ranks[last].manager.start_quorum))
-            until_asking(address, 1)
+            requests.append(threads.submit(ranks[last].manager.start_quorum))
+            wait_for_requests(address, 1)
         with lighthouse(2, address):
-            asked += [threads.submit(one.manager.start_quorum) for one in others]
-            for one in asked:
+            requests += [threads.submit(one.manager.start_quorum) for one in others]
+            for one in requests:
                 one.result(timeout=50)
             assert all(one.manager.num_participants() == 2 for one in (*ranks, *others))
             for one in (*ranks[::-1], *others[::-1]):
@@ -87,48 +93,48 @@ def _two_ranks(address: str, number: int) -> list[Replica]:
     return [leader, Replica(address, number, Run(elements=8), num_ranks=2, leader=leader)]
 
 
-def test_the_tenth_replica_comes_after_the_second() -> None:
-    """Places among the participants follow the order of names as texts."""
+def test_the_tenth_replica_follows_the_second() -> None:
+    """Participants are ordered by name as text."""
     with _replicas(10, 2) as (tenth, second):
-        meet([tenth, second])
+        form_quorum([tenth, second])
         assert [one.manager.participating_rank() for one in (second, tenth)] == [0, 1]
 
 
-def test_a_step_is_not_told_of_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """torchft has about eight lines for each."""
+def test_a_step_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """torchft logs about eight lines per step."""
     with caplog.at_level(logging.INFO), _replicas(0) as (replica,):
-        meet([replica])
+        form_quorum([replica])
         assert replica.manager.should_commit()
-        meet([replica])
+        form_quorum([replica])
     assert not [one for one in caplog.records if one.name.startswith("torchft")]
 
 
 class _SlowRun(Run):
-    """Takes its time to give its tensors, and notes when they were given."""
+    """A run that is slow to return its tensors, and records when they were returned."""
 
     num_read = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         time.sleep(0.1)
-        found = super().tensors()
+        result = super().tensors()
         self.num_read += 1
-        return found
+        return result
 
 
-def test_the_state_is_not_touched_after_a_quorum_was_found() -> None:
-    """torchft's asynchronous quorum reads it in a thread of its own, while FSDP's forward has whole
-    weights in the place of shards; and writes what it receives."""
+def test_the_state_is_not_accessed_after_the_quorum() -> None:
+    """torchft's asynchronous quorum reads the state in its own thread, while FSDP's forward has
+    full weights in place of shards; and it writes the state that it receives."""
     ahead, behind = _SlowRun(elements=8), Run(seed=1, elements=8)
     ahead.take_step()
     before = {name: tensor.clone() for name, tensor in behind.tensors().items()}
     with lighthouse(2) as address:
         giving, taking = (Replica(address, n, run) for n, run in enumerate((ahead, behind)))
         ahead.num_read = 0
-        meet([giving, taking])
+        form_quorum([giving, taking])
         assert ahead.num_read == 1
         time.sleep(0.3)
         assert ahead.num_read == 1
-        # Only noted: the main thread receives it, when nothing uses the state.
+        # Only recorded: the main thread receives the state when nothing uses it.
         assert taking.transport.source is not None
         assert taking.transport.source.progress == ahead.cursor
         assert behind.cursor == 0
@@ -137,8 +143,8 @@ def test_the_state_is_not_touched_after_a_quorum_was_found() -> None:
             one.close()
 
 
-def test_a_replica_that_is_alone_with_an_old_state_uses_nothing_of_the_quorum() -> None:
-    """As on a starved machine, where it does not see those who are ahead."""
+def test_a_lone_replica_with_an_old_state_rejects_the_quorum() -> None:
+    """For example on a starved machine, where it does not see the up-to-date replicas."""
     run = Run(elements=8)
     run.take_step()
     with lighthouse(1) as address:
@@ -150,23 +156,23 @@ def test_a_replica_that_is_alone_with_an_old_state_uses_nothing_of_the_quorum() 
         replica.close()
 
 
-def test_who_differs_leaves_before_anything_is_connected() -> None:
-    """Another number of ranks, or another learning rate: nobody waits for a time limit."""
+def test_an_incompatible_replica_leaves_before_any_connection() -> None:
+    """With another number of ranks or another learning rate: no replica waits for a timeout."""
     with lighthouse(1) as address, ThreadPoolExecutor(2) as threads:
         first, second = (
             Replica(address, n, Run(elements=8), config_fingerprint=one)
             for n, one in enumerate("ab")
         )
-        until_known(address, 2)
-        asked = [threads.submit(one.manager.start_quorum) for one in (first, second)]
+        wait_for_heartbeats(address, 2)
+        requests = [threads.submit(one.manager.start_quorum) for one in (first, second)]
         with pytest.raises(IncompatiblePeers, match="replica_00001 has another config"):
-            asked[0].result(timeout=100)
+            requests[0].result(timeout=100)
         with pytest.raises(ReplicaError, match="same config and the same number of ranks"):
-            asked[1].result(timeout=100)
+            requests[1].result(timeout=100)
         assert first.manager.quorum is second.manager.quorum is None
         second.close()
         first.manager.forget_failed_quorum()
-        meet([first])
+        form_quorum([first])
         assert first.manager.quorum.replica_world_size == 1
         assert first.manager.should_commit()
         first.close()

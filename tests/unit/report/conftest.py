@@ -1,4 +1,4 @@
-"""Small runs whose files the real sinks have written."""
+"""Small runs, written by the real sinks."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from torchtitan_lite.outputs import (
 from torchtitan_lite.phases import Phase
 
 START = 1_700_000_000.0
-"""Unix time at which the runs of these tests begin."""
+"""Unix time at which the runs of these tests start."""
 CONFIG = """[job]
 description = "a small run"
 
@@ -39,7 +39,7 @@ MakeRun = Callable[..., Path]
 
 
 def record(step: int, **changes: Any) -> StepRecord:
-    """A record of a step that ends `10 + step` seconds after START."""
+    """Return a record of a step that ends `10 + step` seconds after START."""
     values: dict[str, Any] = {
         "step": step,
         "loss": 8.0 - step / 10,
@@ -62,12 +62,12 @@ def record(step: int, **changes: Any) -> StepRecord:
 
 
 def event(name: str, step: int, after_s: float, **values: Any) -> Event:
-    """An event `after_s` seconds after START."""
+    """Return an event `after_s` seconds after START."""
     return Event(name=name, step=step, values=values, time=START + after_s)
 
 
 def write_metrics(path: Path, lines: Sequence[StepRecord | Event]) -> None:
-    """With the sink of a run."""
+    """Write records with the sink of a run."""
     sink = JsonLines(path, 0)
     for line in lines:
         if isinstance(line, StepRecord):
@@ -78,9 +78,9 @@ def write_metrics(path: Path, lines: Sequence[StepRecord | Event]) -> None:
 
 
 def write_goodput(folder: Path, *, compute_s: int, startup_s: int) -> None:
-    """With the time accounting of a run."""
+    """Write a file with the time accounting of a run."""
     now_ns = 0
-    books = GoodputTracker(
+    accounting = GoodputTracker(
         folder / GOODPUT_FILE,
         started_ns=0,
         resumes=False,
@@ -88,11 +88,11 @@ def write_goodput(folder: Path, *, compute_s: int, startup_s: int) -> None:
         compiled_ns=lambda: 0,
     )
     now_ns = startup_s * 10**9
-    books.entered(Phase.QUORUM, 0)
-    books.entered(Phase.COMPUTE, 0)
+    accounting.entered(Phase.QUORUM, 0)
+    accounting.entered(Phase.COMPUTE, 0)
     now_ns += compute_s * 10**9
-    books.entered(Phase.CHECKPOINT, 1)
-    books.close()
+    accounting.entered(Phase.CHECKPOINT, 1)
+    accounting.close()
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def make_run(tmp_path: Path) -> MakeRun:
 
 @pytest.fixture
 def replicas(tmp_path: Path) -> Path:
-    """A run of two replicas; the second is killed after step 2 and returns in step 4."""
+    """A run of two replicas; the second is killed after step 2 and rejoins in step 4."""
     folder = tmp_path / "replicas"
     first = [record(step, num_replicas=1 if step == 3 else 2) for step in range(1, 5)]
     write_metrics(
@@ -151,7 +151,7 @@ def replicas(tmp_path: Path) -> Path:
         (replica_folder(folder, number) / "config.toml").write_text(CONFIG)
     logs = folder / LAUNCH_LOGS
     logs.mkdir()
-    told = [
+    events = [
         (-100.0, "launcher started"),
         (-90.0, "replica 1: failed, rank 0: killed by SIGKILL"),
         (0.0, "launcher started"),
@@ -161,6 +161,6 @@ def replicas(tmp_path: Path) -> Path:
         (12.25, "replica 1: failed, rank 0: killed by SIGKILL"),
         (12.75, "replica 1: started, logs in x"),
     ]
-    lines = [json.dumps({"time": START + after, "text": text}) for after, text in told]
+    lines = [json.dumps({"time": START + after, "text": text}) for after, text in events]
     (logs / LAUNCH_EVENTS).write_text("\n".join(lines) + "\n")
     return folder

@@ -10,19 +10,19 @@ def main(argv: list[str]) -> int:
     return cli.main(["report", *argv])
 
 
-def test_the_page_is_written_beside_the_run(make_run, capsys):
+def test_the_page_is_written_next_to_the_run(make_run, capsys):
     folder = make_run()
     assert main([str(folder)]) == 0
     assert capsys.readouterr().out == f"Wrote {folder / 'report.html'}\n"
     first = (folder / "report.html").read_text()
     assert first.startswith("<!DOCTYPE html>")
-    # Again, over the first one.
+    # Again, replacing the first one.
     assert main([str(folder)]) == 0
     assert (folder / "report.html").read_text() == first
     assert not list(folder.glob("*.tmp"))
 
 
-def test_the_page_can_be_elsewhere(make_run, tmp_path):
+def test_the_page_can_be_written_elsewhere(make_run, tmp_path):
     assert main([str(make_run()), "--output", str(tmp_path / "new" / "page.html")]) == 0
     assert (tmp_path / "new" / "page.html").exists()
 
@@ -58,14 +58,14 @@ def test_fail_above_with_a_run_that_ends_early(make_run, capsys, steps, other_st
     assert ends in (runs[0] / "report.html").read_text()
 
 
-def test_a_value_that_is_not_finite_on_one_side_fails(make_run, capsys):
+def test_a_non_finite_value_on_one_side_fails(make_run, capsys):
     runs = [make_run("a"), make_run("b", changes={2: {"loss": float("nan")}})]
     assert main([*map(str, runs), "--fail-above", "1e300"]) == 1
     assert "by inf (relative) at step 2: not finite and 7.8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("limit", ["-1", "nan"])
-def test_a_limit_that_makes_no_sense_is_refused(make_run, capsys, limit):
+def test_an_invalid_limit_is_rejected(make_run, capsys, limit):
     runs = [str(make_run("a")), str(make_run("b"))]
     assert main([*runs, f"--fail-above={limit}"]) == 2
     assert "must be at least 0" in capsys.readouterr().err
@@ -84,7 +84,7 @@ def test_missing_files_are_one_clear_error(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_page_that_cannot_be_written_is_one_clear_error(make_run, tmp_path, capsys):
+def test_an_unwritable_page_is_one_clear_error(make_run, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main([str(make_run()), "--output", str(tmp_path / "file" / "page.html")]) == 2
     assert capsys.readouterr().err.startswith("report: The report cannot be written to ")

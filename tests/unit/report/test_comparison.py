@@ -11,52 +11,52 @@ def compared(first, other):
 
 
 def test_equal_runs_have_no_difference(make_run):
-    found = compared(make_run("a"), make_run("b"))
-    assert found.steps == (1, 2, 3, 4)
-    assert found.first_difference("loss") is found.first_difference("grad_norm") is None
-    assert found.exceeds(0.0) is None
+    actual = compared(make_run("a"), make_run("b"))
+    assert actual.steps == (1, 2, 3, 4)
+    assert actual.first_difference("loss") is actual.first_difference("grad_norm") is None
+    assert actual.exceeds(0.0) is None
 
 
 def test_the_first_and_the_largest_difference(make_run):
     changes = {2: {"loss": 7.9}, 4: {"loss": 3.8}, 3: {"grad_norm": 0.5}}
-    found = compared(make_run("a"), make_run("b", changes=changes))
-    first, largest = found.first_difference("loss"), found.largest("loss")
+    actual = compared(make_run("a"), make_run("b", changes=changes))
+    first, largest = actual.first_difference("loss"), actual.largest("loss")
     assert first is not None and (first.step, first.first, first.other) == (2, 7.8, 7.9)
     assert first.absolute == pytest.approx(0.1) and first.relative == pytest.approx(0.1 / 7.9)
     assert largest is not None and (largest.step, largest.relative) == (4, pytest.approx(0.5))
-    norm = found.first_difference("grad_norm")
+    norm = actual.first_difference("grad_norm")
     assert norm is not None and norm.step == 3
-    why = found.exceeds(0.1)
+    why = actual.exceeds(0.1)
     assert why is not None and "loss of b differs from a by 0.5 (relative) at step 4" in why
-    assert found.exceeds(0.6) is None
+    assert actual.exceeds(0.6) is None
 
 
 def test_only_common_steps_are_compared(make_run):
-    found = compared(make_run("a", steps=3), make_run("b", steps=6))
-    assert found.steps == (1, 2, 3)
+    actual = compared(make_run("a", steps=3), make_run("b", steps=6))
+    assert actual.steps == (1, 2, 3)
 
 
 def test_a_run_that_ends_early_exceeds_any_limit(make_run):
-    found = compared(make_run("a", steps=6), make_run("b", steps=3))
+    actual = compared(make_run("a", steps=6), make_run("b", steps=3))
     ends = "the last committed step of b is 3, that of a is 6"
-    assert found.different_ends() == found.exceeds(math.inf) == ends
-    found = compared(make_run("a"), make_run("c", steps=2, changes={2: {"loss": 1.0}}))
-    why = found.exceeds(0.0)
+    assert actual.different_ends() == actual.exceeds(math.inf) == ends
+    actual = compared(make_run("a"), make_run("c", steps=2, changes={2: {"loss": 1.0}}))
+    why = actual.exceeds(0.0)
     assert why is not None and "of c is 2, that of a is 4; loss of c differs from a" in why
 
 
 def test_a_last_step_that_was_skipped_is_not_committed(make_run):
-    found = compared(make_run("a"), make_run("b", changes={4: {"skipped": True}}))
-    assert found.last_steps == (4, 3) and found.exceeds(math.inf) is not None
+    actual = compared(make_run("a"), make_run("b", changes={4: {"skipped": True}}))
+    assert actual.last_steps == (4, 3) and actual.exceeds(math.inf) is not None
 
 
 def test_without_common_steps_any_limit_is_exceeded(make_run, tmp_path):
     other = make_run("b")
     lines = (other / "metrics.jsonl").read_text().replace('"step": ', '"step": 10')
     (other / "metrics.jsonl").write_text(lines)
-    found = compared(make_run("a"), other)
-    assert found.largest("loss") is None
-    assert found.exceeds(math.inf) == "b and a have no step in common"
+    actual = compared(make_run("a"), other)
+    assert actual.largest("loss") is None
+    assert actual.exceeds(math.inf) == "b and a have no step in common"
 
 
 @pytest.mark.parametrize(

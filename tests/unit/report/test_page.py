@@ -19,7 +19,7 @@ ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 
 @dataclass
 class Parsed(HTMLParser):
-    """What a browser would see."""
+    """The page as a browser parses it."""
 
     tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
     text: str = ""
@@ -95,7 +95,7 @@ def test_one_run(make_run):
     assert [one["name"] for one in loss] == ["training", "validation"]
     assert (loss[0]["x"], loss[0]["y"]) == ([1, 2, 3, 4], [7.9, 7.8, 7.7, 7.6])
     assert (loss[1]["x"], loss[1]["y"]) == ([4], [6.5])
-    # Each figure has its place.
+    # Each figure has its placeholder.
     places = {attrs.get("id") for tag, attrs in parsed.tags if tag == "div"}
     assert parsed.figures.keys() <= places
 

@@ -19,7 +19,7 @@ def test_a_run_is_read_as_it_was_written(make_run):
     assert (goodput.goodput, goodput.wall_s, goodput.seconds["start"]) == (0.8, 10.0, 2.0)
 
 
-def test_replicas_and_ranks_have_streams_of_their_own(replicas):
+def test_replicas_and_ranks_have_separate_streams(replicas):
     run = read_run(replicas)
     assert [one.label for one in run.streams] == ["replica 0", "replica 1", "replica 1, rank 1"]
     assert [one.step for one in run.merged] == [1, 2, 3, 4]
@@ -28,14 +28,14 @@ def test_replicas_and_ranks_have_streams_of_their_own(replicas):
     assert run.setting("model", "name") == "llama3"
 
 
-def test_launchers_of_earlier_runs_are_left_out(replicas):
+def test_launchers_of_earlier_runs_are_ignored(replicas):
     path = replicas / "launch_logs" / "events.jsonl"
     assert len(path.read_text().splitlines()) == 8
     times = [one.time or 0.0 for one in read_run(replicas).launcher_events]
     assert times == sorted(times) and times[0] == START
 
 
-def test_of_a_step_that_was_taken_twice_the_last_counts(tmp_path):
+def test_the_last_record_of_a_repeated_step_counts(tmp_path):
     lines = [record(1), record(2, skipped=True, loss=99.0), record(2), record(3), record(2, loss=1)]
     write_metrics(tmp_path / "metrics.jsonl", lines)
     run = read_run(tmp_path)
@@ -79,12 +79,12 @@ def test_a_malformed_line_is_named_and_skipped(make_run, line, problem):
     lines.insert(2, line.encode(errors="surrogateescape") + b"\n")
     path.write_bytes(b"".join(lines))
     run = read_run(folder)
-    (found,) = run.problems
-    assert f"{path}:3: " in found and problem in found and "skipped" in found
+    (actual,) = run.problems
+    assert f"{path}:3: " in actual and problem in actual and "skipped" in actual
     assert [one.step for one in run.merged] == [1, 2, 3, 4]
 
 
-def test_an_incomplete_last_line_is_called_that(make_run):
+def test_an_incomplete_last_line_is_reported_as_such(make_run):
     folder = make_run()
     path = folder / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
@@ -93,7 +93,7 @@ def test_an_incomplete_last_line_is_called_that(make_run):
     assert len(run.merged) == 3
 
 
-def test_the_list_of_problems_has_an_end(make_run):
+def test_the_list_of_problems_is_limited(make_run):
     folder = make_run()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("x\n" * 1000)
@@ -144,18 +144,18 @@ def test_a_config_with_oversized_values_is_named(make_run, config, problem):
     assert run.config == {} and run.config_text == config
 
 
-def test_a_config_may_have_values_that_are_not_finite(make_run):
+def test_a_config_may_have_non_finite_values(make_run):
     run = read_run(make_run(config="[training]\nmax_norm = inf\n"))
     assert run.setting("training", "max_norm") == math.inf and not run.problems
 
 
-def test_a_folder_that_is_not_readable_is_one_clear_error(make_run, monkeypatch):
+def test_an_unreadable_folder_is_one_clear_error(make_run, monkeypatch):
     folder = make_run()
 
-    def refused(path):
+    def fail(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "iterdir", refused)
+    monkeypatch.setattr(Path, "iterdir", fail)
     with pytest.raises(UserError, match="run cannot be read: .*Permission denied") as raised:
         read_run(folder)
     assert "\n" not in str(raised.value)

@@ -45,7 +45,7 @@ class _Example(Section):
         ("unknown", 1, "Extra inputs are not permitted"),
     ],
 )  # fmt: skip
-def test_a_value_out_of_its_bounds_is_refused_with_the_bounds(
+def test_a_value_out_of_bounds_is_rejected_with_the_bounds(
     key: str, value: object, message: str
 ) -> None:
     with pytest.raises(ValidationError) as error:
@@ -53,7 +53,7 @@ def test_a_value_out_of_its_bounds_is_refused_with_the_bounds(
     assert message in str(error.value)
 
 
-def test_values_at_the_edge_are_taken() -> None:
+def test_values_at_the_bounds_are_accepted() -> None:
     edges = {"low": 2, "high": 0.99, "strictly": 1e-9, "degree": 1, "share": 1.0}
     example = _Example.model_validate(edges)
     assert example.model_dump() == edges | {"feature": False}

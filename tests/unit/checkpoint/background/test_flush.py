@@ -1,4 +1,4 @@
-"""Flushes of ranks on several machines, each of which sees its own folder of shared memory only."""
+"""Flushes of ranks on several machines, each of which sees only its own folder of shared memory."""
 
 import os
 import secrets
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.faulty_writer import RecordingFiles, SlowFiles
 from tests.snapshots import Trainers, snapshot, trainers, verify
-from tests.writer_faults import RecordingFiles, SlowFiles
 from torchtitan_lite.checkpoint.background import flush as flushing
 from torchtitan_lite.checkpoint.background.flush import Attempt, GracePeriod, flush
 from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token
@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[list[Trainers]]:
-    """Two, with a rank each, whose checkpoints are in `tmp_path/shared/checkpoint`."""
+    """Two machines with one rank each, and checkpoints in `tmp_path/shared/checkpoint`."""
     (tmp_path / "shared").mkdir()
     run_id, root = secrets.token_hex(16), tmp_path / "shared" / "checkpoint"
     with ExitStack() as stack:
@@ -48,8 +48,8 @@ def _write(save: RankSave, slot: int, step: int, token: str) -> None:
     save.write(slot, step, token, direct=False, rate=TokenBucket(None))
 
 
-def _begun(files: RecordingFiles) -> list[str]:
-    """The attempts whose folders were made, in their order."""
+def _attempts(files: RecordingFiles) -> list[str]:
+    """Return the attempts whose folders were created, in order."""
     names = [op[1].name for op in files.log if op[0] == "mkdir"]
     return [name for name in names if name.startswith(".writing-")]
 
@@ -64,35 +64,35 @@ def _hold(run: Trainers, steps: tuple[int, ...], confirmed: int) -> None:
     run.regions[0].confirm(confirmed)
 
 
-def test_the_newest_is_committed_before_an_older_one_is_begun(machines: list[Trainers]) -> None:
+def test_the_newest_step_is_committed_before_an_older_one_begins(machines: list[Trainers]) -> None:
     first, second = machines
     for run in machines:
         _hold(run, (6, 7, 8), confirmed=7)
     _write(_save_of(second), 2, 8, attempt_token("5e55", 8))
     files = RecordingFiles(Path(first.root).parent)
     assert _flush(_save_of(first, files)) == [8]
-    # Rank 1 has made the folder.
-    assert _begun(files) == []
+    # Rank 1 has created the folder.
+    assert _attempts(files) == []
     verify(Path(first.root) / "step-8")
 
 
-def test_what_is_older_than_all_are_known_to_have_is_not_written(machines: list[Trainers]) -> None:
+def test_steps_older_than_the_newest_common_one_are_not_written(machines: list[Trainers]) -> None:
     _, second = machines
     _hold(second, (6, 7, 8), confirmed=7)
     files = RecordingFiles(Path(second.root).parent)
     assert _flush(_save_of(second, files)) == []
-    assert _begun(files) == [".writing-step-8-5e55-8x1", ".writing-step-7-5e55-7x1"]
+    assert _attempts(files) == [".writing-step-8-5e55-8x1", ".writing-step-7-5e55-7x1"]
 
 
-def test_nothing_is_begun_when_the_grace_is_over(machines: list[Trainers]) -> None:
+def test_no_write_begins_after_the_grace_period(machines: list[Trainers]) -> None:
     _, second = machines
     _hold(second, (6, 7, 8), confirmed=7)
     files = RecordingFiles(Path(second.root).parent)
     assert _flush(_save_of(second, files), grace_s=1.0, since=time.monotonic() - 1.5) == []
-    assert _begun(files) == []
+    assert _attempts(files) == []
 
 
-def test_a_write_is_cut_off_when_the_grace_ends(machines: list[Trainers]) -> None:
+def test_a_write_is_cancelled_when_the_grace_period_ends(machines: list[Trainers]) -> None:
     _, second = machines
     _hold(second, (7,), confirmed=7)
     _flush(_save_of(second, SlowFiles(1.1)), grace_s=1.0)
@@ -100,10 +100,10 @@ def test_a_write_is_cut_off_when_the_grace_ends(machines: list[Trainers]) -> Non
 
 
 @pytest.mark.parametrize("ordered", [(0,), (1,), (0, 1)])
-def test_an_order_that_reached_some_ranks_is_completed(
+def test_a_save_request_that_reached_only_some_ranks_is_completed(
     machines: list[Trainers], ordered: tuple[int, ...]
 ) -> None:
-    """By those whom it did not reach; what was written for it is not written again."""
+    """The other ranks complete it without writing existing files again."""
     token = attempt_token("5e55", 7)
     for run in machines:
         _hold(run, (6, 7), confirmed=6)
@@ -116,11 +116,11 @@ def test_an_order_that_reached_some_ranks_is_completed(
         before = {p.name: p.stat().st_ino for p in folder.glob("*.safetensors")}
         assert len(before) == 1
     else:
-        said = machines[0].writers[0].wait_for("committed", 60)
-        assert any("committed" in response for response in said)
+        output = machines[0].writers[0].wait_for("committed", 60)
+        assert any("committed" in response for response in output)
         before = {}
     for run in machines:
-        run.die()
+        run.disconnect()
     for run in machines:
         process = run.writers[0]._process
         assert process is not None and process.wait(100) == 0
@@ -130,10 +130,10 @@ def test_an_order_that_reached_some_ranks_is_completed(
         assert (Path(machines[0].root) / "step-7" / name).stat().st_ino == inode
 
 
-def test_a_retry_that_some_have_written_counts_with_the_first_attempt(
+def test_a_retry_that_only_some_ranks_wrote_counts_with_the_first_attempt(
     machines: list[Trainers],
 ) -> None:
-    """The leader was told to try again, and rank 1 of nothing."""
+    """The leader was asked to retry, and rank 1 was not."""
     first, second = machines
     for run in machines:
         _hold(run, (6, 7), confirmed=6)
@@ -144,7 +144,7 @@ def test_a_retry_that_some_have_written_counts_with_the_first_attempt(
     verify(Path(first.root) / "step-7")
 
 
-def test_machines_a_step_apart_save_what_both_have_for_trainers_that_hang(
+def test_machines_one_step_apart_save_the_common_step_of_hanging_trainers(
     machines: list[Trainers],
 ) -> None:
     first, second = machines
@@ -153,15 +153,15 @@ def test_machines_a_step_apart_save_what_both_have_for_trainers_that_hang(
     for run in machines:
         run.start(preemption_grace_s=0.3)
         os.write(run.writers[0].signals_fd, bytes([15]))
-    said = first.writers[0].wait_for("committed", 60)
-    assert [r["committed"] for r in said if "committed" in r] == [7]
+    output = first.writers[0].wait_for("committed", 60)
+    assert [r["committed"] for r in output if "committed" in r] == [7]
     verify(Path(first.root) / "step-7")
-    # It would wait for the other's step 8.
+    # Otherwise it would wait for the other rank's step 8.
     assert first.writers[0].pid is not None
     os.kill(first.writers[0].pid, 9)
 
 
-def test_a_decision_that_cannot_be_published_loses_no_flush(
+def test_a_decision_that_cannot_be_published_does_not_stop_the_flush(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def is_full(*_: Any) -> None:
@@ -179,8 +179,8 @@ def test_a_decision_that_cannot_be_published_loses_no_flush(
     verify(root / "step-7")
 
 
-def test_a_part_that_was_committed_is_left_alone(tmp_path: Path) -> None:
-    """Also by a writer that did not hear of it."""
+def test_a_committed_part_is_not_written_again(tmp_path: Path) -> None:
+    """Even by a writer that was not notified of the commit."""
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 2) as run:
         run.snapshot(0, 7)

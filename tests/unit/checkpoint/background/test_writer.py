@@ -1,4 +1,4 @@
-"""Real writer processes: saves, failures, flushes, and what is left of them."""
+"""Real writer processes: saves, failures, flushes, and what they leave behind."""
 
 import os
 import secrets
@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch import REPOSITORY
+from tests.launch import REPOSITORY, wait_until
 from tests.snapshots import orphan, snapshot, trainers, verify
-from tests.waiting import until
 from torchtitan_lite.checkpoint.background.channel import WriterSettings
 from torchtitan_lite.checkpoint.background.flush import VisibleRanks
 from torchtitan_lite.checkpoint.background.process import WriterProcess
@@ -42,14 +41,14 @@ def _ends(*writers: WriterProcess, timeout_s: float = 60) -> None:
         assert writer._process.wait(timeout_s) == 0
 
 
-def _told(responses: list[dict[str, Any]], what: str) -> list[int]:
-    """The steps of which a writer has said `what`."""
-    return [said[what] for said in responses if what in said]
+def _steps_of(responses: list[dict[str, Any]], what: str) -> list[int]:
+    """Return the steps that a writer reported as `what`."""
+    return [output[what] for output in responses if what in output]
 
 
 def _begun(root: Path) -> None:
-    """Wait until a writer has begun a file."""
-    until(lambda: list(root.glob("*/*/*.safetensors")), 60)
+    """Block until a writer has begun a file."""
+    wait_until(lambda: list(root.glob("*/*/*.safetensors")), 60)
 
 
 def _steps(root: Path) -> list[str]:
@@ -57,39 +56,41 @@ def _steps(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("world_size", "large"), [(1, 3000), (2, 12800), (2, 1 << 20)])
-def test_saves_are_whole_and_old_ones_go(tmp_path: Path, world_size: int, large: int) -> None:
+def test_saves_are_complete_and_old_ones_are_deleted(
+    tmp_path: Path, world_size: int, large: int
+) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, world_size, large_elements=large) as run:
         run.start(keep_latest_k=2)
         for step in (1, 2, 3):
             run.snapshot(step % 3, step)
             run.save(step % 3, step)
-            said = run.writers[0].wait_for("committed", 60)
-            assert [*_told(said, "written"), *_told(said, "committed")] == [step, step]
+            output = run.writers[0].wait_for("committed", 60)
+            assert [*_steps_of(output, "written"), *_steps_of(output, "committed")] == [step, step]
         run.writers[0].close(free=True)
         assert not run.regions[0].path.exists()
     assert _steps(root) == ["step-2", "step-3"]
     manifest = verify(root / "step-3")
     assert manifest["tensors"]["model.none"]["boxes"] == []
-    assert manifest["layouts"] == [{"cut": world_size}]
+    assert manifest["layouts"] == [{"shards": world_size}]
 
 
-def test_a_killed_trainer_loses_nothing_that_is_complete(tmp_path: Path) -> None:
+def test_a_killed_trainer_loses_no_complete_step(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 2) as run:
-        # They wait for nothing of this, which is all longer than they are given here.
+        # Writers must not wait for any of these timeouts, which exceed the time limit here.
         run.start(bytes_per_s=1.0, others_s=200.0, preemption_grace_s=200.0)
         run.snapshot(0, 7)
         run.snapshot(1, 8)
         run.regions[0].begin(2, 9)
-        run.die()
+        run.disconnect()
         _ends(*run.writers)
     verify(root / "step-8")
     assert _steps(root) == ["step-8"]
 
 
 def test_one_killed_trainer_flushes_all_ranks(tmp_path: Path) -> None:
-    """The others live on and wait for it; rank 1 completes a step while the flush is decided."""
+    """The others run and wait for it; rank 1 completes a step while the flush is decided."""
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 3) as run:
         run.start(others_s=60.0, preemption_grace_s=120.0)
@@ -99,25 +100,25 @@ def test_one_killed_trainer_flushes_all_ranks(tmp_path: Path) -> None:
         orphan(run.writers[1])
         time.sleep(0.2)
         snapshot(run.regions[0], 1, 8)
-        assert 8 in _told(run.writers[0].wait_for("committed", 60), "committed")
-        assert 8 in _told(run.writers[2].wait_for("written", 60), "written")
+        assert 8 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
+        assert 8 in _steps_of(run.writers[2].wait_for("written", 60), "written")
         _ends(run.writers[1])
         assert run.writers[0].alive and run.writers[2].alive
     verify(root / "step-8")
 
 
-def test_a_rank_that_lags_gives_an_older_common_step(tmp_path: Path) -> None:
+def test_a_lagging_rank_yields_an_older_common_step(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 2) as run:
         run.start()
         run.snapshot(0, 7)
         snapshot(run.regions[1], 1, 8)
-        run.die()
+        run.disconnect()
         _ends(*run.writers)
     verify(root / "step-7")
 
 
-def test_a_killed_leader_writer_is_stood_in_for(tmp_path: Path) -> None:
+def test_another_writer_replaces_a_killed_leader(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 2) as run:
         run.start()
@@ -133,7 +134,7 @@ def test_a_killed_leader_writer_is_stood_in_for(tmp_path: Path) -> None:
         assert run.writers[0].wait_for("ready", 60) and run.writers[0].alive
 
 
-def test_regions_on_other_machines_get_every_newer_step(tmp_path: Path) -> None:
+def test_regions_on_other_machines_yield_every_newer_step(tmp_path: Path) -> None:
     """Two machines are two folders: rank 1 lacks the newest step."""
     root = tmp_path / "checkpoint"
     here, there = tmp_path / "here", tmp_path / "there"
@@ -151,32 +152,32 @@ def test_regions_on_other_machines_get_every_newer_step(tmp_path: Path) -> None:
             run.snapshot(0, 6)
             run.snapshot(1, 7)
         first.snapshot(2, 8)
-        first.die()
-        second.die()
+        first.disconnect()
+        second.disconnect()
         _ends(*second.writers)
         storage = open_storage(str(root))
-        until(storage.steps, 60)
-        # It would wait for the other's step 8.
+        wait_until(storage.steps, 60)
+        # Otherwise it would wait for the other rank's step 8.
         assert first.writers[0].pid is not None and first.writers[0].alive
         os.kill(first.writers[0].pid, signal.SIGKILL)
     assert storage.steps() == [7]
     verify(root / "step-7")
 
 
-def test_a_flush_tries_again_while_there_is_time(tmp_path: Path) -> None:
+def test_a_flush_retries_until_the_grace_period_ends(tmp_path: Path) -> None:
     root = tmp_path / "place" / "checkpoint"
     (tmp_path / "place").write_text("in the way")
     with trainers(tmp_path, root, 2) as run:
         run.start()
         run.snapshot(0, 7)
-        run.die()
+        run.disconnect()
         time.sleep(0.5)
         (tmp_path / "place").unlink()
         _ends(*run.writers)
     verify(root / "step-7")
 
 
-def test_what_is_stored_is_not_written_again(tmp_path: Path) -> None:
+def test_a_committed_step_is_not_written_again(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 1) as run:
         run.start()
@@ -184,7 +185,7 @@ def test_what_is_stored_is_not_written_again(tmp_path: Path) -> None:
         run.save(0, 7)
         run.writers[0].wait_for("committed", 60)
         before = (root / "step-7").stat().st_ino
-        run.die()
+        run.disconnect()
         _ends(run.writers[0])
         assert (root / "step-7").stat().st_ino == before
 
@@ -196,70 +197,70 @@ def test_a_successor_waits_for_the_flush(tmp_path: Path) -> None:
         lock = RankLock(run.folder, 0)
         assert lock.owner() == run.writers[0].pid
         run.snapshot(0, 7)
-        run.die()
+        run.disconnect()
         assert lock.wait(60)
         verify(root / "step-7")
 
 
 _CHUNKS = 8 << 20
-"""Elements that are written in several calls, between which a writer sees to its time."""
+"""Elements written in several calls, between which a writer checks its time limit."""
 
 
 def _slow(seconds: float, number: int) -> list[str]:
-    """A writer whose first writes are slow."""
+    """Return a writer whose first writes are slow."""
     arguments = ["slow", str(seconds), str(number)]
-    return [sys.executable, "-m", "tests.writer_faults", *arguments]
+    return [sys.executable, "-m", "tests.faulty_writer", *arguments]
 
 
 @pytest.mark.parametrize(("grace_s", "slow", "stored"), [(0.4, 2, []), (60.0, 1, [7])])
-def test_what_is_under_way_is_cut_off_when_the_grace_ends(
+def test_a_write_is_cancelled_when_the_grace_period_ends(
     tmp_path: Path, grace_s: float, slow: int, stored: list[int]
 ) -> None:
-    """The time counts from the trainer's end."""
+    """The grace period starts at the trainer's end."""
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 1, large_elements=_CHUNKS) as run:
         run.start(_slow(1.2, slow), preemption_grace_s=grace_s)
         run.snapshot(0, 7)
         run.regions[0].confirm(7)
         run.save(0, 7)
-        run.die()
+        run.disconnect()
         _ends(*run.writers)
     assert open_storage(str(root)).steps() == stored
 
 
-def test_an_older_save_under_way_leaves_time_to_the_newest(tmp_path: Path) -> None:
+def test_an_older_save_in_progress_leaves_time_for_the_newest(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 1, large_elements=_CHUNKS) as run:
-        # The trainer's end is seen between the two slow writes. The second takes just more than
-        # half of the grace.
+        # The writer detects the trainer's end between the two slow writes. The second takes
+        # slightly more than half of the grace period.
         run.start(_slow(2.6, 2), preemption_grace_s=5.0)
         run.snapshot(0, 7)
         run.save(0, 7)
         _begun(root)
         run.snapshot(1, 8)
         run.regions[0].confirm(8)
-        run.die()
+        run.disconnect()
         _ends(*run.writers)
     assert _steps(root) == ["step-8"]
 
 
-@pytest.mark.parametrize("how", ["asked", "decided"])
-def test_what_nobody_orders_is_tried_until_storage_works(tmp_path: Path, how: str) -> None:
-    """An error there must not end a writer in just the case for which it is there."""
+@pytest.mark.parametrize("how", ["requested", "decided"])
+def test_a_flush_retries_until_storage_works(tmp_path: Path, how: str) -> None:
+    """A storage error must not end a writer during a flush."""
     root = tmp_path / "place" / "checkpoint"
     (tmp_path / "place").write_text("in the way")
     with trainers(tmp_path, root, 2) as run:
         run.start()
         run.snapshot(0, 7)
         ranks = VisibleRanks(RankSave(run.regions[0], open_storage(str(root))))
-        if how == "asked":
+        if how == "requested":
             ranks.request_save(7)
         else:
             orphan(run.writers[1])
         time.sleep(1.2)
         assert run.writers[0].alive
         (tmp_path / "place").unlink()
-        assert 7 in _told(run.writers[0].wait_for("committed", 60), "committed")
+        assert 7 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
         ranks.close()
     verify(root / "step-7")
 
@@ -272,36 +273,38 @@ def test_a_file_size_limit_fails_the_save_and_not_the_writer(tmp_path: Path) -> 
         for step in (1, 2):
             run.snapshot(step, step)
             run.save(step, step)
-            told = []
+            reported = []
             for writer in run.writers:
-                (said,) = [r for r in writer.wait_for("failed", 60) if "failed" in r]
-                assert said["failed"] == step
-                told.append(said["error"])
-            # The leader may have removed the attempt before the other rank came to its limit.
-            assert any("File too large" in error for error in told)
+                (output,) = [r for r in writer.wait_for("failed", 60) if "failed" in r]
+                assert output["failed"] == step
+                reported.append(output["error"])
+            # The leader may remove the attempt before the other rank reaches its limit.
+            assert any("File too large" in error for error in reported)
         assert all(writer.alive for writer in run.writers)
         assert open_storage(str(root)).steps() == []
 
 
-def test_a_folder_that_cannot_be_made_and_then_can(tmp_path: Path) -> None:
+def test_a_folder_that_can_be_created_later(tmp_path: Path) -> None:
     root = tmp_path / "place" / "checkpoint"
     (tmp_path / "place").write_text("in the way")
     with trainers(tmp_path, root, 1) as run:
         run.start()
         run.snapshot(0, 1)
         run.save(0, 1)
-        (said,) = run.writers[0].wait_for("failed", 60)
-        assert said["failed"] == 1 and "place" in said["error"]
+        (output,) = run.writers[0].wait_for("failed", 60)
+        assert output["failed"] == 1 and "place" in output["error"]
         (tmp_path / "place").unlink()
         run.save(0, 1, token="again-1")
-        assert 1 in _told(run.writers[0].wait_for("committed", 60), "committed")
+        assert 1 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
     verify(root / "step-1")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a small tmpfs")
 @pytest.mark.parametrize("is_full", [True, False])
-def test_a_full_or_read_only_disk_mends(tmp_path: Path, is_full: bool) -> None:
-    """Rank 1's failure fails the step for the leader, too; then there is room again."""
+def test_saves_succeed_once_a_full_or_read_only_disk_recovers(
+    tmp_path: Path, is_full: bool
+) -> None:
+    """Rank 1's failure fails the save for the leader too; then there is space again."""
     disk = tmp_path / "disk"
     disk.mkdir()
     options = ["-t", "tmpfs", "-o", "size=300k", "none", str(disk)]
@@ -326,14 +329,14 @@ def test_a_full_or_read_only_disk_mends(tmp_path: Path, is_full: bool) -> None:
                 subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
             run.snapshot(1, 2)
             run.save(1, 2)
-            assert 2 in _told(run.writers[0].wait_for("committed", 60), "committed")
+            assert 2 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
         assert _steps(root) == ["step-2"]
         verify(root / "step-2")
     finally:
         subprocess.run(["umount", disk], check=True)
 
 
-def test_an_order_to_abandon_ends_a_write(tmp_path: Path) -> None:
+def test_an_abandoned_save_stops_writing(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     with trainers(tmp_path, root, 2) as run:
         run.start(bytes_per_s=1000.0)
@@ -342,32 +345,32 @@ def test_an_order_to_abandon_ends_a_write(tmp_path: Path) -> None:
         _begun(root)
         for writer in run.writers:
             writer.abandon(1)
-            assert _told(writer.wait_for("abandoned", 60), "abandoned")[-1] == 1
+            assert _steps_of(writer.wait_for("abandoned", 60), "abandoned")[-1] == 1
         assert open_storage(str(root)).steps() == []
-        # The leader does not wait for ranks that are told to give up.
+        # The leader does not wait for ranks that abandon the save.
         run.writers[0].close(timeout_s=60)
         assert not any(name.endswith(".safetensors") for _, _, n in os.walk(root) for name in n)
 
 
-def test_the_leader_says_who_did_not_come(tmp_path: Path) -> None:
+def test_the_leader_names_missing_ranks(tmp_path: Path) -> None:
     with trainers(tmp_path, tmp_path / "checkpoint", 2) as run:
         run.start(commit_timeout_s=0.2)
         run.snapshot(0, 1)
         run.writers[0].save(0, 1)
-        said = run.writers[0].wait_for("failed", 60)
-        assert "ranks [1] did not write their parts" in said[-1]["error"]
+        output = run.writers[0].wait_for("failed", 60)
+        assert "ranks [1] did not write their parts" in output[-1]["error"]
     assert _steps(tmp_path / "checkpoint") == []
 
 
-def test_a_slot_that_changes_meanwhile_fails_the_save(tmp_path: Path) -> None:
+def test_a_slot_that_changes_during_a_save_fails_it(tmp_path: Path) -> None:
     with trainers(tmp_path, tmp_path / "checkpoint", 1) as run:
         run.start(bytes_per_s=4e4)
         run.snapshot(0, 1)
         run.save(0, 1)
         _begun(tmp_path / "checkpoint")
         run.snapshot(0, 2)
-        said = run.writers[0].wait_for("failed", 60)
-        assert "holds step 2" in said[-1]["error"]
+        output = run.writers[0].wait_for("failed", 60)
+        assert "holds step 2" in output[-1]["error"]
 
 
 _NOISY = """
@@ -386,7 +389,7 @@ sys.exit(writer.main(sys.argv[1]))
 """
 
 
-def test_what_others_print_in_the_writer_is_no_response(
+def test_output_of_libraries_in_the_writer_is_not_a_response(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
@@ -398,25 +401,25 @@ def test_what_others_print_in_the_writer_is_no_response(
         run.start([sys.executable, "-c", _NOISY])
         run.snapshot(0, 1)
         run.save(0, 1)
-        assert 1 in _told(run.writers[0].wait_for("committed", 60), "committed")
+        assert 1 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
     logger.removeHandler(caplog.handler)
-    said = [r.getMessage() for r in caplog.records]
-    assert said == ["The checkpoint writer printed b'a line', which is not a response."]
+    output = [r.getMessage() for r in caplog.records]
+    assert output == ["The checkpoint writer printed b'a line', which is not a response."]
     assert "from a library\nand past Python\n" in capfd.readouterr().err
 
 
-def test_a_wrong_region_or_setting_is_said(tmp_path: Path) -> None:
+def test_an_invalid_region_or_setting_is_reported(tmp_path: Path) -> None:
     writer = WriterProcess(tmp_path / "rank-00000.snapshots", WriterSettings())
     writer.start()
-    (said,) = writer.wait_for("failed", 60)
-    assert said["failed"] == -1 and "cannot be opened" in said["error"]
+    (output,) = writer.wait_for("failed", 60)
+    assert output["failed"] == -1 and "cannot be opened" in output["error"]
     writer.close()
     with pytest.raises(ValueError, match="Unknown settings of a writer: nicer"):
         WriterSettings.from_json({"nicer": 1})
 
 
 def _private_bytes(pid: int, but: Path) -> int:
-    """Memory of a process that is its own, without the mapped region."""
+    """Return the private memory of a process, without the mapped region."""
     total, counts = 0, True
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -442,10 +445,11 @@ def _save_many(memory: Path, number: int) -> tuple[list[int], list[int]]:
         for step in range(1, number + 1):
             snapshot(run.regions[0], step % 3, step)
             writer.save(step % 3, step)
-            assert step in _told(writer.wait_for("committed", 60), "committed")
+            assert step in _steps_of(writer.wait_for("committed", 60), "committed")
             if step % (number // 5) == 0:
-                # It removes the old one after it has told of the new one, and looks around.
-                until(lambda: len(os.listdir(root)) <= 2, 60)
+                # The writer deletes the old checkpoint after it reports the new one, and looks for
+                # others.
+                wait_until(lambda: len(os.listdir(root)) <= 2, 60)
                 sizes.append(_private_bytes(writer.pid, run.regions[0].path))
                 handles.append(min(_handles(writer.pid) for _ in range(5)))
         before = set(os.listdir(run.folder))
@@ -481,7 +485,7 @@ def test_the_writer_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
         assert writer.pid is not None
         peak = _private_bytes(writer.pid, run.regions[0].path)
         run.save(0, 1)
-        while not any("committed" in said for said in writer.responses()):
+        while not any("committed" in output for output in writer.responses()):
             peak = max(peak, _private_bytes(writer.pid, run.regions[0].path))
             time.sleep(0.01)
     assert 4 << 20 < peak < 20 << 20

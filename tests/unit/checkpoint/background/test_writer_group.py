@@ -1,4 +1,4 @@
-"""Replicas that write a checkpoint together: each byte once, evenly, by real writer processes."""
+"""Several replicas write a checkpoint together: each byte once, evenly, by real writers."""
 
 import json
 import secrets
@@ -37,18 +37,18 @@ def held(name: str, elements: int) -> HeldTensor:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_the_bytes_are_shared_evenly(count: int) -> None:
+def test_bytes_are_divided_evenly(count: int) -> None:
     tensors = [held(f"t{number}", 1000 + number % 13) for number in range(100)]
     owners = assign_tensors(tensors, count)
     loads = [sum(t.bytes for t in tensors if owners[t.name] == one) for one in range(count)]
     assert max(loads) - min(loads) <= 4 * 1012
-    # Another replica may know them in another order.
+    # Another replica may list the replicas in another order.
     assert assign_tensors(list(reversed(tensors)), count) == owners
 
 
 def _about(rank: int) -> RegionDescription:
-    given = description("/nowhere", rank, 2, run_id=secrets.token_hex(16))
-    given["file_layouts"] = [
+    described = description("/nowhere", rank, 2, run_id=secrets.token_hex(16))
+    described["file_layouts"] = [
         {
             **_LAYOUT,
             "mesh": {
@@ -57,7 +57,7 @@ def _about(rank: int) -> RegionDescription:
             },
         }
     ]
-    return RegionDescription.from_dict(given, slot_bytes=1 << 30)
+    return RegionDescription.from_dict(described, slot_bytes=1 << 30)
 
 
 def test_ranks_of_all_replicas_are_one_row_of_writers() -> None:
@@ -79,7 +79,7 @@ def test_ranks_of_all_replicas_are_one_row_of_writers() -> None:
         assert holders == [f"rank-{first + rank:05d}.safetensors" for rank in range(2)]
 
 
-def test_who_writes_alone_writes_all() -> None:
+def test_a_single_replica_writes_everything() -> None:
     about = _about(0)
     assert rank_share(about, SINGLE_REPLICA) is about
 
@@ -119,7 +119,7 @@ def test_two_replicas_write_one_checkpoint(tmp_path: Path) -> None:
         assert list(manifest["rng"]) == ["0"]
 
 
-def test_those_who_are_left_write_what_a_departed_one_had_to(tmp_path: Path) -> None:
+def test_remaining_replicas_write_the_part_of_a_departed_one(tmp_path: Path) -> None:
     root = tmp_path / "checkpoint"
     first, second = _two(tmp_path, root)
     with first as one, second as other:
@@ -127,7 +127,7 @@ def test_those_who_are_left_write_what_a_departed_one_had_to(tmp_path: Path) -> 
         one.snapshot(0, 7)
         _save(one, 7, WriterGroup(0, 2, "ab12"), "ab12-1")
         assert one.writers[0].wait_for("written", 60)[-1]["written"] == 7
-        # The other never writes: its replica is lost.
+        # The other replica is lost and never writes.
         one.writers[0].abandon(7)
         one.writers[0].wait_for("abandoned", 60)
         _save(one, 7, SINGLE_REPLICA, "cd34-1")
@@ -139,7 +139,7 @@ def test_those_who_are_left_write_what_a_departed_one_had_to(tmp_path: Path) -> 
         assert other.writers == []
 
 
-def test_without_a_token_the_first_writes_for_all() -> None:
+def test_without_a_token_the_first_replica_writes_for_all() -> None:
     first, second = WriterGroup(0, 2), WriterGroup(1, 2)
     assert (first.writes, second.writes) == (True, False)
     assert first.active == second.active == SINGLE_REPLICA

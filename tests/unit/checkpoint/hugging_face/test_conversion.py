@@ -1,4 +1,4 @@
-"""Conversions: there and back byte by byte, interrupted and continued, on disks that fill up."""
+"""Conversions: byte-identical round trips, interruptions, resumptions, full disks."""
 
 import errno
 import json
@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.faulty_writer import CrashingFiles
 from tests.forks import exit_status
 from tests.hugging_face import FAMILIES, make_folder, make_model, tensors_of, tokens
-from tests.writer_faults import DyingFiles
 from torchtitan_lite.checkpoint.hugging_face import to_hf
 from torchtitan_lite.checkpoint.hugging_face.from_hf import HuggingFaceImport
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
@@ -35,21 +35,21 @@ from torchtitan_lite.schema.model import ModelConfig
 Convert = Callable[[list[str]], int]
 
 
-def there(folder: Path, out: Path, *options: str) -> Path:
+def import_folder(folder: Path, out: Path, *options: str) -> Path:
     assert main(["convert", "from-hf", str(folder), str(out), *options]) == 0
     return out / "step-0"
 
 
-def back(checkpoint: Path, out: Path, *options: str) -> Path:
+def export_checkpoint(checkpoint: Path, out: Path, *options: str) -> Path:
     assert main(["convert", "to-hf", str(checkpoint), str(out), *options]) == 0
     return out
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back_is_byte_identical(family: str, tmp_path: Path) -> None:
+def test_a_round_trip_is_byte_identical(family: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", family, dtype=torch.bfloat16)
-    checkpoint = there(folder, tmp_path / "ours")
-    exported = back(checkpoint, tmp_path / "back", "--max-shard-size", "70KB")
+    checkpoint = import_folder(folder, tmp_path / "ours")
+    exported = export_checkpoint(checkpoint, tmp_path / "back", "--max-shard-size", "70KB")
     before, after = tensors_of(folder), tensors_of(exported)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -62,26 +62,28 @@ def test_there_and_back_is_byte_identical(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama_tied_stretched", "qwen3", "qwen3_moe", "mixtral"])
-def test_what_is_exported_generates_the_same_with_transformers(family: str, tmp_path: Path) -> None:
+def test_an_export_generates_the_same_text_with_transformers(family: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", family)
-    exported = back(there(folder, tmp_path / "ours"), tmp_path / "back")
-    # Without the folder that it came from, config.json is our own.
+    exported = export_checkpoint(import_folder(folder, tmp_path / "ours"), tmp_path / "back")
+    # Without the original folder, config.json is written by this project.
     (tmp_path / "ours" / "assets" / "config.json").unlink()
-    bare = back(tmp_path / "ours" / "step-0", tmp_path / "bare")
+    bare = export_checkpoint(tmp_path / "ours" / "step-0", tmp_path / "bare")
     prompt = tokens()[:, :9]
     settings: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     theirs: Any = make_model(family)
-    wanted = theirs.generate(prompt, **settings)
+    expected = theirs.generate(prompt, **settings)
     for one in (exported, bare):
         loaded: Any = AutoModelForCausalLM.from_pretrained(one)
-        assert torch.equal(loaded.generate(prompt, **settings), wanted)
+        assert torch.equal(loaded.generate(prompt, **settings), expected)
 
 
 def test_the_dtype_is_converted_and_small_shards_hold_one_tensor(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
-    checkpoint = there(folder, tmp_path / "ours", "--dtype", "bf16", "--workers", "1")
+    checkpoint = import_folder(folder, tmp_path / "ours", "--dtype", "bf16", "--workers", "1")
     assert verify(*open_parent_storage(str(checkpoint))) == []
-    exported = back(checkpoint, tmp_path / "back", "--dtype", "fp32", "--max-shard-size", "1KB")
+    exported = export_checkpoint(
+        checkpoint, tmp_path / "back", "--dtype", "fp32", "--max-shard-size", "1KB"
+    )
     before, after = tensors_of(folder), tensors_of(exported)
     assert all(torch.equal(after[n], before[n].bfloat16().float()) for n in before)
     for file in exported.glob("*.safetensors"):
@@ -90,8 +92,8 @@ def test_the_dtype_is_converted_and_small_shards_hold_one_tensor(tmp_path: Path)
     assert json.loads((exported / "config.json").read_bytes())["dtype"] == "float32"
 
 
-def test_the_checkpoint_tells_of_its_model_without_the_folder(tmp_path: Path) -> None:
-    checkpoint = there(make_folder(tmp_path / "hf", "mixtral"), tmp_path / "ours")
+def test_a_checkpoint_describes_its_model_without_the_folder(tmp_path: Path) -> None:
+    checkpoint = import_folder(make_folder(tmp_path / "hf", "mixtral"), tmp_path / "ours")
     manifest = StoredSnapshot(*open_parent_storage(str(checkpoint))).manifest
     model = recorded_config(manifest.config, "it").model
     assert (model.name, model.flavor, model.dims["num_layers"]) == ("mixtral", "hf", 2)
@@ -100,13 +102,13 @@ def test_the_checkpoint_tells_of_its_model_without_the_folder(tmp_path: Path) ->
 
 
 class BreakingFiles(Files):
-    """Fails from the n-th file of weights on: with an error, or an interrupt."""
+    """Fails from the n-th weight file on, with an error or an interrupt."""
 
     def __init__(self, number: int, error: BaseException) -> None:
         self.left, self.error, self.written = number, error, []
 
     def create(self, path: Path, *, direct: bool = False) -> int:
-        # Only one way to write, so that a file is counted once.
+        # A single way to write, so that each file is counted once.
         if direct:
             raise OSError(errno.EINVAL, "no direct I/O")
         if path.suffix == ".safetensors":
@@ -122,12 +124,12 @@ class BreakingFiles(Files):
 
 
 def conversions(folder: Path, tmp_path: Path) -> dict[str, Callable[[Files], Any]]:
-    """The two ways, into `tmp_path`, with several files each."""
+    """Return both conversions into `tmp_path`, with several files each."""
     family, dims = hugging_face_dims(read_hugging_face_config(folder))
     model = ModelConfig(name=family, flavor="hf", dims=dims)
     spec = model_spec(model)
 
-    def in_(files: Files) -> HuggingFaceImport:
+    def importer(files: Files) -> HuggingFaceImport:
         return HuggingFaceImport(
             source=HuggingFaceSnapshot(
                 *open_parent_storage(str(folder)), spec, block_bytes=1 << 16
@@ -138,31 +140,31 @@ def conversions(folder: Path, tmp_path: Path) -> dict[str, Callable[[Files], Any
             file_bytes=60_000,
         )
 
-    def out(files: Files) -> HuggingFaceExport:
+    def exporter(files: Files) -> HuggingFaceExport:
         source = StoredSnapshot(*open_parent_storage(str(tmp_path / "ours" / "step-0")))
         target = tmp_path / "out"
         return HuggingFaceExport(source, target, spec, max_shard_bytes=60_000, files=files)
 
-    return {"in": in_, "out": out}
+    return {"in": importer, "out": exporter}
 
 
 @pytest.mark.parametrize("way", ["in", "out"])
-def test_a_disk_that_fills_up_leaves_nothing(way: str, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_files(way: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "qwen3")
-    there(folder, tmp_path / "ours")
+    import_folder(folder, tmp_path / "ours")
     before = sorted(tmp_path.rglob("*"))
     files = BreakingFiles(3, OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(OSError, match="No space left"):
         conversions(folder, tmp_path)[way](files).run(num_workers=2, written=lambda count: None)
     left = set(tmp_path.rglob("*")) - set(before)
-    # The folder of checkpoints itself may stay.
+    # The checkpoint folder itself may stay.
     assert left <= {tmp_path / "in"}
 
 
 @pytest.mark.parametrize("way", ["in", "out"])
-def test_an_interrupted_conversion_goes_on(way: str, tmp_path: Path) -> None:
+def test_an_interrupted_conversion_resumes(way: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "qwen3")
-    there(folder, tmp_path / "ours")
+    import_folder(folder, tmp_path / "ours")
     make = conversions(folder, tmp_path)[way]
     files = BreakingFiles(3, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
@@ -178,23 +180,23 @@ def test_an_interrupted_conversion_goes_on(way: str, tmp_path: Path) -> None:
     exported = tmp_path / "out"
     if way == "in":
         assert verify(*open_parent_storage(str(tmp_path / "in" / "step-0"))) == []
-        exported = back(tmp_path / "in" / "step-0", tmp_path / "back")
+        exported = export_checkpoint(tmp_path / "in" / "step-0", tmp_path / "back")
     before, after = tensors_of(folder), tensors_of(exported)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def killed_conversion(folder: Path, tmp_path: Path, way: str, operation: int) -> None:
-    """In a process of its own, which is killed at that operation on files."""
-    conversions(folder, tmp_path)[way](DyingFiles(operation)).run(
+    """Convert in a separate process that is killed at the n-th file operation."""
+    conversions(folder, tmp_path)[way](CrashingFiles(operation)).run(
         num_workers=2, written=lambda count: None
     )
 
 
 @pytest.mark.parametrize("way", ["in", pytest.param("out", marks=pytest.mark.matrix)])
-def test_a_killed_conversion_goes_on(way: str, tmp_path: Path) -> None:
+def test_a_killed_conversion_resumes(way: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "mixtral")
-    there(folder, tmp_path / "ours")
+    import_folder(folder, tmp_path / "ours")
     assert exit_status(killed_conversion, folder, tmp_path, way, 40) == -signal.SIGKILL
     assert not (tmp_path / "in" / "step-0").exists() and not (tmp_path / "out").exists()
     conversion = conversions(folder, tmp_path)[way](Files())
@@ -202,14 +204,14 @@ def test_a_killed_conversion_goes_on(way: str, tmp_path: Path) -> None:
     conversion.run(num_workers=2, written=lambda count: None)
     exported = tmp_path / "out"
     if way == "in":
-        exported = back(tmp_path / "in" / "step-0", tmp_path / "back")
+        exported = export_checkpoint(tmp_path / "in" / "step-0", tmp_path / "back")
     before, after = tensors_of(folder), tensors_of(exported)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
 
 
-def test_another_conversion_does_not_go_on_with_what_is_there(tmp_path: Path) -> None:
+def test_another_conversion_does_not_resume_from_these_files(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "qwen3")
     make = conversions(folder, tmp_path)["in"]
     with pytest.raises(KeyboardInterrupt):
@@ -224,16 +226,16 @@ def test_another_conversion_does_not_go_on_with_what_is_there(tmp_path: Path) ->
     assert os.listdir(tmp_path / "in") == ["step-0"]
 
 
-def test_what_is_there_already_is_not_written_over(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
-    checkpoint = there(folder, tmp_path / "ours")
+    checkpoint = import_folder(folder, tmp_path / "ours")
     assert main(["convert", "from-hf", str(folder), str(tmp_path / "ours")]) == 1
     assert main(["convert", "to-hf", str(checkpoint), str(folder)]) == 1
     assert main(["convert", "from-hf", str(tmp_path), str(tmp_path / "other")]) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
 
 
-def test_a_full_disk_is_seen_before_anything_is_written(
+def test_insufficient_space_is_detected_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
@@ -242,38 +244,40 @@ def test_a_full_disk_is_seen_before_anything_is_written(
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
+def test_two_processes_cannot_write_one_folder(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
-    there(folder, tmp_path / "ours")
+    import_folder(folder, tmp_path / "ours")
     make = conversions(folder, tmp_path)["out"]
-    refused: list[str] = []
+    rejected: list[str] = []
 
     def meanwhile(count: int) -> None:
-        if not refused:
+        if not rejected:
             with pytest.raises(CheckpointError, match="Another process is writing") as caught:
                 make(Files()).run(num_workers=1, written=lambda count: None)
-            refused.append(str(caught.value))
+            rejected.append(str(caught.value))
 
     make(Files()).run(num_workers=1, written=meanwhile)
-    assert refused and tensors_of(tmp_path / "out").keys() == tensors_of(folder).keys()
+    assert rejected and tensors_of(tmp_path / "out").keys() == tensors_of(folder).keys()
 
 
-class Memory(bytearray):
-    """Can be referred to weakly."""
+class WeakMemory(bytearray):
+    """A memoryview source that supports weak references."""
 
 
-def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_tensor_at_a_time_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_folder(tmp_path / "hf", "mixtral")
-    there(folder, tmp_path / "ours")
-    alive: list[weakref.ref[Memory]] = []
+    import_folder(folder, tmp_path / "ours")
+    alive: list[weakref.ref[WeakMemory]] = []
 
     def watched(source: Snapshot, name: str) -> torch.Tensor:
         assert not [one for one in alive if one() is not None], name
-        found = read_tensor(source, name)
-        # Memory that tells when nobody has a view of it any more.
-        memory = Memory(tensor_bytes(found))
+        tensor = read_tensor(source, name)
+        # Memory that reports when its last view is released.
+        memory = WeakMemory(tensor_bytes(tensor))
         alive.append(weakref.ref(memory))
-        return torch.frombuffer(memory, dtype=found.dtype).view(found.shape)
+        return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
     export = conversions(folder, tmp_path)["out"](Files())
     monkeypatch.setattr(to_hf, "read_tensor", watched)
@@ -281,7 +285,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.M
     assert len(alive) > 20
 
 
-def test_numbers_that_float16_cannot_hold_are_refused(
+def test_values_out_of_the_range_of_float16_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_folder(tmp_path / "hf", "llama")
@@ -296,20 +300,22 @@ def test_numbers_that_float16_cannot_hold_are_refused(
     assert os.listdir(tmp_path / "ours") == []
 
 
-def test_a_settings_file_of_another_model_does_no_harm(tmp_path: Path) -> None:
-    checkpoint = there(make_folder(tmp_path / "hf", "llama"), tmp_path / "ours")
+def test_a_generation_config_of_another_model_is_harmless(tmp_path: Path) -> None:
+    checkpoint = import_folder(make_folder(tmp_path / "hf", "llama"), tmp_path / "ours")
     for number, content in enumerate(["{", '{"architectures": ["GPT2LMHeadModel"]}']):
         assets = tmp_path / f"assets_{number}"
         assets.mkdir()
         (assets / "config.json").write_text(content)
-        exported = back(checkpoint, tmp_path / f"out_{number}", "--assets", str(assets))
+        exported = export_checkpoint(
+            checkpoint, tmp_path / f"out_{number}", "--assets", str(assets)
+        )
         config = json.loads((exported / "config.json").read_bytes())
         assert config["architectures"] == ["LlamaForCausalLM"]
         assert config["eos_token_id"] is None
 
 
 @pytest.mark.parametrize("option", ["out", "assets"])
-def test_urls_are_refused_where_folders_are_needed(
+def test_urls_are_rejected_where_folders_are_required(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [str(tmp_path), "s3://bucket/out"]

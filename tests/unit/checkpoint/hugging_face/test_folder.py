@@ -1,4 +1,4 @@
-"""Folders of Hugging Face that are damaged, incomplete, hostile or something else."""
+"""Hugging Face folders that are damaged, incomplete, hostile or unsupported."""
 
 import json
 import shutil
@@ -42,21 +42,21 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(values))
 
 
-def refusal(folder: Path) -> UserError:
+def load_error(folder: Path) -> UserError:
     with pytest.raises(CheckpointError) as caught:
         our_model(folder)
     return caught.value
 
 
-def test_a_folder_that_is_whole_loads(folder: Path) -> None:
+def test_a_complete_folder_loads(folder: Path) -> None:
     (folder / "consolidated.safetensors").write_bytes(b"not named by the index, so not read")
     our_model(folder)
 
 
-def test_a_shard_that_was_cut_short_is_named(folder: Path) -> None:
+def test_a_truncated_shard_is_named(folder: Path) -> None:
     path = first_file(folder)
     path.write_bytes(path.read_bytes()[:-100])
-    error = refusal(folder)
+    error = load_error(folder)
     assert isinstance(error, DamagedCheckpoint)
     assert path.name in str(error) and "Download it again" in str(error)
 
@@ -65,9 +65,9 @@ def test_a_shard_that_was_cut_short_is_named(folder: Path) -> None:
     "content",
     [b"", b"\x00" * 7, b"\xff" * 64, b"\x02\x00\x00\x00\x00\x00\x00\x00[]", b"\x08" + b"\x00" * 40],
 )
-def test_a_shard_that_is_no_safetensors_file_is_named(folder: Path, content: bytes) -> None:
+def test_a_shard_that_is_not_a_safetensors_file_is_named(folder: Path, content: bytes) -> None:
     first_file(folder).write_bytes(content)
-    assert first_file(folder).name in str(refusal(folder))
+    assert first_file(folder).name in str(load_error(folder))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_shard_that_is_no_safetensors_file_is_named(folder: Path, content: byt
         {"data_offsets": [10, 20]},
     ],
 )
-def test_a_header_that_lies_is_named(folder: Path, change: dict[str, Any]) -> None:
+def test_an_inconsistent_header_is_named(folder: Path, change: dict[str, Any]) -> None:
     path = first_file(folder)
     raw = path.read_bytes()
     size = int.from_bytes(raw[:8], "little")
@@ -90,7 +90,7 @@ def test_a_header_that_lies_is_named(folder: Path, change: dict[str, Any]) -> No
     header[key] |= change
     encoded = json.dumps(header).encode()
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + raw[8 + size :])
-    error = refusal(folder)
+    error = load_error(folder)
     assert isinstance(error, DamagedCheckpoint)
     assert path.name in str(error) and key in str(error)
 
@@ -98,21 +98,21 @@ def test_a_header_that_lies_is_named(folder: Path, change: dict[str, Any]) -> No
 def test_a_missing_shard_is_named(folder: Path) -> None:
     name = first_file(folder).name
     first_file(folder).unlink()
-    assert f"{name} named by {INDEX} is missing" in str(refusal(folder))
+    assert f"{name} named by {INDEX} is missing" in str(load_error(folder))
 
 
-def test_an_index_that_names_a_file_that_never_was(folder: Path) -> None:
+def test_an_index_that_names_a_nonexistent_file(folder: Path) -> None:
     edit(folder / INDEX, lambda values: values["weight_map"].update(a="other.safetensors"))
-    assert "other.safetensors named by" in str(refusal(folder))
+    assert "other.safetensors named by" in str(load_error(folder))
 
 
 @pytest.mark.parametrize(
     "file", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "x.bin", 7, "..", ""]
 )
-def test_an_index_never_leads_out_of_the_folder(folder: Path, file: Any) -> None:
+def test_an_index_cannot_point_outside_the_folder(folder: Path, file: Any) -> None:
     save_file({"a": torch.zeros(1)}, folder.parent / "secret.safetensors")
     edit(folder / INDEX, lambda values: values["weight_map"].update(a=file))
-    error = refusal(folder)
+    error = load_error(folder)
     assert isinstance(error, DamagedCheckpoint)
     assert "is rejected" in str(error)
 
@@ -127,18 +127,18 @@ def test_links_of_the_hub_cache_are_followed(whole_folder: Path, tmp_path: Path)
     our_model(snapshot)
 
 
-def test_index_and_headers_that_contradict_each_other(folder: Path) -> None:
+def test_contradictions_of_index_and_headers(folder: Path) -> None:
     path = first_file(folder)
     tensors = load_file(path)
     key = next(iter(tensors))
     tensors["stranger"] = tensors.pop(key)
     save_file(tensors, path)
-    told = str(refusal(folder))
-    assert f"{path.name} does not hold {key}" in told
-    assert f"{path.name} holds stranger, which {INDEX} has not" in told
+    text = str(load_error(folder))
+    assert f"{path.name} does not hold {key}" in text
+    assert f"{path.name} holds stranger, which {INDEX} has not" in text
 
 
-def test_all_that_does_not_fit_is_listed(folder: Path) -> None:
+def test_all_mismatches_are_listed(folder: Path) -> None:
     (folder / INDEX).unlink()
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -150,16 +150,16 @@ def test_all_that_does_not_fit_is_listed(folder: Path) -> None:
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
     save_file(tensors, folder / "model.safetensors")
-    told = str(refusal(folder))
-    assert "(4 problems)" in told
-    assert "model.layers.1.mlp.experts.2.up_proj.weight is missing" in told
-    assert "model.norm.weight has shape [5], and [48] is needed" in told
-    assert "model.layers.0.mlp.surprise has no place in the model" in told
-    assert "lm_head.weight is of torch.float8_e4m3fn: quantised weights" in told
-    assert "inv_freq" not in told
+    text = str(load_error(folder))
+    assert "(4 problems)" in text
+    assert "model.layers.1.mlp.experts.2.up_proj.weight is missing" in text
+    assert "model.norm.weight has shape [5], and [48] is needed" in text
+    assert "model.layers.0.mlp.surprise has no place in the model" in text
+    assert "lm_head.weight is of torch.float8_e4m3fn: quantised weights" in text
+    assert "inv_freq" not in text
 
 
-def test_quantised_folders_are_refused_by_every_way_in(
+def test_quantized_folders_are_rejected_by_every_command(
     folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
@@ -170,46 +170,46 @@ def test_quantised_folders_are_refused_by_every_way_in(
     assert "dequantize()" in capsys.readouterr().err
 
 
-def test_pickles_are_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_pickles_are_rejected_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin, a pickle.*save_pretrained"):
         is_hugging_face(*open_parent_storage(str(tmp_path)))
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "remedy"),
     [
         ({"num_experts_per_tok": 1}, "top_k is 1 in its config.json and 2 here"),
         ({"architectures": ["MixtralForCausalLM"]}, "its architecture is ['MixtralForCausalLM']"),
         ({"architectures": None}, "its architecture is None"),
     ],
 )
-def test_another_model_than_the_folder_holds_is_refused(
-    change: dict[str, Any], told: str, folder: Path
+def test_a_model_that_differs_from_the_folder_is_rejected(
+    change: dict[str, Any], remedy: str, folder: Path
 ) -> None:
     spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
     edit(folder / "config.json", lambda values: values.update(change))
     with pytest.raises(UserError) as caught:
         open_snapshot(*open_parent_storage(str(folder)), spec)
-    assert told in str(caught.value)
+    assert remedy in str(caught.value)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("num_blocks", [1, 3, 8, 100])
-def test_blocks_make_up_every_parameter(
+def test_blocks_cover_every_parameter(
     num_blocks: int, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot, "_SMALL_BYTES", 0)
     folder = make_folder(tmp_path / "hf", family)
     spec = model_spec(hugging_face_model(read_hugging_face_config(folder), str(folder)))
     one = HuggingFaceSnapshot(*open_parent_storage(str(folder)), spec)
-    cut = HuggingFaceSnapshot(*open_parent_storage(str(folder)), spec, num_blocks=num_blocks)
-    for name, placed in cut.tensors.items():
+    split = HuggingFaceSnapshot(*open_parent_storage(str(folder)), spec, num_blocks=num_blocks)
+    for name, placed in split.tensors.items():
         holders = placed.layout.mesh.holders
-        assert len(holders) >= num_blocks * cut.is_weight(name)
-        assert torch.equal(read_tensor(cut, name), read_tensor(one, name)), name
+        assert len(holders) >= num_blocks * split.is_weight(name)
+        assert torch.equal(read_tensor(split, name), read_tensor(one, name)), name
         for holder in holders:
-            part = cut.part(name, holder)
+            part = split.part(name, holder)
             into = torch.full_like(part, torch.nan)
-            cut.read_part(name, holder, into)
+            split.read_part(name, holder, into)
             assert torch.equal(part, into)

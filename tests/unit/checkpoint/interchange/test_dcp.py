@@ -1,4 +1,4 @@
-"""torch DCP checkpoints with torchtitan's names, in and out."""
+"""Conversion from and to torch DCP checkpoints with torchtitan's names."""
 
 import pickle
 import subprocess
@@ -52,7 +52,7 @@ GROUP = {"lr": 0.5, "betas": (0.9, 0.95), "fused": None}
 
 @dataclass
 class Theirs:
-    """What torchtitan hands to DCP."""
+    """The state that torchtitan passes to DCP."""
 
     state: dict[str, Any]
 
@@ -69,7 +69,7 @@ class Theirs:
 
 
 def theirs(spec: ModelSpec, release: Release, *, prefix: str = "") -> Theirs:
-    """A state of random numbers; layers are named as `release` does."""
+    """Return a state of random values; layers are named as in `release`."""
     draws = torch.Generator().manual_seed(1)
     keys, model = KeyMap(spec), spec.build()
     weights: dict[str, torch.Tensor] = {}
@@ -96,7 +96,9 @@ def theirs(spec: ModelSpec, release: Release, *, prefix: str = "") -> Theirs:
     return Theirs({**weights, "optimizer": slots, **rest})
 
 
-def come_in(dcp: Path, out: Path, spec: ModelSpec, **options: Any) -> tuple[ConversionResult, Any]:
+def import_dcp(
+    dcp: Path, out: Path, spec: ModelSpec, **options: Any
+) -> tuple[ConversionResult, Any]:
     done = convert_from_dcp(DcpFolder(dcp), open_storage(str(out)), spec, run_config={}, **options)
     return done, StoredSnapshot(*open_parent_storage(done.where))
 
@@ -113,9 +115,11 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("spec", [LLAMA, TIED, QWEN], ids=["llama3", "tied", "experts"])
-def test_in_and_out_is_bit_identical(tmp_path: Path, spec: ModelSpec, release: Release) -> None:
-    given = theirs(spec, release)
-    done, ours = come_in(given.save(tmp_path / "given"), tmp_path / "ours", spec, file_bytes=9999)
+def test_round_trip_is_bit_identical(tmp_path: Path, spec: ModelSpec, release: Release) -> None:
+    original = theirs(spec, release)
+    done, ours = import_dcp(
+        original.save(tmp_path / "given"), tmp_path / "ours", spec, file_bytes=9999
+    )
     assert (done.step, done.model_only) == (7, False)
     assert done.skipped == ("optimizer.param_groups", "lr_scheduler", "dataloader")
     assert ours.saved.values["train_state"] == {"step": 7, "tokens": 7000}
@@ -125,25 +129,25 @@ def test_in_and_out_is_bit_identical(tmp_path: Path, spec: ModelSpec, release: R
     convert_to_dcp(ours, back, spec, release=release, param_group=GROUP)
     dcp_to_torch_save(back, tmp_path / "back.pt")
     got = Theirs(torch.load(tmp_path / "back.pt", weights_only=True))
-    assert_same(got.tensors(), given.tensors())
+    assert_same(got.tensors(), original.tensors())
     for part in ("train_state", "lr_scheduler", "optimizer"):
-        plain = {k: v for k, v in given.state[part].items() if not isinstance(v, torch.Tensor)}
+        plain = {k: v for k, v in original.state[part].items() if not isinstance(v, torch.Tensor)}
         assert {k: v for k, v in got.state[part].items() if k in plain} == plain
 
-    _, again = come_in(back, tmp_path / "again", spec)
+    _, again = import_dcp(back, tmp_path / "again", spec)
     assert_same(tensors_of(again), tensors_of(ours))
 
 
 def test_keys_may_begin_with_model(tmp_path: Path) -> None:
     plain, prefixed = theirs(LLAMA, "0.2"), theirs(LLAMA, "0.2", prefix="model.")
-    _, a = come_in(plain.save(tmp_path / "a"), tmp_path / "from-a", LLAMA)
-    _, b = come_in(prefixed.save(tmp_path / "b"), tmp_path / "from-b", LLAMA)
+    _, a = import_dcp(plain.save(tmp_path / "a"), tmp_path / "from-a", LLAMA)
+    _, b = import_dcp(prefixed.save(tmp_path / "b"), tmp_path / "from-b", LLAMA)
     assert_same(tensors_of(a), tensors_of(b))
 
 
-def test_weights_alone_become_weights_alone(tmp_path: Path) -> None:
+def test_weights_only_stay_weights_only(tmp_path: Path) -> None:
     weights = Theirs(spec_weights(LLAMA))
-    done, ours = come_in(weights.save(tmp_path / "a"), tmp_path / "ours", LLAMA)
+    done, ours = import_dcp(weights.save(tmp_path / "a"), tmp_path / "ours", LLAMA)
     assert done.model_only and done.step == 0
     convert_to_dcp(ours, tmp_path / "back", LLAMA, release="0.2", param_group=GROUP)
     dcp_to_torch_save(tmp_path / "back", tmp_path / "back.pt")
@@ -151,11 +155,11 @@ def test_weights_alone_become_weights_alone(tmp_path: Path) -> None:
 
 
 def spec_weights(spec: ModelSpec) -> dict[str, torch.Tensor]:
-    found = theirs(spec, "0.2").state
-    return {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+    original = theirs(spec, "0.2").state
+    return {key: value for key, value in original.items() if isinstance(value, torch.Tensor)}
 
 
-def test_rotated_pairs_of_neighbours_become_halves() -> None:
+def test_interleaved_rotary_pairs_become_halves() -> None:
     num_heads, width = 3, 10
     draws = torch.Generator().manual_seed(0)
     weight = torch.randn(num_heads * width, 8, generator=draws)
@@ -167,7 +171,8 @@ def test_rotated_pairs_of_neighbours_become_halves() -> None:
     ours = halves_from_pairs(weight, num_heads)
     q_BSHE = rotate((x_SD @ ours.T).view(1, 5, num_heads, width), cos, sin)
 
-    # As the paper has it (arXiv:2104.09864, equation 34): neighbours are a complex number.
+    # The definition of the paper (arXiv:2104.09864, equation 34): adjacent elements are a complex
+    # number.
     pairs = torch.view_as_complex((x_SD @ weight.T).view(5, num_heads, width // 2, 2))
     angles = positions[:, None] * 10000.0 ** (-torch.arange(0, width, 2) / width)
     turned = torch.view_as_real(pairs * torch.polar(torch.ones(5, 5), angles)[:, None])
@@ -177,8 +182,8 @@ def test_rotated_pairs_of_neighbours_become_halves() -> None:
 
 
 def _save_sharded(folder: Path) -> dict[str, torch.Tensor]:
-    """On every rank: a model under FSDP, after a step, saved by DCP; its whole tensors, ours by
-    name, the rows of heads as they are there."""
+    """On every rank: save a model under FSDP with DCP after one step; return its full tensors under
+    our names, with the rows of heads in torchtitan's order."""
     torch.manual_seed(3)
     mesh = init_device_mesh("cpu", (2,))
     model = LLAMA.build()
@@ -196,24 +201,24 @@ def _save_sharded(folder: Path) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters()
         for slot, value in optimizer.state[parameter].items()
     }
-    # Of our names here, theirs differ only in what a parameter of FSDP is no part of.
+    # Our names differ from theirs only in the prefixes that FSDP adds.
     state = {"train_state": {"step": 1, "ntokens_seen": 5}, "optimizer": slots}
     weights = dict(model.state_dict())
     save({**weights, **state}, checkpoint_id=folder)
-    found = {f"model.{name}": value for name, value in weights.items()}
-    found |= {f"optimizer.{key.removeprefix('state.')}": value for key, value in slots.items()}
+    original = {f"model.{name}": value for name, value in weights.items()}
+    original |= {f"optimizer.{key.removeprefix('state.')}": value for key, value in slots.items()}
     return {
         name: value.full_tensor() if isinstance(value, DTensor) else value
-        for name, value in found.items()
+        for name, value in original.items()
     }
 
 
-def test_chunks_of_several_ranks_are_put_together(
+def test_chunks_of_several_ranks_are_assembled(
     tmp_path: Path, pools: Callable[[int], WorkerPool]
 ) -> None:
     expected = pools(2).run(_save_sharded, tmp_path / "given")[0]
     assert len(list((tmp_path / "given").glob("*.distcp"))) == 2
-    _, ours = come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
+    _, ours = import_dcp(tmp_path / "given", tmp_path / "ours", LLAMA)
     heads = {"wq": DIMS.num_heads, "wk": DIMS.num_kv_heads}
     for name, value in expected.items():
         matrix = next((m for m in heads if f".{m}." in name), None)
@@ -223,15 +228,15 @@ def test_chunks_of_several_ranks_are_put_together(
 
 
 def test_unmapped_missing_and_misshapen_are_listed(tmp_path: Path) -> None:
-    given = theirs(LLAMA, "0.3")
-    given.state["layers.0.attention.wqkv.weight"] = torch.zeros(2)
-    given.state["extra"] = {"seed": 3}
-    del given.state["norm.weight"]
-    given.state["lm_head.weight"] = torch.zeros(3, 36)
-    del given.state["optimizer"]["state.tok_embeddings.weight.exp_avg"]
-    given.save(tmp_path / "given")
+    original = theirs(LLAMA, "0.3")
+    original.state["layers.0.attention.wqkv.weight"] = torch.zeros(2)
+    original.state["extra"] = {"seed": 3}
+    del original.state["norm.weight"]
+    original.state["lm_head.weight"] = torch.zeros(3, 36)
+    del original.state["optimizer"]["state.tok_embeddings.weight.exp_avg"]
+    original.save(tmp_path / "given")
     with pytest.raises(CheckpointError) as caught:
-        come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
+        import_dcp(tmp_path / "given", tmp_path / "ours", LLAMA)
     message = str(caught.value)
     assert "does not fit llama3 odd (5 problems)" in message
     for problem in (
@@ -245,17 +250,17 @@ def test_unmapped_missing_and_misshapen_are_listed(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("ours/*"))
 
 
-def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
+def test_tied_weights_that_differ_are_rejected(tmp_path: Path) -> None:
     theirs(LLAMA, "0.3").save(tmp_path / "given")
     with pytest.raises(CheckpointError, match=r"lm_head.weight and tok_embeddings.weight differ"):
-        come_in(tmp_path / "given", tmp_path / "ours", TIED)
+        import_dcp(tmp_path / "given", tmp_path / "ours", TIED)
 
 
-def test_a_step_that_is_there_stays(tmp_path: Path) -> None:
+def test_an_existing_step_is_kept(tmp_path: Path) -> None:
     theirs(LLAMA, "0.3").save(tmp_path / "given")
-    come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
+    import_dcp(tmp_path / "given", tmp_path / "ours", LLAMA)
     with pytest.raises(CheckpointError, match="step-7 already exists"):
-        come_in(tmp_path / "given", tmp_path / "ours", LLAMA)
+        import_dcp(tmp_path / "given", tmp_path / "ours", LLAMA)
 
 
 class _Bomb:
@@ -264,7 +269,7 @@ class _Bomb:
 
 
 @pytest.mark.parametrize("inside", [_Bomb(), Metadata({"a": _Bomb()})], ids=["bare", "within"])  # pyright: ignore[reportArgumentType]
-def test_metadata_that_would_run_something_is_refused(tmp_path: Path, inside: Any) -> None:
+def test_metadata_that_would_execute_code_is_rejected(tmp_path: Path, inside: Any) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(inside))
     with pytest.raises(
         CheckpointError, match=r"it names subprocess.call, which is not a class of DCP"
@@ -313,9 +318,9 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], Any], message:
     dcp = theirs(LLAMA, "0.3").save(tmp_path / "given")
     damage(dcp)
     with pytest.raises(DamagedCheckpoint, match=message):
-        come_in(dcp, tmp_path / "ours", LLAMA)
+        import_dcp(dcp, tmp_path / "ours", LLAMA)
 
 
-def test_no_dcp_folder(tmp_path: Path) -> None:
+def test_a_folder_without_dcp_metadata(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is not a torch DCP checkpoint, which has a file"):
         DcpFolder(tmp_path)

@@ -1,4 +1,4 @@
-"""The memory that cgroups leave, as both of their versions tell it."""
+"""Available memory according to cgroups, versions 1 and 2."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from torchtitan_lite.checkpoint.memory.region_file import InsufficientMemory, ch
 
 _MIB = 1 << 20
 _NO_LIMIT = 0x7FFFFFFFFFFFF000
-"""What version 1 says."""
+"""Files of version 1."""
 
 
 def _group(folder: Path, limit: object, used: int, cache: int, names: tuple[str, str, str]) -> None:
@@ -30,7 +30,7 @@ def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cgroup"
 
 
-def test_the_tightest_limit_on_the_way_up_counts(cgroups: Path) -> None:
+def test_the_tightest_limit_of_all_ancestors_counts(cgroups: Path) -> None:
     (cgroups.parent / "own").write_text("0::/job/step\n")
     _group(cgroups / "job" / "step", "max", 60 * _MIB, 0, _V2)
     _group(cgroups / "job", 100 * _MIB, 70 * _MIB, 10 * _MIB, _V2)
@@ -39,20 +39,20 @@ def test_the_tightest_limit_on_the_way_up_counts(cgroups: Path) -> None:
         check_capacity(cgroups.parent, 41 * _MIB, "A snapshot")
 
 
-def test_version_1_is_read_too(cgroups: Path) -> None:
+def test_version_1_is_supported(cgroups: Path) -> None:
     (cgroups.parent / "own").write_text("12:pids:/\n5:cpu,memory:/docker/abc\n0::/\n")
     _group(cgroups / "memory" / "docker" / "abc", 50 * _MIB, 45 * _MIB, _MIB, _V1)
     _group(cgroups / "memory", _NO_LIMIT, 999 * _MIB, 0, _V1)
     assert region_file._cgroup_available() == 6 * _MIB
 
 
-def test_a_container_that_sees_its_own_group_as_the_root(cgroups: Path) -> None:
+def test_a_container_whose_group_looks_like_the_root(cgroups: Path) -> None:
     (cgroups.parent / "own").write_text("5:memory:/docker/abc\n")
     _group(cgroups / "memory", 50 * _MIB, 45 * _MIB, 0, _V1)
     assert region_file._cgroup_available() == 5 * _MIB
 
 
 @pytest.mark.parametrize("own", ["", "0::/nowhere\n", "no cgroups here\n"])
-def test_no_limit_is_no_number(cgroups: Path, own: str) -> None:
+def test_no_limit(cgroups: Path, own: str) -> None:
     (cgroups.parent / "own").write_text(own)
     assert region_file._cgroup_available() is None

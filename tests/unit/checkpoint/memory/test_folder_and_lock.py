@@ -1,4 +1,4 @@
-"""The folders of runs in shared memory, and the locks of their ranks."""
+"""Folders of runs in shared memory, and the locks of their ranks."""
 
 import os
 import secrets
@@ -44,7 +44,7 @@ def test_runs_are_listed_and_freed(tmp_path: Path) -> None:
         free_run(run_id, base=tmp_path)
 
 
-def test_folders_of_others_and_wrong_ids_are_refused(tmp_path: Path) -> None:
+def test_folders_of_other_users_and_invalid_ids_are_rejected(tmp_path: Path) -> None:
     for wrong in ("", "../" * 11, "A" * 32, "a" * 31):
         with pytest.raises(CheckpointError, match="32 digits"):
             run_folder(wrong, base=tmp_path)
@@ -60,7 +60,7 @@ def test_folders_of_others_and_wrong_ids_are_refused(tmp_path: Path) -> None:
         run_folder(run_id, base=tmp_path)
 
 
-def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
+def test_a_lock_is_released_when_its_process_exits(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", _HOLD, str(tmp_path)], stdout=subprocess.PIPE)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"

@@ -1,4 +1,4 @@
-"""Regions: what survives, what counts as empty, and memory that is not there."""
+"""Regions: what survives a crash, which slots count as empty, and missing memory."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ def _fill(region: Region, slot: int, step: int) -> None:
     region.complete(slot, {"step": step})
 
 
-def test_another_process_sees_what_was_completed(region: Region) -> None:
+def test_another_process_reads_complete_slots(region: Region) -> None:
     _fill(region, 0, 10)
     region.begin(1, 11)
     region.confirm(10)
@@ -49,7 +49,7 @@ def test_another_process_sees_what_was_completed(region: Region) -> None:
     seen.close()
 
 
-def test_values_of_a_slot_that_is_not_complete_are_refused(region: Region) -> None:
+def test_values_of_an_incomplete_slot_are_rejected(region: Region) -> None:
     with pytest.raises(DamagedSnapshot, match="slot 1 is not complete"):
         region.values(1)
     with pytest.raises(ValueError, match="call begin first"):
@@ -67,7 +67,8 @@ class Torn(BaseException):
 
 @contextmanager
 def torn_after(num_bytes: int) -> Iterator[list[bool]]:
-    """Within it all stores together are cut after so many bytes. Whether they were."""
+    """Truncate all stores of the block together after this many bytes. Yields whether that
+    happened."""
     real, left, was_torn = Region._store, [num_bytes], [False]
 
     def store(self: Region, offset: int, content: bytes) -> None:
@@ -86,9 +87,9 @@ def torn_after(num_bytes: int) -> Iterator[list[bool]]:
 
 
 @pytest.mark.parametrize("what", ["begin", "complete", "stamp"])
-def test_a_store_torn_at_any_byte_hides_no_slot(tmp_path: Path, what: str) -> None:
-    """Each store of an operation is cut after every byte: the slot is as before, as after, or
-    empty, and the others are as they were."""
+def test_a_store_torn_at_any_byte_hides_no_other_slot(tmp_path: Path, what: str) -> None:
+    """Each store of an operation is truncated after every byte: the slot is as before, as after, or
+    empty, and the others are unchanged."""
     region = Region.create(tmp_path, 0, {}, 4096, values_bytes=4096)
 
     def operate() -> None:
@@ -122,21 +123,22 @@ def test_a_store_torn_at_any_byte_hides_no_slot(tmp_path: Path, what: str) -> No
 
 
 def _adopted(folder: Path, session: str, start: str | None = None) -> Region:
-    found = Region.adopt(folder, 0, {"session": session}, 4096, values_bytes=4096, session=start)
-    assert found is not None
-    return found
+    result = Region.adopt(folder, 0, {"session": session}, 4096, values_bytes=4096, session=start)
+    assert result is not None
+    return result
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_take_over_torn_at_any_byte_loses_no_start(tmp_path: Path, shared: bool) -> None:
-    """The start from whose step the run goes on has the region, whatever was written."""
+def test_an_adoption_torn_at_any_byte_loses_no_session(tmp_path: Path, shared: bool) -> None:
+    """The session from whose step the run resumes has the region, whatever was written."""
     ends, num_bytes = 0, 0
     while ends < 3:
         made = Region.create(tmp_path, 0, {"session": "a"}, 4096, values_bytes=4096)
         _fill(made, 1, 7)
         made.close()
         if shared:
-            # Killed before all ranks had theirs; the other ranks have theirs of "a".
+            # Killed before all ranks have adopted; the other ranks have their regions of session
+            # "a".
             _adopted(tmp_path, "b").close()
         with torn_after(num_bytes) as was_torn:
             adopted = _adopted(tmp_path, "c", start="a")
@@ -153,7 +155,7 @@ def test_a_take_over_torn_at_any_byte_loses_no_start(tmp_path: Path, shared: boo
     assert num_bytes > 100
 
 
-def test_a_region_that_all_have_taken_over_is_of_the_last_start(tmp_path: Path) -> None:
+def test_a_region_that_all_ranks_adopted_belongs_to_the_last_session(tmp_path: Path) -> None:
     made = Region.create(tmp_path, 0, {"session": "a"}, 4096, values_bytes=4096)
     _fill(made, 1, 7)
     made.close()
@@ -169,18 +171,18 @@ def test_a_region_that_all_have_taken_over_is_of_the_last_start(tmp_path: Path) 
         adopted.close()
 
 
-def test_a_longer_description_is_taken_over_while_there_is_room(tmp_path: Path) -> None:
+def test_a_longer_description_is_adopted_if_there_is_space(tmp_path: Path) -> None:
     made = Region.create(tmp_path, 0, {"session": "a", "config": ""}, 4096)
     made.close()
-    wanted = {"session": "b", "config": "x" * ALIGNMENT}
-    adopted = Region.adopt(tmp_path, 0, wanted, 4096)
-    assert adopted is not None and adopted.description == wanted
+    expected = {"session": "b", "config": "x" * ALIGNMENT}
+    adopted = Region.adopt(tmp_path, 0, expected, 4096)
+    assert adopted is not None and adopted.description == expected
     adopted.close()
-    assert Region.open(made.path).description == wanted
-    assert Region.adopt(tmp_path, 0, wanted | {"config": "x" * 3 * ALIGNMENT}, 4096) is None
+    assert Region.open(made.path).description == expected
+    assert Region.adopt(tmp_path, 0, expected | {"config": "x" * 3 * ALIGNMENT}, 4096) is None
 
 
-def test_damage_is_found_by_name(region: Region) -> None:
+def test_damage_is_detected_by_name(region: Region) -> None:
     original = region.path.read_bytes()
     for place in (0, 8, 13, 20, 60, 80, ALIGNMENT, ALIGNMENT + 5):
         raw = bytearray(original)
@@ -218,10 +220,10 @@ def test_too_little_memory_is_an_error_with_numbers(
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a small tmpfs")
 @pytest.mark.parametrize("is_checked", [True, False])
-def test_a_full_tmpfs_is_no_bus_error(
+def test_a_full_tmpfs_is_not_a_bus_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_checked: bool
 ) -> None:
-    """Also when it fills up between the look and the reservation."""
+    """Also if it fills up between the check and the reservation."""
     small = tmp_path / "small"
     small.mkdir()
     mount = shutil.which("mount") or "mount"
@@ -239,21 +241,21 @@ def test_a_full_tmpfs_is_no_bus_error(
         subprocess.run(["umount", small], check=True)
 
 
-def test_what_an_earlier_process_left_is_replaced(region: Region) -> None:
+def test_the_region_of_an_earlier_process_is_replaced(region: Region) -> None:
     _fill(region, 0, 10)
     other = Region.create(region.path.parent, 3, {}, 4096)
     assert Region.open(region.path).slots()[0].state == SlotState.EMPTY
-    # Who still has the old one mapped, as a writer that flushes, is not disturbed.
+    # A process that still maps the old region, such as a writer that flushes, is not affected.
     assert region.values(0) == {"step": 10}
     assert other.token != region.token
     other.close()
 
 
-def test_a_region_with_too_little_room_for_values_is_not_taken_over(tmp_path: Path) -> None:
+def test_a_region_with_too_little_space_for_values_is_not_adopted(tmp_path: Path) -> None:
     made = Region.create(tmp_path, 0, {"session": "1"}, 4096, values_bytes=4096)
     made.close()
-    wanted = {"session": "2"}
-    assert Region.adopt(tmp_path, 0, wanted, 4096, values_bytes=4097) is None
-    adopted = Region.adopt(tmp_path, 0, wanted, 4096, values_bytes=4096)
-    assert adopted is not None and adopted.description == wanted
+    expected = {"session": "2"}
+    assert Region.adopt(tmp_path, 0, expected, 4096, values_bytes=4097) is None
+    adopted = Region.adopt(tmp_path, 0, expected, 4096, values_bytes=4096)
+    assert adopted is not None and adopted.description == expected
     adopted.close()

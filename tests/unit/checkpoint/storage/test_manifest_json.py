@@ -1,4 +1,4 @@
-"""The manifest's joining and its text, which grow with the boxes and not faster."""
+"""Joining parts into a manifest and encoding it take linear time."""
 
 import json
 from collections.abc import Iterator
@@ -17,23 +17,23 @@ from torchtitan_lite.errors import CheckpointError
 BASE = {"mesh": {"dp_shard": 3}, "values": {"train_state": {"step": 5}}, "config": {}}
 
 
-class Looked(list[int]):
-    """Numbers that count how often somebody goes through them."""
+class CountingList(list[int]):
+    """A list that counts how often it is iterated."""
 
     looks = 0
 
     def __iter__(self) -> Iterator[int]:
-        Looked.looks += 1
+        CountingList.looks += 1
         return super().__iter__()
 
 
-class Encoded(dict[str, Any]):
-    """A layout that counts how often it becomes JSON."""
+class CountingLayout(dict[str, Any]):
+    """A layout that counts how often it is encoded as JSON."""
 
     times = 0
 
     def items(self) -> Any:
-        Encoded.times += 1
+        CountingLayout.times += 1
         return super().items()
 
 
@@ -42,7 +42,7 @@ def _parts(num_ranks: int, num_tensors: int) -> list[dict[str, Any]]:
         {
             "rank": rank,
             "rng": {"python": [rank, 0.5]},
-            "layouts": [Encoded(cut=num_ranks)],
+            "layouts": [CountingLayout(shards=num_ranks)],
             "tensors": {
                 f"model.{number}": {
                     "dtype": "F32",
@@ -50,8 +50,8 @@ def _parts(num_ranks: int, num_tensors: int) -> list[dict[str, Any]]:
                     "layout": 0,
                     "boxes": [
                         {
-                            "offset": Looked([rank, 0]),
-                            "size": Looked([1, 4]),
+                            "offset": CountingList([rank, 0]),
+                            "size": CountingList([1, 4]),
                             "file": f"rank-{rank:05d}.safetensors",
                             "bytes": [4096 + 16 * number, 4112 + 16 * number],
                             "xxh3": "0" * 16,
@@ -65,16 +65,16 @@ def _parts(num_ranks: int, num_tensors: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_joining_looks_at_each_box_and_layout_a_few_times() -> None:
+def test_joining_reads_each_box_and_layout_a_few_times() -> None:
     num_ranks, num_tensors = 40, 30
     parts = _parts(num_ranks, num_tensors)
-    Looked.looks = Encoded.times = 0
+    CountingList.looks = CountingLayout.times = 0
     build_manifest(5, parts, BASE | {"versions": {}})
-    assert Looked.looks <= 6 * num_ranks * num_tensors
-    assert Encoded.times <= 4 * num_ranks
+    assert CountingList.looks <= 6 * num_ranks * num_tensors
+    assert CountingLayout.times <= 4 * num_ranks
 
 
-def test_the_text_has_a_line_for_each_tensor() -> None:
+def test_the_text_has_a_line_per_tensor() -> None:
     manifest = build_manifest(5, _parts(3, 20), BASE | {"versions": {"torch": "2"}})
     text = manifest_bytes(manifest)
     digest = json.loads(text)["xxh3"]
@@ -90,7 +90,7 @@ def test_the_text_has_a_line_for_each_tensor() -> None:
     assert len(lines) < 20 + 30
 
 
-def test_a_box_that_two_ranks_wrote_is_refused() -> None:
+def test_a_box_that_two_ranks_wrote_is_rejected() -> None:
     parts = _parts(2, 1)
     parts[1]["tensors"] = parts[0]["tensors"]
     parts[1]["tensors"]["model.0"]["boxes"] *= 2

@@ -1,4 +1,4 @@
-"""An object store that fails now and then: what is committed is whole, and failures are loud."""
+"""An unreliable object store: committed steps are complete, and failures are reported."""
 
 import itertools
 import json
@@ -22,8 +22,8 @@ from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 from torchtitan_lite.errors import CheckpointError
 
 
-class Flaky:
-    """A filesystem of which a share of the operations fails, before or after their effect."""
+class FlakyFilesystem:
+    """A filesystem that fails a share of the operations, before or after their effect."""
 
     def __init__(self, share: float, seed: int) -> None:
         self._fs = MemoryFileSystem()
@@ -50,15 +50,15 @@ class Flaky:
 
 
 class Killed(BaseException):
-    """Ends a process as far as it can be told in one."""
+    """Stands for the end of the process."""
 
 
-class Dying:
-    """A filesystem that kills who uses it at the n-th operation, before or after its effect."""
+class KillingFilesystem:
+    """A filesystem that kills its user at the n-th operation, before or after its effect."""
 
-    def __init__(self, dies_at: int, *, after: bool) -> None:
+    def __init__(self, kill_at: int, *, after: bool) -> None:
         self._fs = MemoryFileSystem()
-        self._left, self._after = dies_at, after
+        self._left, self._after = kill_at, after
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self._fs, name)
@@ -97,7 +97,7 @@ def _save(
             "xxh3": place.xxh3,
         }
         entry = {"dtype": "U8", "shape": [world_size, 5000], "layout": 0, "boxes": [box]}
-        part = {"rank": rank, "rng": {}, "layouts": [{"cut": 2}], "tensors": {"model.w": entry}}
+        part = {"rank": rank, "rng": {}, "layouts": [{"shards": 2}], "tensors": {"model.w": entry}}
         store.put_part(step, token, rank, part)
     assert store.parts_present(step, token) == set(range(world_size))
     for rank in range(world_size):
@@ -112,8 +112,8 @@ def root() -> str:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_one_in_twenty_operations_fails_and_nothing_shows(root: str, seed: int) -> None:
-    flaky = Flaky(0.05, seed)
+def test_a_failure_of_one_in_twenty_operations_has_no_effect(root: str, seed: int) -> None:
+    flaky = FlakyFilesystem(0.05, seed)
     store = ObjectStore(root, flaky, first_wait_s=1e-4)  # type: ignore[arg-type]
     for step in range(1, 11):
         _save(store, step, "a-0")
@@ -133,14 +133,14 @@ def _manifest(store: ObjectStore, step: int) -> dict[str, Any]:
     return json.loads(bytes(store.read(f"step-{step}/manifest.json")))
 
 
-def test_a_store_that_never_answers_fails_with_its_name(root: str) -> None:
-    store = ObjectStore(root, Flaky(1.0, 0), first_wait_s=1e-4)  # type: ignore[arg-type]
+def test_a_store_that_never_responds_fails_with_its_name(root: str) -> None:
+    store = ObjectStore(root, FlakyFilesystem(1.0, 0), first_wait_s=1e-4)  # type: ignore[arg-type]
     with pytest.raises(OSError, match=rf"{root} failed 8 times, at last with"):
         store.put_part(1, "a-0", 0, {})
 
 
-class Misused:
-    """A filesystem whose client raises what is no OSError."""
+class ClientErrors:
+    """A filesystem whose client raises exceptions other than OSError."""
 
     def __init__(self, error: Exception) -> None:
         self._error, self.calls = error, 0
@@ -156,10 +156,8 @@ class Misused:
 @pytest.mark.parametrize(
     "error", [ValueError("no region"), KeyError("ETag"), TypeError("None"), ImportError("no ssl")]
 )
-def test_what_a_client_raises_is_an_os_error_with_the_operation(
-    root: str, error: Exception
-) -> None:
-    store = ObjectStore(root, Misused(error), first_wait_s=1e-4)  # type: ignore[arg-type]
+def test_client_exceptions_become_os_errors_with_the_operation(root: str, error: Exception) -> None:
+    store = ObjectStore(root, ClientErrors(error), first_wait_s=1e-4)  # type: ignore[arg-type]
     named = rf"in {root} failed with {type(error).__name__}: "
     for what, action in {
         "listing": store.steps,
@@ -178,7 +176,7 @@ def test_what_a_client_raises_is_an_os_error_with_the_operation(
         plain.read_part(1, "a-0", 0)
 
 
-def test_parts_of_another_attempt_are_not_taken(root: str) -> None:
+def test_parts_of_another_attempt_are_not_used(root: str) -> None:
     store = open_storage(root)
     store.put_part(4, "a-0", 0, {"rank": 0})
     store.put_failure(4, "a-1", 1, "full")
@@ -191,7 +189,7 @@ def test_parts_of_another_attempt_are_not_taken(root: str) -> None:
     assert store.failures(4, "a-1") == {1: "full"}
 
 
-def test_a_step_without_a_manifest_is_none_and_goes(root: str) -> None:
+def test_a_step_without_a_manifest_is_not_listed_and_is_removed(root: str) -> None:
     store = ObjectStore(root)
     _save(store, 1, "a-0")
     store.put_part(2, "a-0", 0, {"rank": 0})
@@ -216,7 +214,8 @@ def test_a_lost_file_fails_the_commit(root: str) -> None:
 
 
 def _stored(store: ObjectStore, step: int, world_size: int = 2) -> int:
-    """The seed of the contents of a step, all of which is there and hangs together."""
+    """Return the seed of a step's contents, after checking that all of them are present and
+    consistent."""
     manifest = _manifest(store, step)
     folder = "/".join(filter(None, (f"step-{step}", manifest.get("data"))))
     raw = [bytes(store.read(f"{folder}/rank-{rank:05d}.safetensors")) for rank in range(world_size)]
@@ -231,35 +230,35 @@ def _stored(store: ObjectStore, step: int, world_size: int = 2) -> int:
 
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_while_a_step_is_saved_again(after: bool) -> None:
-    """One of the two is there, whole, and nothing else after the next start."""
-    found = []
-    for dies_at in itertools.count(1):
+    """One of both versions is complete, and nothing else remains after the next start."""
+    actual = []
+    for kill_at in itertools.count(1):
         root = f"memory://{secrets.token_hex(8)}"
         store = ObjectStore(root)
         _save(store, 1, "a-0", seed=11)
-        dying = ObjectStore(root, Dying(dies_at, after=after))  # type: ignore[arg-type]
+        dying = ObjectStore(root, KillingFilesystem(kill_at, after=after))  # type: ignore[arg-type]
         with suppress(Killed):
             _save(dying, 1, "b-0", seed=12)
             break
-        assert store.steps() == [1], dies_at
-        found.append(_stored(store, 1))
+        assert store.steps() == [1], kill_at
+        actual.append(_stored(store, 1))
         store.recover("c")
-        assert _stored(store, 1) == found[-1], dies_at
-        assert len(store._find(1)) == 3, (dies_at, store._find(1))
-    assert found == sorted(found) and set(found) == {11, 12} and len(found) > 10
+        assert _stored(store, 1) == actual[-1], kill_at
+        assert len(store._find(1)) == 3, (kill_at, store._find(1))
+    assert actual == sorted(actual) and set(actual) == {11, 12} and len(actual) > 10
 
 
-def test_attempts_at_one_step_do_not_touch_each_other(root: str) -> None:
+def test_attempts_at_one_step_do_not_interfere(root: str) -> None:
     store = ObjectStore(root)
     data = memoryview(content(0, 9, 5000))
     boxes = [PartBox("model.w", "U8", (1, 5000), 0, 5000)]
     store.write_part(1, "b-0", "rank-00000.safetensors", boxes, [data])
-    # Not announced yet, and of this very start of the run.
+    # Not announced yet, and of the current session of the run.
     store.recover("b")
     store.put_part(1, "b-0", 0, {"rank": 0})
     _save(store, 1, "a-0", seed=11)
     assert store.parts_present(1, "b-0") == {0}
-    # What an orphan of an earlier start writes and removes has no effect on what is stored.
+    # Writes and deletions of an orphan of an earlier session do not affect committed steps.
     store.write_part(1, "0-0", "rank-00001.safetensors", boxes, [data])
     store.abandon(1, "0-0")
     store.abandon(1, "a-0")
@@ -269,7 +268,7 @@ def test_attempts_at_one_step_do_not_touch_each_other(root: str) -> None:
     assert [path.partition("/")[0] for path in store._find(1)] == ["b-0", "b-0", "manifest.json"]
 
 
-def test_what_a_later_save_no_longer_needs_goes(root: str) -> None:
+def test_objects_that_a_later_save_does_not_need_are_removed(root: str) -> None:
     store = ObjectStore(root)
     _save(store, 1, "a-0")
     store.put_part(1, "b-0", 0, {"rank": 0})
@@ -279,7 +278,7 @@ def test_what_a_later_save_no_longer_needs_goes(root: str) -> None:
     store.delete_stale_attempts(2)
     assert len(store._find(1)) == 3 and _stored(store, 1) == 1
     assert store.parts_present(2, "b-0") == {0}
-    # A manifest that cannot be read does not say what belongs to it: nothing is removed.
+    # An unreadable manifest does not tell which objects belong to it: nothing is removed.
     store.put_part(1, "b-0", 0, {"rank": 0})
     store._put("step-1/manifest.json", b"{")
     store.recover("c")
@@ -288,7 +287,7 @@ def test_what_a_later_save_no_longer_needs_goes(root: str) -> None:
 
 
 def test_a_step_of_format_2_is_kept_and_replaced(root: str) -> None:
-    """Its files lie beside the manifest."""
+    """Its files are stored next to the manifest."""
     store = ObjectStore(root)
     _save(store, 1, "a-0", seed=11)
     manifest = _manifest(store, 1)
@@ -309,12 +308,12 @@ def test_a_step_of_format_2_is_kept_and_replaced(root: str) -> None:
     assert store.steps() == [] and store._find(1) == []
 
 
-def test_a_token_that_readers_refuse_is_not_written(root: str) -> None:
+def test_a_token_that_readers_reject_is_not_written(root: str) -> None:
     for token in ("../a", "a/b", "rank-00000.json", "", "a" * 200, "a\n"):
         with pytest.raises(ValueError, match="cannot name an attempt"):
             open_storage(root).put_part(1, token, 0, {"rank": 0})
 
 
-def test_a_url_of_no_known_filesystem_says_what_to_do() -> None:
+def test_a_url_of_an_unknown_filesystem_says_what_to_install() -> None:
     with pytest.raises(CheckpointError, match="Install the missing package"):
         open_storage("nowhere://bucket")

@@ -1,4 +1,4 @@
-"""A folder of checkpoints whose disk fails now and then, or in which others have left links."""
+"""A checkpoint folder on an unreliable disk, or with symbolic links from others."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ FILE = "rank-00000.safetensors"
 
 
 class FailingOnce(Files):
-    """Its n-th rename or sync of a folder, counting from 1, fails: without effect, or after it."""
+    """Fails its n-th rename or sync of a folder, counted from 1, without effect or after it."""
 
     def __init__(self) -> None:
         self.left, self.after = 0, False
@@ -43,7 +43,7 @@ class FailingOnce(Files):
 
 
 def _write(folder: LocalStorage, step: int, token: str, seed: int) -> None:
-    """All of an attempt but its commit."""
+    """Write everything of an attempt except its commit."""
     folder.begin(step, token)
     data = memoryview(content(0, seed, 5000))
     folder.write_part(step, token, FILE, [PartBox("w", "U8", (5000,), 0, 5000)], [data])
@@ -52,9 +52,7 @@ def _write(folder: LocalStorage, step: int, token: str, seed: int) -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_commit_that_failed_once_is_made_again(
-    tmp_path: Path, replaces: bool, after: bool
-) -> None:
+def test_a_failed_commit_is_retried(tmp_path: Path, replaces: bool, after: bool) -> None:
     for number in itertools.count(1):
         files = FailingOnce()
         root = tmp_path / str(number)
@@ -67,7 +65,7 @@ def test_a_commit_that_failed_once_is_made_again(
         try:
             folder.commit(3, "b-0", b"newer")
         except OSError:
-            # As the writer sees it: all parts are there still, so that it commits again.
+            # The writer's view: all parts still exist, so it commits again.
             assert folder.parts_present(3, "b-0") == {0}, number
             assert folder.read_part(3, "b-0", 0) == {"rank": 0}
             assert not replaces or folder.steps() == [3]
@@ -81,7 +79,7 @@ def test_a_commit_that_failed_once_is_made_again(
             break
 
 
-def test_an_attempt_that_is_gone_commits_nothing(tmp_path: Path) -> None:
+def test_a_removed_attempt_commits_nothing(tmp_path: Path) -> None:
     folder = LocalStorage(tmp_path, Files())
     _write(folder, 3, "a-0", seed=1)
     folder.commit(3, "a-0", b"older")
@@ -92,7 +90,7 @@ def test_an_attempt_that_is_gone_commits_nothing(tmp_path: Path) -> None:
     assert folder.steps() == [3] and (tmp_path / "step-3" / MANIFEST).read_bytes() == b"older"
 
 
-def test_links_that_others_left_are_not_followed(tmp_path: Path) -> None:
+def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
     root, precious = tmp_path / "checkpoint", tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("kept")
@@ -121,7 +119,7 @@ def test_links_that_others_left_are_not_followed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def few_descriptors() -> Iterator[int]:
-    """How many more files than this process has now it may open."""
+    """Limit the number of further files that this process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = 400
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + free, hard))
@@ -134,16 +132,16 @@ def test_more_files_are_read_than_may_be_open(tmp_path: Path, few_descriptors: i
     for name in names:
         (tmp_path / name).write_bytes(name.encode() * 2000)
     folder = LocalStorage(tmp_path, Files())
-    draws = random.Random(0)
-    order = [draws.choice(names) for _ in range(3000)] + names
+    rng = random.Random(0)
+    order = [rng.choice(names) for _ in range(3000)] + names
 
     def read(name: str) -> bool:
-        wanted = name.encode() * 2000
-        target = bytearray(len(wanted))
+        expected = name.encode() * 2000
+        target = bytearray(len(expected))
         folder.read_into(name, 0, memoryview(target), lambda piece: None)
-        return target == wanted and bytes(folder.read(name)) == wanted
+        return target == expected and bytes(folder.read(name)) == expected
 
-    # No descriptor is closed, and given to another file, under a thread that reads.
+    # No descriptor is closed and reused for another file while a thread reads.
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(read, order))
     folder.close()

@@ -1,4 +1,4 @@
-"""Part files: valid safetensors, whatever the sizes and places, by direct I/O or not."""
+"""Part files: valid safetensors for all sizes and offsets, with and without direct I/O."""
 
 import mmap
 import random
@@ -35,17 +35,19 @@ def _pool(num_bytes: int) -> memoryview:
         [],
     ],
 )
-def test_every_box_comes_back(tmp_path: Path, places: list[tuple[int, int]], direct: bool) -> None:
+def test_every_box_is_read_back(
+    tmp_path: Path, places: list[tuple[int, int]], direct: bool
+) -> None:
     pool = _pool(20 << 20)
     boxes = [PartBox(f"t{i}", "U8", (n,), start, n) for i, (start, n) in enumerate(places)]
     path = tmp_path / "part.safetensors"
     written = write_part(Files(), path, boxes, pool, direct=direct)
     raw = path.read_bytes()
-    found = read_safetensors(raw)
+    actual = read_safetensors(raw)
     for box, place in zip(boxes, written, strict=True):
-        wanted = bytes(pool[box.start : box.start + box.bytes])
-        assert found[box.name] == ("U8", [box.bytes], wanted)
-        assert raw[place.first : place.end] == wanted
+        expected = bytes(pool[box.start : box.start + box.bytes])
+        assert actual[box.name] == ("U8", [box.bytes], expected)
+        assert raw[place.first : place.end] == expected
     if boxes:
         assert written[0].first % 4096 == 0
     with safe_open(path, "np") as file:
@@ -55,7 +57,7 @@ def test_every_box_comes_back(tmp_path: Path, places: list[tuple[int, int]], dir
     assert again == written and (tmp_path / "again").read_bytes() == raw
 
 
-def test_a_second_box_of_a_tensor_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_a_second_box_of_a_tensor_has_another_name(tmp_path: Path) -> None:
     boxes = [PartBox("w", "U8", (3,), 0, 3), PartBox("w", "U8", (4,), 3, 4)]
     write_part(Files(), tmp_path / "part", boxes, _pool(4096))
     assert list(read_safetensors((tmp_path / "part").read_bytes())) == ["w", "w#2"]
@@ -78,12 +80,12 @@ def test_an_abandoned_write_leaves_no_file(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_sizes_are_refused(tmp_path: Path) -> None:
+def test_wrong_sizes_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="w has 4 bytes, but 5 were announced"):
         write_part(Files(), tmp_path / "p", [PartBox("w", "U8", (5,), 0, 5)], [memoryview(b"abcd")])
 
 
-def test_the_rate_is_kept(tmp_path: Path) -> None:
+def test_the_rate_limit_is_kept(tmp_path: Path) -> None:
     boxes = [PartBox("w", "U8", (8 << 20,), 0, 8 << 20)]
     started = time.monotonic()
     write_part(Files(), tmp_path / "part", boxes, _pool(8 << 20), rate=TokenBucket(20 << 20))

@@ -1,4 +1,4 @@
-"""Replicas that talk to a lighthouse through torchft's client, all in this process."""
+"""Replicas that call a lighthouse through torchft's client, all in this process."""
 
 import threading
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ _HEARTBEAT_S = 0.05
 
 
 @dataclass(frozen=True)
-class Told:
-    """A quorum as a replica hears of it."""
+class ReceivedQuorum:
+    """A quorum as a replica receives it."""
 
     quorum_id: int
     members: tuple[tuple[str, int], ...]
@@ -28,54 +28,58 @@ class Told:
         return tuple(replica_id for replica_id, _ in self.members)
 
 
-class Crew:
-    """Replicas of one lighthouse, each with a client of its own."""
+class LighthouseClients:
+    """Replicas of one lighthouse, with one client each."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._clients: dict[str, LighthouseClient] = {}
-        self._living: set[str] = set()
+        self._alive: set[str] = set()
         self._beat_lock = threading.Lock()
         self._ended = threading.Event()
         self._threads = ThreadPoolExecutor(8)
         self._beating = threading.Thread(target=self._beat, daemon=True)
         self._beating.start()
 
-    def live(self, *ids: str) -> None:
-        """They send a heartbeat now, and go on to."""
+    def start_heartbeats(self, *ids: str) -> None:
+        """Send heartbeats from now on."""
         for replica_id in ids:
             self._client(replica_id).heartbeat(replica_id)
         with self._beat_lock:
-            self._living |= set(ids)
+            self._alive |= set(ids)
 
-    def die(self, *ids: str) -> None:
-        """They send no more heartbeats from now on."""
+    def stop_heartbeats(self, *ids: str) -> None:
+        """Stop sending heartbeats."""
         with self._beat_lock:
-            self._living -= set(ids)
+            self._alive -= set(ids)
 
-    def ask(self, replica_id: str, timeout_s: float = 30.0, **asked: Any) -> "Future[Told | None]":
-        """One asks for a quorum; None when it gives up."""
-        return self._threads.submit(self._ask, replica_id, timeout_s, asked)
+    def request(
+        self, replica_id: str, timeout_s: float = 30.0, **options: Any
+    ) -> "Future[ReceivedQuorum | None]":
+        """Request a quorum for one replica; None if it withdraws."""
+        return self._threads.submit(self._request, replica_id, timeout_s, options)
 
-    def ask_all(self, *ids: str, **asked: Any) -> list[Told | None]:
-        """All ask at once; what they hear."""
-        return [answer.result() for answer in [self.ask(one, **asked) for one in ids]]
+    def request_all(self, *ids: str, **options: Any) -> list[ReceivedQuorum | None]:
+        """Request a quorum for all replicas at once, and return the quorums that they receive."""
+        return [answer.result() for answer in [self.request(one, **options) for one in ids]]
 
     def close(self) -> None:
-        """End all threads."""
+        """Stop all threads."""
         self._ended.set()
         self._beating.join()
         self._threads.shutdown()
 
-    def _ask(self, replica_id: str, timeout_s: float, asked: dict[str, Any]) -> Told | None:
+    def _request(
+        self, replica_id: str, timeout_s: float, options: dict[str, Any]
+    ) -> ReceivedQuorum | None:
         try:
             quorum = self._client(replica_id).quorum(
-                replica_id, timedelta(seconds=timeout_s), **asked
+                replica_id, timedelta(seconds=timeout_s), **options
             )
         except TimeoutError:
             return None
         members = tuple((one.replica_id, one.step) for one in quorum.participants)
-        return Told(int(quorum.quorum_id), members)
+        return ReceivedQuorum(int(quorum.quorum_id), members)
 
     def _client(self, replica_id: str) -> LighthouseClient:
         if replica_id not in self._clients:
@@ -85,15 +89,15 @@ class Crew:
     def _beat(self) -> None:
         while not self._ended.wait(_HEARTBEAT_S):
             with self._beat_lock:
-                for replica_id in sorted(self._living):
+                for replica_id in sorted(self._alive):
                     self._clients[replica_id].heartbeat(replica_id)
 
 
 @contextmanager
-def crew_of(address: str) -> Iterator[Crew]:
-    """Replicas of the lighthouse at `address` ("HOST:PORT")."""
-    crew = Crew(f"http://{address}")
+def connect_clients(address: str) -> Iterator[LighthouseClients]:
+    """Return replicas of the lighthouse at `address` ("HOST:PORT")."""
+    clients = LighthouseClients(f"http://{address}")
     try:
-        yield crew
+        yield clients
     finally:
-        crew.close()
+        clients.close()

@@ -1,4 +1,4 @@
-"""How replicas leave: at the end of the run, when they are asked to, and when too few are left."""
+"""How replicas leave: at the end of the run, on SIGTERM, and when too few are left."""
 
 from pathlib import Path
 
@@ -13,24 +13,26 @@ _OVER = "All 12 steps of this run are done."
 
 
 def _stored(run: Replicas) -> list[int]:
-    """The steps that are stored, all of them whole."""
+    """Return the committed checkpoint steps, after checking that all are complete."""
     storage = open_storage(str(run.folder / "checkpoint"))
     steps = sorted(storage.steps())
     assert [verify(storage, f"step-{step}") for step in steps] == [[]] * len(steps)
-    found = {entry.name for entry in (run.folder / "checkpoint").iterdir()} - {"assets"}
-    assert found == {f"step-{step}" for step in steps}
+    actual = {entry.name for entry in (run.folder / "checkpoint").iterdir()} - {"assets"}
+    assert actual == {f"step-{step}" for step in steps}
     return steps
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("weights", [True, False])
-def test_who_returns_when_the_run_is_finished_says_so(tmp_path: Path, weights: bool) -> None:
+def test_a_replica_that_returns_after_the_end_of_the_run_reports_it(
+    tmp_path: Path, weights: bool
+) -> None:
     last = f"--checkpoint.last_save_model_only={str(weights).lower()}"
     arguments = [*_ARGUMENTS, "--training.steps=12", last]
     with replicas(tmp_path / "run", 1, arguments) as run:
-        # One is lost in the last step, and the other takes it again.
-        run.start_together({0: "", 1: "dies=44"})
+        # One replica dies in the last step, and the other repeats it.
+        run.start_together({0: "", 1: "killed_at=44"})
         assert [run.wait(number) for number in (0, 1)] == [0, -9], run.text(0) + run.text(1)
         assert run.steps(0)[-1]["step"] == 12
         assert "step_failed" in run.events(0)
@@ -47,7 +49,7 @@ def test_who_returns_when_the_run_is_finished_says_so(tmp_path: Path, weights: b
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-def test_too_few_are_waited_for_and_sigterm_saves(tmp_path: Path) -> None:
+def test_waiting_for_too_few_replicas_ends_with_a_save_on_sigterm(tmp_path: Path) -> None:
     arguments = [*_ARGUMENTS, "--fault_tolerance.min_replica_size=2"]
     with replicas(tmp_path / "run", 1, arguments) as run:
         run.start(0)
@@ -70,7 +72,7 @@ def test_too_few_are_waited_for_and_sigterm_saves(tmp_path: Path) -> None:
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["async", "disabled"])
-def test_all_are_asked_to_leave_at_once(tmp_path: Path, mode: str) -> None:
+def test_all_replicas_leave_on_sigterm(tmp_path: Path, mode: str) -> None:
     arguments = [*_ARGUMENTS, f"--checkpoint.async_mode={mode}"]
     with replicas(tmp_path / "run", 2, arguments) as run:
         run.start(0)
@@ -80,9 +82,9 @@ def test_all_are_asked_to_leave_at_once(tmp_path: Path, mode: str) -> None:
         run.stop()
         assert [run.wait(number) for number in (0, 1)] == [0, 0], run.text(0) + run.text(1)
         last = {run.steps(number)[-1]["step"] for number in (0, 1)}
-        # One may take a step more, alone, when the other has gone.
+        # One replica may take another step alone after the other has left.
         assert set(_stored(run)) >= last
-        # Each leaves as if the other went on: who is later writes the same in place of it.
+        # Each replica saves because the other might continue; the later one replaces the save.
         for number in (0, 1):
             step = run.steps(number)[-1]["step"]
             assert run.log(number).read_text().count(f"Saved step {step} ") == 1
@@ -91,18 +93,18 @@ def test_all_are_asked_to_leave_at_once(tmp_path: Path, mode: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["async", "disabled"])
-def test_a_replica_dies_in_the_middle_of_a_save(tmp_path: Path, mode: str) -> None:
+def test_a_replica_dies_during_a_save(tmp_path: Path, mode: str) -> None:
     arguments = [*_ARGUMENTS, f"--checkpoint.async_mode={mode}", "--checkpoint.interval=10"]
     arguments += ["--training.steps=40", "--checkpoint.keep_latest_k=0"]
     with replicas(tmp_path / "run", 1, arguments) as run:
-        run.start_together({0: "slow=0.05", 1: "slow=0.05 dies_in_save=20"})
+        run.start_together({0: "slow=0.05", 1: "slow=0.05 killed_in_save=20"})
         assert run.wait(1) == -9
         assert run.wait(0) == 0, run.text(0)
         stored = _stored(run)
         assert stored[-1] == 40 and set(stored) >= {10, 30, 40}, run.text(0)
         together = {step["step"] for step in run.steps(0) if step["num_replicas"] == 2}
         assert 20 in together and 22 not in together
-        # The save that was broken off begins anew with who is left.
+        # The interrupted save is repeated by the remaining replicas.
         assert 20 in stored or 21 in stored
         text = run.log(0).read_text()
         assert text.count("Saved step 40") == 1 and text.count("Saved step 30") == 1

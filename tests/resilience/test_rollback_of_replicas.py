@@ -1,4 +1,4 @@
-"""Replicas that roll back go on from one state, and as one alone would."""
+"""Replicas roll back to a common state, and continue like a single replica."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,11 @@ _ARGUMENTS: tuple[str, ...] = (
     "--training.dtype=float64",
     "--metrics.log_freq=1",
     "--training.steps=16",
-    # Every state is stored, so that it is known to which one returns.
+    # Every state is stored, so that the target of a rollback is known.
     "--checkpoint.interval=1",
     "--checkpoint.keep_latest_k=0",
     "--checkpoint.async_mode=disabled",
-    # So near the noise that some steps of any run are beyond it.
+    # So close to the noise that some steps of any run exceed it.
     "--anomalies.on_spike=roll_back",
     "--anomalies.spike_window=8",
     "--anomalies.spike_min_steps=8",
@@ -27,13 +27,14 @@ _ARGUMENTS: tuple[str, ...] = (
     "--anomalies.max_roll_backs=50",
     "--debug.max_skipped_steps=50",
     "--fault_tolerance.process_group_timeout_ms=20000",
-    # Each such step is computed again before, by all, and comes out the same.
+    # All replicas first recompute each such step, with the same result.
     "--fault_tolerance.replay_check=true",
 )
 
 
-def _told(folder: Path) -> tuple[list[tuple[int, float, bool]], list[int]]:
-    """Step, loss and whether it was skipped, of each step that was tried; and the roll backs."""
+def _history(folder: Path) -> tuple[list[tuple[int, float, bool]], list[int]]:
+    """Return the step, the loss and whether it was skipped for each attempted step, and the
+    rollbacks."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [(one["step"], one["loss"], one["skipped"]) for one in lines if "event" not in one]
     assert not [one for one in lines if one.get("event") == "replay_differs"]
@@ -42,18 +43,18 @@ def _told(folder: Path) -> tuple[list[tuple[int, float, bool]], list[int]]:
 
 @pytest.mark.matrix
 @pytest.mark.timeout(200)
-def test_replicas_roll_back_together_and_go_on_as_one_alone_would(tmp_path: Path) -> None:
+def test_replicas_roll_back_together_and_continue_like_a_single_one(tmp_path: Path) -> None:
     with replicas(tmp_path / "run", 1, _ARGUMENTS) as run:
         for number in (0, 1):
             run.start(number)
-        straight = tmp_path / "straight"
-        own = [*_ARGUMENTS, f"--job.dump_folder={straight}"]
-        launch.run(1, own, tmp_path / "straight.log")
+        uninterrupted = tmp_path / "uninterrupted"
+        own = [*_ARGUMENTS, f"--job.dump_folder={uninterrupted}"]
+        launch.run(1, own, tmp_path / "uninterrupted.log")
         assert [run.wait(number) for number in (0, 1)] == [0, 0], run.text(0) + run.text(1)
-        expected, returns = _told(straight)
+        expected, returns = _history(uninterrupted)
         assert returns, "no step of the run spiked: lower spike_factor"
         for number in (0, 1):
-            steps, own_returns = _told(run.output(number))
+            steps, own_returns = _history(run.output(number))
             assert len(own_returns) == len(returns)
             first = expected.index(next(one for one in expected if one[0] == steps[0][0]))
             assert len(steps) == len(expected) - first

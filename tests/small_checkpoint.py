@@ -1,4 +1,4 @@
-"""A small checkpoint of two files, as two ranks write it, made in one process."""
+"""A small checkpoint of two files, written by one process in the format of two ranks."""
 
 import json
 import random
@@ -23,10 +23,10 @@ TWO_FILES = ("rank-00000.safetensors", "rank-00001.safetensors")
 _TOKEN = "0123456789ab-1"
 
 
-def store(root: Path | str, step: int) -> dict[str, torch.Tensor]:
-    """Write `step` into `root`; the whole tensors."""
+def write_checkpoint(root: Path | str, step: int) -> dict[str, torch.Tensor]:
+    """Write the checkpoint of `step` into `root`, and return its full tensors."""
     tensors = _tensors()
-    cut = Layout(HolderMesh((2,), TWO_FILES, ("dp_shard",)), [Shard(0)])
+    sharded = Layout(HolderMesh((2,), TWO_FILES, ("dp_shard",)), [Shard(0)])
     first = Layout(HolderMesh((), TWO_FILES[:1]), [])
     storage = open_storage(str(root))
     storage.begin(step, _TOKEN)
@@ -35,7 +35,7 @@ def store(root: Path | str, step: int) -> dict[str, torch.Tensor]:
         boxes: list[PartBox] = []
         views: list[memoryview] = []
         for name, tensor in tensors.items():
-            layout = cut if tensor.dim() else first
+            layout = sharded if tensor.dim() else first
             entry = {
                 "dtype": DTYPE_NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
@@ -58,7 +58,7 @@ def store(root: Path | str, step: int) -> dict[str, torch.Tensor]:
         part = {
             "rank": rank,
             "rng": {"python": [rank, 0.5]},
-            "layouts": [layout_to_json(cut), layout_to_json(first)],
+            "layouts": [layout_to_json(sharded), layout_to_json(first)],
             "tensors": described,
         }
         storage.put_part(step, _TOKEN, rank, part)
@@ -73,8 +73,8 @@ def store(root: Path | str, step: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def sign(raw: dict[str, Any]) -> bytes:
-    """A manifest with the checksum that fits it."""
+def manifest_with_checksum(raw: dict[str, Any]) -> bytes:
+    """Return a manifest with its correct checksum."""
     rest = {key: value for key, value in raw.items() if key != "xxh3"}
     if raw.get("version") != 2:
         return manifest_bytes(rest)
@@ -82,38 +82,37 @@ def sign(raw: dict[str, Any]) -> bytes:
     return json.dumps(rest | {"xxh3": digest}).encode()
 
 
-def change(folder: Path, raw: dict[str, Any]) -> None:
-    """Put a manifest in place of a checkpoint's, with a checksum that fits."""
-    (folder / MANIFEST).write_bytes(sign(raw))
+def replace_manifest(folder: Path, raw: dict[str, Any]) -> None:
+    """Replace the manifest of a checkpoint, with a correct checksum."""
+    (folder / MANIFEST).write_bytes(manifest_with_checksum(raw))
 
 
-def damage(folder: Path, draws: random.Random) -> tuple[str, str]:
-    """Flip a bit, cut off an end, or delete a file, at random; the file's name and what was done
-    to it."""
-    path = draws.choice(sorted(folder.iterdir()))
+def damage_file(folder: Path, rng: random.Random) -> tuple[str, str]:
+    """Flip a bit of a random file, truncate it or delete it; return its name and the damage."""
+    path = rng.choice(sorted(folder.iterdir()))
     content = bytearray(path.read_bytes())
-    kind = draws.choices(["flip", "truncate", "delete"], [8, 3, 1])[0]
+    kind = rng.choices(["flip", "truncate", "delete"], [8, 3, 1])[0]
     if kind == "flip":
-        place, bit = draws.randrange(len(content)), draws.randrange(8)
-        content[place] ^= 1 << bit
+        position, bit = rng.randrange(len(content)), rng.randrange(8)
+        content[position] ^= 1 << bit
         path.write_bytes(content)
-        return path.name, f"bit {bit} of byte {place} flipped"
+        return path.name, f"bit {bit} of byte {position} flipped"
     if kind == "truncate":
-        length = draws.randrange(len(content))
+        length = rng.randrange(len(content))
         path.write_bytes(content[:length])
-        return path.name, f"cut to {length} bytes"
+        return path.name, f"truncated to {length} bytes"
     path.unlink()
     return path.name, "deleted"
 
 
 def _tensors() -> dict[str, torch.Tensor]:
-    draws = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     return {
-        "model.weight": torch.randn(300, 7, generator=draws),
-        "model.odd": torch.randn(3, 5, generator=draws).bfloat16(),
-        "model.one": torch.randn(1, 4, generator=draws, dtype=torch.float64),
+        "model.weight": torch.randn(300, 7, generator=generator),
+        "model.odd": torch.randn(3, 5, generator=generator).bfloat16(),
+        "model.one": torch.randn(1, 4, generator=generator, dtype=torch.float64),
         "model.none": torch.empty(0, 4),
-        "model.flags": torch.randint(0, 2, (9,), generator=draws, dtype=torch.bool),
-        "model.count": torch.randint(0, 9, (), generator=draws),
-        "optimizer.weight.momentum": torch.randn(300, 7, generator=draws),
+        "model.flags": torch.randint(0, 2, (9,), generator=generator, dtype=torch.bool),
+        "model.count": torch.randint(0, 9, (), generator=generator),
+        "optimizer.weight.momentum": torch.randn(300, 7, generator=generator),
     }

@@ -1,6 +1,7 @@
-"""Writers and trainers that die at a chosen operation, and a disk that forgets what was not synced.
+"""Checkpoint writers and trainers that crash at a chosen operation, and a disk that loses data that
+was not synced.
 
-`python -m tests.writer_faults` is such a writer or trainer.
+`python -m tests.faulty_writer` runs such a writer or trainer.
 """
 
 import copy
@@ -23,15 +24,15 @@ OPERATIONS = (
 )
 
 
-class DyingFiles(Files):
-    """Kills its process at the n-th operation, counting from 1; half of the writes before it.
-    How many there were stands in the file `count`, if it is given."""
+class CrashingFiles(Files):
+    """Kills its process at the `crash_at`-th operation, counted from 1. If that is a write, half of
+    it is done before. The number of operations is written to the file `count`, if given."""
 
-    def __init__(self, dies_at: int, count: Path | None = None) -> None:
-        self._dies_at, self._done, self._count_in = dies_at, 0, count
+    def __init__(self, crash_at: int, count: Path | None = None) -> None:
+        self._crash_at, self._done, self._count_in = crash_at, 0, count
 
     def pwrite(self, descriptor: int, content: bytes | memoryview, offset: int) -> None:
-        if self._done + 1 == self._dies_at:
+        if self._done + 1 == self._crash_at:
             os.pwrite(descriptor, memoryview(content)[: len(content) // 8192 * 4096], offset)
         self._count()
         super().pwrite(descriptor, content, offset)
@@ -40,15 +41,15 @@ class DyingFiles(Files):
         self._done += 1
         if self._count_in is not None:
             self._count_in.write_text(str(self._done))
-        if self._done == self._dies_at:
+        if self._done == self._crash_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 class SlowFiles(Files):
-    """The first writes take so many seconds longer."""
+    """Prolongs each of the first `number` writes by `seconds`."""
 
     def __init__(self, seconds: float, number: int = 1 << 30) -> None:
-        self._seconds, self._left = seconds, number
+        self._seconds, self._remaining = seconds, number
 
     def pwrite(self, descriptor: int, content: bytes | memoryview, offset: int) -> None:
         self._wait()
@@ -59,36 +60,36 @@ class SlowFiles(Files):
         super().pwritev(descriptor, contents, offset)
 
     def _wait(self) -> None:
-        if self._left > 0:
-            self._left -= 1
+        if self._remaining > 0:
+            self._remaining -= 1
             time.sleep(self._seconds)
 
 
-def _dying(name: str) -> Any:
-    real = getattr(Files, name)
+def _crashing(name: str) -> Any:
+    original = getattr(Files, name)
 
-    def method(self: DyingFiles, *args: Any, **kwargs: Any) -> Any:
+    def method(self: CrashingFiles, *args: Any, **kwargs: Any) -> Any:
         self._count()
-        return real(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return method
 
 
 for _name in OPERATIONS:
     if _name != "pwrite":
-        setattr(DyingFiles, _name, _dying(_name))
+        setattr(CrashingFiles, _name, _crashing(_name))
 
 
-class DyingRegion(Region):
-    """Kills its process half-way through the n-th store into the file. How many there were stands
-    in the file `count`."""
+class CrashingRegion(Region):
+    """Kills its process halfway through the `crash_at`-th store into the file. The number of stores
+    is written to the file `count`."""
 
-    dies_at, done, count = 0, 0, Path()
+    crash_at, done, count = 0, 0, Path()
 
     def _store(self, offset: int, content: bytes) -> None:
-        DyingRegion.done += 1
-        DyingRegion.count.write_text(str(DyingRegion.done))
-        if DyingRegion.done == DyingRegion.dies_at:
+        CrashingRegion.done += 1
+        CrashingRegion.count.write_text(str(CrashingRegion.done))
+        if CrashingRegion.done == CrashingRegion.crash_at:
             super()._store(offset, content[: len(content) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         super()._store(offset, content)
@@ -107,7 +108,7 @@ class _File:
 
 
 class RecordingFiles(Files):
-    """Real files below `root`, and a log of what was done to them."""
+    """Files below `root`, and a log of the operations on them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -163,8 +164,8 @@ class RecordingFiles(Files):
         self.log.append(("unlink", path))
 
 
-class ForgetfulDisk:
-    """Replays a log, and shows what a machine that lost its power may find."""
+class PowerLossDisk:
+    """Replays a log of operations and simulates the disk's content after a power loss."""
 
     def __init__(self, root: Path) -> None:
         self._base = root
@@ -199,30 +200,30 @@ class ForgetfulDisk:
                 file.durable = file.content
 
     def after_crash(self, target: Path, share_kept: float, seed: int) -> None:
-        """Put into `target` what is found when this share of what was not synced has reached the
-        disk by chance."""
-        draws = random.Random(seed)
-        self._put(self._top, target, share_kept, draws)
+        """Write into `target` the content after a power loss, if this share of the unsynced data
+        reached the disk."""
+        rng = random.Random(seed)
+        self._put(self._top, target, share_kept, rng)
 
-    def _put(self, folder: _Folder, target: Path, share: float, draws: random.Random) -> None:
+    def _put(self, folder: _Folder, target: Path, share: float, rng: random.Random) -> None:
         target.mkdir(exist_ok=True)
-        names = folder.names if draws.random() < share else folder.durable
+        names = folder.names if rng.random() < share else folder.durable
         for name, entry in copy.copy(names).items():
             if isinstance(entry, _Folder):
-                self._put(entry, target / name, share, draws)
-            elif draws.random() < share:
+                self._put(entry, target / name, share, rng)
+            elif rng.random() < share:
                 (target / name).write_bytes(entry.content)
             else:
                 lost = bytes(len(entry.content))
                 (target / name).write_bytes(lost if entry.durable is None else entry.durable)
 
     def _folder(self, path: Path) -> _Folder:
-        found = self._top
+        folder = self._top
         for part in path.relative_to(self._base).parts:
-            entry = found.names[part]
+            entry = folder.names[part]
             assert isinstance(entry, _Folder)
-            found = entry
-        return found
+            folder = entry
+        return folder
 
 
 def _writer(files: Files, region: str) -> int:
@@ -231,23 +232,23 @@ def _writer(files: Files, region: str) -> int:
     return main(region, files)
 
 
-def _trainer(base: str, root: str, victim: str, dies_at: int) -> None:
-    """Two saves with two writers; prints what was committed. `victim` is "trainer", or the rank
-    of the writer that dies; after "flush-" the second save is left to the flush, after "alone-" to
-    that of one writer, the leader's being dead. What the victim did is counted in
-    `base/count-VICTIM`."""
-    how, _, victim = victim.rpartition("-")
+def _trainer(base: str, root: str, victim: str, crash_at: int) -> None:
+    """Save twice with two writers and print the committed steps. `victim` is "trainer", or the rank
+    of the writer that crashes. With the prefix "flush-", the writers flush the second save after
+    the trainer's death; with "alone-", one of them does because the leader's writer is dead too.
+    The operations of the victim are counted in `base/count-VICTIM`."""
+    mode, _, victim = victim.rpartition("-")
     import tests.snapshots as snapshots
 
     if victim == "trainer":
-        DyingRegion.dies_at, DyingRegion.count = dies_at, Path(base) / "count-trainer"
-        snapshots.Region = DyingRegion
+        CrashingRegion.crash_at, CrashingRegion.count = crash_at, Path(base) / "count-trainer"
+        snapshots.Region = CrashingRegion
     run = snapshots.Trainers(Path(base), root, 2, run_id="ab" * 16, large_elements=3000)
-    mine = [sys.executable, "-m", "tests.writer_faults", "writer"]
+    command = [sys.executable, "-m", "tests.faulty_writer", "writer"]
     for rank, region in enumerate(run.regions):
-        dying = [str(dies_at if victim == str(rank) else 0), f"{base}/count-{rank}"]
+        crash = [str(crash_at if victim == str(rank) else 0), f"{base}/count-{rank}"]
         settings = snapshots.WriterSettings(keep_latest_k=1, preemption_grace_s=20, others_s=0.2)
-        writer = snapshots.WriterProcess(region.path, settings, [*mine, *dying])
+        writer = snapshots.WriterProcess(region.path, settings, [*command, *crash])
         writer.start()
         print(json.dumps({"writer": writer.pid}), flush=True)
         run.writers.append(writer)
@@ -258,14 +259,15 @@ def _trainer(base: str, root: str, victim: str, dies_at: int) -> None:
         for region in run.regions:
             region.store_digests(step, {"model.large": "0" * 16})
             region.confirm(step)
-        flushes = step == 2 and how in ("flush", "alone")
-        if flushes and how == "alone":
+        flushes = step == 2 and mode in ("flush", "alone")
+        if flushes and mode == "alone":
             leader = run.writers[0]._process
             assert leader is not None
             leader.kill()
             leader.wait()
         if victim.isdigit():
-            # Always first, so that it makes the folders: the number of its operations is the same.
+            # The victim saves first and creates the folders, so that it always does the same number
+            # of operations.
             first = run.writers[int(victim)]
             if flushes:
                 snapshots.orphan(first)
@@ -279,8 +281,8 @@ def _trainer(base: str, root: str, victim: str, dies_at: int) -> None:
             if str(rank) != victim:
                 writer.save(step, step)
         while all(writer.alive for writer in run.writers):
-            said = run.writers[0].wait_for("committed", 0.05)
-            if any("committed" in response for response in said):
+            responses = run.writers[0].wait_for("committed", 0.05)
+            if any("committed" in response for response in responses):
                 print(json.dumps({"committed": step}), flush=True)
                 break
     os.kill(os.getpid(), signal.SIGKILL)
@@ -288,7 +290,7 @@ def _trainer(base: str, root: str, victim: str, dies_at: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "writer":
-        sys.exit(_writer(DyingFiles(int(sys.argv[2]), Path(sys.argv[3])), sys.argv[4]))
+        sys.exit(_writer(CrashingFiles(int(sys.argv[2]), Path(sys.argv[3])), sys.argv[4]))
     if sys.argv[1] == "slow":
         sys.exit(_writer(SlowFiles(float(sys.argv[2]), int(sys.argv[3])), sys.argv[4]))
     _trainer(sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]))

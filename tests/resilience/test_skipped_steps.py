@@ -1,5 +1,5 @@
-"""A loss or gradient that is not finite, or that spikes, changes no weight; the run skips it, stops
-or goes back, and too many in a row stop it."""
+"""A loss or gradient that is not finite, or that spikes, changes no weight: the run skips the step,
+stops or rolls back, and too many such steps in a row stop it."""
 
 import math
 from collections.abc import Callable
@@ -32,8 +32,8 @@ SETTINGS: dict[str, Any] = {
 def run_with_bad_steps(
     folder: Path, bad_runs: set[int], overrides: dict[str, Any], value: float = math.inf
 ) -> Outcome:
-    """Train with an element of the gradient of `value` on the last rank in the runs of the schedule
-    that `bad_runs` numbers."""
+    """Train with a corrupted gradient element of `value` on the last rank in the runs of the
+    pipeline schedule that `bad_runs` numbers."""
     runs = 0
     healthy = OneStage.run
 
@@ -58,24 +58,24 @@ def run_with_bad_steps(
 
 
 def diverge(folder: Path, bad_runs: set[int], overrides: dict[str, Any]) -> str:
-    """The same; the error with which it ends."""
+    """Run as above, and return the error with which the run ends."""
     with pytest.raises(TrainingDiverged) as caught:
         run_with_bad_steps(folder, bad_runs, overrides)
     return str(caught.value)
 
 
-def test_a_refused_step_changes_nothing_but_the_cursor(pools: Pools, tmp_path: Path) -> None:
+def test_a_skipped_step_changes_only_the_cursor(pools: Pools, tmp_path: Path) -> None:
     outcomes = pools(2).run(run_with_bad_steps, tmp_path / "run", {2}, SETTINGS)
     for outcome in outcomes:
         assert outcome.committed == [True, False, True, True, True]
         assert outcome.finished
     used = sorted(sample for outcome in outcomes for sample in outcome.samples[2])
     assert used == list(range(16, 24))
-    straight = pools(2).run(run_job, tmp_path / "other", {**SETTINGS, "training.steps": 1})
-    assert straight[0].losses == outcomes[0].losses[:1]
+    uninterrupted = pools(2).run(run_job, tmp_path / "other", {**SETTINGS, "training.steps": 1})
+    assert uninterrupted[0].losses == outcomes[0].losses[:1]
 
 
-def test_too_many_in_a_row_stop_the_run_with_the_last_good_state_saved(
+def test_too_many_skipped_steps_in_a_row_stop_the_run_and_save_the_last_good_state(
     pools: Pools, tmp_path: Path
 ) -> None:
     good = pools(2).run(run_job, tmp_path / "good", {**SETTINGS, "training.steps": 2})
@@ -94,7 +94,7 @@ def test_stop_ends_the_run_at_the_first_bad_step(pools: Pools, tmp_path: Path) -
     assert str(tmp_path / "run" / "checkpoint" / "step-2") in error
     resumed = pools(2).run(run_job, tmp_path / "run", SETTINGS)
     assert resumed[0].resumed_at == 2
-    # What was bad is not used again.
+    # Bad samples are not used again.
     assert min(sample for outcome in resumed for sample in outcome.samples[0]) == 24
 
 
@@ -105,22 +105,22 @@ _IN_MEMORY = {"checkpoint.interval": 100, "checkpoint.ram_interval": 1}
 @pytest.mark.parametrize(
     ("where", "bad", "as_if_bad"),
     [
-        # From step 4 to what is stored of step 2, and from there to that of step 1.
+        # From step 4 to the checkpoint of step 2, and from there to that of step 1.
         pytest.param(_STORED, {5}, {3, 4, 5}, marks=pytest.mark.matrix),
         pytest.param(_STORED, {5, 6}, {2, 3, 4, 5, 6}, marks=pytest.mark.matrix),
         pytest.param(_IN_MEMORY, {5}, {4, 5}, marks=pytest.mark.matrix),
-        # A step that was taken back is not returned to, and the one that took its place may be.
+        # The run does not return to a step that was rolled back, but may return to its replacement.
         (_IN_MEMORY, {5, 7}, {4, 5, 6, 7}),
     ],
     ids=["stored", "twice", "in memory", "in memory twice"],
 )
-def test_a_roll_back_takes_steps_back_and_goes_on_with_later_samples(
+def test_a_rollback_undoes_steps_and_continues_with_later_samples(
     pools: Pools, tmp_path: Path, where: dict[str, Any], bad: set[int], as_if_bad: set[int]
 ) -> None:
     settings = {**SETTINGS, **where, "debug.max_skipped_steps": 9, "training.steps": 6}
     rolling = {**settings, "anomalies.on_non_finite": "roll_back"}
     rolled = pools(2).run(run_with_bad_steps, tmp_path / "run", bad, rolling)
-    # As if the steps that were taken back had never counted.
+    # The run equals one without the steps that were rolled back.
     skipped = pools(2).run(run_with_bad_steps, tmp_path / "skipped", as_if_bad, settings)
     assert rolled[0].finished and skipped[0].finished
     assert rolled[0].losses[-2:] == skipped[0].losses[-2:]
@@ -129,7 +129,7 @@ def test_a_roll_back_takes_steps_back_and_goes_on_with_later_samples(
     assert used == list(range(len(used)))
 
 
-def test_too_many_roll_backs_in_a_row_stop_the_run(pools: Pools, tmp_path: Path) -> None:
+def test_too_many_rollbacks_in_a_row_stop_the_run(pools: Pools, tmp_path: Path) -> None:
     settings = {
         **SETTINGS,
         **_STORED,
@@ -141,7 +141,7 @@ def test_too_many_roll_backs_in_a_row_stop_the_run(pools: Pools, tmp_path: Path)
     assert "after 1 consecutive rollbacks" in error
 
 
-def test_a_spike_is_skipped_and_nothing_else(pools: Pools, tmp_path: Path) -> None:
+def test_only_a_spike_is_skipped(pools: Pools, tmp_path: Path) -> None:
     settings = {
         **SETTINGS,
         "training.steps": 12,
@@ -150,12 +150,13 @@ def test_a_spike_is_skipped_and_nothing_else(pools: Pools, tmp_path: Path) -> No
         "anomalies.spike_min_steps": 8,
     }
     outcomes = pools(2).run(run_with_bad_steps, tmp_path / "run", {2, 10}, settings, 1e4)
-    # The second step comes too early to be judged, and stays in the window without hiding the next.
+    # The second step is too early for a judgment; it stays in the window without hiding the next
+    # spike.
     assert outcomes[0].committed == [number != 10 for number in range(1, 14)]
 
 
-def change_of_a_refused_step(folder: Path, overrides: dict[str, Any]) -> list[str]:
-    """What one refused step of a mixture of experts changes of the state."""
+def change_of_a_skipped_step(folder: Path, overrides: dict[str, Any]) -> list[str]:
+    """Return what a skipped step of an MoE model changes in the state."""
     config = odd_config(folder, {"model.name": "qwen3", "model.flavor": "many_experts"} | overrides)
     with build(config, mesh_for(config), StopRequest()) as built:
         job = built.job
@@ -181,5 +182,5 @@ def change_of_a_refused_step(folder: Path, overrides: dict[str, Any]) -> list[st
         return sorted(name for name in before if before[name] != after[name])
 
 
-def test_a_refused_step_moves_no_bias_of_a_router(pools: Pools, tmp_path: Path) -> None:
-    assert pools(2).run(change_of_a_refused_step, tmp_path / "run", {})[0] == ["dataloader"]
+def test_a_skipped_step_does_not_change_router_biases(pools: Pools, tmp_path: Path) -> None:
+    assert pools(2).run(change_of_a_skipped_step, tmp_path / "run", {})[0] == ["dataloader"]

@@ -1,4 +1,4 @@
-"""Ranks that are wrong: about where they are, or in what they compute; and runs that diverge."""
+"""Faulty ranks, with a wrong data position or wrong numbers, and diverging runs."""
 
 import re
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from tests import launch
-from tests.replicas import ENDLESS, check_against_a_straight_run, replicas
-from tests.resilience.test_launch import REPLICAS, ending, start
+from tests.replicas import ENDLESS, check_against_undisturbed_run, replicas
+from tests.resilience.test_launch import REPLICAS, killed_at_exit, start
 from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-def test_a_lone_replica_whose_ranks_are_at_two_places_commits_nothing(tmp_path: Path) -> None:
+def test_a_single_replica_with_ranks_at_different_positions_commits_nothing(tmp_path: Path) -> None:
     with replicas(tmp_path / "run", 2, ENDLESS) as run:
-        run.start(0, faults="loses_its_place=1:40")
+        run.start(0, faults="wrong_cursor=1:40")
         assert run.wait(0) == 1
         assert run.steps(0)[-1]["step"] == 10
         assert "step_failed" in run.events(0)
@@ -24,17 +24,17 @@ def test_a_lone_replica_whose_ranks_are_at_two_places_commits_nothing(tmp_path: 
         run.stop()
         assert run.wait(0) == 0
         assert "at step 10" in run.log(0).read_text()
-        check_against_a_straight_run(run, 2, ENDLESS, tmp_path, num_incomplete=0)
+        check_against_undisturbed_run(run, 2, ENDLESS, tmp_path, num_incomplete=0)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-def test_a_machine_that_computes_wrong_numbers_leaves_and_the_others_repeat_the_step(
+def test_a_replica_that_computes_wrong_numbers_leaves_and_the_others_repeat_the_step(
     tmp_path: Path,
 ) -> None:
     arguments = [*ENDLESS, "--fault_tolerance.replay_check=true"]
     with replicas(tmp_path / "run", 1, arguments) as run:
-        run.start_together({0: "", 1: "flips=40"})
+        run.start_together({0: "", 1: "nan_once=40"})
         assert run.wait(1) == MACHINE_FAULT, run.text(1)
         run.wait_for_step(0, 15)
         run.stop()
@@ -44,21 +44,21 @@ def test_a_machine_that_computes_wrong_numbers_leaves_and_the_others_repeat_the_
         assert run.steps(1)[-1]["step"] == 10
         assert {"replay_differs", "quorum"} <= set(run.events(0))
         assert "refused" not in run.events(0)
-        check_against_a_straight_run(run, 1, ENDLESS, tmp_path, num_incomplete=0)
+        check_against_undisturbed_run(run, 1, ENDLESS, tmp_path, num_incomplete=0)
 
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-def test_a_run_that_diverges_has_a_status_of_its_own(tmp_path: Path) -> None:
-    """And the launcher does not start it again."""
+def test_a_diverged_run_has_its_own_exit_status(tmp_path: Path) -> None:
+    """The launcher does not restart it."""
     bad = ["--anomalies.on_non_finite=stop", "--checkpoint.enable=true"]
     own = [f"--job.dump_folder={tmp_path / 'one'}", *bad]
-    faults = {"program": launch.FAULTY, "FAULTS": "nan=20"}
+    faults = {"program": launch.FAULTY_PROGRAM, "FAULTS": "nan=20"}
     launch.run(1, [*ENDLESS, *own], tmp_path / "one.log", status=DIVERGED, **faults)
     folder, log = tmp_path / "run", tmp_path / "log"
     # So large a step that the next one is not finite.
     process = start(folder, log, *bad, "--optimizer.lr=1e30", "--lr_scheduler.warmup_steps=0")
-    with ending(process, folder):
+    with killed_at_exit(process, folder):
         assert process.wait(timeout=120) == 1
         text = log.read_text()
     assert "the training has diverged" in text and "restarts in" not in text, text

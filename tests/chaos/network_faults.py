@@ -1,0 +1,136 @@
+"""Broken connections, and unexpected clients of the job's servers."""
+
+import ctypes
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from tests.chaos.job_view import FaultNotApplicable, FaultTarget
+
+_PAYLOADS = (
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /../../etc/passwd HTTP/1.1\r\nAuthorization: Bearer wrong\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\xff\xff\xff",
+    b"\x80\x04\x95",
+)
+_TIMEOUT_S = 1.0
+_HOLD_S = 2.0
+_NUM_CONNECTIONS = 40
+_PIDFD_GETFD = 438
+"""The system call's number, the same on all architectures."""
+
+
+def replica_connections_broken(target: FaultTarget) -> None:
+    """Break all connections of a replica to other processes, as a restarting switch does.
+    Connections among the replica's own processes stay."""
+    if not _break_connections(target.job.replica_processes(target.replica)):
+        raise FaultNotApplicable("the replica has no connection that could be broken")
+
+
+def lighthouse_ports_scanned(target: FaultTarget) -> None:
+    """Scan the lighthouse's ports: other protocols, half a request, silent connections."""
+    _scan(_listening_ports(target.job.lighthouse()), target)
+
+
+def state_server_ports_scanned(target: FaultTarget) -> None:
+    """Scan the server that sends the state to a healing replica."""
+    addresses = [
+        address
+        for rank in target.job.ranks(target.replica)
+        for address in _listening_ports(rank)
+        if _speaks_http(address)
+    ]
+    _scan(addresses, target)
+
+
+FAULTS = (replica_connections_broken, lighthouse_ports_scanned, state_server_ports_scanned)
+
+
+def _break_connections(processes: list[psutil.Process]) -> int:
+    """Break the connections of these processes to others, and return how many were broken."""
+    connections = [
+        (process.pid, connection)
+        for process in processes
+        for connection in _established_connections(process)
+    ]
+    own = {_normalized(connection.laddr) for _, connection in connections}
+    return sum(
+        _break_connection(pid, connection)
+        for pid, connection in connections
+        if _normalized(connection.raddr) not in own
+    )
+
+
+def _established_connections(process: psutil.Process) -> list[Any]:
+    with suppress(psutil.NoSuchProcess):
+        return [
+            connection
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_ESTABLISHED and connection.fd >= 0
+        ]
+    return []
+
+
+def _break_connection(pid: int, connection: Any) -> bool:
+    """Shut down a socket of another process through a duplicate of its descriptor."""
+    with suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        try:
+            duplicate = ctypes.CDLL(None).syscall(_PIDFD_GETFD, process, connection.fd, 0)
+        finally:
+            os.close(process)
+        if duplicate < 0:
+            # Closed in the meantime, or not permitted.
+            return False
+        with suppress(OSError), socket.socket(fileno=duplicate) as held:
+            # The descriptor may refer to another file by now.
+            if _normalized(held.getpeername()) == _normalized(connection.raddr):
+                held.shutdown(socket.SHUT_RDWR)
+                return True
+    return False
+
+
+def _normalized(address: Sequence[Any]) -> tuple[str, int]:
+    """Return an address in the same form for dual-stack servers and IPv4 clients."""
+    return address[0].removeprefix("::ffff:"), address[1]
+
+
+def _listening_ports(process: psutil.Process) -> list[tuple[str, int]]:
+    """Return the addresses on which a process listens."""
+    with suppress(psutil.NoSuchProcess):
+        return [
+            (connection.laddr.ip, connection.laddr.port)
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+    return []
+
+
+def _speaks_http(address: tuple[str, int]) -> bool:
+    with suppress(OSError), socket.create_connection(address, _TIMEOUT_S) as connection:
+        connection.settimeout(_TIMEOUT_S)
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        return connection.recv(5) == b"HTTP/"
+    return False
+
+
+def _scan(addresses: list[tuple[str, int]], target: FaultTarget) -> None:
+    if not addresses:
+        raise FaultNotApplicable("no port is open")
+    held = []
+    try:
+        for _ in range(_NUM_CONNECTIONS):
+            with suppress(OSError):
+                connection = socket.create_connection(target.rng.choice(addresses), _TIMEOUT_S)
+                held.append(connection)
+                connection.sendall(target.rng.choice((*_PAYLOADS, target.rng.randbytes(200), b"")))
+        time.sleep(_HOLD_S)
+    finally:
+        for connection in held:
+            connection.close()
