@@ -7,11 +7,11 @@
 import sys
 
 from torchtitan_lite.launcher.supervised import attach_to_launcher
-from torchtitan_lite.leaving import leave
+from torchtitan_lite.process_exit import exit_process
 
 if __name__ == "__main__":
     # Before the imports, which take a second in which the launcher may die.
     attach_to_launcher()
     from torchtitan_lite.cli import main
 
-    leave(main(["train", *sys.argv[1:]]))
+    exit_process(main(["train", *sys.argv[1:]]))

@@ -180,6 +180,6 @@ def main(target: str, folder: str, arguments: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    from torchtitan_lite.leaving import leave
+    from torchtitan_lite.process_exit import exit_process
 
-    leave(0)
+    exit_process(0)

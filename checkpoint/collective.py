@@ -6,8 +6,8 @@ from typing import TypeVar, cast
 
 from torchtitan_lite.checkpoint.storage.base import is_permanent
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
+from torchtitan_lite.host_collectives import all_gather_bytes
 from torchtitan_lite.log import logger
-from torchtitan_lite.messages import gather_texts
 
 _T = TypeVar("_T")
 
@@ -23,7 +23,7 @@ def raise_on_all_ranks(error: BaseException | None) -> None:
             text = f"unexpected {error!r}"
             logger.error("%s", "".join(traceback.format_exception(error)))
         report = f"{'damage' if is_permanent(error) else 'misfit'} {text}"
-    reports = [text.decode().partition(" ") for text in gather_texts(report.encode()) if text]
+    reports = [text.decode().partition(" ") for text in all_gather_bytes(report.encode()) if text]
     if not reports:
         return
     # Other errors take precedence, because they would recur with another checkpoint.
@@ -47,4 +47,4 @@ def run_on_all_ranks(action: Callable[[], _T]) -> _T:
 def first_message(text: str) -> str:
     """Return the message of the first rank that has one; "" if none has. Every rank must call
     it."""
-    return next((reports.decode() for reports in gather_texts(text.encode()) if reports), "")
+    return next((reports.decode() for reports in all_gather_bytes(text.encode()) if reports), "")

@@ -25,8 +25,8 @@ from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.checkpoint.snapshots import SavedValues, model_dims
 from torchtitan_lite.checkpoint.tensors import DTYPES, tensor_from_bytes
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, DamagedSnapshot, LayoutError
+from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints
 from torchtitan_lite.log import logger
-from torchtitan_lite.messages import gather_numbers, gather_texts
 from torchtitan_lite.redistribute import Layout, TensorSpec, layout_from_json
 from torchtitan_lite.redistribute.placements import Holder
 
@@ -115,11 +115,11 @@ class _Content:
 def newest_leftover(run_id: str, rank: int, at_most: int | None = None) -> LeftoverSnapshot | None:
     """Return the newest step of a run, at most `at_most`, that all saving ranks completed, on any
     machines of this run; None if there is none. Every rank must call it."""
-    machines = gather_numbers(_machine())
+    machines = all_gather_ints(_machine())
     regions = _regions(run_id)
     # All ranks of a machine see the same regions.
     is_reported = machines.index(machines[rank]) == rank
-    seen = gather_texts(
+    seen = all_gather_bytes(
         _encoded({saver: one.to_json() for saver, one in regions.items()}, is_reported)
     )
     found = newest_common([json.loads(text or "{}") for text in seen], machines, at_most)
@@ -139,7 +139,9 @@ def newest_leftover(run_id: str, rank: int, at_most: int | None = None) -> Lefto
     except _WRONG as error:
         # Another process of the same run is active, or another version wrote them.
         report = {"problem": f"rank {rank}: {error!r}"}
-    reports = [json.loads(text) for text in gather_texts(_encoded(report, bool(report))) if text]
+    reports = [
+        json.loads(text) for text in all_gather_bytes(_encoded(report, bool(report))) if text
+    ]
     try:
         if problems := [one["problem"] for one in reports if "problem" in one]:
             raise DamagedSnapshot("; ".join(problems))

@@ -60,7 +60,7 @@ def load(
     before anything is changed; with some tensors overwritten, DamagedCheckpoint for a failed
     checksum and CheckpointError for a transient read error.
     """
-    wanted = gather_specs({name: mesh.placed(tensor) for name, tensor in tensors.items()})
+    wanted = gather_specs({name: mesh.to_dtensor(tensor) for name, tensor in tensors.items()})
     _check_fit(snapshot, wanted, parts)
     lives = local_tensors(tensors)
     plans = _read_plans(snapshot, wanted, mesh)

@@ -242,7 +242,7 @@ class CheckpointManager:
         replica saves instead."""
         deadline = time.monotonic() + _GRACE_PERIODS * self._config.preemption_grace_s
         while True:
-            stored = self._mesh.leader_says(int(self._state.step in self._stored_steps()))
+            stored = self._mesh.broadcast_int(int(self._state.step in self._stored_steps()))
             is_late = self._mesh.any(time.monotonic() >= deadline)
             if stored or is_late:
                 return bool(stored)

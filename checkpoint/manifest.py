@@ -261,7 +261,7 @@ def check_file(storage: Storage, path: str, boxes: list[tuple[str, BoxEntry]]) -
         first, end = box.bytes
         if first < position or end > length:
             raise DamagedCheckpoint(
-                f"{where} is damaged: {name} should lie in bytes {first} to {end}, but the file "
+                f"{where} is damaged: {name} should be in bytes {first} to {end}, but the file "
                 f"has {length} bytes and those before {position} are taken."
             )
         position = end

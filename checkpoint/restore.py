@@ -20,8 +20,8 @@ from torchtitan_lite.checkpoint.save_context import PARTS, SaveContext
 from torchtitan_lite.checkpoint.snapshots import SavedValues, Snapshot, model_dims
 from torchtitan_lite.checkpoint.storage.base import Storage, open_parent_storage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
+from torchtitan_lite.host_collectives import broadcast_bytes
 from torchtitan_lite.log import logger
-from torchtitan_lite.messages import leader_says
 from torchtitan_lite.spec import differing_dims
 
 _Candidate = LeftoverSnapshot | tuple[Storage, str]
@@ -170,7 +170,7 @@ class Restorer:
                     "or set another checkpoint.folder."
                 ) from None
 
-        names = leader_says(" ".join(map(str, reversed(run_on_all_ranks(look)))).encode())
+        names = broadcast_bytes(" ".join(map(str, reversed(run_on_all_ranks(look)))).encode())
         return list(map(int, names.split()))
 
     def _newest_first(

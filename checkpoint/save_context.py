@@ -20,8 +20,8 @@ from torchtitan_lite.checkpoint.memory.description import RegionDescription
 from torchtitan_lite.checkpoint.save_plan import SavePlan, layouts_json
 from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.host_collectives import broadcast_bytes
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.messages import leader_says
 from torchtitan_lite.schema.checkpoint import CheckpointConfig
 from torchtitan_lite.spec import ModelSpec
 
@@ -190,7 +190,7 @@ def agree_on_identity(dump_folder: Path, mesh: Mesh, replica: int = 0) -> RunIde
     if mesh.is_leader:
         run_id = replica_run_id(_run_id(dump_folder), replica)
         payload = json.dumps([run_id, secrets.token_hex(6)]).encode()
-    run_id, session = json.loads(leader_says(payload))
+    run_id, session = json.loads(broadcast_bytes(payload))
     return RunIdentity(run_id, session)
 
 

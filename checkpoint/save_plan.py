@@ -68,7 +68,7 @@ def plan_save(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> SavePlan:
     Raises CheckpointError for a dtype that safetensors does not support.
     """
     placed = {
-        name: TensorSpec.from_dtensor(mesh.placed(tensor), "order")
+        name: TensorSpec.from_dtensor(mesh.to_dtensor(tensor), "order")
         for name, tensor in tensors.items()
     }
     shapes = {name: p.layout.local_shape(p.shape, mesh.rank) for name, p in placed.items()}

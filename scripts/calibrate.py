@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.leaving import leave
+from torchtitan_lite.process_exit import exit_process
 from torchtitan_lite.redistribute.calibration import (
     TimedStep,
     calibrate,
@@ -97,4 +97,4 @@ def _table(title: str, samples: Sequence[TimedStep], costs: Costs) -> list[str]:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

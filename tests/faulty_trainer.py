@@ -29,9 +29,9 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.memory.folder import region_files
 from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.cli.train import train_rank
-from torchtitan_lite.leaving import leave
 from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.optim.sharded import ShardedOptimizer
+from torchtitan_lite.process_exit import exit_process
 from torchtitan_lite.replica import fault_tolerant, joining
 from torchtitan_lite.replica.healing import client, live_state
 
@@ -277,4 +277,4 @@ if __name__ == "__main__":
     for fault in os.environ.get("FAULTS", "").split():
         name, _, value = fault.partition("=")
         _FAULTS[name](value)
-    leave(train_rank(sys.argv[1:]))
+    exit_process(train_rank(sys.argv[1:]))

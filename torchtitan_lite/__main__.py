@@ -4,7 +4,6 @@ import sys
 from typing import NoReturn
 
 from torchtitan_lite.launcher.supervised import attach_to_launcher
-from torchtitan_lite.leaving import leave
 
 
 def main() -> NoReturn:
@@ -12,8 +11,9 @@ def main() -> NoReturn:
     # Before the imports, which take a second in which the launcher may die.
     attach_to_launcher()
     from torchtitan_lite import cli
+    from torchtitan_lite.process_exit import exit_process
 
-    leave(cli.main(sys.argv[1:]))
+    exit_process(cli.main(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ class Mesh:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.groups = groups or AxisGroups(timedelta(seconds=timeout_s))
-        self._seen_as: dict[Degrees, Mesh] = {degrees: self}
+        self._with_degrees: dict[Degrees, Mesh] = {degrees: self}
         self.device_mesh: DeviceMesh = self.groups.device_mesh(device.kind, degrees.shape, AXES)
 
     @cached_property
@@ -145,7 +145,7 @@ class Mesh:
         call it."""
         return self.groups.device_mesh(self.device.kind, self.degrees.expert_shape, EXPERT_AXES)
 
-    def placed(self, tensor: torch.Tensor) -> DTensor:
+    def to_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """Return a tensor of this stage as a DTensor on all ranks of the stage: a plain tensor is
         replicated, and one on some of the axes is replicated along the others. It shares memory,
         except for a plain tensor on another device than the mesh's."""
@@ -160,8 +160,8 @@ class Mesh:
         unknown = set(axes) - set(stage.mesh_dim_names or ())
         if unknown:
             raise MeshError(
-                f"A tensor lies on the axes {axes}, and {sorted(unknown)} are none of a stage: "
-                f"{stage.mesh_dim_names}."
+                f"The tensor is on the axes {axes}, but {sorted(unknown)} are not axes of a "
+                f"pipeline stage: {stage.mesh_dim_names}."
             )
         by_axis = dict(zip(axes, own, strict=True))
         placements = [by_axis.get(axis, Replicate()) for axis in stage.mesh_dim_names or ()]
@@ -178,12 +178,12 @@ class Mesh:
     def _expert_stage(self) -> DeviceMesh:
         return self.expert_mesh[EXPERT_AXES[1:]]
 
-    def seen_as(self, degrees: Degrees) -> "Mesh":
+    def with_degrees(self, degrees: Degrees) -> "Mesh":
         """Return the same ranks with other degrees; cached, sharing process groups. Every rank must
         call it."""
-        if degrees not in self._seen_as:
-            self._seen_as[degrees] = Mesh(self.device, degrees, groups=self.groups)
-        return self._seen_as[degrees]
+        if degrees not in self._with_degrees:
+            self._with_degrees[degrees] = Mesh(self.device, degrees, groups=self.groups)
+        return self._with_degrees[degrees]
 
     @property
     def is_leader(self) -> bool:
@@ -214,7 +214,7 @@ class Mesh:
         """Block until every rank calls it, on the CPU: a GPU barrier would not block the host."""
         self.sum(torch.zeros(1))
 
-    def leader_says(self, number: int) -> int:
+    def broadcast_int(self, number: int) -> int:
         """Broadcast the leader's `number`. Every rank must call it."""
         tensor = torch.tensor([number])
         if self.world_size > 1:

@@ -41,9 +41,9 @@ def fill(
     rank must call it. Raises LayoutError if the names, shapes or dtypes of all ranks together
     differ."""
     given, wanted = describe_on(source, source_mesh), describe_on(target, target_mesh)
-    into = {name: target_mesh.placed(tensor) for name, tensor in target.items()}
+    into = {name: target_mesh.to_dtensor(tensor) for name, tensor in target.items()}
     redistribute_state_dict(
-        {name: source_mesh.placed(tensor) for name, tensor in source.items()},
+        {name: source_mesh.to_dtensor(tensor) for name, tensor in source.items()},
         match_layouts(wanted, given),
         remote_specs=given,
         out=into,
@@ -57,4 +57,4 @@ def fill(
 def describe_on(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, TensorSpec]:
     """Return the specs of all ranks of a mesh, by name, given this rank's tensors. Every rank must
     call it."""
-    return gather_specs({name: mesh.placed(tensor) for name, tensor in tensors.items()})
+    return gather_specs({name: mesh.to_dtensor(tensor) for name, tensor in tensors.items()})

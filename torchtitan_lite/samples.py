@@ -12,7 +12,7 @@ from torchtitan_lite.data import Tokenizer
 from torchtitan_lite.inference import BatchGenerator, Prompt, Sampling, prompt_ids
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.move_state import fill
-from torchtitan_lite.nn.initialize import give_memory
+from torchtitan_lite.nn.initialize import allocate_memory
 from torchtitan_lite.parallel import serving
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import TrainState, model_tensors
@@ -28,9 +28,9 @@ class Sampler:
         mesh of training. Every rank must call it. Raises ConfigError if the model has no
         `Attention`."""
         self._mesh = mesh
-        self._serving_mesh = mesh.seen_as(serving.serving_degrees(spec, mesh.world_size))
+        self._serving_mesh = mesh.with_degrees(serving.serving_degrees(spec, mesh.world_size))
         serving.apply(model, spec, self._serving_mesh)
-        give_memory(model, mesh.device.torch_device)
+        allocate_memory(model, mesh.device.torch_device)
         self._model = model.requires_grad_(False).eval()
         self._generator = BatchGenerator(model, spec, self._serving_mesh)
         self._tokenizer = tokenizer

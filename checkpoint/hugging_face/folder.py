@@ -115,7 +115,7 @@ class HuggingFaceFolder:
         for file in files:
             for key, tensor in read_header(self.storage, self.path(file)).items():
                 if names.get(key) != file:
-                    problems.append(f"{file} holds {key}, which {INDEX} has not in it")
+                    problems.append(f"{file} holds {key}, which is not in {INDEX}")
                 tensors[key] = IndexedTensor(file, tensor)
         problems += [
             f"{file} does not hold {key}, which {INDEX} has in it"

@@ -245,7 +245,7 @@ def _require_private(path: Path) -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or mode & 0o077:
         kind = "folder" if stat.S_ISDIR(status.st_mode) else "no folder"
         raise CheckpointError(
-            f"{path} is {kind}, of user {status.st_uid}, mode {mode:o}; needed is a folder of "
+            f"{path} is {kind}, of user {status.st_uid}, mode {mode:o}; it must be a folder of "
             f"user {os.getuid()}, mode 700. Remove it or mend its rights."
         )
 

@@ -36,7 +36,7 @@ def test_text_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     text = run_script(capsys, *between(SRC, DST, "64x128"), "--dtype=bfloat16", f"--svg={file}")
     assert "From: [S0, R] on (dp 2 x tp 2)\nTo: [S1] on (dp 4)" in text
     # Each of 4 holders keeps half of its quarter of 16384 bytes.
-    assert "Moved in all: 8,192 bytes (8 KiB); that is the lower bound." in text
+    assert "Total moved: 8,192 bytes (8 KiB); that is the lower bound." in text
     actual = classes(file)
     assert actual.count("source") == 2 and actual.count("destination") == 4
     # Half of each part stays; the other half arrives in two stripes or from two holders.

@@ -12,7 +12,7 @@ from tests.hugging_face import add_tokenizer, make_folder, tensors_of
 from tests.launch import SMALL, run
 from torchtitan_lite.config import load_config
 from torchtitan_lite.data.tokenizer import load_tokenizer
-from torchtitan_lite.last_export import export_last_save
+from torchtitan_lite.final_export import export_last_save
 
 GUIDE = "docs/pretrained_weights.md"
 

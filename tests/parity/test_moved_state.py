@@ -178,8 +178,8 @@ def test_moves_between_incompatible_states_are_errors_on_every_rank(
     family, flavor, dtype, optimizer = first
     assert "model.layers.0.attention.k_norm.weight has no place to go to" in family
     wq = "model.layers.0.attention.wq.weight is (60, 36), torch.float64"
-    assert f"{wq}, and (80, 36), torch.float64 is wanted" in flavor
-    assert "is (36,), torch.float32, and (36,), torch.float64 is wanted" in dtype
+    assert f"{wq}, but must be (80, 36), torch.float64" in flavor
+    assert "is (36,), torch.float32, but must be (36,), torch.float64" in dtype
     assert "optimizer.layers.0.attention.wk.weight.step is missing" in optimizer
 
 

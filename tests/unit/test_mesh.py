@@ -72,7 +72,7 @@ def test_one_process_agrees_with_itself() -> None:
         assert mesh.sum(values) is values
         assert values.tolist() == [1.5, -2.0]
         assert mesh.any(True) and not mesh.any(False)
-        assert mesh.leader_says(2**53 + 1) == 2**53 + 1
+        assert mesh.broadcast_int(2**53 + 1) == 2**53 + 1
         mesh.barrier()
 
 

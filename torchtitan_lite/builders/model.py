@@ -9,7 +9,7 @@ from torch import nn
 from torchtitan_lite.config import Config
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.nn.initialize import give_memory, initialize, on_meta
+from torchtitan_lite.nn.initialize import allocate_memory, initialize, on_meta
 from torchtitan_lite.parallel import parallelize
 from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages
 from torchtitan_lite.parallel.tensor import check_plan
@@ -57,7 +57,7 @@ def _materialized(
     )
     device = mesh.device.torch_device
     offloaded = config.training.enable_cpu_offload
-    give_memory(model, torch.device("cpu") if offloaded else device, buffer_device=device)
+    allocate_memory(model, torch.device("cpu") if offloaded else device, buffer_device=device)
     if init_weights:
         initialize(model, spec.init, config.debug.seed or 0)
     return model.train()

@@ -67,7 +67,7 @@ def evaluate(options: argparse.Namespace, others: Sequence[str], world: Mesh) ->
     weights = open_weights(options.checkpoint, world)
     config = _config(weights, options, others)
     check_against(config, world.world_size)
-    mesh = world.seen_as(resolve_degrees(config.parallelism, world.world_size))
+    mesh = world.with_degrees(resolve_degrees(config.parallelism, world.world_size))
     tokenizer = tokenizer_of(weights, options.tokenizer)
     seq_len = config.validation.seq_len or config.training.seq_len
     stride = options.stride

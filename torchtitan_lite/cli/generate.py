@@ -12,6 +12,7 @@ import torch
 from torchtitan_lite.data.tokenizer import check_vocab_size
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import UserError
+from torchtitan_lite.host_collectives import all_gather_bytes
 from torchtitan_lite.inference import (
     BatchGenerator,
     Prompt,
@@ -26,7 +27,6 @@ from torchtitan_lite.inference import (
 )
 from torchtitan_lite.log import configure_logging, log_once
 from torchtitan_lite.mesh import Mesh, start_mesh
-from torchtitan_lite.messages import gather_texts
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 
@@ -106,7 +106,7 @@ def generate(options: argparse.Namespace, world: Mesh) -> tuple[list[Text], floa
         for text, one in zip(requested[own], results, strict=True)
     ]
     is_first = mesh.device_mesh.get_local_rank("tp") == 0
-    gathered = gather_texts(json.dumps(texts).encode() if is_first else b"")
+    gathered = all_gather_bytes(json.dumps(texts).encode() if is_first else b"")
     copies = [json.loads(text) for text in gathered if text]
     return [
         Text(**copies[number % len(copies)][number // len(copies)])

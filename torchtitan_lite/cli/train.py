@@ -55,7 +55,7 @@ def train_rank(argv: Sequence[str]) -> int:
         # Imported once the configuration is known to be right, so that a typo fails fast.
         from torchtitan_lite.builders import build
         from torchtitan_lite.device import detect_device
-        from torchtitan_lite.last_export import export_last_save
+        from torchtitan_lite.final_export import export_last_save
         from torchtitan_lite.mesh import start_mesh
         from torchtitan_lite.preemption import StopRequest, stop_on_signals
         from torchtitan_lite.summary import print_end, print_start, report_at_exit

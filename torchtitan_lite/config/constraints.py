@@ -226,7 +226,7 @@ def _checkpoint(config: Config) -> Iterator[str]:
 def _export(config: Config, spec: ModelSpec) -> Iterator[str]:
     if config.checkpoint.last_save_in_hf and spec.hugging_face is None:
         yield (
-            f"checkpoint.last_save_in_hf = true, but {spec.name} {spec.flavor} is no model of "
+            f"checkpoint.last_save_in_hf = true, but {spec.name} {spec.flavor} is not a model of "
             "transformers. Set it to false."
         )
     moe = getattr(spec.dims, "moe", None)
@@ -349,13 +349,13 @@ def semi_sync_problems(config: Config) -> Iterator[str]:
     every, rest = divmod(section.sync_steps, fragments)
     if rest:
         yield (
-            f"fault_tolerance.sync_steps ({section.sync_steps}) is no multiple of num_fragments "
+            f"fault_tolerance.sync_steps ({section.sync_steps}) is not a multiple of num_fragments "
             f"({fragments}). Set it to {section.sync_steps - rest + fragments}."
         )
         return
     if section.fragment_sync_delay >= every:
         yield (
-            f"fault_tolerance.fragment_sync_delay ({section.fragment_sync_delay}) has to be below "
+            f"fault_tolerance.fragment_sync_delay ({section.fragment_sync_delay}) must be below "
             f"the {every} steps from one fragment to the next (sync_steps / num_fragments)."
         )
     # At other steps each replica has weights of its own.
@@ -365,7 +365,7 @@ def semi_sync_problems(config: Config) -> Iterator[str]:
     for key, (given, unit) in lengths.items():
         if given % unit:
             yield (
-                f"{key} ({given}) is no multiple of {unit}, the steps from one average to the next "
+                f"{key} ({given}) is not a multiple of {unit}, the steps between averages "
                 f"({asked}). Set it to {given - given % unit + unit}."
             )
 

@@ -24,9 +24,9 @@ def mesh_problems(config: Config, spec: ModelSpec | None, degrees: Degrees | Non
     if degrees is not None:
         yield from _sequence_shards(config, degrees)
     if spec is not None:
-        yield from _tensor_cuts(config, spec)
+        yield from _tensor_sharding(config, spec)
         yield from _vocabulary(config, spec)
-        yield from _expert_cuts(config, spec)
+        yield from _expert_sharding(config, spec)
     if spec is not None and degrees is not None:
         yield from _attention_over_ranks(config, spec, degrees)
         yield from _expert_capacity(config, spec, degrees)
@@ -47,7 +47,7 @@ def pipeline_problems(
 def pipeline_microbatches(config: Config, degrees: Degrees) -> int:
     """Return the microbatches per pipeline and step."""
     size = config.parallelism.pipeline_parallel_microbatch_size
-    return _samples_a_step(config, degrees) // (size * degrees.batch)
+    return _samples_per_step(config, degrees) // (size * degrees.batch)
 
 
 def sequence_lengths(config: Config) -> dict[str, int]:
@@ -63,13 +63,13 @@ def on_gpu(config: Config) -> bool:
     return config.job.device != "cpu" and torch.cuda.is_available()
 
 
-def _samples_a_step(config: Config, degrees: Degrees) -> int:
+def _samples_per_step(config: Config, degrees: Degrees) -> int:
     batch = config.training.global_batch_size
     return config.training.local_batch_size * degrees.batch if batch == -1 else batch
 
 
 def _batch(config: Config, degrees: Degrees) -> Iterator[str]:
-    batch, local = _samples_a_step(config, degrees), config.training.local_batch_size
+    batch, local = _samples_per_step(config, degrees), config.training.local_batch_size
     key = "training.local_batch_size"
     if degrees.pp > 1:
         local = config.parallelism.pipeline_parallel_microbatch_size
@@ -93,7 +93,7 @@ def _batch(config: Config, degrees: Degrees) -> Iterator[str]:
 def _pipeline(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str]:
     if not spec.stage_units:
         yield (
-            f"The pipeline cannot share out {spec.name} {spec.flavor}: it names no stage_units. "
+            f"The pipeline cannot split {spec.name} {spec.flavor}: it names no stage_units. "
             "Use pipeline_parallel_degree = 1."
         )
         return
@@ -103,7 +103,7 @@ def _pipeline(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str
         yield str(error)
         return
     size = config.parallelism.pipeline_parallel_microbatch_size
-    batch, num = _samples_a_step(config, degrees), pipeline_microbatches(config, degrees)
+    batch, num = _samples_per_step(config, degrees), pipeline_microbatches(config, degrees)
     given = (
         f"A step of {batch} samples gives each pipeline {num} microbatches of "
         f"{size} (over {degrees.batch} batch ranks)"
@@ -174,7 +174,7 @@ def _sequence_shards(config: Config, degrees: Degrees) -> Iterator[str]:
             )
 
 
-def _tensor_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
+def _tensor_sharding(config: Config, spec: ModelSpec) -> Iterator[str]:
     degree = config.parallelism.tensor_parallel_degree
     if degree > 1 and not spec.shard_plan:
         yield (
@@ -220,13 +220,13 @@ def _attention_over_ranks(config: Config, spec: ModelSpec, degrees: Degrees) -> 
     if method == "alltoall" and spec.document_mask:
         yield (
             f"{asked} (ring attention) cannot keep attention within documents, which "
-            'model.attention_mask = "document" asks for. Use "allgather" or "ulysses", or '
+            'model.attention_mask = "document" requires. Use "allgather" or "ulysses", or '
             'attention_mask = "causal".'
         )
     heads = spec.num_heads // degrees.tp
     if method == "ulysses" and (heads == 0 or heads % degrees.cp):
         yield (
-            f"{asked} shares the {heads} heads that each tp rank of {spec.name} {spec.flavor} has "
+            f"{asked} splits the {heads} heads that each tp rank of {spec.name} {spec.flavor} has "
             f"over context_parallel_degree ({degrees.cp}) ranks, which does not divide them. "
             f'Degrees that do: {", ".join(_divisors(heads)) or "none"}; or use "allgather".'
         )
@@ -262,7 +262,7 @@ def _async_tensor_parallel(config: Config) -> Iterator[str]:
         )
 
 
-def _expert_cuts(config: Config, spec: ModelSpec) -> Iterator[str]:
+def _expert_sharding(config: Config, spec: ModelSpec) -> Iterator[str]:
     """Yield expert degrees without experts, or that do not divide them."""
     parallelism = config.parallelism
     sizes = {

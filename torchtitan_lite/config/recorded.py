@@ -69,7 +69,7 @@ def recorded_config(
         return config
     if not model.dims:
         logger.warning(
-            "%s does not record the dimensions of its model: those of today's %s %s are used.",
+            "%s does not record the dimensions of its model: using those of the current %s %s.",
             where,
             model.name,
             model.flavor,

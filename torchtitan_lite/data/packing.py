@@ -67,16 +67,16 @@ class PackedBlocks:
         return self._num_blocks
 
     def read(self, blocks: np.ndarray) -> Blocks:
-        """Return the blocks with these numbers (int64 [n]); see `cut_blocks`."""
+        """Return the blocks with these numbers (int64 [n]); see `split_into_blocks`."""
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self._num_blocks:
             raise IndexError(f"blocks {blocks} of a corpus with {self._num_blocks}")
         starts = blocks * self._seq_len
-        return cut_blocks(
+        return split_into_blocks(
             self._tokens, self._document_starts, starts, self._seq_len, self._target_bounds
         )
 
 
-def cut_blocks(
+def split_into_blocks(
     tokens: np.ndarray,
     document_starts: np.ndarray,
     starts: np.ndarray,

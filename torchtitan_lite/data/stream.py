@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_lite.data.corpus import Corpus
-from torchtitan_lite.data.packing import Blocks, cut_blocks
+from torchtitan_lite.data.packing import Blocks, split_into_blocks
 from torchtitan_lite.data.token_cache import is_held_out, tokenize
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.errors import DataError
@@ -78,7 +78,7 @@ class StreamedBlocks:
         self._cover(first, last)
         runs = [run for run in self._runs if run.end > first and run.origin.position <= last]
         base = runs[0].origin.position
-        result = cut_blocks(
+        result = split_into_blocks(
             np.concatenate([run.tokens for run in runs]),
             np.concatenate([run.document_starts for run in runs]) - base,
             starts - base,

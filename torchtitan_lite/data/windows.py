@@ -35,7 +35,7 @@ class DocumentWindows:
     ) -> None:
         """Prepare the windows. `prefix`: the token before each document; None if documents
         already contain it. `num_after`: tokens at the end of each document that are not targets.
-        `target_bounds`: as for `cut_blocks`."""
+        `target_bounds`: as for `split_into_blocks`."""
         self._tokens, self._starts, self._bounds = tokens, document_starts, target_bounds
         self._seq_len, self._stride, self._prefix = seq_len, stride, prefix
         lengths = np.diff(document_starts, append=len(tokens)) + (prefix is not None)

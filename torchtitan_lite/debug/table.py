@@ -45,7 +45,7 @@ def table(trace: Mapping[str, Any]) -> str:
                 "dtype",
                 "count",
                 "bytes each",
-                "bytes in all",
+                "total bytes",
             ),
             [
                 (
@@ -63,7 +63,7 @@ def table(trace: Mapping[str, Any]) -> str:
             numbers=3,
         ),
         "In all, by axis.",
-        _columns(("axis", "count", "bytes in all"), _by_axis(trace["grouped"]), numbers=2),
+        _columns(("axis", "count", "total bytes"), _by_axis(trace["grouped"]), numbers=2),
         "Peak memory while the module was at work (MiB, the greatest of the folded layers).",
         _columns(
             ("module", "forward", "backward", "elsewhere"),

@@ -39,10 +39,10 @@ from torchtitan_lite.data.tokenizer import (
     trained_tokenizer,
 )
 from torchtitan_lite.errors import CheckpointError, DataError, UserError
+from torchtitan_lite.host_collectives import broadcast_bytes
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.messages import leader_says
 from torchtitan_lite.models import hugging_face_model, model_spec
-from torchtitan_lite.nn.initialize import give_memory, on_meta
+from torchtitan_lite.nn.initialize import allocate_memory, on_meta
 from torchtitan_lite.parallel import serving
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import model_tensors
@@ -78,10 +78,10 @@ def open_weights(path: str, mesh: Mesh) -> Weights:
             found = _newest(path)
         except (UserError, OSError) as error:
             problem = f"{path} cannot be read: {error}"
-    problem = leader_says(problem.encode()).decode()
+    problem = broadcast_bytes(problem.encode()).decode()
     if problem:
         raise CheckpointError(problem)
-    folder = leader_says(found.encode()).decode()
+    folder = broadcast_bytes(found.encode()).decode()
     return run_on_all_ranks(lambda: _opened(folder))
 
 
@@ -137,7 +137,7 @@ def _opened(folder: str) -> Weights:
     reject_external(storage, name)
     if not has_manifest:
         raise CheckpointError(
-            f"{folder} holds no checkpoint: needed is the folder of a step, in which there is a "
+            f"{folder} contains no checkpoint. Give the folder of a step, which has a "
             f"{MANIFEST}, one that holds such folders, or a Hugging Face folder."
         )
     snapshot = StoredSnapshot(storage, name)
@@ -192,9 +192,9 @@ def serve(
     """
     spec = weights.spec
     degrees = serving.serving_degrees(spec, mesh.world_size, tensor_parallel)
-    serving_mesh = mesh.seen_as(degrees)
+    serving_mesh = mesh.with_degrees(degrees)
     model = on_meta(spec.build, dtype or weights.dtype)
     serving.apply(model, spec, serving_mesh)
-    give_memory(model, mesh.device.torch_device)
+    allocate_memory(model, mesh.device.torch_device)
     load(weights.snapshot, model_tensors(model), {"model"}, serving_mesh)
     return model.requires_grad_(False).eval(), serving_mesh

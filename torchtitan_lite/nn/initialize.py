@@ -49,7 +49,7 @@ def on_meta(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
         torch.set_default_dtype(dtype_before)
 
 
-def give_memory(
+def allocate_memory(
     model: nn.Module, device: torch.device, buffer_device: torch.device | None = None
 ) -> None:
     """Move a model from the meta device to `device`, with uninitialized parameters. Buffers are

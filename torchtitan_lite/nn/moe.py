@@ -52,7 +52,7 @@ class MoEDims:
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
             raise ConfigError(
-                f"top_k ({self.top_k}) must lie between 1 and num_experts ({self.num_experts})."
+                f"top_k ({self.top_k}) must be between 1 and num_experts ({self.num_experts})."
             )
         if self.hidden_dim < 1 or self.shared_hidden_dim < 0:
             raise ConfigError(

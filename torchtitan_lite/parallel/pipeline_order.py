@@ -149,7 +149,7 @@ def simulate(order: PipelineOrder, costs: Costs) -> Timeline:
         if len(done) < len(row):
             missing = [n for n in _needed(row[len(done)], last) if n not in ends]
             stuck.append(
-                f"rank {rank} stops before {row[len(done)]}, since it needs {_words(missing[0])}"
+                f"rank {rank} stops before {row[len(done)]}, because it needs {_words(missing[0])}"
             )
     if stuck:
         raise MeshError(f"The order cannot be run to its end: {'; '.join(stuck)}.")
@@ -254,7 +254,7 @@ def _check_stages(rows: Iterable[tuple[Action, ...]]) -> None:
             if holder != row:
                 raise MeshError(
                     f"stage {action.stage} stands in row {holder} and, as {action}, in row {row}; "
-                    "a stage lies on one rank."
+                    "a stage is on one rank."
                 )
     missing = set(range(max(holders) + 1)) - set(holders)
     if missing:

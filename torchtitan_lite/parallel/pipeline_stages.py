@@ -66,7 +66,7 @@ def plan_stages(spec: ModelSpec, parallelism: ParallelismConfig) -> StagePlan:
         )
     if schedule in _V_SHAPED and len(modules) != 2 * degree:
         raise MeshError(
-            f"The schedule {parallelism.pipeline_parallel_schedule} needs two stages a rank, "
+            f"The schedule {parallelism.pipeline_parallel_schedule} needs two stages per rank, "
             f"{2 * degree} in all, but there are {len(modules)}."
         )
     ranks = [

@@ -181,7 +181,7 @@ def _describe_round(plan: Plan, kind: RoundKind) -> str:
             f"{exchange.dst.num_contributions} ({plan.op}), each on a holder that needs it"
         )
     if kind == "spread":
-        return f"from there it goes to the {exchange.dst.num_replicas - 1} others that need it"
+        return f"from there to the {exchange.dst.num_replicas - 1} other replicas that need it"
     if plan.moved_bytes == 0:
         words = "every holder copies what it needs from what it has"
     else:
@@ -203,7 +203,7 @@ def _bytes_moved(plan: Plan) -> list[str]:
         compared = "that is the lower bound"
     else:
         compared = f"the lower bound is {least:,}"
-    lines = [f"Moved in all: {_count(plan.moved_bytes)}; {compared}."]
+    lines = [f"Total moved: {_count(plan.moved_bytes)}; {compared}."]
     if plan.steps:
         return lines
     found = traffic(plan)

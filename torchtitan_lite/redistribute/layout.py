@@ -380,13 +380,13 @@ def _read(
         return as_stride
     if decoded is None:
         raise LayoutError(
-            f"{as_stride} does not say an order of cuts: no place in an order has its split "
+            f"{as_stride} does not define a split order: no place in an order has its split "
             'factors as the number of parts before it. Read it with strided="stride".'
         )
     if strided is None and not _same_boxes(as_stride, decoded, shape):
         raise LayoutError(
             f"{as_stride} of a tensor of shape {shape} holds other boxes when its strided shard is "
-            f'read as an order of cuts ({decoded}). Say strided="order" where FSDP2 made it, or '
+            f'read as a split order ({decoded}). Say strided="order" where FSDP2 made it, or '
             '"stride".'
         )
     return decoded
@@ -406,6 +406,6 @@ def _layout(tensor: DTensor) -> tuple[Layout, tuple[int, ...]]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise MeshError(
-            f"This rank is not in {tensor.device_mesh} and holds no part of the tensor."
+            f"This rank is not in {tensor.device_mesh} and holds no shard of the tensor."
         )
     return Layout.from_dtensor(tensor, strided="order"), coordinate

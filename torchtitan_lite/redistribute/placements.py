@@ -204,14 +204,14 @@ def check_placements(mesh: HolderMesh, placements: tuple[Placement, ...]) -> Non
                 raise LayoutError(f"{placement} needs a split factor of at least 1.")
         elif not isinstance(placement, Replicate):
             raise LayoutError(
-                f"{placement!r} is no layout of whole numbers of elements. Replicate, Shard, "
+                f"{placement!r} does not place whole elements. Replicate, Shard, "
                 "strided shards and Partial are."
             )
     if len(set(ops)) > 1:
         raise LayoutError(
-            f"Contributions joined by {ops[0]} and by {next(op for op in ops if op != ops[0])} in "
-            f"one layout have no order in which to join them: {placements} on {mesh}. Reduce the "
-            "one before the other comes about."
+            f"{placements} on {mesh} mixes partial values of two reductions, {ops[0]} and "
+            f"{next(op for op in ops if op != ops[0])}, without an order. Reduce the one before "
+            "the other arises."
         )
 
 
@@ -231,7 +231,7 @@ def check_order(placements: Sequence[Placement], order: Mapping[int, Sequence[in
         strided = [axis for axis in axes if is_strided_shard(placements[axis])]
         if strided:
             raise LayoutError(
-                f"Dim {dim} has both an order of cuts, {tuple(axes)}, and "
+                f"Dim {dim} has both a split order, {tuple(axes)}, and "
                 f"{placements[strided[0]]}. Use Shard with the order, or no order."
             )
 

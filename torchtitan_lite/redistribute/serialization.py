@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.messages import gather_texts
+from torchtitan_lite.host_collectives import all_gather_bytes
 from torchtitan_lite.redistribute.layout import Layout, TensorSpec
 from torchtitan_lite.redistribute.placements import HolderMesh, StridedReading, placement_text
 from torchtitan_lite.torch_compat import strided_shard
@@ -55,11 +55,12 @@ def layout_from_json(value: Any) -> Layout:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise LayoutError(f"{value!r:.200} is no layout: {where}: {first['msg']}.") from None
+        problem = f"{where}: {first['msg']}"
+        raise LayoutError(f"{value!r:.200} is not a valid layout: {problem}.") from None
     mesh = HolderMesh(tuple(read.mesh.shape), tuple(read.mesh.holders), tuple(read.mesh.axes))
     order = {splits.dim: tuple(splits.axes) for splits in read.shard_order}
     if len(order) != len(read.shard_order):
-        raise LayoutError(f"{value!r:.200} is no layout: shard_order names a dim twice.")
+        raise LayoutError(f"{value!r:.200} is not a valid layout: shard_order names a dim twice.")
     return Layout(mesh, [_placement(text) for text in read.placements], order)
 
 
@@ -73,7 +74,7 @@ def gather_specs(
     placed = {name: TensorSpec.from_dtensor(tensor, strided) for name, tensor in tensors.items()}
     first = {name: p for name, p in placed.items() if p.layout.mesh.holders[0] == rank}
     found: dict[str, TensorSpec] = {}
-    for text in filter(None, gather_texts(_to_json(first))):
+    for text in filter(None, all_gather_bytes(_to_json(first))):
         for name, described in _from_json(text).items():
             if found.setdefault(name, described) is not described:
                 raise LayoutError(
@@ -93,7 +94,7 @@ def match_layouts(
     for name in wanted.keys() & given.keys():
         there, here = ((tuple(p.shape), p.dtype) for p in (given[name], wanted[name]))
         if there != here:
-            problems.append(f"{name} is {there[0]}, {there[1]}, and {here[0]}, {here[1]} is wanted")
+            problems.append(f"{name} is {there[0]}, {there[1]}, but must be {here[0]}, {here[1]}")
     if problems:
         shown = "; ".join(sorted(problems)[:8]) + ("; ..." if len(problems) > 8 else "")
         raise LayoutError(
@@ -126,7 +127,7 @@ class _LayoutJson(_Strict):
 def _placement(text: str) -> Placement:
     found = _PLACEMENT.fullmatch(text)
     if found is None:
-        raise LayoutError(f"{text!r:.40} is no placement; R, S0, S0/2 and P(sum) are.")
+        raise LayoutError(f"{text!r:.40} is not a valid placement; R, S0, S0/2 and P(sum) are.")
     dim, split, op = found.groups()
     if op is not None:
         return Partial(op)

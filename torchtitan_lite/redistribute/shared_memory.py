@@ -174,7 +174,7 @@ class SharedMemory:
                     raise RedistributionError(
                         f"Rank {rank} of the group did not "
                         f"{'write' if counter == _WRITTEN else 'read'} its part of an exchange in "
-                        f"{self.timeout_s:.0f} s: it has died or takes no part."
+                        f"{self.timeout_s:.0f} s: it has died or does not take part."
                     )
                 _futex_wait(self._addresses[rank] + counter * _COUNTER_BYTES, known)
 

@@ -177,7 +177,7 @@ class FaultTolerantReplicas:
         if failed:
             self._decline_quorum(error)
             return False
-        stored = self._mesh.leader_says(self._newest_stored_step())
+        stored = self._mesh.broadcast_int(self._newest_stored_step())
         if self._was_rolled_back:
             # Steps stored before the rollback belong to the abandoned history, so they do not count
             # as newer.
@@ -217,7 +217,7 @@ class FaultTolerantReplicas:
         self._report_aborted(reason)
         self._num_heals += 1
         if self._mesh.any(isinstance(error, IncompatibleState)) or self._num_heals == _MAX_HEALS:
-            raise ReplicaError(f"This replica cannot take part: {reason}")
+            raise ReplicaError(f"This replica cannot join the quorum: {reason}")
 
     def _share(self) -> Share:
         index = self._manager.participating_rank()

@@ -12,9 +12,9 @@ import psutil
 import torch.distributed as dist
 
 from torchtitan_lite.errors import LighthouseError, ReplicaError
+from torchtitan_lite.host_collectives import broadcast_bytes
 from torchtitan_lite.lighthouse.client import notify_left
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.messages import leader_says
 from torchtitan_lite.phases import Phases
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.replica.healing import HealingTransport
@@ -60,7 +60,7 @@ def join(
     # A store of its own, because torchrun's may hold the manager address of an earlier attempt.
     store = _store(address) if mesh.is_leader else None
     payload = f"{address} {store.port}" if store is not None else ""
-    host, port = leader_says(payload.encode()).decode().split()
+    host, port = broadcast_bytes(payload.encode()).decode().split()
     floor = ProgressFloor(state.cursor if averaging is None else averaging.progress(state.step))
     try:
         transport = HealingTransport(state, address, token)
@@ -138,7 +138,7 @@ def environment() -> tuple[str, str]:
         raise ReplicaError(
             f"fault_tolerance.enable is true, and {TOKEN} has {len(token)} characters of at least "
             f"{_MIN_TOKEN_CHARS}: it is a secret that all replicas share. "
-            "`torchtitan-lite launch` draws one; elsewhere set it to the output of "
+            "`torchtitan-lite launch` generates one; elsewhere set it to the output of "
             "`openssl rand -hex 16`."
         )
     return lighthouse, token

@@ -58,7 +58,7 @@ class ParallelismConfig(Section):
     context_parallel_rotate_method: Literal["allgather", "alltoall", "ulysses"] = "allgather"
     """"allgather": keys and values are gathered. "alltoall": they travel in a ring, which needs the
     least memory and does not support document masks. "ulysses" (not in torchtitan): heads are
-    exchanged for positions, which needs as many heads as ranks."""
+    exchanged for positions; the degree must divide the heads of each tensor-parallel rank."""
     expert_parallel_degree: Annotated[int, at_least(1)] = 1
     """Ranks that shard the experts. Times `expert_tensor_parallel_degree` it must divide the
     product of the degrees of data_parallel_shard, context and tensor."""

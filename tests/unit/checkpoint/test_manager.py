@@ -65,7 +65,7 @@ def _pickled_manifest(folder: Path) -> None:
 
 
 _DAMAGES = {
-    "truncated": (_truncate, rf"step-3/{_DATA} is damaged: .* should lie in bytes"),
+    "truncated": (_truncate, rf"step-3/{_DATA} is damaged: .* should be in bytes"),
     "flipped": (_flip, rf"step-3/{_DATA} is damaged: the checksum of model.weight \(bytes"),
     "missing": (_remove, rf"step-3/{_DATA} is missing or cannot be read; it should hold"),
     "pickled": (_pickled, rf"step-3/{_DATA} is damaged: the checksum of"),

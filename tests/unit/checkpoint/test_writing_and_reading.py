@@ -361,7 +361,7 @@ def _lone_surrogate(raw: dict[str, Any]) -> None:
         (_half, r"the boxes of model.weight hold 1064 of 2100 elements"),
         (_overlap, r"model.weight holds other boxes .*\[0, 0\]"),
         (_many_boxes, r"model.many holds other boxes"),
-        (_beyond_the_file, r"rank-00000.safetensors is damaged: model.weight should lie in bytes"),
+        (_beyond_the_file, r"rank-00000.safetensors is damaged: model.weight should be in bytes"),
         (_unknown_dtype, r"the box of model.weight .* does not fit .*PICKLE"),
         (_unknown_key, r"manifest.json is damaged at import: Extra inputs"),
         (_text_for_a_number, r"manifest.json is damaged at step: Input should be a valid integer"),
@@ -379,7 +379,7 @@ def _lone_surrogate(raw: dict[str, Any]) -> None:
         (_layout_of_many, r"model.weight holds other boxes"),
         (_layout_that_repeats, r"layout 0: Holder rank-99998.safetensors is twice"),
         (_layout_of_many_axes, r"layout 0 .*has 50001 axes"),
-        (_layout_of_nonsense, r"layout 0: .* is no placement"),
+        (_layout_of_nonsense, r"layout 0: .* is not a valid placement"),
         (_lone_surrogate, r"manifest.json is damaged at tensors.* not a printable name"),
     ],
 )

@@ -365,11 +365,11 @@ def test_semi_synchronous_training_with_supported_features(config, method: str) 
             "gives each replica some of every step",
         ),
         ("diloco", ["--fault_tolerance.replay_check=true"], "Set it to false"),
-        ("diloco", ["--training.steps=105"], "training.steps (105) is no multiple of 10"),
+        ("diloco", ["--training.steps=105"], "training.steps (105) is not a multiple of 10"),
         (
             "local_sgd",
             ["--checkpoint.enable=true", "--checkpoint.interval=25"],
-            "checkpoint.interval (25) is no multiple of 10",
+            "checkpoint.interval (25) is not a multiple of 10",
         ),
         ("diloco", ["--fault_tolerance.num_fragments=2"], "num_fragments = 2 has no effect"),
         (
@@ -381,12 +381,12 @@ def test_semi_synchronous_training_with_supported_features(config, method: str) 
         (
             "streaming_diloco",
             ["--fault_tolerance.num_fragments=3"],
-            "sync_steps (10) is no multiple of num_fragments (3). Set it to 12",
+            "sync_steps (10) is not a multiple of num_fragments (3). Set it to 12",
         ),
         (
             "streaming_diloco",
             ["--fault_tolerance.num_fragments=5", "--fault_tolerance.fragment_sync_delay=2"],
-            "has to be below the 2 steps",
+            "must be below the 2 steps",
         ),
     ],
 )

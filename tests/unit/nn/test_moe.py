@@ -247,7 +247,7 @@ def test_the_block_compiles_as_one_graph() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_k": 6}, r"top_k \(6\) must lie between 1 and num_experts \(5\)"),
+        ({"top_k": 6}, r"top_k \(6\) must be between 1 and num_experts \(5\)"),
         ({"top_k": 0}, r"top_k \(0\)"),
         ({"hidden_dim": 0}, r"hidden_dim \(0\) must be positive"),
         ({"capacity_factor": 0.0}, r"capacity_factor \(0.0\) must be above 0"),

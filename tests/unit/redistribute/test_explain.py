@@ -45,7 +45,7 @@ def test_the_numbers_in_the_text_are_those_of_the_plan(src: str, dst: str) -> No
     actual = _plan(src, dst)
     output = explain(actual)
     assert f"From: {actual.src}\nTo: {actual.dst}\n" in output
-    assert f"Moved in all: {actual.moved_bytes:,} bytes" in output
+    assert f"Total moved: {actual.moved_bytes:,} bytes" in output
     assert output.count("\nRound ") == (0 if actual.is_noop else len(actual.rounds))
     assert ("for the averages" in output) == ("avg" in src)
     costs = traffic(actual)

@@ -41,10 +41,10 @@ def test_a_holder_without_a_json_form_is_rejected() -> None:
     ("part", "value", "message"),
     [
         (("placements",), ["R"], "1 placements"),
-        (("placements",), ["R", "S-1"], "'S-1' is no placement"),
-        (("placements",), ["R", "S0/0"], "'S0/0' is no placement"),
-        (("placements",), ["R", "S0\n"], "is no placement"),
-        (("placements",), ["R", "P(__import__)"], "is no placement"),
+        (("placements",), ["R", "S-1"], "'S-1' is not a valid placement"),
+        (("placements",), ["R", "S0/0"], "'S0/0' is not a valid placement"),
+        (("placements",), ["R", "S0\n"], "is not a valid placement"),
+        (("placements",), ["R", "P(__import__)"], "is not a valid placement"),
         (("placements",), ["R", "P(median)"], "joined by 'median'"),
         (("placements",), ["R", 0], "placements.1"),
         (("placements",), "RR", "placements"),
@@ -74,5 +74,5 @@ def test_invalid_parts_are_rejected_by_name(
 
 @pytest.mark.parametrize("value", [None, [], "R", {}, 3])
 def test_anything_but_an_object_is_rejected(value: Any) -> None:
-    with pytest.raises(LayoutError, match="is no layout"):
+    with pytest.raises(LayoutError, match="is not a valid layout"):
         layout_from_json(value)

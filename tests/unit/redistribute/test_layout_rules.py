@@ -158,7 +158,7 @@ def test_strided_shards_are_decoded_as_declared() -> None:
     assert Layout.from_placements(mesh, placements, (8, 3)) == order
     with pytest.raises(LayoutError, match=r"\(9, 3\) holds other boxes .* strided=\"order\""):
         Layout.from_placements(mesh, placements, (9, 3))
-    with pytest.raises(LayoutError, match='does not say an order of cuts.*strided="stride"'):
+    with pytest.raises(LayoutError, match='does not define a split order.*strided="stride"'):
         Layout.from_placements(SQUARE, [strided_shard(0, 2), S1], (8, 8), strided="order")
     no_order = Layout.from_placements(SQUARE, [strided_shard(0, 2), S1], (8, 8))
     assert no_order == Layout(SQUARE, [strided_shard(0, 2), S1])

@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """Exit without tearing down the interpreter, after flushing logs and output. A background
     thread of torch that still runs while the interpreter is destroyed aborts the process, so that a
     successful run would count as failed (seen on a loaded machine, torch 2.13)."""

@@ -4,15 +4,15 @@ import torch
 import torch.distributed as dist
 
 
-def gather_texts(text: bytes) -> list[bytes]:
+def all_gather_bytes(text: bytes) -> list[bytes]:
     """Return the byte string of each rank, by rank. Collective. The ranks broadcast one after the
     other, because few of them have much to send, over the CPU, so that a device's backend needs
     gloo beside it."""
-    lengths = gather_numbers(len(text))
+    lengths = all_gather_ints(len(text))
     return [_broadcast(text, rank, length) for rank, length in enumerate(lengths)]
 
 
-def gather_numbers(number: int) -> list[int]:
+def all_gather_ints(number: int) -> list[int]:
     """Return the integer of each rank, below 2**63, by rank. Collective."""
     numbers = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     numbers[dist.get_rank()] = number
@@ -20,7 +20,7 @@ def gather_numbers(number: int) -> list[int]:
     return numbers.tolist()
 
 
-def leader_says(text: bytes) -> bytes:
+def broadcast_bytes(text: bytes) -> bytes:
     """Return rank 0's byte string on every rank. Collective."""
     length = torch.tensor([len(text)])
     dist.broadcast(length, src=0)
