@@ -17,7 +17,7 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics import Event, GoodputTracker, Metrics, StepRecord
 from torchtitan_lite.metrics.goodput import process_age_s
 from torchtitan_lite.metrics.jsonl import JsonLines
-from torchtitan_lite.metrics.throughput import mfu
+from torchtitan_lite.metrics.record import mfu
 from torchtitan_lite.spec import ModelCost, ModelSpec, PipelineSchedule
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, StepReport

@@ -20,8 +20,7 @@ from torchtitan_lite.data.tokenizer import (
     check_vocab_size,
     open_tokenizer,
 )
-from torchtitan_lite.data.validation import ValidationData
-from torchtitan_lite.data.windows import DocumentWindows
+from torchtitan_lite.data.validation import DocumentWindows, ValidationData
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.log import logger
 from torchtitan_lite.schema.data import DataConfig

@@ -19,10 +19,9 @@ from torchtitan_lite.metrics.goodput import GoodputTracker, open_goodput_tracker
 from torchtitan_lite.metrics.jsonl import JsonLines
 from torchtitan_lite.metrics.profiler import StepProfiler
 from torchtitan_lite.metrics.prometheus import Prometheus
-from torchtitan_lite.metrics.record import Event, StepRecord
+from torchtitan_lite.metrics.record import Event, StepRecord, mfu
 from torchtitan_lite.metrics.sink import Cadence, Sink
 from torchtitan_lite.metrics.tensorboard import TensorBoard
-from torchtitan_lite.metrics.throughput import mfu
 from torchtitan_lite.metrics.wandb import WeightsAndBiases
 from torchtitan_lite.outputs import METRICS
 from torchtitan_lite.schema.metrics import MetricsConfig

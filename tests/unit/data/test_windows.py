@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchtitan_lite.data.windows import DocumentWindows
+from torchtitan_lite.data.validation import DocumentWindows
 from torchtitan_lite.errors import DataError
 
 BOS, EOS, SEQ_LEN = 1, 2, 8

@@ -1,7 +1,7 @@
 import pytest
 
 from torchtitan_lite.durations import time_left_s
-from torchtitan_lite.metrics.throughput import mfu
+from torchtitan_lite.metrics.record import mfu
 
 
 def test_mfu_is_the_share_of_the_peak_of_all_devices():
