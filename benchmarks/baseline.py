@@ -29,7 +29,7 @@ from torchtitan_lite.nn.decoder import Decoder, DecoderBlock
 from torchtitan_lite.nn.feed_forward import FeedForward
 from torchtitan_lite.nn.rope import RotaryEmbedding
 
-IGNORE = -100
+IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Batch:
     targets_BS: torch.Tensor
     positions_BS: torch.Tensor
     documents_BS: torch.Tensor | None
-    keys_B: torch.Tensor
+    rng_keys_B: torch.Tensor
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
@@ -85,7 +85,7 @@ def logits(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(
         batch.tokens_BS,
         positions_BS=batch.positions_BS,
-        keys_B=batch.keys_B,
+        rng_keys_B=batch.rng_keys_B,
         documents_BS=batch.documents_BS,
     )
 
@@ -93,7 +93,7 @@ def logits(model: nn.Module, batch: Batch) -> torch.Tensor:
 def loss_sum(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
     """Return the sum of the cross entropy over the target tokens."""
     return F.cross_entropy(
-        logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORE, reduction="sum"
+        logits_BSV.flatten(0, 1), targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
 
 
@@ -107,10 +107,11 @@ def step(
     world_size: int,
 ) -> float:
     """Take one step and return the mean loss over the target tokens of all ranks."""
-    num_targets = (batch.targets_BS != IGNORE).sum()
+    summed_loss = loss_sum(logits(model, batch), batch.targets_BS)
+    num_targets = (batch.targets_BS != IGNORE_INDEX).sum()
     if world_size > 1:
         torch.distributed.all_reduce(num_targets)
-    loss = loss_sum(logits(model, batch), batch.targets_BS) / num_targets
+    loss = summed_loss / num_targets
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     update(optimizer, lr)

@@ -7,6 +7,7 @@ because equal meshes in one process disturb each other (DTensor caches by mesh).
 Programs that must not import the trainer get samples, weights and hyperparameters in a file.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -21,7 +22,8 @@ from benchmarks.baseline import Batch, Recipe
 from benchmarks.baseline_parallel import PipelineStep, apply_tensor_parallel, tensor_parallel_step
 from torchtitan_lite.builders import Built, build
 from torchtitan_lite.config import Config, parse_command_line
-from torchtitan_lite.data import DataLoader, share_of_step
+from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.data import DataLoader, microbatch_indices
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.log import configure_logging
 from torchtitan_lite.mesh import AXES, start_mesh
@@ -109,10 +111,10 @@ def batches_of(
     batches = []
     for step in range(num_steps):
         cursor = step * global_batch_size
-        share = share_of_step(
+        share = microbatch_indices(
             range(cursor, cursor + global_batch_size), local_batch_size, rank, num_ranks
         )
-        (microbatch,) = loader.take(share, step + 1)
+        (microbatch,) = loader.load(share, step + 1)
         batches.append(
             Batch(**{field.name: getattr(microbatch, field.name) for field in fields(Batch)})
         )
@@ -124,6 +126,7 @@ def built_job(trainer_arguments: Sequence[str]) -> Iterator[tuple[Config, Built]
     """Build what the trainer would train; the data cache is warm afterwards."""
     configure_logging()
     config, _ = parse_command_line(trainer_arguments)
+    check_against(config, int(os.environ.get("WORLD_SIZE", "1")))
     with (
         start_mesh(config.parallelism, config.comm, detect_device(config.job.device)) as mesh,
         build(config, mesh, StopRequest()) as built,

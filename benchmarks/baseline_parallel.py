@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.baseline import IGNORE, Batch, logits, loss_sum, update
+from benchmarks.baseline import IGNORE_INDEX, Batch, logits, loss_sum, update
 from torchtitan_lite.nn.decoder import Decoder
 
 
@@ -65,7 +65,7 @@ def tensor_parallel_step(
 ) -> float:
     """Take one step on ranks with equal samples and return the mean loss over the target tokens."""
     logits_BSV = logits(model, batch)
-    num_targets = (batch.targets_BS != IGNORE).sum()
+    num_targets = (batch.targets_BS != IGNORE_INDEX).sum()
     with loss_parallel():
         loss = loss_sum(logits_BSV, batch.targets_BS) / num_targets
         loss.backward()
@@ -92,8 +92,11 @@ class PipelineStep:
         self, optimizer: torch.optim.Optimizer, batch: Batch, *, lr: float, max_norm: float
     ) -> float:
         """Take one step and return the mean loss over the target tokens, on every rank."""
-        self._num_targets = (batch.targets_BS != IGNORE).sum()
-        inputs: dict[str, Any] = {"positions_BS": batch.positions_BS, "keys_B": batch.keys_B}
+        self._num_targets = (batch.targets_BS != IGNORE_INDEX).sum()
+        inputs: dict[str, Any] = {
+            "positions_BS": batch.positions_BS,
+            "rng_keys_B": batch.rng_keys_B,
+        }
         if batch.documents_BS is not None:
             inputs["documents_BS"] = batch.documents_BS
         losses: list[torch.Tensor] = []

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.state_dicts import llama
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Degrees, Mesh
+from torchtitan_lite.mesh import Mesh, ParallelDims
 from torchtitan_lite.schema.checkpoint import CheckpointConfig
 
 STEPS = 6
@@ -49,7 +49,7 @@ def sharding_mesh(*, port: int) -> Mesh:
     for name, value in alone.items():
         os.environ.setdefault(name, value)
     dist.init_process_group("gloo")
-    return Mesh(detect_device("cpu"), Degrees(dp_shard=dist.get_world_size()))
+    return Mesh(detect_device("cpu"), ParallelDims(dp_shard=dist.get_world_size()))
 
 
 def sharded(shape: tuple[int, ...], mesh: Mesh, make: Callable[..., torch.Tensor]) -> DTensor:

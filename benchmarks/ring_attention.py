@@ -116,8 +116,8 @@ class ShardedAttention:
         positions_BS = self._positions_BS
         cos, sin = self._model.rotary(positions_BS)
         mask = self._model.mask(positions_BS, None)
-        keys_B = torch.zeros_like(positions_BS[:, 0])
-        out_BSD = self.attention(x_BSD, BlockContext(cos, sin, mask, positions_BS, keys_B))
+        rng_keys_B = torch.zeros_like(positions_BS[:, 0])
+        out_BSD = self.attention(x_BSD, BlockContext(cos, sin, mask, positions_BS, rng_keys_B))
         out_BSD.backward(self._grad_BSD)
         assert x_BSD.grad is not None
         self.attention.zero_grad()

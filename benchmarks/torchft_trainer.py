@@ -28,7 +28,7 @@ from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroupGloo
 
-from benchmarks.baseline import IGNORE, Batch, Recipe, adamw, decoder, logits
+from benchmarks.baseline import IGNORE_INDEX, Batch, Recipe, adamw, decoder, logits
 from torchtitan_lite.outputs import RECEIVES_STATE
 
 _TIMEOUT = timedelta(seconds=30)
@@ -94,7 +94,7 @@ class Trainer:
             optimizer.zero_grad()
             logits_BSV = logits(self._model, batch)
             targets = batch.targets_BS.flatten()
-            loss = F.cross_entropy(logits_BSV.flatten(0, 1), targets, ignore_index=IGNORE)
+            loss = F.cross_entropy(logits_BSV.flatten(0, 1), targets, ignore_index=IGNORE_INDEX)
             loss.backward()
             mean_loss = self._average(loss.detach())
             nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.max_norm)
@@ -107,7 +107,7 @@ class Trainer:
             self.write(
                 step=step,
                 loss=mean_loss,
-                num_target_tokens=count * int((targets != IGNORE).sum()),
+                num_target_tokens=count * int((targets != IGNORE_INDEX).sum()),
                 num_replicas=count,
                 batch=position,
                 took_part=self._manager.is_participating(),

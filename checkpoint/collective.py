@@ -29,7 +29,7 @@ def raise_on_all_ranks(error: BaseException | None) -> None:
     # Other errors take precedence, because they would recur with another checkpoint.
     others = {message for kind, _, message in reports if kind != "damage"}
     kind = CheckpointError if others else DamagedCheckpoint
-    raise kind(" ".join(sorted(others or {message for _, _, message in reports})))
+    raise kind(" ".join(sorted(others or {message for _, _, message in reports}))) from error
 
 
 def run_on_all_ranks(action: Callable[[], _T]) -> _T:

@@ -169,10 +169,10 @@ def _check_fit(snapshot: Snapshot, wanted: Mapping[str, TensorSpec], parts: set[
     saved = {
         name: placed for name, placed in snapshot.tensors.items() if name.split(".", 1)[0] in parts
     }
-    problems = [f"{name} is not in it" for name in sorted(wanted.keys() - saved.keys())]
-    problems += [f"{name} has no place here" for name in sorted(saved.keys() - wanted.keys())]
+    problems = [f"{name} is missing" for name in sorted(wanted.keys() - saved.keys())]
+    problems += [f"{name} is unexpected" for name in sorted(saved.keys() - wanted.keys())]
     problems += [
-        f"{name} has shape {list(saved[name].shape)} in it, and {list(placed.shape)} here"
+        f"{name} has shape {list(saved[name].shape)}; expected {list(placed.shape)}"
         for name, placed in wanted.items()
         if name in saved and saved[name].shape != placed.shape
     ]

@@ -210,7 +210,7 @@ def _weights(tensors: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch
             before, after = local_tensors({"before": tensor, "after": exported}).values()
             if overflows(before, after):
                 raise CheckpointError(
-                    f"{name} has numbers that {dtype} cannot hold: set checkpoint.export_dtype = "
+                    f"{name} has values that overflow {dtype}: set checkpoint.export_dtype = "
                     '"bfloat16" or "float32".'
                 )
             found[name] = exported

@@ -81,6 +81,6 @@ def cast(
     found = tensor.to(dtype, copy=copy)
     if overflows(tensor, found):
         raise CheckpointError(
-            f"{name} has numbers that float16 cannot hold. Pass --dtype bf16, or omit it."
+            f"{name} has values that overflow float16. Pass --dtype bf16, or omit it."
         )
     return found

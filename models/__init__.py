@@ -24,7 +24,7 @@ from torchtitan_lite._links import refuse_other_name
 refuse_other_name(__name__)
 
 from torchtitan_lite.errors import ConfigError  # noqa: E402
-from torchtitan_lite.extension import REGISTRY, import_module  # noqa: E402
+from torchtitan_lite.registry import REGISTRY, import_module  # noqa: E402
 from torchtitan_lite.schema.model import ModelConfig  # noqa: E402
 from torchtitan_lite.spec import ModelSpec  # noqa: E402
 
@@ -82,7 +82,7 @@ def read_hugging_face_config(folder: Path) -> dict[str, Any]:
             f"{path} cannot be read: {error}. It describes the model of a Hugging Face folder."
         ) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no table.")
+        raise ConfigError(f"{path} is not a JSON object.")
     return values
 
 

@@ -18,7 +18,7 @@ from scripts.layout_syntax import EXAMPLE, parse_dtype, parse_layout, parse_shap
 from scripts.reshard_svg import as_svg
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.redistribute import Plan, plan
-from torchtitan_lite.redistribute.collectives import Collective
+from torchtitan_lite.redistribute.collective_search import Collective
 from torchtitan_lite.redistribute.cost import BUCKET_BYTES, Costs, Transport, default_costs
 from torchtitan_lite.redistribute.explain import (
     explain,

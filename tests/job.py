@@ -17,7 +17,7 @@ from torchtitan_lite.builders import build
 from torchtitan_lite.config import Config, config_from
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Degrees, Mesh, resolve_degrees
+from torchtitan_lite.mesh import Mesh, ParallelDims, resolve_degrees
 from torchtitan_lite.models import llama3, qwen3
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.preemption import StopRequest
@@ -160,7 +160,7 @@ def mesh_for(config: Config) -> Mesh:
 
 
 @cache
-def _mesh(degrees: Degrees) -> Mesh:
+def _mesh(degrees: ParallelDims) -> Mesh:
     return Mesh(detect_device("cpu"), degrees)
 
 

@@ -5,16 +5,16 @@ from torchtitan_lite.builders import Built, build
 from torchtitan_lite.config import Config, load_config
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.extension import (
+from torchtitan_lite.hooks import HookContext
+from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.metrics import Event, SinkContext, StepRecord
+from torchtitan_lite.preemption import StopRequest, stop_on_signals
+from torchtitan_lite.registry import (
     register_dataset,
     register_hook,
     register_metrics_sink,
     register_model,
 )
-from torchtitan_lite.hooks import HookContext
-from torchtitan_lite.mesh import Mesh, start_mesh
-from torchtitan_lite.metrics import Event, SinkContext, StepRecord
-from torchtitan_lite.preemption import StopRequest, stop_on_signals
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import StepReport, train
 

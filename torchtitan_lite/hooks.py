@@ -12,12 +12,12 @@ import torch
 
 from torchtitan_lite.config import Config
 from torchtitan_lite.data import ValidationData
-from torchtitan_lite.extension import REGISTRY
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics import Event, GoodputTracker, Metrics, StepRecord
 from torchtitan_lite.metrics.goodput import process_age_s
 from torchtitan_lite.metrics.jsonl import JsonLines
 from torchtitan_lite.metrics.record import mfu
+from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.spec import ModelCost, ModelSpec, PipelineSchedule
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, StepReport

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from torchtitan_lite.spec import IGNORE, TokenLoss, VocabularyShard
+from torchtitan_lite.spec import IGNORE_INDEX, TokenLoss, VocabularyShard
 
 _LOGITS_PER_CHUNK = 1 << 24
 _MIN_CHUNK_TOKENS = 512
@@ -44,7 +44,7 @@ def cross_entropy(*, compile_backend: str | None = None) -> TokenLoss:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Compute -log softmax(hidden @ weight.T)[target], summed over targets but `IGNORE`."""
+    """Compute -log softmax(hidden @ weight.T)[target], summed over targets but `IGNORE_INDEX`."""
 
     @staticmethod
     def forward(ctx, hidden_TD, weight_VD, targets_T, shard, chunk: _Chunk):  # type: ignore[override]
@@ -91,7 +91,7 @@ def _chunk_loss_and_gradients(
     weight."""
     logits_CV = (hidden_CD @ weight_VD.T).to(_accumulator(hidden_CD.dtype))
     rows_C1, is_mine_C1 = _rows(targets_C, weight_VD, shard)
-    counted_C1 = (targets_C != IGNORE)[:, None]
+    counted_C1 = (targets_C != IGNORE_INDEX)[:, None]
     # Few passes over the logits and few copies of them: this is most of what the loss costs.
     log_probs_CV = (
         logits_CV.log_softmax(-1) if shard is None else logits_CV - _log_sum_exp(logits_CV, shard)
@@ -115,7 +115,7 @@ def _chunk_loss(
     rows_C1, is_mine_C1 = _rows(targets_C, weight_VD, shard)
     losses_C1 = _log_sum_exp(logits_CV, shard) - _picked(logits_CV, rows_C1, is_mine_C1, shard)
     none = hidden_CD.new_empty(0)
-    return (losses_C1 * (targets_C != IGNORE)[:, None]).sum(), none, none
+    return (losses_C1 * (targets_C != IGNORE_INDEX)[:, None]).sum(), none, none
 
 
 def _rows(

@@ -34,7 +34,7 @@ EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep", "etp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Degrees:
+class ParallelDims:
     """The size of each axis; their product is checked."""
 
     pp: int = 1
@@ -67,7 +67,7 @@ class Degrees:
         return self.pp * self.cp * self.tp
 
 
-def resolve_degrees(config: ParallelismConfig, world_size: int) -> Degrees:
+def resolve_degrees(config: ParallelismConfig, world_size: int) -> ParallelDims:
     """Resolve `data_parallel_shard_degree = -1` and check that the product is `world_size`. Raises
     MeshError with the equation and the nearest degree that works."""
     degrees = _dense_degrees(config, world_size)
@@ -90,7 +90,7 @@ def resolve_degrees(config: ParallelismConfig, world_size: int) -> Degrees:
     return replace(degrees, ep=ep, etp=etp)
 
 
-def _dense_degrees(config: ParallelismConfig, world_size: int) -> Degrees:
+def _dense_degrees(config: ParallelismConfig, world_size: int) -> ParallelDims:
     replicate, shard = config.data_parallel_replicate_degree, config.data_parallel_shard_degree
     others = (
         config.pipeline_parallel_degree
@@ -111,7 +111,7 @@ def _dense_degrees(config: ParallelismConfig, world_size: int) -> Degrees:
             f"{'is 1 process' if world_size == 1 else f'are {world_size} processes'}: "
             f"{', or '.join(remedies)}."
         )
-    return Degrees(
+    return ParallelDims(
         pp=config.pipeline_parallel_degree,
         dp_replicate=replicate,
         dp_shard=product // others,
@@ -126,7 +126,7 @@ class Mesh:
     def __init__(
         self,
         device: Device,
-        degrees: Degrees,
+        degrees: ParallelDims,
         timeout_s: float = CommConfig().init_timeout_seconds,
         groups: AxisGroups | None = None,
     ) -> None:
@@ -136,7 +136,7 @@ class Mesh:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.groups = groups or AxisGroups(timedelta(seconds=timeout_s))
-        self._with_degrees: dict[Degrees, Mesh] = {degrees: self}
+        self._with_degrees: dict[ParallelDims, Mesh] = {degrees: self}
         self.device_mesh: DeviceMesh = self.groups.device_mesh(device.kind, degrees.shape, AXES)
 
     @cached_property
@@ -178,7 +178,7 @@ class Mesh:
     def _expert_stage(self) -> DeviceMesh:
         return self.expert_mesh[EXPERT_AXES[1:]]
 
-    def with_degrees(self, degrees: Degrees) -> "Mesh":
+    def with_degrees(self, degrees: ParallelDims) -> "Mesh":
         """Return the same ranks with other degrees; cached, sharing process groups. Every rank must
         call it."""
         if degrees not in self._with_degrees:

@@ -21,16 +21,16 @@ def move_state(
     learning rate schedule. `source` does not change; both are between two steps. Every rank must
     call it. Raises LayoutError if models or kinds of optimizer differ, or if the optimizer of
     `target` has taken steps and that of `source` none."""
-    given = describe_on(source.tensors(), source_mesh)
-    # A model that is another one is refused before anything is made for it.
-    wanted = describe_on(model_tensors(target.model), target_mesh)
+    given = gather_mesh_specs(source.tensors(), source_mesh)
+    # Reject a different model before allocating anything.
+    wanted = gather_mesh_specs(model_tensors(target.model), target_mesh)
     match_layouts(wanted, {name: placed for name, placed in given.items() if name in wanted})
     target.allocate({name: placed.shape for name, placed in given.items()})
-    fill(target.tensors(), target_mesh, source.tensors(), source_mesh)
+    copy_tensors(target.tensors(), target_mesh, source.tensors(), source_mesh)
     target.load_values(source.values())
 
 
-def fill(
+def copy_tensors(
     target: Mapping[str, torch.Tensor],
     target_mesh: Mesh,
     source: Mapping[str, torch.Tensor],
@@ -40,7 +40,7 @@ def fill(
     mapping has this rank's tensors or shards; plain tensors are replicated on their stage. Every
     rank must call it. Raises LayoutError if the names, shapes or dtypes of all ranks together
     differ."""
-    given, wanted = describe_on(source, source_mesh), describe_on(target, target_mesh)
+    given, wanted = gather_mesh_specs(source, source_mesh), gather_mesh_specs(target, target_mesh)
     into = {name: target_mesh.to_dtensor(tensor) for name, tensor in target.items()}
     redistribute_state_dict(
         {name: source_mesh.to_dtensor(tensor) for name, tensor in source.items()},
@@ -54,7 +54,7 @@ def fill(
             tensor.copy_(into[name].to_local())
 
 
-def describe_on(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, TensorSpec]:
+def gather_mesh_specs(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, TensorSpec]:
     """Return the specs of all ranks of a mesh, by name, given this rank's tensors. Every rank must
     call it."""
     return gather_specs({name: mesh.to_dtensor(tensor) for name, tensor in tensors.items()})

@@ -17,7 +17,7 @@ SAMPLE = "A sample of the model:"
 """Line before the sample at the end of a run."""
 STARTING = "Starting: "
 """Prefix of the leader's log lines during startup under the launcher."""
-TAKES_PART = "Participating replicas from sample"
+PARTICIPATES = "Number of participating replicas from sample"
 """Prefix of the leader's log line when it participates in a quorum."""
 
 

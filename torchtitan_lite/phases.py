@@ -4,7 +4,6 @@ Layer: imports nothing of the project.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
 from typing import Protocol
 
@@ -44,22 +43,38 @@ class PhaseListener(Protocol):
 class Phases:
     """The current phase of this rank, reported to listeners."""
 
-    def __init__(
-        self, listeners: Sequence[PhaseListener] = (), step: Callable[[], int] = lambda: 0
-    ) -> None:
-        """Begin with START. `step` returns the last committed step."""
-        self._listeners, self.step = tuple(listeners), step
+    def __init__(self, listeners: Sequence[PhaseListener] = ()) -> None:
+        """Begin with START."""
+        self._listeners = tuple(listeners)
+        self._step: Callable[[], int] = lambda: 0
         self._change(Phase.START)
 
-    def enter(self, phase: Phase) -> AbstractContextManager[object]:
+    def follow(self, step: Callable[[], int]) -> None:
+        """Report the last committed step by `step` from now on."""
+        self._step = step
+
+    def enter(self, phase: Phase) -> "_Restore":
         """Start `phase` at once. As a context manager, return to the previous phase at the end of
-        the block."""
-        stack = ExitStack()
-        stack.callback(self._change, self._phase)
+        the block, unless it raises: the phase of a failure stays visible."""
+        previous = self._phase
         self._change(phase)
-        return stack
+        return _Restore(self, previous)
 
     def _change(self, phase: Phase) -> None:
         self._phase = phase
         for listener in self._listeners:
-            listener.entered(phase, self.step())
+            listener.entered(phase, self._step())
+
+
+class _Restore:
+    """Returns to a phase at the end of a block that succeeds."""
+
+    def __init__(self, phases: Phases, phase: Phase) -> None:
+        self._phases, self._phase = phases, phase
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self._phases.enter(self._phase)

@@ -30,7 +30,7 @@ class StopRequest:
             self.requested = True
             self._first_at = time.monotonic()
             name = signal.Signals(number).name
-            logger.warning("%s received: finishing the step, saving, leaving.", name)
+            logger.warning("%s received: finishing the step, then saving and exiting.", name)
         elif time.monotonic() - self._first_at > _INTERRUPT_AFTER_S and number == signal.SIGINT:
             raise KeyboardInterrupt
 

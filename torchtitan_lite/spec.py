@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-IGNORE = -100
+IGNORE_INDEX = -100
 """Target without a loss."""
 
 
@@ -28,13 +28,13 @@ class Microbatch:
     tokens_BS: torch.Tensor
     """int64."""
     targets_BS: torch.Tensor
-    """int64; `IGNORE` where the position has no target."""
+    """int64; `IGNORE_INDEX` where the position has no target."""
     positions_BS: torch.Tensor
     """int64 position of each token in its block."""
     documents_BS: torch.Tensor | None
     """int32 index of the document within the block, ascending from 0; None without document masks.
     """
-    keys_B: torch.Tensor
+    rng_keys_B: torch.Tensor
     """int64 key of each sample for random draws in forward; a function of seed, step and sample."""
     samples: tuple[int, ...]
     """Indices of the samples in the global order."""
@@ -50,7 +50,7 @@ class Microbatch:
             targets_BS=move(self.targets_BS),
             positions_BS=move(self.positions_BS),
             documents_BS=None if self.documents_BS is None else move(self.documents_BS),
-            keys_B=move(self.keys_B),
+            rng_keys_B=move(self.rng_keys_B),
             samples=self.samples,
         )
 
@@ -244,7 +244,7 @@ class ModelSpec:
     """Maps a sequence length to the cost."""
 
 
-_NOT_OF_THE_FUNCTION = {
+_RUN_SETTINGS = {
     *("attention_backend", "document_mask", "dropout", "max_seq_len"),
     *("balance_loss_weight", "bias_update_rate"),
 }
@@ -255,7 +255,7 @@ def differing_dims(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
     """List the dimensions in which two recorded models differ, with both values. One that is
     absent from a record, written before the dimension existed, is not compared."""
     found = []
-    for name in sorted((there.keys() & here.keys()) - _NOT_OF_THE_FUNCTION):
+    for name in sorted((there.keys() & here.keys()) - _RUN_SETTINGS):
         one, other = there[name], here[name]
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             found += [f"{name}.{text}" for text in differing_dims(one, other)]

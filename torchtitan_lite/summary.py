@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_lite.builders import Built, build_sampler
+from torchtitan_lite.builders import Built, build_text_generator
 from torchtitan_lite.commands import program, torchtitan_lite, with_steps
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import ConfigError, UserError
@@ -113,7 +113,7 @@ def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bo
         if (sample := _sample(built, config)) is not None:
             lines += [SAMPLE, "", _indented(sample), ""]
     else:
-        lines += [f"Left at step {job.state.step} of {job.steps}, as asked.", ""]
+        lines += [f"Stopped at step {job.state.step} of {job.steps} on request.", ""]
     folder = Path(config.job.dump_folder)
     lines.append(f"Outputs      {folder}/ (config.toml, metrics.jsonl)")
     if config.checkpoint.enable:
@@ -132,15 +132,15 @@ def print_end(built: Built, config: Config, argv: Sequence[str], *, finished: bo
 def _sample(built: Built, config: Config) -> str | None:
     """Generate a text; None if the model is too large or has no KV cache."""
     job, spec = built.job, built.spec
-    sampler = built.sampler
-    if sampler is None:
+    generator = built.text_generator
+    if generator is None:
         if spec.cost(config.training.seq_len).num_params > _SAMPLE_MAX_PARAMS:
             return None
         try:
-            sampler = build_sampler(config, spec, built.data, job.mesh)
+            generator = build_text_generator(config, spec, built.data, job.mesh)
         except ConfigError:
             return None
-    (text,) = sampler.texts(
+    (text,) = generator.texts(
         job.state, prompt="", count=1, max_new_tokens=_SAMPLE_TOKENS, temperature=0.8
     )
     return text

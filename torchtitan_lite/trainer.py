@@ -14,9 +14,9 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from torchtitan_lite.anomalies import Action
+from torchtitan_lite.anomalies import Action, Decision
 from torchtitan_lite.checkpoint import CheckpointManager
-from torchtitan_lite.data import share_of_step
+from torchtitan_lite.data import microbatch_indices
 from torchtitan_lite.errors import MachineFault, TrainingDiverged
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
@@ -25,10 +25,10 @@ from torchtitan_lite.parallel.expert import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import LeaveRequested, ReplicaEvent, Replicas, Share
-from torchtitan_lite.spec import IGNORE, Microbatch, PipelineSchedule
-from torchtitan_lite.step.anomalous_steps import report_faulty_ranks, skip_step
+from torchtitan_lite.spec import IGNORE_INDEX, Microbatch, PipelineSchedule
+from torchtitan_lite.step.anomalous_steps import handle_anomaly, report_faulty_ranks
 from torchtitan_lite.step.monitor import StepMonitor
-from torchtitan_lite.step.totals import StepTotals, StepValues
+from torchtitan_lite.step.totals import StepTotals, StepValues, reduce_step
 from torchtitan_lite.train_state import TrainState
 
 
@@ -41,8 +41,8 @@ class StepReport:
     committed: bool
     aborted: bool
     """A rank or a replica failed: the step is retried with the same samples."""
-    leave: bool
-    """A rank was asked to leave."""
+    stop_requested: bool
+    """A rank was asked to stop."""
     loss: float
     """Mean over the step's target tokens, in nats."""
     grad_norm: float
@@ -58,7 +58,7 @@ class StepReport:
     data_time_s: float
     events: tuple[ReplicaEvent, ...] = ()
     """Events of replicas, of slow ranks, and of a skipped step."""
-    end: TrainingDiverged | MachineFault | None = None
+    fatal_error: TrainingDiverged | MachineFault | None = None
     """Why the run, or this replica, ends."""
     step_time_s: float = 0.0
     checkpoint_stall_s: float = 0.0
@@ -99,23 +99,23 @@ class Job:
 
 
 def train(job: Job) -> bool:
-    """Train until the last step, or until a rank is asked to leave; then save.
+    """Train until the last step, or until a rank is asked to stop; then save.
 
     Returns whether the last step was reached. Raises TrainingDiverged if anomalies end the run,
     with the last good state saved.
     """
     state, phases = job.state, job.phases
     phases.enter(Phase.BETWEEN)
-    leave = False
+    stop_requested = False
     first = True
-    while state.step < job.steps and not leave:
+    while state.step < job.steps and not stop_requested:
         started = time.perf_counter()
         try:
             with job.step_context(state.step + 1), phases.enter(Phase.COMPUTE):
                 report = train_step(job)
         except LeaveRequested:
             break
-        leave = report.leave
+        stop_requested = report.stop_requested
         with phases.enter(Phase.CHECKPOINT):
             stall_s = job.checkpoints.after_step() if report.committed else 0.0
         gc_s = job.garbage.step(report.number)
@@ -129,8 +129,8 @@ def train(job: Job) -> bool:
         )
         for hook in job.hooks:
             hook(state, report)
-        if report.end is not None:
-            _end(job, report, report.end)
+        if report.fatal_error is not None:
+            _end(job, report, report.fatal_error)
         if first:
             # The first step compiles and connects, and is given longer.
             job.mesh.set_timeout(job.train_timeout_s)
@@ -169,58 +169,37 @@ def train_step(job: Job) -> StepReport:
         loss = _forward_backward(job, microbatches, parameters)
     values = _local_values(job, share, microbatches, loss)
     with phases.enter(Phase.COMMUNICATION):
-        leaves = job.stop.requested
-        totals, gradients = values.reduce(parameters, job.replicas, job.mesh, leaves=leaves)
+        totals, gradients = reduce_step(values, parameters, job.replicas, job.mesh, job.stop)
+        is_complete = job.replicas.should_commit(totals.num_ranks, totals.cursors, totals.steps)
+        if is_complete:
+            job.checkpoints.apply_signals(totals.save_signals)
         decision, slow_ranks = job.monitor.decide(
-            totals, loss, microbatches, state.history, share, job.replicas
+            totals, loss, microbatches, state.history, share, job.replicas, is_complete=is_complete
         )
-
-    number, step_size = state.step + 1, share.step_size(job.global_batch_size)
-    lr = state.lr_scheduler.lr(state.step)
-    committed, aborted = decision.action is Action.COMMIT, decision.action is Action.ABORT
-    if not aborted:
-        job.checkpoints.apply_signals(totals.save_signals)
-    if committed:
-        _update(job, totals, gradients, lr)
-        state.tokens += step_size * job.seq_len
-    router_loads = job.router_balance.apply(totals.router_counts, committed=committed)
-    state.optimizer.zero_grad()
-    events, end = [], None
-    if aborted:
-        events, end = report_faulty_ranks(decision, number, share, job.mesh.world_size)
-    else:
-        state.cursor += step_size
-    if decision.is_anomalous:
-        with phases.enter(Phase.CHECKPOINT):
-            events, end = skip_step(
-                decision,
-                totals,
-                state,
-                job.checkpoints,
-                job.replicas,
-                share,
-                samples=range(state.cursor - step_size, state.cursor),
-                roll_back_steps=job.monitor.detector.roll_back_steps,
-            )
-    is_last = totals.num_leaving > 0 or end is not None or state.step >= job.steps
+    number, lr = state.step + 1, state.lr_scheduler.lr(state.step)
+    router_loads, events, fatal_error = _apply(job, decision, totals, gradients, share, lr)
+    committed = decision.action is Action.COMMIT
+    stop_requested = totals.num_stop_requests > 0
+    is_last = stop_requested or fatal_error is not None or state.step >= job.steps
     job.replicas.finish_step(committed=committed, is_last=is_last)
+    # Semi-synchronous replicas have the same state only after they have averaged it.
     job.checkpoints.set_writer_group(job.replicas.writer_group)
     return StepReport(
         number=number,
         committed=committed,
-        aborted=aborted,
-        leave=totals.num_leaving > 0,
+        aborted=decision.action is Action.ABORT,
+        stop_requested=stop_requested,
         loss=totals.mean_loss,
         grad_norm=totals.grad_norm,
         lr=lr,
         num_target_tokens=round(totals.num_targets),
-        num_tokens=step_size * job.seq_len,
+        num_tokens=share.step_size(job.global_batch_size) * job.seq_len,
         num_replicas=share.count,
         router_loads=router_loads,
         samples=tuple(sample for mb in microbatches for sample in mb.samples),
         data_time_s=data_time_s,
         events=(*job.replicas.events(), *slow_ranks, *events),
-        end=end,
+        fatal_error=fatal_error,
     )
 
 
@@ -234,9 +213,9 @@ def _load(job: Job, share: Share) -> tuple[list[Microbatch], float]:
         # A replica's share must not have fewer microbatches than its pipeline can run.
         fewest = job.pipeline_schedule.min_microbatches
         samples = share.samples(cursor, job.global_batch_size, local * degrees.batch, fewest)
-        return share_of_step(samples, local, job.mesh.batch_rank, degrees.batch)
+        return microbatch_indices(samples, local, job.mesh.batch_rank, degrees.batch)
 
-    microbatches = state.loader.take(indices(state.cursor), state.step + 1)
+    microbatches = state.loader.load(indices(state.cursor), state.step + 1)
     if state.step + 1 < job.steps:
         following = state.cursor + share.step_size(job.global_batch_size)
         state.loader.prefetch(indices(following), state.step + 2)
@@ -249,6 +228,7 @@ def _forward_backward(
     """Accumulate the gradients of the loss summed over this rank's targets. Returns the sum, 0-d
     float64."""
     loss = torch.zeros((), dtype=torch.float64, device=job.mesh.device.torch_device)
+    job.monitor.begin_forward()
     if microbatches:
         overlap = partial(job.replicas.reduce_during_backward, parameters)
         loss += job.pipeline_schedule.run(microbatches, backward=True, before_last=overlap)
@@ -262,7 +242,7 @@ def _local_values(
     complete: from here on the state may be modified."""
     return StepValues(
         loss=loss,
-        num_targets=sum(int((mb.targets_BS != IGNORE).sum()) for mb in microbatches),
+        num_targets=sum(int((mb.targets_BS != IGNORE_INDEX).sum()) for mb in microbatches),
         cursor=job.state.cursor,
         step=job.state.step,
         save_signals=job.checkpoints.local_signals(loss.device),
@@ -271,13 +251,53 @@ def _local_values(
     )
 
 
+def _apply(
+    job: Job,
+    decision: Decision,
+    totals: StepTotals,
+    gradients: list[tuple[torch.Tensor, int]],
+    share: Share,
+    lr: float,
+) -> tuple[Mapping[str, torch.Tensor], list[ReplicaEvent], TrainingDiverged | MachineFault | None]:
+    """Apply the decision: update, skip, or leave the state as it was. Returns the router loads, the
+    events, and why the run ends, if it does."""
+    state, number = job.state, job.state.step + 1
+    committed = decision.action is Action.COMMIT
+    step_size = share.step_size(job.global_batch_size)
+    samples = range(state.cursor, state.cursor + step_size)
+    if decision.action is not Action.ABORT:
+        # An aborted step is retried with the same samples.
+        state.cursor = samples.stop
+    if committed:
+        _update(job, totals, gradients, lr)
+        state.tokens += step_size * job.seq_len
+    router_loads = job.router_balance.apply(totals.router_counts, committed=committed)
+    state.optimizer.zero_grad()
+    if decision.faulty_ranks:
+        return router_loads, *report_faulty_ranks(decision, number, share, job.mesh.world_size)
+    if not decision.is_anomalous:
+        return router_loads, [], None
+    with job.phases.enter(Phase.CHECKPOINT):
+        outcome = handle_anomaly(
+            decision,
+            totals,
+            state,
+            job.checkpoints,
+            job.replicas,
+            share,
+            samples=samples,
+            roll_back_steps=job.monitor.detector.roll_back_steps,
+        )
+    return router_loads, *outcome
+
+
 def _update(
     job: Job, totals: StepTotals, gradients: list[tuple[torch.Tensor, int]], lr: float
 ) -> None:
     """Clip the gradients, and update the weights."""
     state, grad_norm = job.state, totals.grad_norm
-    # The loss is a sum over target tokens: this is the only place where its gradients are divided
-    # by their number.
+    # Gradients are of the loss summed over target tokens. This is the only place where they are
+    # divided by the number of targets, as `StepTotals` divides loss and norm.
     scale_(gradients, min(1.0, job.max_norm / (grad_norm + 1e-6)) / totals.num_targets)
     state.optimizer.step(lr)
     state.step += 1

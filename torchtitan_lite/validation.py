@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtitan_lite.data import ValidationData
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.spec import IGNORE, PipelineSchedule
+from torchtitan_lite.spec import IGNORE_INDEX, PipelineSchedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,12 @@ def validate(
     microbatches = (microbatch for one_round in rounds for microbatch in one_round)
     while at_once := list(islice(microbatches, schedule.min_microbatches)):
         # A pipeline cannot run fewer microbatches than stages: add some without targets.
-        filler = replace(at_once[0], targets_BS=torch.full_like(at_once[0].targets_BS, IGNORE))
+        filler = replace(
+            at_once[0], targets_BS=torch.full_like(at_once[0].targets_BS, IGNORE_INDEX)
+        )
         at_once += [filler] * (schedule.min_microbatches - len(at_once))
         totals[0] += schedule.run(at_once, backward=False)
-        totals[1] += sum(int((mb.targets_BS != IGNORE).sum()) for mb in at_once)
+        totals[1] += sum(int((mb.targets_BS != IGNORE_INDEX).sum()) for mb in at_once)
     model.train()
     loss_sum, num_targets = mesh.sum(totals).tolist()
     num_targets /= mesh.degrees.token_copies

@@ -120,13 +120,13 @@ class WriterProcess:
     def wait_for(self, key: str, timeout_s: float) -> list[dict[str, Any]]:
         """Return all responses up to the first with `key`, or until the timeout or the writer's
         death."""
-        deadline, heard = time.monotonic() + timeout_s, []
+        deadline, on_token = time.monotonic() + timeout_s, []
         while True:
             was_alive = self.alive
-            heard += self.responses()
+            on_token += self.responses()
             over = not was_alive or time.monotonic() >= deadline
-            if over or any(key in response for response in heard):
-                return heard
+            if over or any(key in response for response in on_token):
+                return on_token
             time.sleep(_POLL_S)
 
     def close(self, *, free: bool = False, timeout_s: float = 60.0) -> list[dict[str, Any]]:
@@ -135,17 +135,17 @@ class WriterProcess:
         if self._process is None:
             return []
         self._send({"stop": True, "free": free})
-        deadline, heard = time.monotonic() + timeout_s, []
+        deadline, on_token = time.monotonic() + timeout_s, []
         while self.alive and time.monotonic() < deadline:
-            heard += self.responses()
+            on_token += self.responses()
             time.sleep(_POLL_S)
         if self.alive:
             self._process.kill()
         self._process.wait()
-        heard += self.responses()
+        on_token += self.responses()
         self._reap()
         self._close_signals()
-        return heard
+        return on_token
 
     def detach(self) -> None:
         """Leave the writer to flush and exit on its own, as after a trainer's death."""

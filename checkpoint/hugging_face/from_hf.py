@@ -35,7 +35,7 @@ from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.manifest_json import build_manifest, manifest_bytes
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, cast, tensor_bytes
-from torchtitan_lite.mesh import Degrees
+from torchtitan_lite.mesh import ParallelDims
 
 BLOCK_BYTES = 8 << 20
 """Bytes that a worker holds at a time; twice if the dtype changes."""
@@ -124,7 +124,7 @@ class HuggingFaceImport:
 
     def _base(self) -> dict[str, Any]:
         return {
-            "mesh": asdict(Degrees()),
+            "mesh": asdict(ParallelDims()),
             "config": dict(self.run_config),
             "versions": {"torchtitan_lite": __version__, "torch": torch.__version__},
             "values": {},

@@ -172,7 +172,7 @@ def map_parameters(
                 problems.append(f"{keys[0]} and its like are of {' and '.join(sorted(dtypes))}")
     ignored = spec.hugging_face.ignored
     problems += [
-        f"{key} has no place in the model"
+        f"{key} is unexpected"
         for key in folder.tensors
         if key not in used and not any(fnmatchcase(key, pattern) for pattern in ignored)
     ]
@@ -249,7 +249,7 @@ def _problems(
             yield f"{key} has shape {list(found.tensor.shape)}, and {list(shape)} is needed"
         elif found.tensor.dtype not in _FLOATS:
             yield (
-                f"{key} is of {found.tensor.dtype}: quantised weights are not loaded; take the "
+                f"{key} is of {found.tensor.dtype}: quantized weights are not loaded; take the "
                 "model as bfloat16"
             )
 

@@ -26,7 +26,7 @@ from torchtitan_lite.checkpoint.storage.manifest_json import build_manifest, man
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, tensor_bytes
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
-from torchtitan_lite.mesh import Degrees
+from torchtitan_lite.mesh import ParallelDims
 from torchtitan_lite.spec import ModelSpec, differing_dims
 
 _FILE_BYTES = 1 << 30
@@ -82,7 +82,7 @@ def convert_from_dcp(
         # Training can resume only with optimizer state.
         model_only = not any(match.name.startswith("optimizer.") for match in matches.values())
         base = {
-            "mesh": asdict(Degrees()),
+            "mesh": asdict(ParallelDims()),
             "config": dict(run_config),
             "versions": {"torchtitan_lite": __version__, "torch": torch.__version__},
             "values": {} if model_only else {"train_state": {"step": step, "tokens": tokens}},
@@ -130,18 +130,18 @@ def _matches(source: DcpFolder, spec: ModelSpec) -> tuple[dict[str, KeyMatch], t
             continue
         match = keys.from_torchtitan(key) if key in source.contents.tensors else None
         if match is None:
-            problems.append(f"{key} has no place in the model")
+            problems.append(f"{key} is unexpected")
             continue
         about = source.contents.tensors[key]
         if about.dtype not in DTYPE_NAMES:
-            problems.append(f"{key} is of {about.dtype}, which safetensors cannot hold")
+            problems.append(f"{key} is of {about.dtype}, which safetensors does not support")
         if tied is not None and match.parameter == tied[1]:
             if match.name.startswith("model."):
                 _check_tied(source, key, keys, tied[0])
                 continue
             match = match.of(tied[0])
         if match.parameter not in wanted:
-            problems.append(f"{key} has no place in the model")
+            problems.append(f"{key} is unexpected")
             continue
         if match.name in shapes:
             problems.append(f"{key} is stored twice, under different names")

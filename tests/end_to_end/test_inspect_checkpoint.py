@@ -36,7 +36,7 @@ def test_a_checkpoint_is_described(capsys: pytest.CaptureFixture[str], tmp_path:
         "parts: model 8,479 bytes, optimizer 8,400 bytes",
         "dtypes: F32 16,800 bytes, BF16 30 bytes, F64 32 bytes, BOOL 9 bytes, I64 8 bytes",
         f"model.weight: F32 300 x 7, [S0] on (dp_shard 2 of {', '.join(TWO_FILES)})",
-        "whole: all checksums hold",
+        "intact: all checksums match",
     ):
         assert words in text
     actual = json.loads(run_script(capsys, f"{tmp_path}/step-3/", "--json"))
@@ -62,7 +62,7 @@ def test_all_damage_is_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path
         [(TWO_FILES[0], None), (TWO_FILES[1], "optimizer.weight.momentum")],
         [],
     ]
-    assert "whole: all checksums hold" in run_script(capsys, tmp_path / "step-5", "--verify")
+    assert "intact: all checksums match" in run_script(capsys, tmp_path / "step-5", "--verify")
 
 
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

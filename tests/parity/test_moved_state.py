@@ -176,7 +176,7 @@ def test_moves_between_incompatible_states_are_errors_on_every_rank(
     first, second = pools(2).run(move_errors, tmp_path)
     assert first == second
     family, flavor, dtype, optimizer = first
-    assert "model.layers.0.attention.k_norm.weight has no place to go to" in family
+    assert "model.layers.0.attention.k_norm.weight is unexpected" in family
     wq = "model.layers.0.attention.wq.weight is (60, 36), torch.float64"
     assert f"{wq}, but must be (80, 36), torch.float64" in flavor
     assert "is (36,), torch.float32, but must be (36,), torch.float64" in dtype

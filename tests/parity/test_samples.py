@@ -48,8 +48,8 @@ def sampled(folder: Path, overrides: dict[str, Any]) -> tuple[list[str], tuple[i
     with build(config, mesh, StopRequest()) as built:
         train(built.job)
         validation = config.validation
-        assert built.sampler is not None
-        texts = built.sampler.texts(
+        assert built.text_generator is not None
+        texts = built.text_generator.texts(
             built.job.state,
             prompt=validation.sample_prompt,
             count=validation.samples,

@@ -52,7 +52,7 @@ def test_logits_equal_those_of_torchtitan(mode: str, tmp_path: Path) -> None:
     samples = {
         "tokens_BS": tokens_BS,
         "positions_BS": torch.arange(LENGTH).repeat(2, 1),
-        "keys_B": torch.arange(2),
+        "rng_keys_B": torch.arange(2),
     }
     with torch.no_grad():
         ours_BSV = model(**samples)

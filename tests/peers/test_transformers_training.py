@@ -17,7 +17,7 @@ from tests.job import mesh_for, odd_config, run_job
 from tests.pool import WorkerPool
 from torchtitan_lite.builders import build
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.spec import IGNORE
+from torchtitan_lite.spec import IGNORE_INDEX
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1500)]
 Pools = Callable[[int], WorkerPool]
@@ -76,10 +76,10 @@ def plain_loop(run: Path, folder: Path) -> tuple[list[float], list[float]]:
         state = built.job.state
         for step in range(STEPS):
             first = step * 8
-            (batch,) = state.loader.take([range(first, first + 8)], step + 1)
+            (batch,) = state.loader.load([range(first, first + 8)], step + 1)
             logits_BSV = model(input_ids=batch.tokens_BS).logits
             loss = cross_entropy(
-                logits_BSV.flatten(0, 1), batch.targets_BS.flatten(), ignore_index=IGNORE
+                logits_BSV.flatten(0, 1), batch.targets_BS.flatten(), ignore_index=IGNORE_INDEX
             )
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_norm)

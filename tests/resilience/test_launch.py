@@ -206,7 +206,7 @@ def test_a_resized_run_has_the_losses_of_an_undisturbed_one(
         slots.write_text(f'{{"{last}": 2}}')
         text = output_of(process, log, 200)
     assert f"resize to 1 rank each: replica {last} has slots for 1" in text
-    assert "resize to 2 ranks each: the slots are back" in text
+    assert "resize to 2 ranks each: slots are available again" in text
     assert len(list(folder.glob("launch_logs/*/attempt_*/rank_*.log"))) == 5 * replicas
     assert losses(folder) == pytest.approx(undisturbed_losses, rel=FAULTS_FLOAT64)
     used: dict[int, list[int]] = {}

@@ -28,7 +28,7 @@ def stop_one_rank(folder: Path, log: Path, number: signal.Signals) -> int:
     (left,) = (folder / "checkpoint").glob("step-*")
     step = json.loads((left / "manifest.json").read_text())["step"]
     assert step >= 3
-    assert f"Left at step {step}" in log.read_text()
+    assert f"Stopped at step {step}" in log.read_text()
     assert launch.steps_of(folder)[-1]["step"] == step
     return step
 

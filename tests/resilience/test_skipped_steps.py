@@ -14,7 +14,7 @@ from tests.pool import WorkerPool
 from torchtitan_lite import rng
 from torchtitan_lite.builders import build
 from torchtitan_lite.errors import TrainingDiverged
-from torchtitan_lite.parallel import OneStage
+from torchtitan_lite.parallel import GradientAccumulation
 from torchtitan_lite.parallel.expert import routers_of
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.trainer import train_step
@@ -35,10 +35,10 @@ def run_with_bad_steps(
     """Train with a corrupted gradient element of `value` on the last rank in the runs of the
     pipeline schedule that `bad_runs` numbers."""
     runs = 0
-    healthy = OneStage.run
+    healthy = GradientAccumulation.run
 
     def run(
-        self: OneStage, microbatches: Any, *, backward: bool, before_last: Any = None
+        self: GradientAccumulation, microbatches: Any, *, backward: bool, before_last: Any = None
     ) -> torch.Tensor:
         nonlocal runs
         runs += 1
@@ -50,11 +50,11 @@ def run_with_bad_steps(
             gradient.to_local().view(-1)[0] = value  # type: ignore[attr-defined]
         return loss
 
-    OneStage.run = run
+    GradientAccumulation.run = run
     try:
         return run_job(folder, overrides)
     finally:
-        OneStage.run = healthy
+        GradientAccumulation.run = healthy
 
 
 def diverge(folder: Path, bad_runs: set[int], overrides: dict[str, Any]) -> str:
@@ -172,12 +172,12 @@ def change_of_a_skipped_step(folder: Path, overrides: dict[str, Any]) -> list[st
 
         model = job.state.model
         before = look()
-        healthy = OneStage.run
-        OneStage.run = lambda self, *args, **how: healthy(self, *args, **how) * math.nan
+        healthy = GradientAccumulation.run
+        GradientAccumulation.run = lambda self, *args, **how: healthy(self, *args, **how) * math.nan
         try:
             assert not train_step(job).committed
         finally:
-            OneStage.run = healthy
+            GradientAccumulation.run = healthy
         after = look()
         return sorted(name for name in before if before[name] != after[name])
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.pool import GLOO_TIMEOUT_S, WorkerPool
 from torchtitan_lite.axis_groups import AxisGroups
 from torchtitan_lite.device import detect_device
-from torchtitan_lite.mesh import Degrees, Mesh
+from torchtitan_lite.mesh import Mesh, ParallelDims
 
 
 def time_limits(group: dist.ProcessGroup) -> timedelta:
@@ -19,7 +19,7 @@ def time_limits(group: dist.ProcessGroup) -> timedelta:
 def groups_of_a_mesh() -> None:
     world = dist.group.WORLD
     assert world is not None
-    degrees = Degrees(dp_shard=2, cp=2, ep=2)
+    degrees = ParallelDims(dp_shard=2, cp=2, ep=2)
     mesh = Mesh(detect_device("cpu"), degrees, timeout_s=77)
     flat = mesh.groups.flattened(mesh.device_mesh, ("dp_shard", "cp"), "dp_shard_cp")
     made = {axis: mesh.device_mesh.get_group(axis) for axis in ("dp_shard", "cp", "tp", "pp")}

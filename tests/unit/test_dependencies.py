@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.extras import EXTRAS
+from torchtitan_lite.optional_dependencies import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -15,7 +15,7 @@ from tests.tolerances import (
 )
 from torchtitan_lite import loss as module
 from torchtitan_lite.loss import cross_entropy
-from torchtitan_lite.spec import IGNORE
+from torchtitan_lite.spec import IGNORE_INDEX
 
 _NUM_TOKENS, _VOCAB, _DIM = 101, 37, 16
 
@@ -47,7 +47,7 @@ def test_value_and_gradients_equal_those_of_torch(
     torch.testing.assert_close(loss, expected, rtol=loss_rtol, atol=0)
     for mine, other in zip(ours[:2], theirs[:2], strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=grad_tolerance, atol=grad_tolerance)
-    assert (ours[0].grad[ours[2] == IGNORE] == 0).all()  # pyright: ignore[reportOptionalSubscript]
+    assert (ours[0].grad[ours[2] == IGNORE_INDEX] == 0).all()  # pyright: ignore[reportOptionalSubscript]
 
 
 def test_unneeded_gradients_are_not_computed(
@@ -84,7 +84,7 @@ def test_either_input_may_be_frozen(learner: int) -> None:
 
 def test_ignored_targets_give_zero_loss_and_zero_gradients(chunk_tokens: int) -> None:
     hidden, weight, targets = _inputs(torch.float32)
-    loss = cross_entropy()(hidden, weight, torch.full_like(targets, IGNORE))
+    loss = cross_entropy()(hidden, weight, torch.full_like(targets, IGNORE_INDEX))
     loss.backward()
     assert loss.item() == 0
     assert hidden.grad is not None and not hidden.grad.any()
@@ -140,9 +140,9 @@ def _inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     hidden = torch.randn(_NUM_TOKENS, _DIM, generator=draws, dtype=torch.float64).to(dtype)
     weight = torch.randn(_VOCAB, _DIM, generator=draws, dtype=torch.float64).to(dtype)
     targets = torch.randint(0, _VOCAB, (_NUM_TOKENS,), generator=draws)
-    targets[torch.rand(_NUM_TOKENS, generator=draws) < 0.2] = IGNORE
+    targets[torch.rand(_NUM_TOKENS, generator=draws) < 0.2] = IGNORE_INDEX
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
 def _reference(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(hidden @ weight.T, targets, ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(hidden @ weight.T, targets, ignore_index=IGNORE_INDEX, reduction="sum")

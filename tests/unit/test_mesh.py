@@ -1,4 +1,4 @@
-"""Degrees, and the mesh of a single process."""
+"""ParallelDims, and the mesh of a single process."""
 
 from datetime import timedelta
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import MeshError
-from torchtitan_lite.mesh import AXES, Degrees, resolve_degrees, start_mesh
+from torchtitan_lite.mesh import AXES, ParallelDims, resolve_degrees, start_mesh
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 
@@ -28,7 +28,7 @@ def test_a_degree_of_minus_one_uses_the_remaining_processes(
     settings: dict[str, Any], world_size: int, replicate: int, shard: int
 ) -> None:
     degrees = resolve_degrees(ParallelismConfig(**settings), world_size)
-    assert degrees == Degrees(dp_replicate=replicate, dp_shard=shard)
+    assert degrees == ParallelDims(dp_replicate=replicate, dp_shard=shard)
     assert degrees.batch == world_size
     assert degrees.shape == (1, replicate, shard, 1, 1)
 

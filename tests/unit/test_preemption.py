@@ -26,7 +26,7 @@ def test_a_signal_sets_the_flag_and_is_logged_once(
         logger.removeHandler(caplog.handler)
     records = [record for record in caplog.get_records("call") if number.name in record.message]
     assert {record.getMessage() for record in records} == {
-        f"{number.name} received: finishing the step, saving, leaving."
+        f"{number.name} received: finishing the step, then saving and exiting."
     }
 
 

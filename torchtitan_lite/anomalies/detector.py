@@ -20,8 +20,8 @@ _MIN_LOG_NORM_DEVIATION = 0.05
 """Deviations below these are noise in any run: in nats, and of the logarithm of a norm."""
 _MAX_ROLLBACKS = 64
 """Rollbacks to remember."""
-_DEVIATIONS_PER_MEDIAN_DISTANCE = 1.4826
-"""Of a normal distribution."""
+_MAD_TO_SIGMA = 1.4826
+"""Standard deviation per median absolute deviation, of a normal distribution."""
 
 
 class Action(Enum):
@@ -119,7 +119,7 @@ _SAVED_NAMES = {
     "rolled_back_from": "furthest",
     "rollbacks": "returns",
 }
-"""Names in checkpoints."""
+"""Names in checkpoints, kept so that earlier ones stay readable."""
 
 
 class AnomalyDetector:
@@ -181,4 +181,4 @@ def median_and_deviation(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the median over the first dim, and a robust estimate of the standard deviation."""
     median = np.median(values, axis=0)
     distance = np.median(np.abs(values - median), axis=0)
-    return median, _DEVIATIONS_PER_MEDIAN_DISTANCE * distance
+    return median, _MAD_TO_SIGMA * distance

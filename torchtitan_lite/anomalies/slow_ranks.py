@@ -28,7 +28,7 @@ _MEDIAN_ERROR = 1.2533
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """The work of one rank in a step."""
 
     replica: int
@@ -52,7 +52,7 @@ class SlowRank:
     """False: no longer slow."""
 
 
-class SlowRanks:
+class SlowRankDetector:
     """Observes every step and reports a rank once when it becomes slow, and once when it no longer
     is.
 
@@ -68,7 +68,7 @@ class SlowRanks:
         self._slow: set[int] = set()
         self._steps = 0
 
-    def step(self, work: Sequence[Work]) -> list[SlowRank]:
+    def step(self, work: Sequence[RankWork]) -> list[SlowRank]:
         """Observe a step: `work` of all ranks of all replicas, in a fixed order."""
         signature = tuple((one.replica, one.rank, one.stage, one.microbatches) for one in work)
         if signature != self._work:

@@ -1,4 +1,5 @@
-"""From a config to a `Job`, by four builders: data, model, state, job. No loop is here.
+"""From a config to a `Job`: `build` opens the data and composes the builders of model, state and
+job. No loop is here.
 
 Layer: above hooks and trainer.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite import rng
-from torchtitan_lite.builders.job import build_job, build_sampler, join_replicas
+from torchtitan_lite.builders.job import build_job, build_text_generator, join_replicas
 from torchtitan_lite.builders.model import build_model
 from torchtitan_lite.builders.state import RestoredState, build_state
 from torchtitan_lite.checkpoint import run_on_all_ranks
@@ -35,11 +36,11 @@ from torchtitan_lite.parallel.pipeline_stages import join_stages
 from torchtitan_lite.phases import PhaseListener, Phases
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import hang_listeners
-from torchtitan_lite.samples import Sampler
 from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.text_generator import TextGenerator
 from torchtitan_lite.trainer import Job
 
-__all__ = ["Built", "build", "build_model", "build_sampler"]
+__all__ = ["Built", "build", "build_model", "build_text_generator"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class Built:
     """On the leader only."""
     restored_from: str | None
     """Location of the loaded checkpoint or snapshot; None for new weights."""
-    sampler: Sampler | None
+    text_generator: TextGenerator | None
     """The copy of the model that generates text for validation, if configured."""
 
 
@@ -80,10 +81,10 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         restored = build_state(config, spec, join_stages(parts, spec, mesh), data, mesh)
         stack.callback(restored.checkpoints.close)
         state = restored.state
-        phases.step = lambda: state.step
+        phases.follow(lambda: state.step)
         metrics = stack.enter_context(_open_metrics(config, mesh, folder, restored))
         has_samples = config.validation.enable and config.validation.samples > 0
-        sampler = build_sampler(config, spec, data, mesh) if has_samples else None
+        text_generator = build_text_generator(config, spec, data, mesh) if has_samples else None
         job = build_job(
             config,
             spec,
@@ -96,7 +97,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             phases=phases,
             metrics=metrics,
             goodput_tracker=tracker,
-            sampler=sampler,
+            text_generator=text_generator,
             folder=folder,
         )
         _report_origin(restored, job, metrics)
@@ -114,7 +115,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             metrics=metrics,
             goodput_tracker=tracker,
             restored_from=restored.restored_from,
-            sampler=sampler,
+            text_generator=text_generator,
         )
 
 

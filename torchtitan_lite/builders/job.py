@@ -1,7 +1,7 @@
 """Build the `Job`: the pipeline schedule, the step monitor, the hooks and the replicas around the
 restored state.
 
-Layer: above hooks, trainer, build.model and build.state.
+Layer: above hooks, trainer, builders.model and builders.state.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,11 +42,11 @@ from torchtitan_lite.parallel.fsdp import compute_dtype_of
 from torchtitan_lite.phases import Phases
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import Replicas, SingleReplica
-from torchtitan_lite.samples import Sampler
 from torchtitan_lite.spec import ModelSpec, PipelineSchedule
 from torchtitan_lite.step.monitor import StepMonitor
 from torchtitan_lite.step.replay import TOLERANCE, Replay
 from torchtitan_lite.step.work_times import WorkTimes
+from torchtitan_lite.text_generator import TextGenerator
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import Hook, Job
 
@@ -66,7 +66,7 @@ def build_job(
     phases: Phases,
     metrics: Metrics,
     goodput_tracker: GoodputTracker | None,
-    sampler: Sampler | None,
+    text_generator: TextGenerator | None,
     folder: Path,
 ) -> Job:
     """Build the job of a single replica around `restored`. `parts` are this rank's parts of the
@@ -76,7 +76,7 @@ def build_job(
     schedule, step_context = _debug_schedule(config, mesh, parts, schedule, state, folder)
     names = list(routers_of(model_on_meta(config, spec)))
     balance = RouterBalance(state.model, names, spec.num_experts, mesh, config.parallelism)
-    garbage = ScheduledGarbageCollection(training.gc_freq, training.gc_debug)
+    garbage = stack.enter_context(ScheduledGarbageCollection(training.gc_freq, training.gc_debug))
     hooks = _build_hooks(
         config,
         stack,
@@ -85,7 +85,7 @@ def build_job(
         goodput_tracker=goodput_tracker,
         data=data,
         spec=spec,
-        sampler=sampler,
+        text_generator=text_generator,
         state=state,
         mesh=mesh,
         folder=folder,
@@ -105,7 +105,7 @@ def build_job(
         router_balance=balance,
         checkpoints=restored.checkpoints,
         monitor=_build_monitor(config, mesh, state, schedule),
-        garbage=stack.enter_context(garbage),
+        garbage=garbage,
         hooks=hooks,
         stop=stop,
         steps=training.steps,
@@ -177,7 +177,7 @@ def _build_hooks(
     goodput_tracker: GoodputTracker | None,
     data: OpenedData,
     spec: ModelSpec,
-    sampler: Sampler | None,
+    text_generator: TextGenerator | None,
     state: TrainState,
     mesh: Mesh,
     folder: Path,
@@ -192,7 +192,7 @@ def _build_hooks(
     if tracker is not None and config.checkpoint.enable:
         hooks.append(record_goodput(config.checkpoint.interval, tracker, metrics))
     if data.validation is not None:
-        texts = _validation_samples(config, sampler)
+        texts = _validation_samples(config, text_generator)
         freq = config.validation.freq
         hooks.append(
             validate_every(freq, total_steps, data.validation, schedule, metrics, mesh, texts)
@@ -216,22 +216,24 @@ def _build_hooks(
     return [*hooks, *registered_hooks(context)]
 
 
-def build_sampler(config: Config, spec: ModelSpec, data: OpenedData, mesh: Mesh) -> Sampler:
+def build_text_generator(
+    config: Config, spec: ModelSpec, data: OpenedData, mesh: Mesh
+) -> TextGenerator:
     """Build the copy of the model that generates text. Every rank must call it. Raises ConfigError
     for a model that cannot."""
     whole = model_on_meta(config, spec)
-    return Sampler(whole, spec, mesh, data.tokenizer(), seed=config.debug.seed or 0)
+    return TextGenerator(whole, spec, mesh, data.tokenizer(), seed=config.debug.seed or 0)
 
 
 def _validation_samples(
-    config: Config, sampler: Sampler | None
+    config: Config, text_generator: TextGenerator | None
 ) -> Callable[[TrainState], Sequence[str]] | None:
-    """Return the function that generates the texts of a validation; None without a sampler."""
-    if sampler is None:
+    """Return the function that generates the texts of a validation; None without one."""
+    if text_generator is None:
         return None
     validation = config.validation
     return partial(
-        sampler.texts,
+        text_generator.texts,
         prompt=validation.sample_prompt,
         count=validation.samples,
         max_new_tokens=validation.sample_tokens,

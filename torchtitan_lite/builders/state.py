@@ -76,12 +76,12 @@ def build_state(
             save_assets(data.tokenizer_files.folder, checkpoints.root)
         announce("restoring")
         restored_from = checkpoints.restore()
+        if averaging is not None and state.step == 0:
+            # They may be pretrained.
+            averaging.capture_initial_weights()
     except BaseException:
         checkpoints.close()
         raise
-    if averaging is not None and state.step == 0:
-        # They may be pretrained.
-        averaging.capture_initial_weights()
     return RestoredState(
         state=state, checkpoints=checkpoints, averaging=averaging, restored_from=restored_from
     )

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from torchtitan_lite import __version__
 from torchtitan_lite.cli.parsers import parser
 from torchtitan_lite.errors import INTERRUPTED, ConfigError
-from torchtitan_lite.extension import import_module
+from torchtitan_lite.registry import import_module
 
 
 def main(argv: Sequence[str]) -> int:

@@ -95,7 +95,7 @@ def generate(options: argparse.Namespace, world: Mesh) -> tuple[list[Text], floa
         max_new_tokens=options.max_new_tokens,
         sampling=sampling,
         stop_ids=stop_ids(tokenizer, files.folder),
-        heard=on_token,
+        on_token=on_token,
     )
     world.barrier()
     seconds = time.perf_counter() - begin

@@ -191,7 +191,7 @@ def _format_record(record: Mapping[str, Any]) -> str:
         tensor = f"{damage['tensor']}: " if damage["tensor"] else ""
         lines.append(f"  DAMAGED {damage['file']}: {tensor}{damage['problem']}")
     if record["verified"] and not record["damage"]:
-        lines.append("  whole: all checksums hold")
+        lines.append("  intact: all checksums match")
     return "\n".join(lines)
 
 

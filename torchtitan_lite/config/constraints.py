@@ -20,10 +20,10 @@ from torchtitan_lite.config.mesh_constraints import (
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.errors import ConfigError, MeshError
-from torchtitan_lite.extras import missing
-from torchtitan_lite.mesh import Degrees, resolve_degrees
+from torchtitan_lite.mesh import ParallelDims, resolve_degrees
 from torchtitan_lite.models import check_family, model_spec
-from torchtitan_lite.parallel.float8 import why_not
+from torchtitan_lite.optional_dependencies import missing
+from torchtitan_lite.parallel.float8 import unsupported_reason
 from torchtitan_lite.schema.data import TEXT_DATASETS, CorpusConfig, DataConfig
 from torchtitan_lite.schema.section import toml_literal
 from torchtitan_lite.schema.validation import ValidationConfig
@@ -69,7 +69,7 @@ def check_pipeline(config: Config, world_size: int) -> None:
 
 def _mesh_and_model(
     config: Config, world_size: int
-) -> tuple[list[str], Degrees | None, ModelSpec | None]:
+) -> tuple[list[str], ParallelDims | None, ModelSpec | None]:
     """Return problems, degrees and spec. Raises ConfigError for an unknown model family at once,
     because other problems depend on the model."""
     check_family(config.model)
@@ -99,7 +99,7 @@ def _sequence_length(config: Config, spec: ModelSpec) -> Iterator[str]:
 def _float8(config: Config) -> Iterator[str]:
     if not config.model.converters:
         return
-    problem = why_not(
+    problem = unsupported_reason(
         config.quantize.linear.float8,
         on_gpu=on_gpu(config),
         tensor_parallel_degree=config.parallelism.tensor_parallel_degree,
@@ -171,7 +171,7 @@ def _conversations(config: Config) -> Iterator[str]:
             )
         if not isinstance(section, ValidationConfig) and section.streaming:
             yield (
-                f"{asked} and {name}.streaming = true: conversations are tokenised before the "
+                f"{asked} and {name}.streaming = true: conversations are tokenized before the "
                 "first step, so that every problem in them is reported at once. Set "
                 "streaming = false."
             )
@@ -303,7 +303,7 @@ def _files(config: Config) -> Iterator[str]:
         if path is None or "://" in path or glob(str(Path(path).expanduser()), recursive=True):
             continue
         relative = "" if Path(path).is_absolute() else f" below {Path.cwd()}"
-        yield f'{key} = "{path}": nothing there{relative}.'
+        yield f'{key} = "{path}": does not exist{relative}.'
 
 
 def semi_sync_problems(config: Config) -> Iterator[str]:
@@ -319,7 +319,7 @@ def semi_sync_problems(config: Config) -> Iterator[str]:
         yield f"{asked} averages replicas. Set fault_tolerance.enable = true."
     if section.world_size_mode == "fixed_with_spares":
         yield (
-            f'{asked} has no replicas that stand by. Set world_size_mode = "constant_batch" or '
+            f'{asked} has no spares. Set world_size_mode = "constant_batch" or '
             '"dynamic".'
         )
     if config.model.router_bias_update_rate:
@@ -331,7 +331,7 @@ def semi_sync_problems(config: Config) -> Iterator[str]:
     anomalies = {"on_non_finite": "skip", "on_spike": "off"}
     for key, needed in anomalies.items():
         if (given := getattr(config.anomalies, key)) == "roll_back":
-            yield f'anomalies.{key} = "{given}" does not go with {asked}. Set it to "{needed}".'
+            yield f'anomalies.{key} = "{given}" is incompatible with {asked}. Set it to "{needed}".'
     rounds = config.training.global_batch_size // config.training.local_batch_size
     shares = section.world_size_mode == "constant_batch" and config.training.global_batch_size > 0
     if shares and section.group_size > rounds:
@@ -342,7 +342,7 @@ def semi_sync_problems(config: Config) -> Iterator[str]:
             'world_size_mode = "dynamic".'
         )
     if section.replay_check:
-        yield f"fault_tolerance.replay_check does not go with {asked}. Set it to false."
+        yield f"fault_tolerance.replay_check is incompatible with {asked}. Set it to false."
     if section.should_quantize and not on_gpu(config):
         yield "fault_tolerance.should_quantize = true needs a GPU. Set it to false."
     fragments = section.num_fragments if method == "streaming_diloco" else 1

@@ -17,7 +17,7 @@ import tomli
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from torchtitan_lite.config import problems
-from torchtitan_lite.config.extending import schema_for
+from torchtitan_lite.config.custom_tables import schema_for
 from torchtitan_lite.config.keys import section_in, split_none, type_at, without_constraints
 from torchtitan_lite.config.problems import (
     unknown_key,

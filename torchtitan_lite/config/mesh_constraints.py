@@ -11,13 +11,15 @@ import torch
 from torchtitan_lite.config.schema import Config
 from torchtitan_lite.device import have_peer_access
 from torchtitan_lite.errors import MeshError
-from torchtitan_lite.mesh import Degrees
+from torchtitan_lite.mesh import ParallelDims
 from torchtitan_lite.parallel.pipeline_stages import StagePlan, plan_stages, step_order
-from torchtitan_lite.parallel.tensor import reaches_all
+from torchtitan_lite.parallel.tensor import every_rank_has_rows
 from torchtitan_lite.spec import ModelSpec
 
 
-def mesh_problems(config: Config, spec: ModelSpec | None, degrees: Degrees | None) -> Iterator[str]:
+def mesh_problems(
+    config: Config, spec: ModelSpec | None, degrees: ParallelDims | None
+) -> Iterator[str]:
     """Return every problem of the mesh. A check whose `spec` or `degrees` are None was reported
     before."""
     yield from pipeline_problems(config, spec, degrees)
@@ -34,7 +36,7 @@ def mesh_problems(config: Config, spec: ModelSpec | None, degrees: Degrees | Non
 
 
 def pipeline_problems(
-    config: Config, spec: ModelSpec | None, degrees: Degrees | None
+    config: Config, spec: ModelSpec | None, degrees: ParallelDims | None
 ) -> Iterator[str]:
     """Return the problems of the batch and the stages, on which the pipeline order depends."""
     if degrees is not None:
@@ -44,7 +46,7 @@ def pipeline_problems(
         yield from _pipeline(config, spec, degrees)
 
 
-def pipeline_microbatches(config: Config, degrees: Degrees) -> int:
+def pipeline_microbatches(config: Config, degrees: ParallelDims) -> int:
     """Return the microbatches per pipeline and step."""
     size = config.parallelism.pipeline_parallel_microbatch_size
     return _samples_per_step(config, degrees) // (size * degrees.batch)
@@ -63,12 +65,12 @@ def on_gpu(config: Config) -> bool:
     return config.job.device != "cpu" and torch.cuda.is_available()
 
 
-def _samples_per_step(config: Config, degrees: Degrees) -> int:
+def _samples_per_step(config: Config, degrees: ParallelDims) -> int:
     batch = config.training.global_batch_size
     return config.training.local_batch_size * degrees.batch if batch == -1 else batch
 
 
-def _batch(config: Config, degrees: Degrees) -> Iterator[str]:
+def _batch(config: Config, degrees: ParallelDims) -> Iterator[str]:
     batch, local = _samples_per_step(config, degrees), config.training.local_batch_size
     key = "training.local_batch_size"
     if degrees.pp > 1:
@@ -90,7 +92,7 @@ def _batch(config: Config, degrees: Degrees) -> Iterator[str]:
     )
 
 
-def _pipeline(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str]:
+def _pipeline(config: Config, spec: ModelSpec, degrees: ParallelDims) -> Iterator[str]:
     if not spec.stage_units:
         yield (
             f"The pipeline cannot split {spec.name} {spec.flavor}: it names no stage_units. "
@@ -144,7 +146,7 @@ def _runs(plan: StagePlan, schedule: str, num_microbatches: int) -> bool:
     return True
 
 
-def _schedule_file(config: Config, degrees: Degrees) -> Iterator[str]:
+def _schedule_file(config: Config, degrees: ParallelDims) -> Iterator[str]:
     path = config.parallelism.pipeline_parallel_schedule_csv
     if path and degrees.pp == 1:
         yield (
@@ -153,7 +155,7 @@ def _schedule_file(config: Config, degrees: Degrees) -> Iterator[str]:
         )
 
 
-def _sequence_shards(config: Config, degrees: Degrees) -> Iterator[str]:
+def _sequence_shards(config: Config, degrees: ParallelDims) -> Iterator[str]:
     parallelism = config.parallelism
     # Head-tail balancing gives each rank one piece from the front and one from the back.
     pieces = 2 if parallelism.context_parallel_load_balancer == "headtail" else 1
@@ -178,8 +180,8 @@ def _tensor_sharding(config: Config, spec: ModelSpec) -> Iterator[str]:
     degree = config.parallelism.tensor_parallel_degree
     if degree > 1 and not spec.shard_plan:
         yield (
-            f"parallelism.tensor_parallel_degree ({degree}): {spec.name} {spec.flavor} has no plan "
-            "of how tensor parallelism cuts it. Set it to 1."
+            f"parallelism.tensor_parallel_degree ({degree}): {spec.name} {spec.flavor} has no "
+            "plan for tensor parallelism. Set it to 1."
         )
     for what, size in spec.sharded_sizes:
         if size % degree:
@@ -192,8 +194,8 @@ def _tensor_sharding(config: Config, spec: ModelSpec) -> Iterator[str]:
 def _vocabulary(config: Config, spec: ModelSpec) -> Iterator[str]:
     """Yield the problems of a sharded vocabulary."""
     degree = config.parallelism.tensor_parallel_degree
-    if not reaches_all(spec.vocab_size, degree):
-        fitting = next(d for d in range(degree, 0, -1) if reaches_all(spec.vocab_size, d))
+    if not every_rank_has_rows(spec.vocab_size, degree):
+        fitting = next(d for d in range(degree, 0, -1) if every_rank_has_rows(spec.vocab_size, d))
         yield (
             f"parallelism.tensor_parallel_degree ({degree}) leaves the last rank none of the "
             f"{spec.vocab_size} rows of the vocabulary of {spec.name} {spec.flavor}. Set it to "
@@ -202,11 +204,11 @@ def _vocabulary(config: Config, spec: ModelSpec) -> Iterator[str]:
     if degree > 1 and config.parallelism.disable_loss_parallel and spec.tied_units is not None:
         yield (
             f"parallelism.disable_loss_parallel = true: the output of {spec.name} {spec.flavor} is "
-            "its embedding, which tensor parallelism cuts over the vocabulary. Set it to false."
+            "its embedding, which tensor parallelism shards over the vocabulary. Set it to false."
         )
 
 
-def _attention_over_ranks(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str]:
+def _attention_over_ranks(config: Config, spec: ModelSpec, degrees: ParallelDims) -> Iterator[str]:
     """Yield the problems of how context parallelism exchanges keys and values."""
     if degrees.cp == 1:
         return
@@ -232,16 +234,16 @@ def _attention_over_ranks(config: Config, spec: ModelSpec, degrees: Degrees) -> 
         )
 
 
-def _expert_capacity(config: Config, spec: ModelSpec, degrees: Degrees) -> Iterator[str]:
+def _expert_capacity(config: Config, spec: ModelSpec, degrees: ParallelDims) -> Iterator[str]:
     """Yield the problem of an expert capacity, which is a fraction of an entire sequence."""
     axes = ["cp"] if degrees.cp > 1 else []
     if degrees.tp > 1 and config.parallelism.enable_sequence_parallel:
         axes.append("tp")
     if axes and spec.expert_capacity_factor is not None:
         yield (
-            f"An expert's capacity (capacity_factor = {spec.expert_capacity_factor}) is a share of "
-            f"a whole sequence, and the ranks of {' and '.join(axes)} hold parts of it. Leave "
-            "the capacity unset, or do without context parallelism and sequence parallelism."
+            f"An expert's capacity (capacity_factor = {spec.expert_capacity_factor}) is a "
+            f"fraction of a full sequence, of which the ranks of {' and '.join(axes)} have only "
+            "parts. Leave the capacity unset, or disable context and sequence parallelism."
         )
 
 

@@ -6,7 +6,7 @@ cursor, independent of the ranks. Layer: above errors, log, section, rng and spe
 
 from torchtitan_lite.data.loader import DataLoader
 from torchtitan_lite.data.opening import OpenedData, open_data, open_validation
-from torchtitan_lite.data.order import SampleOrder, share_of_step
+from torchtitan_lite.data.order import SampleOrder, microbatch_indices
 from torchtitan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_lite.data.validation import ValidationData
 
@@ -17,7 +17,7 @@ __all__ = [
     "Tokenizer",
     "ValidationData",
     "load_tokenizer",
+    "microbatch_indices",
     "open_data",
     "open_validation",
-    "share_of_step",
 ]

@@ -17,7 +17,7 @@ from typing import Any
 
 from torchtitan_lite.data.file_problems import first_problem
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.extension import REGISTRY
+from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.schema.data import DEFAULT_DATASET, CorpusConfig
 
 FORMATS = {

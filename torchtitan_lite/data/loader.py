@@ -1,6 +1,6 @@
 """The data loader: microbatches of a step, by the samples' indices in the global order.
 
-The result of `take` depends on the indices and the step alone; prefetching only changes when it is
+The result of `load` depends on the indices and the step alone; prefetching only changes when it is
 ready. The trainer has the only cursor. Layer: above order, packing and stream.
 """
 
@@ -17,7 +17,7 @@ from torchtitan_lite.data.packing import Blocks, PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.rng import fold, mix
-from torchtitan_lite.spec import IGNORE, Microbatch
+from torchtitan_lite.spec import IGNORE_INDEX, Microbatch
 
 _Request = tuple[tuple[tuple[int, ...], ...], int]
 
@@ -59,7 +59,7 @@ class DataLoader:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._ahead: tuple[_Request, Future[list[Microbatch]]] | None = None
 
-    def take(self, microbatch_indices: Sequence[Sequence[int]], step: int) -> list[Microbatch]:
+    def load(self, microbatch_indices: Sequence[Sequence[int]], step: int) -> list[Microbatch]:
         """Return the microbatches of `step` with these samples. An index of -1 is a filler sample.
         A request may be repeated, as after an aborted step."""
         request = _as_request(microbatch_indices, step)
@@ -71,7 +71,7 @@ class DataLoader:
         return self._thread.submit(self._read, request).result()
 
     def prefetch(self, microbatch_indices: Sequence[Sequence[int]], step: int) -> None:
-        """Start reading the next `take`. A different `take` discards it."""
+        """Start reading the next `load`. A different `load` discards it."""
         request = _as_request(microbatch_indices, step)
         if self._ahead is not None:
             self._ahead[1].cancel()
@@ -205,10 +205,10 @@ def collate(
     token of a document has no target."""
     tokens, documents, are_targets = blocks
     indices_B = np.array(indices, dtype=np.int64)
-    targets = np.where(are_targets[:, 1:], tokens[:, 1:], IGNORE)
+    targets = np.where(are_targets[:, 1:], tokens[:, 1:], IGNORE_INDEX)
     if document_mask:
-        targets[documents[:, 1:] != documents[:, :-1]] = IGNORE
-    targets[indices_B == FILLER] = IGNORE
+        targets[documents[:, 1:] != documents[:, :-1]] = IGNORE_INDEX
+    targets[indices_B == FILLER] = IGNORE_INDEX
     keys = mix(np.uint64(fold(seed, "sample", step)) ^ mix(indices_B.view(np.uint64)))
     batch_size, seq_len = targets.shape
 
@@ -221,6 +221,6 @@ def collate(
         targets_BS=tensor(targets),
         positions_BS=tensor(np.tile(np.arange(seq_len, dtype=np.int64), (batch_size, 1))),
         documents_BS=tensor(documents[:, :-1]) if document_mask else None,
-        keys_B=tensor(keys.view(np.int64)),
+        rng_keys_B=tensor(keys.view(np.int64)),
         samples=tuple(int(index) for index in indices_B),
     )

@@ -24,7 +24,7 @@ _WEIGHT_UNITS = 2**20
 """Maximum sum of the integer weights, so that i*p fits int64 for i < 2**42."""
 
 
-def share_of_step(
+def microbatch_indices(
     samples: range,
     local_batch_size: int,
     batch_rank: int,

@@ -180,7 +180,7 @@ def _write(
             )
             for part in _PARTS
         }
-        advance = opened.enter_context(progress(f"tokenising {corpus.name}", "documents"))
+        advance = opened.enter_context(progress(f"tokenizing {corpus.name}", "documents"))
         for documents in batches:
             for document in documents:
                 part = "held_out" if is_held_out(document.text, fraction) else "train"

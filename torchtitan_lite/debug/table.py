@@ -34,8 +34,8 @@ def table(trace: Mapping[str, Any]) -> str:
     degrees = ", ".join(f"{axis} {size}" for axis, size in trace["mesh"].items() if size > 1)
     parts = [
         f"Step {trace['step']} on rank {trace['rank']} of the mesh: {degrees or 'one process'}.",
-        "What travels, in the order of the first of its kind. Bytes are those of the whole tensor "
-        "of a gather\nor a scatter.",
+        "Collectives, in the order of the first of each kind. Bytes are those of the entire "
+        "tensor of a gather\nor a scatter.",
         _columns(
             (
                 "phase",
@@ -62,9 +62,9 @@ def table(trace: Mapping[str, Any]) -> str:
             ],
             numbers=3,
         ),
-        "In all, by axis.",
+        "Totals by axis.",
         _columns(("axis", "count", "total bytes"), _by_axis(trace["grouped"]), numbers=2),
-        "Peak memory while the module was at work (MiB, the greatest of the folded layers).",
+        "Peak memory while the module was running (MiB, maximum over merged layers).",
         _columns(
             ("module", "forward", "backward", "elsewhere"),
             _by_module(trace["peak_memory_bytes"]),

@@ -106,11 +106,11 @@ class BatchGenerator:
         max_new_tokens: int,
         sampling: Sampling,
         stop_ids: Collection[int] = (),
-        heard: Callable[[int, int], None] = lambda number, token: None,
+        on_token: Callable[[int, int], None] = lambda number, token: None,
     ) -> list[Generated]:
         """Generate a continuation of each prompt. Every rank of a tp group must call it with the
-        same prompts; other groups may have others. `heard` is called with the index of the prompt
-        and the id of each new token. Raises ConfigError for a prompt that is too long."""
+        same prompts; other groups may have others. `on_token` is called with the index of the
+        prompt and the id of each new token. Raises ConfigError for a prompt that is too long."""
         check_prompts(prompts, self._spec)
         if not prompts:
             return []
@@ -124,26 +124,26 @@ class BatchGenerator:
                 self._spec.flavor,
                 max_new_tokens,
             )
-        self._cache.make_room(len(prompts), max(ends))
-        draws = [sampling.draws_of(prompt.sample) for prompt in prompts]
+        self._cache.allocate(len(prompts), max(ends))
+        draws = [sampling.random_draws(prompt.sample) for prompt in prompts]
         given = [Generated() for _ in prompts]
-        going = list(range(len(prompts)))
+        active = list(range(len(prompts)))
         logits_BV = self._read(prompts)
-        while going:
+        while active:
             ids = broadcast_from_first(sampling.next_ids(logits_BV, draws), self._mesh)
-            for number in going:
+            for number in active:
                 one = given[number]
                 one.stopped = ids[number] in stop_ids
                 if not one.stopped:
                     one.ids.append(ids[number])
-                    heard(number, ids[number])
-            going = [
+                    on_token(number, ids[number])
+            active = [
                 number
-                for number in going
+                for number in active
                 if not given[number].stopped
                 and lengths[number] + len(given[number].ids) < ends[number]
             ]
-            if going:
+            if active:
                 # An ended sequence keeps its row, so that the others keep theirs.
                 places = [n + len(one.ids) - 1 for n, one in zip(lengths, given, strict=True)]
                 logits_BV = self._forward(
@@ -176,7 +176,7 @@ class BatchGenerator:
             tokens_BS.to(self._device),
             positions_BS=positions_BS.to(self._device),
             # Only dropout uses it, which is disabled here.
-            keys_B=torch.zeros(len(tokens_BS), dtype=torch.int64, device=self._device),
+            rng_keys_B=torch.zeros(len(tokens_BS), dtype=torch.int64, device=self._device),
         )[:, 0]
 
 

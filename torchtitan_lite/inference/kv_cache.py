@@ -40,11 +40,11 @@ class KeyValueCache:
                 "values could be kept. Build its blocks with that module."
             )
 
-    def make_room(self, batch_size: int, length: int) -> None:
+    def allocate(self, batch_size: int, length: int) -> None:
         """Allocate memory for `batch_size` sequences of up to `length` positions; earlier contents
         are discarded."""
         for kernel in self._kernels:
-            kernel.make_room(batch_size, length)
+            kernel.allocate(batch_size, length)
 
     @property
     def num_bytes(self) -> int:
@@ -93,7 +93,7 @@ class _CachedKernel(nn.Module):
     def num_bytes(self) -> int:
         return self._keys_BKPE.nbytes + self._values_BKPE.nbytes
 
-    def make_room(self, batch_size: int, length: int) -> None:
+    def allocate(self, batch_size: int, length: int) -> None:
         # Free the old memory before allocating more.
         self._keys_BKPE = self._values_BKPE = torch.empty(0)
         shape = (batch_size, self._num_heads, length, self._head_dim)

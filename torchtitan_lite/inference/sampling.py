@@ -35,7 +35,7 @@ class Sampling:
                 f"top-p ({self.top_p}) must be above 0 and at most 1; 1 draws from all tokens."
             )
 
-    def draws_of(self, sample: int) -> torch.Generator:
+    def random_draws(self, sample: int) -> torch.Generator:
         """Return the random draws of a prompt's sample with this index."""
         return rng.generator(self.seed, "generate", sample)
 

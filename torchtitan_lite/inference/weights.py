@@ -113,7 +113,7 @@ def find_tokenizer(weights: Weights, folder: str | None) -> TokenizerFiles:
     if found is None:
         raise DataError(
             f"{weights.snapshot.where} was trained with a tokenizer made from its corpora, which "
-            f"is out of reach: {why}. Give --tokenizer DIR, the folder of its tokenizer.json."
+            f"is not accessible: {why}. Give --tokenizer DIR, the folder of its tokenizer.json."
         )
     return found
 

@@ -90,7 +90,7 @@ class StallDetector:
         return now_s - self._stopped[number][1] if number in self._stopped else 0.0
 
 
-def culprits(
+def blocking_ranks(
     ranks: Sequence[RankStatus], late: Set[int], flight_records: Mapping[int, FlightRecord]
 ) -> list[RankStatus]:
     """Return the ranks that block the others, by the best evidence available, in this order:
@@ -130,12 +130,14 @@ def hang_reason(
 ) -> str:
     """Return why a replica is ended, in one line: the ranks without progress, and the collectives
     in which others wait."""
-    guilty = culprits(ranks, late, flight_records)
-    text = "; ".join(f"rank {one.number}: no progress {describe(one, now_s)}" for one in guilty)
+    blocking = blocking_ranks(ranks, late, flight_records)
+    text = "; ".join(f"rank {one.number}: no progress {describe(one, now_s)}" for one in blocking)
     waits = [
         f"rank {one.number} waits in {flight_records[one.number].pending[0].description}"
         for one in ranks
-        if one not in guilty and one.number in flight_records and flight_records[one.number].pending
+        if one not in blocking
+        and one.number in flight_records
+        and flight_records[one.number].pending
     ]
     return "; ".join([text, *waits[:3]])
 

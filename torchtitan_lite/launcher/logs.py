@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.durations import recent_steps, time_left_s
-from torchtitan_lite.outputs import RECEIVES_STATE, STARTING, TAKES_PART
+from torchtitan_lite.outputs import RECEIVES_STATE, STARTING, PARTICIPATES
 
 TORCHFT_INFO = "[INFO] [torchft::"
 """Text in the lines that torchft's Rust code logs at level INFO."""
@@ -53,7 +53,7 @@ class ReplicaProgress:
         for line in self._log.lines():
             if RECEIVES_STATE.encode() in line:
                 self.is_healing = True
-            elif TAKES_PART.encode() in line:
+            elif PARTICIPATES.encode() in line:
                 self.is_healing = False
             elif (place := line.find(STARTING.encode())) >= 0:
                 stage = line[place + len(STARTING) :].decode(errors="replace").strip()

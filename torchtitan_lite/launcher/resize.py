@@ -166,7 +166,7 @@ class Resizer:
             if any(one.state is not ReplicaState.TRAINING for one in replicas):
                 # Growing can wait until all replicas train again.
                 return
-            reason = reason or "the slots are back"
+            reason = reason or "slots are available again"
         self._target, self._deadline_s = target, now_s + self._grace_s
         self._report_event(f"all replicas resize to {_ranks(target)} each: {reason}")
         for replica in replicas:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from torchtitan_lite.extension import REGISTRY
-from torchtitan_lite.extras import require
 from torchtitan_lite.metrics.console import open_console
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.metrics.goodput import GoodputTracker, open_goodput_tracker
@@ -23,7 +21,9 @@ from torchtitan_lite.metrics.record import Event, StepRecord, mfu
 from torchtitan_lite.metrics.sink import Cadence, Sink
 from torchtitan_lite.metrics.tensorboard import TensorBoard
 from torchtitan_lite.metrics.wandb import WeightsAndBiases
+from torchtitan_lite.optional_dependencies import require
 from torchtitan_lite.outputs import METRICS
+from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.schema.metrics import MetricsConfig
 
 __all__ = [

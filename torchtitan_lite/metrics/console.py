@@ -157,7 +157,7 @@ def step_line(
     parts["memory"] = f"mem {record.memory_gib:.2f} GiB"
     parts["left"] = f"left {clock(time_left_s(recent_step_s, last_step - record.step))}"
     if record.skipped:
-        parts["skipped"] = "skipped: not finite"
+        parts["skipped"] = "skipped"
     for name in ("left", "memory", "tokens", "lr", "mfu", "experts", "grad_norm"):
         if width is None or len("  ".join(parts.values())) <= width:
             break

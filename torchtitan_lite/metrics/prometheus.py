@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.extras import require
 from torchtitan_lite.metrics.record import Event, StepRecord
+from torchtitan_lite.optional_dependencies import require
 from torchtitan_lite.schema.metrics import MetricsConfig
 
 if TYPE_CHECKING:

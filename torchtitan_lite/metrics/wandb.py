@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.extras import require
 from torchtitan_lite.metrics.record import Event, StepRecord, scalars
+from torchtitan_lite.optional_dependencies import require
 
 
 class WeightsAndBiases:

@@ -32,7 +32,7 @@ class BlockContext:
     mask: Any
     """None for plain causal attention; else a bool tensor [B, 1, S, S] or a Flex BlockMask."""
     positions_BS: torch.Tensor
-    keys_B: torch.Tensor
+    rng_keys_B: torch.Tensor
 
 
 class AttentionMask(nn.Module):

@@ -42,7 +42,7 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]."""
-        keys, positions = context.keys_B, context.positions_BS
+        keys, positions = context.rng_keys_B, context.positions_BS
         update = self.attention(self.attention_norm(x_BSD), context)
         x_BSD = x_BSD + self.attention_dropout(update, keys, positions)
         update = self.feed_forward(self.ffn_norm(x_BSD))
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         tokens_BS: torch.Tensor,
         *,
         positions_BS: torch.Tensor,
-        keys_B: torch.Tensor,
+        rng_keys_B: torch.Tensor,
         documents_BS: torch.Tensor | None = None,
         targets_BS: torch.Tensor | None = None,
         loss: TokenLoss | None = None,
@@ -109,7 +109,7 @@ class Decoder(nn.Module):
         states in place of `tokens_BS`, and without the output it returns them."""
         cos, sin = self.rotary(positions_BS)
         mask = self.mask(positions_BS, documents_BS)
-        context = BlockContext(cos, sin, mask, positions_BS, keys_B)
+        context = BlockContext(cos, sin, mask, positions_BS, rng_keys_B)
         x_BSD = tokens_BS if self.tok_embeddings is None else self.tok_embeddings(tokens_BS)
         for layer, block in self.layers.items():
             x_BSD = block(x_BSD, self._of_layer(context, int(layer)))
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
         that the compiler sees all blocks as one."""
         if not self.training or self.dropout == 0.0:
             return context
-        return replace(context, keys_B=mix_tensor(context.keys_B + layer))
+        return replace(context, rng_keys_B=mix_tensor(context.rng_keys_B + layer))
 
     def _apply(self, fn, recurse: bool = True) -> Self:
         """As nn.Module, but keep a tied weight one parameter: `to_empty` on a meta model would

@@ -17,12 +17,12 @@ class KeyedDropout(nn.Module):
         self.site = site
 
     def forward(
-        self, x_BSD: torch.Tensor, keys_B: torch.Tensor, positions_BS: torch.Tensor
+        self, x_BSD: torch.Tensor, rng_keys_B: torch.Tensor, positions_BS: torch.Tensor
     ) -> torch.Tensor:
         """Apply the mask to `x_BSD`; return it unchanged if nothing is dropped."""
         if not self.training or self.share == 0.0:
             return x_BSD
-        site_keys_B = mix_tensor(keys_B + self.site)
+        site_keys_B = mix_tensor(rng_keys_B + self.site)
         position_keys_BS = mix_tensor(site_keys_B[:, None] + positions_BS)
         features_D = torch.arange(x_BSD.shape[-1], device=x_BSD.device)
         kept = uniform(position_keys_BS[:, :, None] + features_D) >= self.share

@@ -111,8 +111,8 @@ class HuggingFaceConfig:
         if quantization is not None:
             kind = quantization.get("quant_method") if isinstance(quantization, dict) else None
             self.problems.append(
-                f"its weights are quantised ({kind or 'in an unknown way'}), which are not loaded; "
-                "take the model as bfloat16, or have transformers dequantise it: "
+                f"its weights are quantized ({kind or 'in an unknown way'}), which are not loaded; "
+                "take the model as bfloat16, or have transformers dequantize it: "
                 "from_pretrained(DIR, dtype=torch.bfloat16), dequantize(), save_pretrained(OUT)"
             )
         if self.problems:

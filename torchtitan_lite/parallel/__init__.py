@@ -16,7 +16,7 @@ from torchtitan_lite.parallel import (
     fsdp,
     tensor,
 )
-from torchtitan_lite.parallel.pipeline_schedule import OneStage, build_pipeline_schedule
+from torchtitan_lite.parallel.pipeline_schedule import GradientAccumulation, build_pipeline_schedule
 from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan_lite.schema.compile import CompileConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
@@ -25,7 +25,7 @@ from torchtitan_lite.schema.training import PrecisionConfig
 from torchtitan_lite.spec import ModelSpec
 
 __all__ = [
-    "OneStage",
+    "GradientAccumulation",
     "build_pipeline_schedule",
     "parallelize",
 ]

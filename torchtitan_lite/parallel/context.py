@@ -21,7 +21,7 @@ from torch import nn
 
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.attention import Attention, AttentionMask, visible
-from torchtitan_lite.parallel.collectives import all_gather, all_to_all
+from torchtitan_lite.parallel.autograd_collectives import all_gather, all_to_all
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import Microbatch
 from torchtitan_lite.torch_compat import attention_backward, attention_with_lse

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.moe import Experts, Router, grouped_swiglu
 from torchtitan_lite.nn.rows import take_rows
-from torchtitan_lite.parallel.collectives import exchange_rows, shard_rows, unshard_rows
+from torchtitan_lite.parallel.autograd_collectives import exchange_rows, shard_rows, unshard_rows
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import ModelSpec
 

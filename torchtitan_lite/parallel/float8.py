@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from torchtitan_lite.extras import missing
 from torchtitan_lite.log import logger
+from torchtitan_lite.optional_dependencies import missing
 from torchtitan_lite.schema.quantize import Float8Config
 from torchtitan_lite.spec import ModelSpec, blocks_of
 
@@ -47,7 +47,9 @@ def apply(model: nn.Module, spec: ModelSpec, config: Float8Config | None) -> Non
     logger.info("%d linear layers compute in float8.", len(chosen))
 
 
-def why_not(config: Float8Config, *, on_gpu: bool, tensor_parallel_degree: int) -> str | None:
+def unsupported_reason(
+    config: Float8Config, *, on_gpu: bool, tensor_parallel_degree: int
+) -> str | None:
     """Return why float8 is not supported here and what to change; None if it is."""
     if error := missing("torchao", "float8"):
         return error.rstrip(".")

@@ -77,7 +77,7 @@ class Pipeline:
         schedule = self._schedule(len(batches), batch_size, length, backward)
         inputs = {
             "positions_BS": torch.cat([batch.positions_BS for batch in batches]),
-            "keys_B": torch.cat([batch.keys_B for batch in batches]),
+            "rng_keys_B": torch.cat([batch.rng_keys_B for batch in batches]),
             "targets_BS": torch.cat([batch.targets_BS for batch in batches]),
         }
         documents = [mb.documents_BS for mb in batches if mb.documents_BS is not None]

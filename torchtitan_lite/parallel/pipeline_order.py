@@ -193,7 +193,7 @@ def read_order(path: str, num_ranks: int) -> PipelineOrder:
         return parse_order(text, num_ranks)
     except FileNotFoundError:
         relative = "" if Path(path).is_absolute() else f" below {Path.cwd()}"
-        problem = f"nothing there{relative}."
+        problem = f"does not exist{relative}."
     except OSError as error:
         problem = f"cannot be read: {error.strerror}."
     except UnicodeDecodeError:
@@ -248,12 +248,12 @@ def _check_stages(rows: Iterable[tuple[Action, ...]]) -> None:
     holders: dict[int, int] = {}
     for row, actions in enumerate(rows, start=1):
         if not actions:
-            raise MeshError(f"row {row} has no action; every rank of a pipeline holds a stage.")
+            raise MeshError(f"row {row} has no action; every rank of a pipeline has a stage.")
         for action in actions:
             holder = holders.setdefault(action.stage, row)
             if holder != row:
                 raise MeshError(
-                    f"stage {action.stage} stands in row {holder} and, as {action}, in row {row}; "
+                    f"stage {action.stage} is in row {holder} and, as {action}, in row {row}; "
                     "a stage is on one rank."
                 )
     missing = set(range(max(holders) + 1)) - set(holders)

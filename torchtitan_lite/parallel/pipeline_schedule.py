@@ -32,7 +32,7 @@ def build_pipeline_schedule(
     hidden states that pass from stage to stage, `is_compiled` says whether the blocks are."""
     sharding = sequence_sharding(mesh, parallelism)
     if mesh.degrees.pp == 1:
-        return OneStage(parts[0], loss, mesh, sharding)
+        return GradientAccumulation(parts[0], loss, mesh, sharding)
     return Pipeline(
         parts,
         plan_stages(spec, parallelism),
@@ -46,7 +46,7 @@ def build_pipeline_schedule(
     )
 
 
-class OneStage:
+class GradientAccumulation:
     """Without pipeline parallelism: microbatches run in turn, and gradients accumulate.
 
     The gradients of each microbatch are reduced over shards immediately, because unsharded
@@ -85,7 +85,7 @@ class OneStage:
                 loss = self._model(
                     batch.tokens_BS,
                     positions_BS=batch.positions_BS,
-                    keys_B=batch.keys_B,
+                    rng_keys_B=batch.rng_keys_B,
                     documents_BS=batch.documents_BS,
                     targets_BS=batch.targets_BS,
                     loss=self._loss,

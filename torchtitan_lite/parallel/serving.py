@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lite.errors import MeshError
-from torchtitan_lite.mesh import Degrees, Mesh
+from torchtitan_lite.mesh import Mesh, ParallelDims
 from torchtitan_lite.parallel import expert, tensor
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import ModelSpec
 
 
-def serving_degrees(spec: ModelSpec, world_size: int, asked: int | None = None) -> Degrees:
+def serving_degrees(spec: ModelSpec, world_size: int, asked: int | None = None) -> ParallelDims:
     """Return the degrees for inference: tensor parallelism of degree `asked`, by default the
     largest that divides `world_size` and every sharded size (such as the key/value heads), and
     replicas over the other ranks. Experts are sharded too if their features divide by it, else
@@ -24,7 +24,8 @@ def serving_degrees(spec: ModelSpec, world_size: int, asked: int | None = None) 
     fitting = [
         degree
         for degree in range(1, world_size + 1)
-        if all(size % degree == 0 for size in sizes) and tensor.reaches_all(spec.vocab_size, degree)
+        if all(size % degree == 0 for size in sizes)
+        and tensor.every_rank_has_rows(spec.vocab_size, degree)
     ]
     fitting = fitting if spec.shard_plan else [1]
     if asked is not None and asked not in fitting:
@@ -36,7 +37,7 @@ def serving_degrees(spec: ModelSpec, world_size: int, asked: int | None = None) 
         )
     tp = max(fitting) if asked is None else asked
     etp = tp if spec.num_experts and spec.expert_width % tp == 0 else 1
-    return Degrees(dp_replicate=world_size // tp, tp=tp, etp=etp)
+    return ParallelDims(dp_replicate=world_size // tp, tp=tp, etp=etp)
 
 
 def broadcast_from_first(numbers: Sequence[int], mesh: Mesh) -> list[int]:

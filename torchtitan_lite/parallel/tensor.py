@@ -96,7 +96,7 @@ def check_plan(model: nn.Module, spec: ModelSpec) -> None:
         )
 
 
-def reaches_all(num_rows: int, degree: int) -> bool:
+def every_rank_has_rows(num_rows: int, degree: int) -> bool:
     """Whether each of `degree` ranks gets a row if `num_rows` are chunked as by torch.chunk."""
     return -(-num_rows // degree) * (degree - 1) < num_rows
 
@@ -165,8 +165,8 @@ def _distributed(parameter: torch.Tensor, tp: DeviceMesh, placement: Placement) 
 
 def _own_positions(tp: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Pass the positions of this rank's shard of the sequence to dropout."""
-    x_BSD, keys_B, positions_BS = inputs
-    return x_BSD, keys_B, positions_BS.chunk(tp.size(), dim=1)[tp.get_local_rank()]
+    x_BSD, rng_keys_B, positions_BS = inputs
+    return x_BSD, rng_keys_B, positions_BS.chunk(tp.size(), dim=1)[tp.get_local_rank()]
 
 
 class _Gathered(ParallelStyle):

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from torchtitan_lite.extras import require
-from torchtitan_lite.redistribute.collectives import Collective, collectives_from
+from torchtitan_lite.optional_dependencies import require
+from torchtitan_lite.redistribute.collective_search import Collective, collectives_from
 from torchtitan_lite.redistribute.cost import (
     Costs,
     ExchangeOptions,

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from torchtitan_lite.axis_groups import group_of_ranks
 from torchtitan_lite.errors import LayoutError, RedistributionError
+from torchtitan_lite.redistribute.collective_search import Collective
 from torchtitan_lite.redistribute.collective_transport import (
     BoundCollectiveTransport,
     CollectiveTransport,
 )
-from torchtitan_lite.redistribute.collectives import Collective
 from torchtitan_lite.redistribute.cost import ExchangeOptions
 from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.placements import HolderMesh, decode_strided

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.extras import require
+from torchtitan_lite.optional_dependencies import require
 from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.partition import Segments, Split, dim_intersections
 from torchtitan_lite.redistribute.placements import Holder, HolderMesh

@@ -187,7 +187,7 @@ class Layout:
                 )
             if is_shard(placement) and placement.dim >= len(shape):
                 raise LayoutError(
-                    f"{self} cuts dim {placement.dim} over {self.mesh.axes[axis]}, and a tensor of "
+                    f"{self} shards dim {placement.dim} over {self.mesh.axes[axis]}, and a tensor of "
                     f"shape {tuple(shape)} has {len(shape)} dims."
                 )
 
@@ -386,7 +386,7 @@ def _read(
     if strided is None and not _same_boxes(as_stride, decoded, shape):
         raise LayoutError(
             f"{as_stride} of a tensor of shape {shape} holds other boxes when its strided shard is "
-            f'read as a split order ({decoded}). Say strided="order" where FSDP2 made it, or '
+            f'read as a split order ({decoded}). Pass strided="order" if FSDP2 created it, or '
             '"stride".'
         )
     return decoded

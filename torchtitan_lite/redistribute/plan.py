@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import Partial
 
 from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute.collectives import Collective, cheapest_steps
+from torchtitan_lite.redistribute.collective_search import Collective, cheapest_steps
 from torchtitan_lite.redistribute.cost import CPU, Costs, exchange_seconds
 from torchtitan_lite.redistribute.exchange import Exchange
 from torchtitan_lite.redistribute.layout import Layout
@@ -227,9 +227,9 @@ def _check_ops(src: Layout, dst: Layout, shape: tuple[int, ...], dtype: torch.dt
     given, wanted = src.reduce_op, dst.reduce_op
     if given and wanted and given != wanted:
         raise LayoutError(
-            f"No way leads from {src} to {dst} for a tensor of shape {shape}: contributions that "
-            f"are joined by {given} are none that are joined by {wanted}. Redistribute to "
-            "Replicate or Shard in between."
+            f"Cannot redistribute {src} to {dst} for a tensor of shape {shape}: "
+            f"Partial({given}) cannot become Partial({wanted}). Redistribute to Replicate or Shard "
+            "in between."
         )
     real = dtype.is_floating_point or dtype.is_complex
     averaged = _averaged(src) * _averaged(dst)

@@ -90,7 +90,7 @@ def match_layouts(
     """Return the layouts of `wanted` as destinations of `given`. Raises LayoutError with every
     name, shape and dtype in which the two differ."""
     problems = [f"{name} is missing" for name in wanted.keys() - given.keys()]
-    problems += [f"{name} has no place to go to" for name in given.keys() - wanted.keys()]
+    problems += [f"{name} is unexpected" for name in given.keys() - wanted.keys()]
     for name in wanted.keys() & given.keys():
         there, here = ((tuple(p.shape), p.dtype) for p in (given[name], wanted[name]))
         if there != here:

@@ -74,7 +74,7 @@ def assign_readers(
         wanted = ranks[position]
         able = ranks if reachable_by is None else reachable_by.get(holder, ())
         if not able:
-            raise LayoutError(f"{holder!r} of {src} is out of reach of all ranks.")
+            raise LayoutError(f"{holder!r} of {src} is not accessible from any rank.")
         readers[holder] = wanted if wanted in able else able[(place + number) % len(able)]
     return readers
 

@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.background import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.outputs import RECEIVES_STATE, TAKES_PART
+from torchtitan_lite.outputs import RECEIVES_STATE, PARTICIPATES
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.replica.gradient_reducer import GradientReducer
 from torchtitan_lite.replica.healing import HealingTransport, StateSource
@@ -188,7 +188,7 @@ class FaultTolerantReplicas:
         self._check_not_behind_storage(stored)
         self._num_heals = 0
         count = manager.num_participants()
-        logger.info("%s %d on: %d.", TAKES_PART, self._state.cursor, count)
+        logger.info("%s %d on: %d.", PARTICIPATES, self._state.cursor, count)
         self._events.append(
             ReplicaEvent("quorum", {"sample": self._state.cursor, "replicas": count})
         )

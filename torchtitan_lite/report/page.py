@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.extras import require
+from torchtitan_lite.optional_dependencies import require
 from torchtitan_lite.report.comparison import COMPARED, NAMES, Comparison, StepDifference
 from torchtitan_lite.report.figures import (
     Figure,

@@ -24,7 +24,7 @@ class AnomaliesConfig(Section):
     """Threshold of a spike above the median of the window, in robust standard deviations (1.4826
     times the median absolute deviation) of the loss or of the logarithm of the norm."""
     roll_back_steps: Annotated[int, at_least(1)] = 1
-    """Minimum age, in steps, of the state that a roll back restores. After the next anomaly it goes
+    """Minimum age, in steps, of the state that a rollback restores. After the next anomaly it goes
     further back. Snapshots in memory hold the last few steps, checkpoints others."""
     max_roll_backs: Annotated[int, at_least(1)] = 3
-    """Consecutive roll backs without new progress, after which the run ends."""
+    """Consecutive rollbacks without new progress, after which the run ends."""

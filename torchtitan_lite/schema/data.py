@@ -41,9 +41,9 @@ class CorpusConfig(Section):
     """Column with the text of a document. Files of the "text" format have only this one."""
 
     messages_column: str | None = None
-    """Set for a chat data set, as a rule to "messages": the column that holds the messages of a
+    """Set for a chat data set, usually to "messages": the column with the messages of a
     conversation, each with `role` and `content`. The tokenizer's chat template makes a document of
-    them, and only what the assistant says has a loss. Takes the place of `text_column`."""
+    them, and only assistant tokens have a loss. Takes the place of `text_column`."""
 
     streaming: bool = False
     """Read the data set as a stream instead of tokenizing all of it before the first step. The
@@ -94,9 +94,9 @@ class DataConfig(Section):
     """Column with the text of a document."""
 
     messages_column: str | None = None
-    """Set for a chat data set, as a rule to "messages": the column that holds the messages of a
+    """Set for a chat data set, usually to "messages": the column with the messages of a
     conversation, each with `role` and `content`. The tokenizer's chat template makes a document of
-    them, and only what the assistant says has a loss. Takes the place of `text_column`."""
+    them, and only assistant tokens have a loss. Takes the place of `text_column`."""
 
     streaming: bool = False
     """Read the data set as a stream, in its own order and without a shuffle, instead of tokenizing

@@ -27,7 +27,7 @@ class FaultToleranceConfig(Section):
     """Samples per step. "constant_batch": `training.global_batch_size`, divided over the
     participating replicas, so that their number changes nothing. "dynamic": as many per
     participating replica. "fixed_with_spares": as many, divided over `min_replica_size` replicas,
-    while the others stand by and contribute nothing."""
+    while the others are spares and contribute nothing."""
     quorum_timeout_s: Annotated[float, above(0)] = 600
     """Time that a replica waits for a quorum (seconds)."""
     hang_timeout_s: Annotated[float, at_least(0)] = 600

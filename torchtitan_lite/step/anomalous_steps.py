@@ -15,7 +15,7 @@ Outcome = tuple[list[ReplicaEvent], TrainingDiverged | MachineFault | None]
 """Events, and why the run or this replica ends, if it does."""
 
 
-def skip_step(
+def handle_anomaly(
     decision: Decision,
     totals: StepTotals,
     state: TrainState,
@@ -26,9 +26,9 @@ def skip_step(
     samples: range,
     roll_back_steps: int,
 ) -> Outcome:
-    """Apply the decision about an anomalous step. `samples` are those of the step, before
-    `state.cursor`; `roll_back_steps` is the least age of the state that a rollback restores. All
-    ranks of all replicas must call it."""
+    """Skip an anomalous step, and roll back or end the run if decided. `samples` are those of the
+    step, before `state.cursor`; `roll_back_steps` is the least age of the state that a rollback
+    restores. All ranks of all replicas must call it."""
     state.history.record_skip()
     loss, grad_norm = totals.mean_loss, totals.grad_norm
     problem = (
@@ -50,9 +50,7 @@ def skip_step(
 
 
 def report_faulty_ranks(decision: Decision, step: int, share: Share, world_size: int) -> Outcome:
-    """Report the ranks whose recomputation of `step` differed, if any. Their replicas end."""
-    if not decision.faulty_ranks:
-        return [], None
+    """Report the ranks whose recomputation of `step` differed. Their replicas end."""
     places = [divmod(index, world_size) for index in decision.faulty_ranks]
     names = ", ".join(f"rank {rank} of participant {index}" for index, rank in places)
     logger.error("The recomputation of step %d differs on %s.", step, names)

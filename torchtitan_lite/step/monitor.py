@@ -28,12 +28,15 @@ class StepMonitor:
 
     @contextmanager
     def observe(self) -> Iterator[None]:
-        """Observe this rank's own work: loading, forward and backward."""
+        """Time this rank's own work: loading, forward and backward."""
         self.work_times.begin()
-        if self._replay is not None:
-            self._replay.begin()
         yield
         self.work_times.end()
+
+    def begin_forward(self) -> None:
+        """Start to record what a recomputation of the step needs."""
+        if self._replay is not None:
+            self._replay.begin()
 
     def decide(
         self,
@@ -43,11 +46,12 @@ class StepMonitor:
         history: History,
         share: Share,
         replicas: Replicas,
+        *,
+        is_complete: bool,
     ) -> tuple[Decision, list[ReplicaEvent]]:
-        """Let the replicas vote, and decide about the step; recompute an anomalous one. `loss` is
-        this rank's part of the loss. All ranks decide alike. Returns the decision, and events of
-        slow ranks. Every rank must call it."""
-        is_complete = replicas.should_commit(totals.num_ranks, totals.cursors, totals.steps)
+        """Decide about the step, and recompute an anomalous one. `loss` is this rank's part of the
+        loss; `is_complete` is the result of the replicas' vote. All ranks decide identically.
+        Returns the decision, and events of slow ranks. Every rank must call it."""
         num_microbatches = len(microbatches)
         events = self.work_times.record(totals.work_times, num_microbatches, is_valid=is_complete)
         if not is_complete:

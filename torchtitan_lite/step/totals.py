@@ -15,6 +15,7 @@ from torch import nn
 from torchtitan_lite.checkpoint import NUM_SAVE_SIGNALS
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.optim import local_gradients, square_norm
+from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.replica import Replicas
 
 
@@ -23,8 +24,8 @@ class StepTotals(NamedTuple):
 
     squared_norm: float
     """Squared norm of the gradients of `loss`."""
-    num_leaving: float
-    """Ranks of this replica that were asked to leave."""
+    num_stop_requests: float
+    """Ranks of this replica that were asked to stop."""
     loss: float
     """Loss, in nats, summed over target tokens."""
     num_targets: float
@@ -69,36 +70,38 @@ class StepValues:
     work_times: torch.Tensor
     router_counts: torch.Tensor
 
-    def reduce(
-        self,
-        parameters: Sequence[nn.Parameter],
-        replicas: Replicas,
-        mesh: Mesh,
-        *,
-        leaves: bool,
-    ) -> tuple[StepTotals, list[tuple[torch.Tensor, int]]]:
-        """Sum the values and the gradients of `parameters` over all ranks. `leaves`: this rank was
-        asked to leave. Returns the totals, and the gradients as `local_gradients` does. Every rank
-        must call it."""
-        device = self.loss.device
-        numbers = [_scalar(one, device) for one in (self.num_targets, 1, self.cursor, self.step)]
-        values = torch.cat(
-            [
-                torch.stack([self.loss, *numbers]),
-                self.save_signals,
-                self.work_times,
-                self.router_counts,
-            ]
-        )
-        replicas.reduce(parameters, values)
-        gradients = local_gradients(parameters)
-        of_replica = torch.stack([square_norm(gradients).to(device), _scalar(leaves, device)])
-        totals = mesh.sum(torch.cat([of_replica, values]))
-        lengths = [_OF_REPLICA + _OF_STEP, NUM_SAVE_SIGNALS, len(self.work_times)]
-        scalars, *rest = totals.split([*lengths, len(self.router_counts)])
-        summed = StepTotals(*scalars.tolist(), *rest)
-        num_targets = summed.num_targets / mesh.degrees.token_copies
-        return summed._replace(num_targets=num_targets), gradients
+
+def reduce_step(
+    values: StepValues,
+    parameters: Sequence[nn.Parameter],
+    replicas: Replicas,
+    mesh: Mesh,
+    stop: StopRequest,
+) -> tuple[StepTotals, list[tuple[torch.Tensor, int]]]:
+    """Sum the gradients of `parameters` over replicas, and `values` over all ranks. Returns the
+    totals, and the gradients as `local_gradients` does. Every rank must call it."""
+    device = values.loss.device
+    numbers = [values.num_targets, 1, values.cursor, values.step]
+    packed = torch.cat(
+        [
+            torch.stack([values.loss, *(_scalar(one, device) for one in numbers)]),
+            values.save_signals,
+            values.work_times,
+            values.router_counts,
+        ]
+    )
+    replicas.reduce(parameters, packed)
+    gradients = local_gradients(parameters)
+    squared_norm = square_norm(gradients).to(device)
+    # Read late: a request may arrive during the wait for other replicas.
+    of_replica = torch.stack([squared_norm, _scalar(stop.requested, device)])
+    totals = mesh.sum(torch.cat([of_replica, packed]))
+    lengths = [_OF_REPLICA + _OF_STEP, NUM_SAVE_SIGNALS, len(values.work_times)]
+    scalars, *rest = totals.split([*lengths, len(values.router_counts)])
+    summed = StepTotals(*scalars.tolist(), *rest)
+    # Ranks with the same tokens count the same targets; their parts of the loss add up to one.
+    num_targets = summed.num_targets / mesh.degrees.token_copies
+    return summed._replace(num_targets=num_targets), gradients
 
 
 def _scalar(value: float, device: torch.device) -> torch.Tensor:

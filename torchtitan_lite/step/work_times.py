@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from torchtitan_lite.anomalies.slow_ranks import SlowRanks, Work
+from torchtitan_lite.anomalies.slow_ranks import RankWork, SlowRankDetector
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.replica import ReplicaEvent, Share
@@ -24,7 +24,7 @@ class WorkTimes:
     def __init__(self, mesh: Mesh, replica: int) -> None:
         """`replica` is the number of this replica."""
         self._mesh, self._replica = mesh, replica
-        self._slow_ranks = SlowRanks()
+        self._slow_ranks = SlowRankDetector()
         self._ranks_of_stage = mesh.world_size // mesh.degrees.pp
         self._on_gpu = mesh.device.kind == "cuda"
         self._began = self._ended = self._now()
@@ -57,7 +57,7 @@ class WorkTimes:
         if not is_valid or len(totals) == _NUMBERS:
             return []
         work = [
-            Work(
+            RankWork(
                 replica=round(replica),
                 rank=place % self._mesh.world_size,
                 stage=place % self._mesh.world_size // self._ranks_of_stage,

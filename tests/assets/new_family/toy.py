@@ -65,14 +65,14 @@ class Toy(nn.Module):
         tokens_BS: torch.Tensor,
         *,
         positions_BS: torch.Tensor,
-        keys_B: torch.Tensor,
+        rng_keys_B: torch.Tensor,
         documents_BS: torch.Tensor | None = None,
         targets_BS: torch.Tensor | None = None,
         loss: TokenLoss | None = None,
     ) -> torch.Tensor:
         cos, sin = self.rotary(positions_BS)
         mask = self.mask(positions_BS, documents_BS)
-        context = BlockContext(cos, sin, mask, positions_BS, keys_B)
+        context = BlockContext(cos, sin, mask, positions_BS, rng_keys_B)
         x_BSD = tokens_BS if self.embed is None else F.silu(self.embed(tokens_BS))
         for block in self.blocks.values():
             x_BSD = block(x_BSD, context)

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from torchtitan_lite.anomalies.slow_ranks import SlowRank, SlowRanks, Work, median_of_others
+from torchtitan_lite.anomalies.slow_ranks import (
+    RankWork,
+    SlowRank,
+    SlowRankDetector,
+    median_of_others,
+)
 
 
 def _times(seed: int, steps: int, ranks: int, jitter: float = 0.1) -> np.ndarray:
@@ -20,11 +25,11 @@ def _times(seed: int, steps: int, ranks: int, jitter: float = 0.1) -> np.ndarray
 
 
 def _found(times: np.ndarray, stages: int = 1, microbatches: int = 2) -> list[tuple[int, SlowRank]]:
-    detector, found = SlowRanks(), []
+    detector, found = SlowRankDetector(), []
     ranks = times.shape[1]
     for step, row in enumerate(times.tolist()):
         work = [
-            Work(rank // 2, rank % 2, rank * stages // ranks, microbatches, seconds)
+            RankWork(rank // 2, rank % 2, rank * stages // ranks, microbatches, seconds)
             for rank, seconds in enumerate(row)
         ]
         found += [(step, change) for change in detector.step(work)]
@@ -69,19 +74,19 @@ def test_stages_and_shares_of_the_work_are_not_compared() -> None:
     times = _times(0, 500, 4)
     times[:, 2:] *= 3
     assert _found(times, stages=2) == []
-    detector = SlowRanks()
+    detector = SlowRankDetector()
     for row in times.tolist():
-        work = [Work(0, rank, 0, 1 + rank // 2, seconds) for rank, seconds in enumerate(row)]
+        work = [RankWork(0, rank, 0, 1 + rank // 2, seconds) for rank, seconds in enumerate(row)]
         assert detector.step(work) == []
 
 
 def test_a_change_of_who_takes_part_begins_anew() -> None:
-    detector = SlowRanks()
+    detector = SlowRankDetector()
     named = []
     for step in range(400):
         # From step 150 on replica 2 has the place of replica 1.
         other = 1 if step < 150 else 2
         slow = 1.5 if other == 1 else 1.0
-        work = [Work(0, 0, 0, 2, 0.2), Work(other, 0, 0, 2, 0.2 * slow)]
+        work = [RankWork(0, 0, 0, 2, 0.2), RankWork(other, 0, 0, 2, 0.2 * slow)]
         named += detector.step(work)
     assert [(one.replica, one.is_slow) for one in named] == [(1, True)]

@@ -27,7 +27,7 @@ from torchtitan_lite.checkpoint.loading import load
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
-from torchtitan_lite.mesh import Degrees, Mesh
+from torchtitan_lite.mesh import Mesh, ParallelDims
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_other_programs_can_read_the_files(saved: Path) -> None:
 def test_the_manifest_describes_the_run(saved: Path) -> None:
     manifest = manifest_in(saved)
     assert manifest.step == 1 and not manifest.model_only
-    assert manifest.mesh == asdict(Degrees())
+    assert manifest.mesh == asdict(ParallelDims())
     assert manifest.config == {"seed": 1}
     assert manifest.versions["torch"] == torch.__version__
     assert manifest.values["dataloader"] == {"cursor": 8}
@@ -153,8 +153,8 @@ def test_all_mismatched_tensors_are_listed(saved: Path, mesh: Mesh) -> None:
         "model.weight has shape [5, 7] in it, and [5, 8] here",
         "model.other is not in it",
         "model.new is not in it",
-        "model.wide has no place here",
-        "model.narrow has no place here",
+        "model.wide is unexpected",
+        "model.narrow is unexpected",
     ):
         assert problem in output
     assert same(tensors, before)

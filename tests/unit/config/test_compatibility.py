@@ -58,3 +58,8 @@ def test_paths_of_corpora_may_differ_and_ranks_must_not() -> None:
     )
     assert config_fingerprint(one, 2) == config_fingerprint(other, 2) != config_fingerprint(one, 4)
     assert ":" not in config_fingerprint(one, 2)
+
+
+def test_the_fingerprint_does_not_change_with_a_release() -> None:
+    # Replicas of two releases may train together. A new key that matters changes this on purpose.
+    assert config_fingerprint(Config(), 4) == "4-0bf6d5f3b663"

@@ -18,7 +18,7 @@ from torchtitan_lite.data.chat_template import DEFAULT_TEMPLATE
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig
 from torchtitan_lite.schema.validation import ValidationConfig
-from torchtitan_lite.spec import IGNORE
+from torchtitan_lite.spec import IGNORE_INDEX
 
 TEXTS = CHAT.parent / "fixture.jsonl"
 SEQ_LEN = 40
@@ -50,7 +50,7 @@ def opened_chat(opened: Opener, chat_folder: Path) -> Iterator[Opener]:
 def blocks_of(data: OpenedData) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Return the targets of each block, by its tokens."""
     [state] = data.loader.state(0)["corpora"]
-    [batch] = data.loader.take([range(state["num_blocks"])], step=0)
+    [batch] = data.loader.load([range(state["num_blocks"])], step=0)
     tokens, targets = batch.tokens_BS.tolist(), batch.targets_BS.tolist()
     return {tuple(row): tuple(expected) for row, expected in zip(tokens, targets, strict=True)}
 
@@ -71,13 +71,13 @@ def test_samples_are_the_packed_conversations(opened_chat: Opener, chat_folder: 
     for start in range(0, len(tokens) - SEQ_LEN, SEQ_LEN):
         places = range(start, start + SEQ_LEN)
         key = tuple(tokens[place] for place in places)
-        expected[key] = tuple(tokens[p + 1] if masks[p + 1] else IGNORE for p in places)
+        expected[key] = tuple(tokens[p + 1] if masks[p + 1] else IGNORE_INDEX for p in places)
         documents[key] = [owners[place] - owners[start] for place in places]
     data = opened_chat()
     assert blocks_of(data) == expected
-    assert any(set(targets) == {IGNORE} for targets in expected.values())
-    assert 0.2 < np.mean([t != IGNORE for row in expected.values() for t in row]) < 0.8
-    [batch] = data.loader.take([range(9)], step=0)
+    assert any(set(targets) == {IGNORE_INDEX} for targets in expected.values())
+    assert 0.2 < np.mean([t != IGNORE_INDEX for row in expected.values() for t in row]) < 0.8
+    [batch] = data.loader.load([range(9)], step=0)
     assert batch.documents_BS is not None
     for row, numbers in zip(batch.tokens_BS.tolist(), batch.documents_BS.tolist(), strict=True):
         assert documents[tuple(row)] == numbers
@@ -91,7 +91,7 @@ def test_a_change_in_a_users_message_changes_no_target(opened_chat: Opener, tmp_
     # A word of as many tokens, so that the blocks can be compared.
     changed.write_text(text.replace("Is a whale a fish?", "Is a fish a whale?"))
     after = opened_chat(dataset_path=str(changed))
-    rows = [before.loader.take([range(60)], 0)[0], after.loader.take([range(60)], 0)[0]]
+    rows = [before.loader.load([range(60)], 0)[0], after.loader.load([range(60)], 0)[0]]
     assert not torch.equal(rows[0].tokens_BS, rows[1].tokens_BS)
     assert torch.equal(rows[0].targets_BS, rows[1].targets_BS)
 
@@ -152,8 +152,8 @@ def test_texts_and_conversations_in_one_blend(opened_chat: Opener) -> None:
         CorpusConfig(dataset_path=str(TEXTS)),
         CorpusConfig(dataset_path=str(CHAT), messages_column="messages"),
     ]
-    [batch] = opened_chat(corpora=corpora, document_mask=False).loader.take([range(40)], step=0)
-    shares = (batch.targets_BS != IGNORE).float().mean(dim=1)
+    [batch] = opened_chat(corpora=corpora, document_mask=False).loader.load([range(40)], step=0)
+    shares = (batch.targets_BS != IGNORE_INDEX).float().mean(dim=1)
     assert (shares == 1).sum() == 20
     assert shares.min() < 0.8
 
@@ -166,7 +166,7 @@ def test_validation_on_conversations(opened_chat: Opener, caplog: pytest.LogCapt
     for data in (held_out, own):
         assert data is not None
         batches = [batch for [batch] in data.microbatches(0, 1)]
-        counted = sum(int((batch.targets_BS != IGNORE).sum()) for batch in batches)
+        counted = sum(int((batch.targets_BS != IGNORE_INDEX).sum()) for batch in batches)
         assert 0 < counted < 0.8 * data.num_blocks * SEQ_LEN
     assert "document masks" not in caplog.text
     opened_chat(document_mask=False)
@@ -232,8 +232,8 @@ def test_one_process_and_two_train_equally(
         dataset_path=str(CHAT), messages_column="messages", seq_len=24, seed=0,
         hf_assets_path=None, vocab_size=517,
     )  # fmt: skip
-    [batch] = data.loader.take([range(24)], step=0)
-    targets = (batch.targets_BS != IGNORE).sum(dim=1)
+    [batch] = data.loader.load([range(24)], step=0)
+    targets = (batch.targets_BS != IGNORE_INDEX).sum(dim=1)
     assert targets.reshape(3, 8).sum(dim=1).tolist() == alone.targets
     assert (targets == 0).any()
 
@@ -243,4 +243,4 @@ def test_plain_templates_train_too(opened_chat: Opener, tmp_path: Path) -> None:
     targets = [
         t for row in blocks_of(opened_chat(hf_assets_path=str(folder))).values() for t in row
     ]
-    assert IGNORE in targets and len(set(targets)) > 50
+    assert IGNORE_INDEX in targets and len(set(targets)) > 50

@@ -9,7 +9,7 @@ import pytest
 
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.errors import DataError
-from torchtitan_lite.extension import REGISTRY, Dataset
+from torchtitan_lite.registry import REGISTRY, Dataset
 from torchtitan_lite.schema.data import CorpusConfig
 
 DOCUMENTS = ["first document", "second\nwith lines\n", "third ✓"]

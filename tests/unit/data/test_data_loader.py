@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_lite.data import OpenedData, share_of_step
+from torchtitan_lite.data import OpenedData, microbatch_indices
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig
 from torchtitan_lite.schema.validation import ValidationConfig
-from torchtitan_lite.spec import IGNORE, Microbatch
+from torchtitan_lite.spec import IGNORE_INDEX, Microbatch
 
 FIXTURE = Path(__file__).parents[2] / "assets" / "fixture.jsonl"
 Opener = Callable[..., OpenedData]
@@ -23,7 +23,7 @@ def same(a: list[Microbatch], b: list[Microbatch]) -> bool:
         x.samples == y.samples
         and torch.equal(x.tokens_BS, y.tokens_BS)
         and torch.equal(x.targets_BS, y.targets_BS)
-        and torch.equal(x.keys_B, y.keys_B)
+        and torch.equal(x.rng_keys_B, y.rng_keys_B)
         for x, y in zip(a, b, strict=True)
     )
 
@@ -31,7 +31,7 @@ def same(a: list[Microbatch], b: list[Microbatch]) -> bool:
 def rows(microbatches: list[Microbatch]) -> dict[int, tuple]:
     """Return all contents of each sample, by its index."""
     return {
-        sample: (m.tokens_BS[i].tolist(), m.targets_BS[i].tolist(), int(m.keys_B[i]))
+        sample: (m.tokens_BS[i].tolist(), m.targets_BS[i].tolist(), int(m.rng_keys_B[i]))
         for m in microbatches
         for i, sample in enumerate(m.samples)
     }
@@ -39,30 +39,30 @@ def rows(microbatches: list[Microbatch]) -> dict[int, tuple]:
 
 def test_a_microbatch(opened: Opener) -> None:
     data = opened()
-    [batch] = data.loader.take([range(40)], step=0)
+    [batch] = data.loader.load([range(40)], step=0)
     assert batch.documents_BS is not None
     assert batch.tokens_BS.shape == batch.targets_BS.shape == (40, 17)
-    assert {batch.tokens_BS.dtype, batch.keys_B.dtype} == {torch.int64}
+    assert {batch.tokens_BS.dtype, batch.rng_keys_B.dtype} == {torch.int64}
     assert batch.positions_BS[3].tolist() == list(range(17))
     border = batch.documents_BS[:, 1:] != batch.documents_BS[:, :-1]
     assert border.any()
     inner = batch.targets_BS[:, :-1]
-    assert (inner[border] == IGNORE).all()
+    assert (inner[border] == IGNORE_INDEX).all()
     assert torch.equal(inner[~border], batch.tokens_BS[:, 1:][~border])
-    assert len(set(batch.keys_B.tolist())) == 40
+    assert len(set(batch.rng_keys_B.tolist())) == 40
 
-    [plain] = opened(document_mask=False).loader.take([range(40)], step=0)
+    [plain] = opened(document_mask=False).loader.load([range(40)], step=0)
     assert plain.documents_BS is None
     assert torch.equal(plain.targets_BS[:, :-1], plain.tokens_BS[:, 1:])
 
 
 def test_keys_follow_the_step_and_the_sample(opened: Opener) -> None:
     loader = opened().loader
-    [a] = loader.take([[4, 5]], step=1)
-    [b] = loader.take([[5, 4]], step=1)
-    [c] = loader.take([[4, 5]], step=2)
-    assert a.keys_B.tolist() == b.keys_B.tolist()[::-1]
-    assert not set(a.keys_B.tolist()) & set(c.keys_B.tolist())
+    [a] = loader.load([[4, 5]], step=1)
+    [b] = loader.load([[5, 4]], step=1)
+    [c] = loader.load([[4, 5]], step=2)
+    assert a.rng_keys_B.tolist() == b.rng_keys_B.tolist()[::-1]
+    assert not set(a.rng_keys_B.tolist()) & set(c.rng_keys_B.tolist())
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -77,8 +77,8 @@ def test_the_samples_of_a_step_do_not_depend_on_the_number_of_ranks(
             used: dict[int, tuple] = {}
             for rank, loader in enumerate(loaders):
                 used |= rows(
-                    loader.take(
-                        share_of_step(range(step * 8, step * 8 + 8), 2, rank, num_ranks), step
+                    loader.load(
+                        microbatch_indices(range(step * 8, step * 8 + 8), 2, rank, num_ranks), step
                     )
                 )
             run.append(used)
@@ -91,14 +91,14 @@ def test_the_samples_of_a_step_do_not_depend_on_the_number_of_ranks(
 def test_prefetch_changes_nothing(opened: Opener, streaming: bool) -> None:
     plain, ahead = opened(streaming=streaming).loader, opened(streaming=streaming).loader
     for step in range(6):
-        request = share_of_step(range(8 * step, 8 * step + 8), 2, 1, 2)
-        expected = plain.take(request, step)
-        assert same(ahead.take(request, step), expected)
-        ahead.prefetch(share_of_step(range(8 * step + 8, 8 * step + 16), 2, 1, 2), step + 1)
+        request = microbatch_indices(range(8 * step, 8 * step + 8), 2, 1, 2)
+        expected = plain.load(request, step)
+        assert same(ahead.load(request, step), expected)
+        ahead.prefetch(microbatch_indices(range(8 * step + 8, 8 * step + 16), 2, 1, 2), step + 1)
         if step == 3:  # the step is repeated, and another rank's samples are taken over
-            assert same(ahead.take(request, step), expected)
-            other = share_of_step(range(8 * step, 8 * step + 8), 2, 0, 2)
-            assert same(ahead.take(other, step), plain.take(other, step))
+            assert same(ahead.load(request, step), expected)
+            other = microbatch_indices(range(8 * step, 8 * step + 8), 2, 0, 2)
+            assert same(ahead.load(other, step), plain.load(other, step))
 
 
 def blend(tmp_path: Path) -> list[CorpusConfig]:
@@ -115,13 +115,13 @@ def test_a_resumed_blend_equals_an_uninterrupted_one(opened: Opener, tmp_path: P
     uninterrupted = opened(**settings).loader
     expected, states = {}, {}
     for step in range(60):
-        expected[step] = uninterrupted.take([range(step * 6, step * 6 + 6)], step)
+        expected[step] = uninterrupted.load([range(step * 6, step * 6 + 6)], step)
         states[step + 1] = json.dumps(uninterrupted.state(step * 6 + 6))
     for step in (1, 17, 40):
         resumed = opened(**settings).loader
         resumed.load_state(json.loads(states[step]))
         for later in range(step, 60):
-            assert same(resumed.take([range(later * 6, later * 6 + 6)], later), expected[later])
+            assert same(resumed.load([range(later * 6, later * 6 + 6)], later), expected[later])
 
 
 def test_the_state_is_the_same_on_every_rank(opened: Opener, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_the_state_is_the_same_on_every_rank(opened: Opener, tmp_path: Path) -> 
     loaders = [opened(**settings).loader for _ in range(2)]
     for step in range(20):
         for rank, loader in enumerate(loaders):
-            loader.take(share_of_step(range(step * 4, step * 4 + 4), 2, rank, 2), step)
+            loader.load(microbatch_indices(range(step * 4, step * 4 + 4), 2, rank, 2), step)
         assert loaders[0].state(step * 4 + 4) == loaders[1].state(step * 4 + 4)
 
 
@@ -151,9 +151,9 @@ def test_data_that_differ_from_the_checkpoint_are_rejected(opened: Opener, tmp_p
 
 def test_fillers_have_no_targets(opened: Opener) -> None:
     loader = opened().loader
-    [batch] = loader.take([[-1, 3]], step=0)
-    [alone] = loader.take([[3]], step=0)
-    assert (batch.targets_BS[0] == IGNORE).all()
+    [batch] = loader.load([[-1, 3]], step=0)
+    [alone] = loader.load([[3]], step=0)
+    assert (batch.targets_BS[0] == IGNORE_INDEX).all()
     assert torch.equal(batch.targets_BS[1], alone.targets_BS[0])
 
 
@@ -163,7 +163,7 @@ def test_errors_of_the_background_thread_are_raised(opened: Opener, tmp_path: Pa
     loader = opened(dataset_path=str(bad), streaming=True).loader
     loader.prefetch([[0]], 0)
     with pytest.raises(DataError, match="no text"):
-        loader.take([[0]], 0)
+        loader.load([[0]], 0)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])

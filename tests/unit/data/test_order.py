@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from torchtitan_lite.data import SampleOrder, share_of_step
+from torchtitan_lite.data import SampleOrder, microbatch_indices
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 64, 257, 1023, 5000])
@@ -63,7 +63,7 @@ def test_ranks_divide_a_step_for_every_world_size(local: int, steps_of: int) -> 
         if steps_of % (local * num_ranks):
             continue
         shares = [
-            share_of_step(range(40, 40 + steps_of), local, rank, num_ranks)
+            microbatch_indices(range(40, 40 + steps_of), local, rank, num_ranks)
             for rank in range(num_ranks)
         ]
         rounds = [samples for parts in zip(*shares, strict=True) for samples in parts]
@@ -73,4 +73,4 @@ def test_ranks_divide_a_step_for_every_world_size(local: int, steps_of: int) -> 
 
 def test_share_of_step_rejects_an_indivisible_batch() -> None:
     with pytest.raises(ValueError, match="10 samples in rounds of 4"):
-        share_of_step(range(10), 2, 0, 2)
+        microbatch_indices(range(10), 2, 0, 2)

@@ -38,7 +38,7 @@ def open_and_report(path: Path, tokenizer: str | None, cache: Path, end: Connect
         document_mask=True,
         pin_memory=False,
     )
-    data.loader.take([range(4)], step=0)
+    data.loader.load([range(4)], step=0)
     assert not before
     end.send((data.loader.state(0)["corpora"][0]["digest"], HEAVY & set(sys.modules)))
     data.loader.close()

@@ -59,7 +59,7 @@ def whole_logits(model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
         return model(
             torch.tensor([ids]),
             positions_BS=torch.arange(len(ids))[None],
-            keys_B=torch.zeros(1, dtype=torch.int64),
+            rng_keys_B=torch.zeros(1, dtype=torch.int64),
         )[0]
 
 
@@ -103,7 +103,7 @@ def test_logits_of_each_step_equal_those_of_a_full_forward_pass(
     expected_SV = whole_logits(drawn(replace_flex(spec), dtype), ids.tolist())
     model = drawn(spec, dtype)
     cache = KeyValueCache(model)
-    cache.make_room(1, 32)
+    cache.allocate(1, 32)
     actual, first = [], 0
     for count in (12, 1, 1, 5, 1, 1):
         positions_BS = torch.arange(first, first + count)[None]
@@ -112,7 +112,7 @@ def test_logits_of_each_step_equal_those_of_a_full_forward_pass(
                 model(
                     ids[None, first : first + count],
                     positions_BS=positions_BS,
-                    keys_B=torch.zeros(1, dtype=torch.int64),
+                    rng_keys_B=torch.zeros(1, dtype=torch.int64),
                 )[0]
             )
         first += count
@@ -143,19 +143,19 @@ def test_generation_ends_at_a_stop_token_or_the_maximum_length(mesh: Mesh) -> No
     generator = BatchGenerator(drawn(spec), spec, mesh)
     free = texts_of(generator, PROMPTS, max_new_tokens=5)
     stop = free[1][2]
-    heard: list[tuple[int, int]] = []
+    on_token: list[tuple[int, int]] = []
     actual = generator.generate(
         [Prompt(ids) for ids in PROMPTS],
         max_new_tokens=30,
         sampling=GREEDY,
         stop_ids={stop},
-        heard=lambda number, token: heard.append((number, token)),
+        on_token=lambda number, token: on_token.append((number, token)),
     )
     assert actual[1].stopped and actual[1].ids == free[1][: free[1].index(stop)]
     for number, (prompt, one) in enumerate(zip(PROMPTS, actual, strict=True)):
         assert one.stopped or len(prompt) + len(one.ids) == 12
         assert one.ids[:5] == free[number][: len(one.ids)]
-        assert [token for who, token in heard if who == number] == one.ids
+        assert [token for who, token in on_token if who == number] == one.ids
 
 
 def test_generation_drops_no_token_for_capacity(mesh: Mesh) -> None:

@@ -16,7 +16,7 @@ SHARES = torch.tensor([0.1, 0.4, 0.15, 0.3, 0.05])
 def drawn(number: int = 2000, **settings: Any) -> dict[int, float]:
     """Return the share of each token in some draws."""
     sampling = Sampling(**settings)
-    draws = [sampling.draws_of(sample) for sample in range(number)]
+    draws = [sampling.random_draws(sample) for sample in range(number)]
     ids = sampling.next_ids(SHARES.log().expand(number, -1), draws)
     return {token: count / number for token, count in Counter(ids).items()}
 
@@ -63,4 +63,4 @@ def test_non_finite_logits_are_rejected() -> None:
     for temperature in (0.0, 1.0):
         sampling = Sampling(temperature=temperature)
         with pytest.raises(UserError, match="not numbers"):
-            sampling.next_ids(logits, [sampling.draws_of(0)] * 2)
+            sampling.next_ids(logits, [sampling.random_draws(0)] * 2)

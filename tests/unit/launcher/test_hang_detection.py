@@ -15,7 +15,7 @@ from torchtitan_lite.launcher.hang_detection import (
     FlightRecord,
     RankStatus,
     StallDetector,
-    culprits,
+    blocking_ranks,
     hang_reason,
     read_flight_record,
 )
@@ -74,7 +74,7 @@ def test_a_rank_without_a_heartbeat_is_not_judged() -> None:
 def numbers(
     ranks: list[RankStatus], late: set[int], flight_records: dict[int, FlightRecord] | None = None
 ) -> list[int]:
-    return [one.number for one in culprits(ranks, late, flight_records or {})]
+    return [one.number for one in blocking_ranks(ranks, late, flight_records or {})]
 
 
 def test_the_culprit() -> None:

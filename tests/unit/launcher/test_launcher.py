@@ -221,7 +221,7 @@ def test_replicas_resize_when_slots_change(tmp_path: Path) -> None:
         output = output_of(process, tmp_path, 0)
     assert "slots is not of the form" in output
     assert "all replicas resize to 1 rank each: replica 1 has slots for 1" in output
-    assert "all replicas resize to 2 ranks each: the slots are back" in output
+    assert "all replicas resize to 2 ranks each: slots are available again" in output
     assert output.count(": left to resize") == 4 and "failed" not in output
     assert not pids(tmp_path)
 

@@ -49,10 +49,15 @@ class Run:
         seconds: float = 1,
     ) -> None:
         """Attempt the step after `step`: `seconds` of work, and 0.25 s of other phases."""
+        # As `train_step` does: the other phases are blocks within COMPUTE.
+        self.spend(goodput_tracker, Phase.COMPUTE, step, 0)
         self.spend(goodput_tracker, Phase.QUORUM, step, 0.125)
+        self.spend(goodput_tracker, Phase.COMPUTE, step, 0)
         self.spend(goodput_tracker, Phase.DATA, step, seconds / 4)
         self.spend(goodput_tracker, Phase.COMPUTE, step, seconds / 2)
         self.spend(goodput_tracker, Phase.COMMUNICATION, step, seconds / 4)
+        self.spend(goodput_tracker, Phase.COMPUTE, step + commits, 0)
+        self.spend(goodput_tracker, Phase.BETWEEN, step + commits, 0)
         self.spend(goodput_tracker, Phase.CHECKPOINT, step + commits, 0.0625)
         self.spend(goodput_tracker, Phase.BETWEEN, step + commits, 0.0625)
 

@@ -147,7 +147,7 @@ def test_a_port_above_the_maximum_is_rejected():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_package_is_one_clear_error_on_every_rank(tmp_path, monkeypatch, rank):
-    monkeypatch.setattr("torchtitan_lite.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("torchtitan_lite.optional_dependencies.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install prometheus_client.*\[prometheus\]"):
         opened(tmp_path, 9000, rank=rank)
     assert not list(tmp_path.iterdir())

@@ -27,7 +27,7 @@ def test_a_missing_package_is_one_clear_error_on_every_rank(tmp_path, rank):
 def test_a_folder_named_wandb_is_not_the_package(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    from torchtitan_lite.extras import require
+    from torchtitan_lite.optional_dependencies import require
 
     with pytest.raises(UserError, match="not installed"):
         require("wandb", "metrics.enable_wandb = true")

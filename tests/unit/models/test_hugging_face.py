@@ -35,7 +35,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(family: str, tmp_
     targets_BS[:, -1] = -100
     context: dict[str, Any] = {
         "positions_BS": torch.arange(41).expand(2, -1),
-        "keys_B": torch.zeros(2, dtype=torch.int64),
+        "rng_keys_B": torch.zeros(2, dtype=torch.int64),
     }
     logits_BSV = ours(tokens_BS, **context)
     expected_BSV = theirs(tokens_BS).logits

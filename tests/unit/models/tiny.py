@@ -56,7 +56,7 @@ def tiny_samples(batch_size: int = 3, length: int = 17) -> Mapping[str, torch.Te
     return {
         "tokens_BS": torch.randint(0, DIMS.vocab_size, (batch_size, length), generator=draws),
         "positions_BS": torch.arange(length).repeat(batch_size, 1),
-        "keys_B": torch.arange(batch_size) * 7919,
+        "rng_keys_B": torch.arange(batch_size) * 7919,
     }
 
 

@@ -17,15 +17,15 @@ def test_a_packed_document_equals_the_document_alone() -> None:
     positions_BS = torch.cat([torch.arange(length) for length in lengths])[None]
     model = tiny_decoder().eval()
     tokens_BS = tiny_samples(1, sum(lengths))["tokens_BS"]
-    keys_B = torch.zeros(1, dtype=torch.int64)
+    rng_keys_B = torch.zeros(1, dtype=torch.int64)
     packed_BSV = model(
-        tokens_BS, positions_BS=positions_BS, keys_B=keys_B, documents_BS=documents_BS
+        tokens_BS, positions_BS=positions_BS, rng_keys_B=rng_keys_B, documents_BS=documents_BS
     )
     for start, length in zip([0, 5, 6], lengths, strict=True):
         part = slice(start, start + length)
-        alone = model(tokens_BS[:, part], positions_BS=positions_BS[:, part], keys_B=keys_B)
+        alone = model(tokens_BS[:, part], positions_BS=positions_BS[:, part], rng_keys_B=rng_keys_B)
         torch.testing.assert_close(packed_BSV[:, part], alone, atol=ATTENTION_FLOAT64, rtol=0)
-    mixed_BSV = model(tokens_BS, positions_BS=positions_BS, keys_B=keys_B)
+    mixed_BSV = model(tokens_BS, positions_BS=positions_BS, rng_keys_B=rng_keys_B)
     assert (mixed_BSV[:, 5:] - packed_BSV[:, 5:]).abs().min(dim=-1).values.max() > 1e-5
 
 

@@ -9,8 +9,8 @@ _KEYS_B = torch.tensor([0, 1, 2**40, -(2**62)])
 _ONES_BSD = torch.ones(4, 50, 40)
 
 
-def _mask(share: float = 0.25, site: int = 0, keys_B: torch.Tensor = _KEYS_B) -> torch.Tensor:
-    return KeyedDropout(share, site)(_ONES_BSD, keys_B, _POSITIONS_BS) != 0
+def _mask(share: float = 0.25, site: int = 0, rng_keys_B: torch.Tensor = _KEYS_B) -> torch.Tensor:
+    return KeyedDropout(share, site)(_ONES_BSD, rng_keys_B, _POSITIONS_BS) != 0
 
 
 def test_the_same_key_drops_the_same_elements() -> None:
@@ -23,7 +23,7 @@ def test_the_same_key_drops_the_same_elements() -> None:
 def test_sites_samples_and_positions_drop_different_elements() -> None:
     mask_BSD = _mask()
     chance = 0.75**2 + 0.25**2  # Agreement of two independent masks.
-    for other in (_mask(site=1), _mask(keys_B=_KEYS_B + 1000), mask_BSD.roll(1, 0),
+    for other in (_mask(site=1), _mask(rng_keys_B=_KEYS_B + 1000), mask_BSD.roll(1, 0),
                   mask_BSD.roll(1, 1), mask_BSD.roll(1, 2)):  # fmt: skip
         assert abs((mask_BSD == other).float().mean() - chance) < 0.03
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.pool import WorkerPool
 from torchtitan_lite.nn.rows import take_rows
-from torchtitan_lite.parallel.collectives import exchange_rows, shard_rows, unshard_rows
+from torchtitan_lite.parallel.autograd_collectives import exchange_rows, shard_rows, unshard_rows
 
 Pools = Callable[[int], WorkerPool]
 

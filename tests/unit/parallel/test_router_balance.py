@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torchtitan_lite.mesh import Degrees, Mesh
+from torchtitan_lite.mesh import Mesh, ParallelDims
 from torchtitan_lite.nn.moe import MoEDims, Router
 from torchtitan_lite.parallel.expert import RouterBalance, routers_of
 from torchtitan_lite.schema.parallelism import ParallelismConfig
@@ -44,7 +44,7 @@ def test_a_committed_step_updates_the_biases_and_any_step_resets_the_counts(mesh
 def test_tokens_counted_by_several_ranks_are_integers_after_the_sum(mesh: Mesh) -> None:
     model = routers()
     copies = 6
-    mesh.degrees = Degrees(tp=copies)
+    mesh.degrees = ParallelDims(tp=copies)
     config = ParallelismConfig(enable_sequence_parallel=False)
     balance = RouterBalance(model, ["first", "last"], 4, mesh, config)
     routers_of(model)["first"].load_X += torch.tensor([7, 7, 7, 7])

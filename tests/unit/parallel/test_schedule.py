@@ -5,7 +5,7 @@ import torch
 from tests.unit.models.tiny import WHOLE, tiny_decoder, tiny_samples, tiny_targets
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.parallel import OneStage
+from torchtitan_lite.parallel import GradientAccumulation
 from torchtitan_lite.spec import Microbatch
 
 _SAMPLES, _TARGETS = tiny_samples(6), tiny_targets(6)
@@ -14,8 +14,10 @@ _SAMPLES, _TARGETS = tiny_samples(6), tiny_targets(6)
 def test_microbatches_add_up_to_the_whole_batch(mesh: Mesh) -> None:
     full, parts = tiny_decoder(), tiny_decoder()
     loss = cross_entropy()
-    expected = OneStage(full, loss, mesh, WHOLE).run([_microbatch(slice(0, 6))], backward=True)
-    total = OneStage(parts, loss, mesh, WHOLE).run(
+    expected = GradientAccumulation(full, loss, mesh, WHOLE).run(
+        [_microbatch(slice(0, 6))], backward=True
+    )
+    total = GradientAccumulation(parts, loss, mesh, WHOLE).run(
         [_microbatch(slice(0, 1)), _microbatch(slice(1, 4)), _microbatch(slice(4, 6))],
         backward=True,
     )
@@ -27,7 +29,7 @@ def test_microbatches_add_up_to_the_whole_batch(mesh: Mesh) -> None:
 
 def test_without_backward_autograd_records_nothing(mesh: Mesh) -> None:
     model = tiny_decoder()
-    schedule = OneStage(model, cross_entropy(), mesh, WHOLE)
+    schedule = GradientAccumulation(model, cross_entropy(), mesh, WHOLE)
     batches = [_microbatch(slice(0, 2)), _microbatch(slice(2, 6))]
     value = schedule.run(batches, backward=False)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -36,7 +38,7 @@ def test_without_backward_autograd_records_nothing(mesh: Mesh) -> None:
 
 
 def test_no_microbatch_gives_a_loss_of_zero(mesh: Mesh) -> None:
-    schedule = OneStage(tiny_decoder(), cross_entropy(), mesh, WHOLE)
+    schedule = GradientAccumulation(tiny_decoder(), cross_entropy(), mesh, WHOLE)
     assert schedule.run([], backward=True).item() == 0
 
 
@@ -46,6 +48,6 @@ def _microbatch(part: slice) -> Microbatch:
         targets_BS=_TARGETS[part],
         positions_BS=_SAMPLES["positions_BS"][part],
         documents_BS=None,
-        keys_B=_SAMPLES["keys_B"][part],
+        rng_keys_B=_SAMPLES["rng_keys_B"][part],
         samples=tuple(range(6))[part],
     )

@@ -44,7 +44,7 @@ def test_two_actions_in_a_cell_run_one_after_the_other() -> None:
         ("0F0,0B0\n1F0,-1B0", 'row 2, column 2: "-1B0" is not'),
         ('0F0,0B0\n"1F0,1B0', "is not a table with commas"),
         ("0F0,0B0,1F0,1B0\n,", "row 2 has no action"),
-        ("0F0,0B0,1F0\n1B0", "stage 1 stands in row 1 and, as 1B0, in row 2"),
+        ("0F0,0B0,1F0\n1B0", "stage 1 is in row 1 and, as 1B0, in row 2"),
         ("0F0,0B0\n2F0,2B0", "stages must be 0 to n-1, and there is 0, 2, but not 1."),
         ("0F1,0B1\n1F1,1B1", "microbatches must be 0 to m-1, and there is 1, but not 0."),
         ("0F0,0B0\n1B0", "stage 1, microbatch 0: 1F0 stands there 0 times, needed once."),
@@ -73,7 +73,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(MeshError) as error:
         read_order("no/order.csv", 2)
     key = "parallelism.pipeline_parallel_schedule_csv"
-    assert str(error.value) == f'{key} = "no/order.csv": nothing there below {Path.cwd()}.'
+    assert str(error.value) == f'{key} = "no/order.csv": does not exist below {Path.cwd()}.'
     with pytest.raises(MeshError, match="cannot be read"):
         read_order(str(tmp_path), 2)
     file = tmp_path / "order.csv"

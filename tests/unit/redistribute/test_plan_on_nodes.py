@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tests.redistribution.reference import replay
 from torchtitan_lite.redistribute import HolderMesh, Layout, Plan, plan
-from torchtitan_lite.redistribute.collectives import Collective
+from torchtitan_lite.redistribute.collective_search import Collective
 from torchtitan_lite.redistribute.cost import CPU, CUDA
 
 _PLACEMENTS: list[Placement] = [Replicate(), Shard(0), Shard(1), Partial()]

@@ -150,7 +150,7 @@ def test_malformed_lines_are_counted(make_run, capsys):
 
 
 def test_a_missing_plotly_is_one_clear_error(make_run, monkeypatch, capsys):
-    monkeypatch.setattr("torchtitan_lite.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("torchtitan_lite.optional_dependencies.find_spec", lambda name: None)
     folder = make_run()
     assert main([str(folder)]) == 2
     shown = capsys.readouterr().err

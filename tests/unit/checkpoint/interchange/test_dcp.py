@@ -240,8 +240,8 @@ def test_unmapped_missing_and_misshapen_are_listed(tmp_path: Path) -> None:
     message = str(caught.value)
     assert "does not fit llama3 odd (5 problems)" in message
     for problem in (
-        "layers.0.attention.wqkv.weight has no place in the model",
-        "extra.seed has no place in the model",
+        "layers.0.attention.wqkv.weight is unexpected",
+        "extra.seed is unexpected",
         "model.norm.weight is missing",
         "model.output.weight has shape [3, 36], and the model needs [67, 36]",
         "optimizer.tok_embeddings.weight.exp_avg is missing",

@@ -11,14 +11,14 @@ from torch import nn
 from torchtitan_lite.data import Tokenizer
 from torchtitan_lite.inference import BatchGenerator, Prompt, Sampling, prompt_ids
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.move_state import fill
+from torchtitan_lite.move_state import copy_tensors
 from torchtitan_lite.nn.initialize import allocate_memory
 from torchtitan_lite.parallel import serving
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import TrainState, model_tensors
 
 
-class Sampler:
+class TextGenerator:
     """A copy of the model that generates text, in the dtype of the weights."""
 
     def __init__(
@@ -41,19 +41,19 @@ class Sampler:
     ) -> list[str]:
         """Return `count` continuations of `prompt` by the model of `state`, the same on every rank
         and every mesh. Every rank must call it, between two steps."""
-        self._refill(state)
+        self._copy_weights(state)
         ids = prompt_ids(self._tokenizer, prompt)
-        found = self._generator.generate(
+        continuations = self._generator.generate(
             [Prompt(ids, sample=number) for number in range(count)],
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature=temperature, seed=self._seed),
             stop_ids=() if self._tokenizer.eos_id is None else (self._tokenizer.eos_id,),
         )
-        return [self._tokenizer.decode(one.ids) for one in found]
+        return [self._tokenizer.decode(one.ids) for one in continuations]
 
     @torch.no_grad()
-    def _refill(self, state: TrainState) -> None:
+    def _copy_weights(self, state: TrainState) -> None:
         trained = {
             name: tensor for name, tensor in state.tensors().items() if name.startswith("model.")
         }
-        fill(model_tensors(self._model), self._serving_mesh, trained, self._mesh)
+        copy_tensors(model_tensors(self._model), self._serving_mesh, trained, self._mesh)
