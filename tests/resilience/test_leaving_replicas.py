@@ -57,7 +57,7 @@ def test_waiting_for_too_few_replicas_ends_with_a_save_on_sigterm(tmp_path: Path
         run.wait_for_step(0, 3)
         run.wait_for_step(1, 3)
         run.kill(1)
-        while "that are there: 1 of at least 2" not in run.log(0).read_text():
+        while "Quorum of 1 replicas, 2 are required" not in run.log(0).read_text():
             assert run.running[0].poll() is None
         alone_at = run.steps(0)[-1]["step"]
         run.start(1)
