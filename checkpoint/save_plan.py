@@ -74,7 +74,7 @@ def plan_save(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> SavePlan:
     shapes = {name: p.layout.local_shape(p.shape, mesh.rank) for name, p in placed.items()}
     for name, found in placed.items():
         if found.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{name} is of {found.dtype}, which safetensors does not support.")
+            raise CheckpointError(f"{name}: safetensors does not support {found.dtype}.")
     starts: dict[str, int] = {}
     position = 0
     for name in sorted(placed, key=lambda name: _place(placed[name], shapes[name])):

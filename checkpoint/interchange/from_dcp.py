@@ -134,7 +134,7 @@ def _matches(source: DcpFolder, spec: ModelSpec) -> tuple[dict[str, KeyMatch], t
             continue
         about = source.contents.tensors[key]
         if about.dtype not in DTYPE_NAMES:
-            problems.append(f"{key} is of {about.dtype}, which safetensors does not support")
+            problems.append(f"{key}: safetensors does not support {about.dtype}")
         if tied is not None and match.parameter == tied[1]:
             if match.name.startswith("model."):
                 _check_tied(source, key, keys, tied[0])

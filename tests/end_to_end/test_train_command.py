@@ -72,7 +72,7 @@ def test_ctrl_c_saves_and_exits_with_0(nproc: int, number: signal.Signals, tmp_p
     process.send_signal(number)
     assert process.wait(120) == 0, log.read_text()
     output = log.read_text()
-    assert "Traceback" not in output and "received: finishing the step, saving" in output
+    assert "Traceback" not in output and "received: finishing the step, then saving" in output
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = max(record["step"] for record in steps)
     assert (folder / "checkpoint" / f"step-{last}").is_dir()

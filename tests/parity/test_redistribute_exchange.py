@@ -276,5 +276,5 @@ def test_readers_rotate_over_tensors() -> None:
 
 
 def test_an_unreachable_file_is_an_error() -> None:
-    with pytest.raises(LayoutError, match=r"0\.safetensors.* out of reach"):
+    with pytest.raises(LayoutError, match=r"0\.safetensors.* not accessible"):
         assign_readers(Layout(_files(1), [R]), range(2), 0, {})

@@ -40,7 +40,7 @@ def test_a_replica_that_computes_wrong_numbers_leaves_and_the_others_repeat_the_
         run.stop()
         assert run.wait(0) == 0
         text = run.log(1).read_text()
-        assert "Step 11 was suspicious" in text and "rank 0 of participant 1" in text
+        assert "Step 11 was anomalous" in text and "rank 0 of participant 1" in text
         assert run.steps(1)[-1]["step"] == 10
         assert {"replay_differs", "quorum"} <= set(run.events(0))
         assert "refused" not in run.events(0)

@@ -72,7 +72,7 @@ def test_a_rank_that_differs_is_named_and_the_good_state_saved(
 ) -> None:
     first, second = pools(2).run(train_with_flips, tmp_path / "run", 1, mesh)
     assert first == second
-    assert "Step 3 was suspicious" in first and "otherwise on rank 1 of participant 0:" in first
+    assert "Step 3 was anomalous" in first and "differs on rank 1 of participant 0:" in first
     assert "rank 0" not in first
     assert str(tmp_path / "run" / "checkpoint" / "step-2") in first
     # The samples were good, and are used.

@@ -40,7 +40,10 @@ def test_a_block_returns_to_the_previous_phase() -> None:
 def test_the_phase_of_a_failure_stays() -> None:
     listener = _Listener()
     phases = Phases([listener])
-    with pytest.raises(RuntimeError), phases.enter(Phase.COMPUTE):
-        with phases.enter(Phase.COMMUNICATION):
-            raise RuntimeError
+    with (
+        pytest.raises(RuntimeError),
+        phases.enter(Phase.COMPUTE),
+        phases.enter(Phase.COMMUNICATION),
+    ):
+        raise RuntimeError
     assert listener.entered_phases[-1] == (Phase.COMMUNICATION, 0)

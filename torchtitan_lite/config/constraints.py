@@ -318,10 +318,7 @@ def semi_sync_problems(config: Config) -> Iterator[str]:
     if not section.enable:
         yield f"{asked} averages replicas. Set fault_tolerance.enable = true."
     if section.world_size_mode == "fixed_with_spares":
-        yield (
-            f'{asked} has no spares. Set world_size_mode = "constant_batch" or '
-            '"dynamic".'
-        )
+        yield (f'{asked} has no spares. Set world_size_mode = "constant_batch" or "dynamic".')
     if config.model.router_bias_update_rate:
         yield (
             f"{asked} does not average the biases of routers. Set "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.durations import recent_steps, time_left_s
-from torchtitan_lite.outputs import RECEIVES_STATE, STARTING, PARTICIPATES
+from torchtitan_lite.outputs import PARTICIPATES, RECEIVES_STATE, STARTING
 
 TORCHFT_INFO = "[INFO] [torchft::"
 """Text in the lines that torchft's Rust code logs at level INFO."""

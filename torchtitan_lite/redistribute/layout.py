@@ -187,8 +187,8 @@ class Layout:
                 )
             if is_shard(placement) and placement.dim >= len(shape):
                 raise LayoutError(
-                    f"{self} shards dim {placement.dim} over {self.mesh.axes[axis]}, and a tensor of "
-                    f"shape {tuple(shape)} has {len(shape)} dims."
+                    f"{self} shards dim {placement.dim} over {self.mesh.axes[axis]}, but a tensor "
+                    f"of shape {tuple(shape)} has {len(shape)} dims."
                 )
 
     @cached_property

@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.background import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.outputs import RECEIVES_STATE, PARTICIPATES
+from torchtitan_lite.outputs import PARTICIPATES, RECEIVES_STATE
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.replica.gradient_reducer import GradientReducer
 from torchtitan_lite.replica.healing import HealingTransport, StateSource

@@ -333,7 +333,7 @@ def test_unsupported_context_parallel_options_are_rejected_at_the_start(config) 
     three = ["--parallelism.context_parallel_degree", "3", "--training.seq_len", "768"]
     ulysses = [*three, "--parallelism.context_parallel_rotate_method", "ulysses"]
     text = config_error(config(*ulysses), 3)
-    assert "shares the 16 heads" in text and "do: 1, 2, 4, 8, 16; or use" in text
+    assert "splits the 16 heads" in text and "do: 1, 2, 4, 8, 16; or use" in text
 
 
 def test_tied_weights_need_a_sharded_output(config) -> None:

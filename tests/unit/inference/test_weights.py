@@ -104,7 +104,7 @@ def test_the_tokenizer_next_to_the_checkpoints_is_preferred(
 
 def test_a_folder_without_a_checkpoint_is_named(saved: Path, mesh: Mesh, tmp_path: Path) -> None:
     for path in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(CheckpointError, match=f"{path} holds no checkpoint"):
+        with pytest.raises(CheckpointError, match=f"{path} contains no checkpoint"):
             open_weights(str(path), mesh)
     record(saved / "step-12", {"model": {"flavour": "tiny"}})
     with pytest.raises(CheckpointError, match=r"manifest of .*step-12 is wrong at model.flavour"):

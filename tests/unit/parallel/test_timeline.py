@@ -80,5 +80,7 @@ def test_a_deadlock_is_reported() -> None:
             (Action(1, "F", 0), Action(1, "F", 1), Action(1, "B", 0), Action(1, "B", 1)),
         )
     )
-    with pytest.raises(MeshError, match="rank 0 stops before 0B0, since it needs the backward of"):
+    with pytest.raises(
+        MeshError, match="rank 0 stops before 0B0, because it needs the backward of"
+    ):
         simulate(order, Costs())

@@ -35,7 +35,10 @@ FOUR, SQUARE = HolderMesh.ranks(4), HolderMesh.ranks(2, 2)
         (lambda: Layout(SQUARE, [S0]), ["1 placements", "the 2 axes", "Give one an axis"]),
         (lambda: Layout(FOUR, [Shard(-1)]).check((4,)), ["dim -1 from the end", "with_num_dims"]),
         (lambda: Layout(FOUR, [Partial("bitor")]), ["'bitor'", "sum, avg, product, min, max"]),
-        (lambda: Layout(SQUARE, [P, Partial("max")]), ["by sum and by max", "Reduce the one"]),
+        (
+            lambda: Layout(SQUARE, [P, Partial("max")]),
+            ["reductions, sum and max", "Reduce the one"],
+        ),
         (lambda: Layout(SQUARE, [S0, S0], {0: (0,)}), ["(0,)", "dim 0", "(0, 1)", "once each"]),
         (lambda: Layout(SQUARE, [S0, S0], {0: (0, 0)}), ["(0, 0)", "once each"]),
         (lambda: Layout(SQUARE, [S0, R], {1: (1,)}), ["(1,)", "dim 1", "()"]),
