@@ -83,10 +83,9 @@ def _table(title: str, samples: Sequence[TimedStep], costs: Costs) -> list[str]:
     two."""
     lines = [f"{title}:", "measured ms  predicted ms  ratio"]
     for sample in samples:
-        told_s = predicted_s(sample.step, costs)
-        figures = (
-            f"{sample.seconds * 1e3:11.3f}  {told_s * 1e3:12.3f}  {told_s / sample.seconds:5.2f}"
-        )
+        estimate_s = predicted_s(sample.step, costs)
+        ratio = estimate_s / sample.seconds
+        figures = f"{sample.seconds * 1e3:11.3f}  {estimate_s * 1e3:12.3f}  {ratio:5.2f}"
         lines.append(f"{figures}  {sample.name}")
     within, wrong = fraction_within(samples, costs), fraction_misordered(samples, costs)
     lines.append(

@@ -15,7 +15,7 @@ REFERENCE = Path("docs/configuration.md")
 
 
 def main() -> None:
-    """Run the command, in the top folder of a checkout. Returns the exit status."""
+    """Run the command, in the top folder of a checkout."""
     parser = argparse.ArgumentParser(description="Write docs/configuration.md.")
     parser.add_argument("--check", action="store_true", help="exit 1 if the page is out of date")
     check = parser.parse_args().check

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from tests.models import qwen3_like
 from torchtitan_lite.builders import build
@@ -22,6 +21,7 @@ from torchtitan_lite.models import llama3, qwen3
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.redistribute import local_box
+from torchtitan_lite.torch_compat import local_tensor
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import StepReport, train
 
@@ -172,7 +172,7 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         name: (
             tuple(tensor.shape),
             local_box(tensor).slices,
-            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone(),
+            local_tensor(tensor).detach().clone(),
         )
         for name, tensor in tensors.items()
     }

@@ -1,7 +1,7 @@
-"""The process groups of this rank's axes, made once each.
+"""Process groups of this rank's axes, created once each.
 
-`init_device_mesh` would make a group for every axis of every mesh, also for those of size 1, and
-each group of gloo has threads that wake a hundred times a second. Layer: above torch_compat.
+`init_device_mesh` would create a group for every axis of every mesh, also for those of size 1, and
+each gloo group has threads that wake a hundred times a second. Layer: above torch_compat.
 """
 
 import math
@@ -16,10 +16,10 @@ from torchtitan_lite.torch_compat import flatten_axes, new_local_group, set_grou
 
 
 class AxisGroups:
-    """Makes the groups of this rank, and remembers which axes they are for."""
+    """Creates the groups of this rank, and records their axes."""
 
     def __init__(self, timeout: timedelta) -> None:
-        """`timeout` is that of the groups until `set_timeout`."""
+        """`timeout` is the timeout of the groups until `set_timeout`."""
         world = dist.group.WORLD
         assert world is not None
         self._world = world
@@ -27,19 +27,20 @@ class AxisGroups:
         self._names: dict[dist.ProcessGroup, str] = {}
 
     def device_mesh(self, kind: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
-        """All ranks in order as a mesh of `axes`, on devices of `kind`. Every rank must call it."""
+        """Return a mesh of `axes` of all ranks in order, on devices of `kind`. Every rank must call
+        it."""
         ranks = torch.arange(math.prod(shape)).view(shape)
         groups = [self._over(ranks, axes, (axis,)) for axis in axes]
         return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=axes)
 
     def over(self, mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
-        """The group of the ranks that differ from this one along `axes` of a mesh of all ranks, in
-        the order of the mesh. Its ranks must call it together."""
+        """Return the group of the ranks that differ from this one along `axes` of a mesh of all
+        ranks, in the order of the mesh. Its ranks must call it together."""
         return self._over(mesh.mesh, mesh.mesh_dim_names or (), axes)
 
     def flattened(self, mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
-        """Several axes of a mesh as one that is called `name`, whose root is still the mesh. Every
-        rank must call it."""
+        """Return several axes of a mesh flattened to one axis `name`, whose root is still the mesh.
+        Every rank must call it."""
         flat = flatten_axes(mesh, axes, name)
         group = flat.get_group()
         if group not in self._names and group != self._world:
@@ -48,11 +49,11 @@ class AxisGroups:
         return flat
 
     def name_of(self, group: dist.ProcessGroup) -> str | None:
-        """The axes that a group is for; None for the world and for groups of others' making."""
+        """Return the axes of a group; None for the world and for groups created elsewhere."""
         return self._names.get(group)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the time limit of the collectives of every group, those to come included."""
+        """Change the timeout of every group, including future ones."""
         self._timeout = timeout
         for group in (self._world, *self._names):
             set_group_timeout(group, timeout)
@@ -69,7 +70,7 @@ class AxisGroups:
         if len(members) == self._world.size():
             return self._world
         group = group_of_ranks(self._world, self._timeout, *members, axis=name)
-        # It may have been made for another mesh.
+        # It may have been created for another mesh.
         set_group_timeout(group, self._timeout)
         self._names[group] = name
         return group
@@ -78,11 +79,11 @@ class AxisGroups:
 def group_of_ranks(
     world: dist.ProcessGroup, timeout: timedelta, *ranks: int, axis: str = ""
 ) -> dist.ProcessGroup:
-    """The group of `ranks`, for an axis or for none, the same for every mesh of this world;
-    `timeout` is that of a group that is made.
+    """Return the group of `ranks`, for an axis or for none, the same for every mesh of this world;
+    `timeout` is the timeout of a new group.
 
-    One of a single rank serves all axes. Only its own ranks come to it. Axes do not share one, so
-    that their collectives may run at once, unless they span all ranks.
+    A group of a single rank serves all axes. Only its own ranks need to call. Axes do not share a
+    group, so that their collectives may run concurrently, unless they span all ranks.
     """
     made = _groups(world)
     if (ranks, axis) not in made:
@@ -92,5 +93,5 @@ def group_of_ranks(
 
 @cache
 def _groups(world: dist.ProcessGroup) -> dict[tuple[tuple[int, ...], str], dist.ProcessGroup]:
-    """By ranks and axis, the groups that this rank has made in a world."""
+    """Groups created by this rank in a world, by ranks and axis."""
     return {}

@@ -1,4 +1,4 @@
-"""Export of a Hugging Face folder at the end of a run. Layer: beside build."""
+"""Export of a Hugging Face folder at the end of a run. Layer: above builders."""
 
 from pathlib import Path
 

@@ -143,7 +143,10 @@ def dump_cuda_memory_snapshot(path: str) -> None:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor itself, which has no `to_local`."""
+    """Return this rank's shard of a DTensor, or a plain tensor itself.
+
+    Needed until torch offers one call for both.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -38,8 +38,8 @@ def tokenize_conversations(
     for conversation in conversations:
         try:
             text, spans = _assistant_spans(tokenizer, template, conversation)
-        except TemplateRejection as refusal:
-            unusable.add(conversation.place, f"the template rejects it ({refusal})")
+        except TemplateRejection as rejection:
+            unusable.add(conversation.place, f"the template rejects it ({rejection})")
             continue
         rendered.append((conversation, text, spans))
     encoded = tokenizer.encode_rendered([text for _, text, _ in rendered])

@@ -140,11 +140,11 @@ def _list_problem(
         )
     except ValueError:
         return f"{file}: {_too_many_digits()} Correct it."
-    description = (
+    problems = (
         _record_problem(f"{file}, item {place}", record, column, is_chat)
         for place, record in enumerate(records, start=1)
     )
-    return next((problem for problem in description if problem), None)
+    return next((problem for problem in problems if problem), None)
 
 
 def _too_many_digits() -> str:

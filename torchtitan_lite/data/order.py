@@ -95,7 +95,7 @@ class SampleOrder:
         return corpora, own
 
     def _steps(self) -> list[tuple[int, int, int]]:
-        """Yield (corpus, p, q): the corpus takes p of q of the remaining samples."""
+        """Return (corpus, p, q): the corpus takes p of q of the remaining samples."""
         steps, q = [], sum(self._weights)
         for corpus in self._chain:
             steps.append((corpus, self._weights[corpus], q))

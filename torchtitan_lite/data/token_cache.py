@@ -112,7 +112,7 @@ def is_held_out(text: str, fraction: float) -> bool:
 
 
 def tokenize(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Yield each document as uint32 ids, with begin and end tokens if the tokenizer has them."""
+    """Return each document as uint32 ids, with begin and end tokens if the tokenizer has them."""
     before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     after = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     encoded = tokenizer.encode_batch(texts)

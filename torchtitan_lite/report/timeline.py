@@ -151,13 +151,13 @@ def format_values(values: Mapping[str, Any]) -> str:
 
 
 def _marks(stream: Stream) -> Iterator[Mark]:
-    has_refusals = False
+    has_skips = False
     num_starts = 0
     for event in stream.events:
         kind, lane = _KIND_OF_EVENT.get(event.name, "other"), stream.label
         text = format_values(event.values)
         time = event.time
-        has_refusals = has_refusals or event.name == "refused"
+        has_skips = has_skips or event.name == "refused"
         if event.name == "start":
             num_starts += 1
             if num_starts == 1:
@@ -172,7 +172,7 @@ def _marks(stream: Stream) -> Iterator[Mark]:
             lane = _lane_of_rank(event, stream)
             text = f"{'ended: ' if event.name == 'slow_rank_ended' else ''}{text}"
         yield Mark(kind=kind, lane=lane, time=time, step=event.step, text=text)
-    if not has_refusals:
+    if not has_skips:
         for one in stream.steps:
             if one.skipped:
                 text = f"step {one.step} was skipped"

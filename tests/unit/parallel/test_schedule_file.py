@@ -58,8 +58,9 @@ def test_two_actions_in_a_cell_run_one_after_the_other() -> None:
         ("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1", "row 2: 1F1 stands where 1F0 is needed"),
         (
             "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1",
-            "rank 0 stops before 0B0, because it needs the backward of microbatch 0 through stage 1; "
-            "rank 1 stops before 1F1, because it needs the forward of microbatch 1 through stage 0.",
+            "rank 0 stops before 0B0, because it needs the backward of microbatch 0 through stage "
+            "1; rank 1 stops before 1F1, because it needs the forward of microbatch 1 through "
+            "stage 0.",
         ),
     ],
 )
