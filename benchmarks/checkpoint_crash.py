@@ -30,7 +30,7 @@ _IMPORTED_S = time.perf_counter()
 # 0.85 s, and nothing of the product.
 
 from benchmarks.checkpoint_state import Ours, sharded_state, sharding_mesh
-from torchtitan_lite.checkpoint.memory import remove_regions
+from torchtitan_lite.checkpoint.shared_memory import remove_regions
 
 _PROGRAM = ("-m", "benchmarks.checkpoint_crash")
 _KILLED_AT_STEP = 6
@@ -127,7 +127,7 @@ def _train(run: Ours, folder: Path) -> None:
         for _ in range(30):
             torch.mm(matrix, matrix)
         mesh.barrier()
-        run.reduced(mesh.sum(run.ready()))
+        run.reduced(mesh.all_reduce_(run.ready()))
         run.state.step += 1
         run.after_step(saves=False)
         line = json.dumps({"pid": os.getpid(), "step": run.state.step})

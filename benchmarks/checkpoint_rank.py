@@ -103,7 +103,7 @@ def _num_products(mesh: Mesh, step_seconds: float) -> int:
         for _ in range(10):
             torch.mm(matrix, matrix)
         times.append((time.perf_counter() - started) / 10)
-    slowest = mesh.sum_of([sorted(times)[2]])[0] / mesh.world_size
+    slowest = mesh.all_reduce_numbers([sorted(times)[2]])[0] / mesh.world_size
     return max(1, round(step_seconds / slowest))
 
 
@@ -124,7 +124,7 @@ def _cycle(variant: Variant, state: BenchState, mesh: Mesh, num_products: int) -
         mesh.barrier()
         with blocked:
             values = variant.ready()
-        sums = mesh.sum(values)
+        sums = mesh.all_reduce_(values)
         with blocked:
             variant.reduced(sums)
         for weight in weights:
@@ -207,7 +207,7 @@ def _load(call: Callable[[], Any], folder: Path, cold: bool, mesh: Mesh) -> dict
 def _save(variant: Variant, state: BenchState, mesh: Mesh) -> None:
     """Save the present state and wait until it is durable."""
     state.step = (state.step // STEPS + 1) * STEPS
-    variant.reduced(mesh.sum(variant.ready()))
+    variant.reduced(mesh.all_reduce_(variant.ready()))
     variant.after_step(saves=True)
     variant.settle()
 

@@ -20,14 +20,14 @@ from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
-from torchtitan_lite.checkpoint.memory.folder import release_rank
-from torchtitan_lite.checkpoint.memory.region import Region, SlotState
 from torchtitan_lite.checkpoint.save_context import (
     AttemptTokens,
     RetryBackoff,
     SaveContext,
     SaveSignals,
 )
+from torchtitan_lite.checkpoint.shared_memory.folder import release_rank
+from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
 from torchtitan_lite.checkpoint.tensors import local_tensors
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
@@ -309,7 +309,7 @@ class AsynchronousSaver:
         seconds."""
         started = warned = time.monotonic()
         while True:
-            numbers = self._context.mesh.sum_of(self.local_signals(0.0).to_list())
+            numbers = self._context.mesh.all_reduce_numbers(self.local_signals(0.0).to_list())
             self.apply_signals(SaveSignals(*numbers))
             if self._save is None:
                 return

@@ -16,16 +16,16 @@ from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.collective import first_message
 from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
-from torchtitan_lite.checkpoint.memory.folder import (
+from torchtitan_lite.checkpoint.save_context import SaveContext
+from torchtitan_lite.checkpoint.save_plan import plan_save
+from torchtitan_lite.checkpoint.shared_memory.folder import (
     RankLock,
     lock_run_folder,
     region_files,
     remove_regions,
     run_folder,
 )
-from torchtitan_lite.checkpoint.memory.region import Region
-from torchtitan_lite.checkpoint.save_context import SaveContext
-from torchtitan_lite.checkpoint.save_plan import plan_save
+from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh

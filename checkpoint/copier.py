@@ -37,8 +37,8 @@ class Copier:
              for held in plan.held_tensors()}
             for slot in slots
         ]  # fmt: skip
-        self._beside = device.type != "cpu" or has_free_core()
-        self._pool = ThreadPoolExecutor(1, "snapshot") if self._beside else None
+        self._overlaps = device.type != "cpu" or has_free_core()
+        self._pool = ThreadPoolExecutor(1, "snapshot") if self._overlaps else None
         self._running: Future[float] | None = None
         self._stream = None
         if device.type == "cuda":

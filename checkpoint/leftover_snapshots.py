@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import xxhash
 
-from torchtitan_lite.checkpoint.memory.description import HeldTensor, RegionDescription
-from torchtitan_lite.checkpoint.memory.folder import (
+from torchtitan_lite.checkpoint.shared_memory.description import HeldTensor, RegionDescription
+from torchtitan_lite.checkpoint.shared_memory.folder import (
     SHARED_MEMORY,
     existing_run_folder,
     region_files,
 )
-from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.checkpoint.snapshots import SavedValues, model_dims
 from torchtitan_lite.checkpoint.tensors import DTYPES, tensor_from_bytes
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, DamagedSnapshot, LayoutError
@@ -134,7 +134,7 @@ def newest_leftover(run_id: str, rank: int, at_most: int | None = None) -> Lefto
     _close({saver: one for saver, one in regions.items() if saver not in mine})
     own: dict[str, Any] = {}
     try:
-        report = _described(found, mine, rank)
+        report = _describe(found, mine, rank)
         own = _generators(found, mine, rank)
     except _WRONG as error:
         # Another process of the same run is active, or another version wrote them.
@@ -178,7 +178,9 @@ def newest_common(
         {s for by_saver in seen for one in by_saver.values() for s in one["sessions"]}
     )
     known = [
-        found for session in sessions if (found := _of_start(session, seen, machines, at_most))
+        found
+        for session in sessions
+        if (found := _newest_of_session(session, seen, machines, at_most))
     ]
     return max(known, key=lambda one: one.step, default=None)
 
@@ -210,7 +212,7 @@ def region_name(rank: Holder) -> Holder:
     return f"memory of rank {rank}"
 
 
-def _of_start(
+def _newest_of_session(
     session: str, seen: Sequence[Mapping[str, Any]], machines: Sequence[int], at_most: int | None
 ) -> SnapshotIndex | None:
     """Return None if a rank of the session is missing, its ranks disagree on the world size, or
@@ -260,7 +262,7 @@ def _seen(region: Region) -> _OpenRegion:
     return _OpenRegion(region, slots)
 
 
-def _described(found: SnapshotIndex, mine: Mapping[int, _OpenRegion], rank: int) -> dict[str, Any]:
+def _describe(found: SnapshotIndex, mine: Mapping[int, _OpenRegion], rank: int) -> dict[str, Any]:
     """Return this rank's report: each tensor whose first holder is a region it reports; the values,
     which are equal on all ranks, of the first region; and RNG states of ranks that cannot read
     their own. Empty if there is nothing."""

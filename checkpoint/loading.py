@@ -24,7 +24,7 @@ from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.redistribute import Layout, TensorSpec, gather_specs
 from torchtitan_lite.redistribute.placements import Holder
-from torchtitan_lite.redistribute.storage import ReadPlan, assign_readers, distribute_reads
+from torchtitan_lite.redistribute.read_plan import ReadPlan, assign_readers, distribute_reads
 from torchtitan_lite.spec import ModelSpec
 
 _BATCH_BYTES = 32 << 20
@@ -62,14 +62,14 @@ def load(
     """
     wanted = gather_specs({name: mesh.to_dtensor(tensor) for name, tensor in tensors.items()})
     _check_fit(snapshot, wanted, parts)
-    lives = local_tensors(tensors)
+    local = local_tensors(tensors)
     plans = _read_plans(snapshot, wanted, mesh)
     stay = {name: plan for name, plan in plans.items() if plan.stays}
     move = {name: plan for name, plan in plans.items() if name not in stay}
     with ThreadPoolExecutor(_num_readers(), "checkpoint-reader") as readers:
-        _read_own(snapshot, stay, lives, mesh, readers)
-        _exchange(snapshot, move, lives, mesh, readers)
-    copy_back(tensors, lives)
+        _read_own(snapshot, stay, local, mesh, readers)
+        _exchange(snapshot, move, local, mesh, readers)
+    copy_back(tensors, local)
 
 
 def reject_external(storage: Storage, folder: str) -> None:
@@ -100,7 +100,7 @@ def _num_readers() -> int:
 def _read_own(
     snapshot: Snapshot,
     plans: Mapping[str, ReadPlan],
-    lives: Mapping[str, torch.Tensor],
+    local: Mapping[str, torch.Tensor],
     mesh: Mesh,
     readers: ThreadPoolExecutor,
 ) -> None:
@@ -110,14 +110,14 @@ def _read_own(
     @torch.no_grad()
     def read(names: Sequence[str]) -> None:
         for name in names:
-            live, plan = lives[name], plans[name]
+            live, plan = local[name], plans[name]
             holder = next(h for h, reader in plan.readers.items() if reader == mesh.rank)
             if _can_read_into(live, plan.dtype):
                 snapshot.read_part(name, holder, live)
             else:
-                beside = torch.empty(live.shape, dtype=plan.dtype)
-                snapshot.read_part(name, holder, beside)
-                live.copy_(beside)
+                staging = torch.empty(live.shape, dtype=plan.dtype)
+                snapshot.read_part(name, holder, staging)
+                live.copy_(staging)
 
     own = {name: plan for name, plan in plans.items() if mesh.rank in plan.readers.values()}
     # Batched, because a thread handover costs as much as reading a small tensor.
@@ -128,7 +128,7 @@ def _read_own(
 def _exchange(
     snapshot: Snapshot,
     plans: Mapping[str, ReadPlan],
-    lives: Mapping[str, torch.Tensor],
+    local: Mapping[str, torch.Tensor],
     mesh: Mesh,
     readers: ThreadPoolExecutor,
 ) -> None:
@@ -152,7 +152,7 @@ def _exchange(
         given = [{holder: one.result() for holder, one in read.items()} for read in reading]
         # Read and verify the next batch while this one is exchanged.
         reading = read(batches[number + 1]) if number + 1 < len(batches) else []
-        _fill([plans[name] for name in batch], given, [lives.get(name) for name in batch])
+        _fill([plans[name] for name in batch], given, [local.get(name) for name in batch])
 
 
 def _most_severe(errors: Iterable[BaseException]) -> BaseException | None:
@@ -196,8 +196,8 @@ def _read_plans(
         saved = snapshot.tensors[name]
         # Many tensors share their layouts.
         turn = number % mesh.world_size
-        alike = (saved.layout, placed.layout, turn)
-        if alike not in chosen:
+        key = (saved.layout, placed.layout, turn)
+        if key not in chosen:
             reach = {
                 holder: everyone if able is None else able
                 for holder, able in (
@@ -206,8 +206,8 @@ def _read_plans(
             }
             # Prefer readers of the tensor's own pipeline stage.
             ranks = [rank for rank in placed.layout.mesh.holders if isinstance(rank, int)]
-            chosen[alike] = assign_readers(saved.layout, ranks, turn, reach)
-        found[name] = ReadPlan(saved.layout, placed.layout, saved.shape, saved.dtype, chosen[alike])
+            chosen[key] = assign_readers(saved.layout, ranks, turn, reach)
+        found[name] = ReadPlan(saved.layout, placed.layout, saved.shape, saved.dtype, chosen[key])
     return found
 
 
@@ -229,16 +229,16 @@ def _batches(plans: Mapping[str, ReadPlan], world_size: int) -> Iterator[list[st
 def _fill(
     plans: Sequence[ReadPlan],
     given: Sequence[Mapping[Holder, torch.Tensor]],
-    lives: Sequence[torch.Tensor | None],
+    local: Sequence[torch.Tensor | None],
 ) -> None:
     """Exchange a batch, directly into live memory if it is on the CPU and of the saved dtype."""
     outs = []
-    for plan, live in zip(plans, lives, strict=True):
-        beside = live is not None and not _can_read_into(live, plan.dtype)
+    for plan, live in zip(plans, local, strict=True):
+        staging = live is not None and not _can_read_into(live, plan.dtype)
         outs.append(
-            torch.empty(live.shape, dtype=plan.dtype) if live is not None and beside else live
+            torch.empty(live.shape, dtype=plan.dtype) if live is not None and staging else live
         )
     distribute_reads(plans, given, outs)
-    for out, live in zip(outs, lives, strict=True):
+    for out, live in zip(outs, local, strict=True):
         if live is not None and out is not None and out is not live:
             live.copy_(out)

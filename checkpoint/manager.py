@@ -15,7 +15,6 @@ from torchtitan_lite.checkpoint.async_setup import open_async_saver, wait_for_ea
 from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.checkpoint.format import step_name
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
-from torchtitan_lite.checkpoint.memory.folder import remove_regions
 from torchtitan_lite.checkpoint.restore import Restorer
 from torchtitan_lite.checkpoint.save_context import (
     Checkpointable,
@@ -23,6 +22,7 @@ from torchtitan_lite.checkpoint.save_context import (
     SaveSignals,
     agree_on_identity,
 )
+from torchtitan_lite.checkpoint.shared_memory.folder import remove_regions
 from torchtitan_lite.checkpoint.snapshots import SavedValues
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.sync_saver import SynchronousSaver

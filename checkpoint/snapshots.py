@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.tensors import DTYPES, tensor_bytes, tensor_from
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.redistribute import Layout, TensorSpec
 from torchtitan_lite.redistribute.placements import Holder
-from torchtitan_lite.redistribute.storage import ReadPlan, distribute_reads
+from torchtitan_lite.redistribute.read_plan import ReadPlan, distribute_reads
 
 _HERE = Layout.on_holder(0)
 _taking = threading.Lock()

@@ -20,7 +20,6 @@ from torchtitan_lite.checkpoint.background.writer_group import (
     rank_share,
 )
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
-from torchtitan_lite.checkpoint.memory.description import RegionDescription
 from torchtitan_lite.checkpoint.save_context import (
     AttemptTokens,
     RetryBackoff,
@@ -29,6 +28,7 @@ from torchtitan_lite.checkpoint.save_context import (
     capture_error,
 )
 from torchtitan_lite.checkpoint.save_plan import plan_save
+from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.checkpoint.tensors import local_tensors, overflows, tensor_bytes
 from torchtitan_lite.errors import CheckpointError
@@ -189,7 +189,7 @@ class SynchronousSaver:
             is_done = running.done()
             problem = running.result() if is_done else None
             flags = [float(not is_done), float(problem is not None)]
-            under_way, failed = self._context.mesh.sum_of(flags)
+            under_way, failed = self._context.mesh.all_reduce_numbers(flags)
             if not under_way:
                 return failed > 0, problem
 

@@ -26,11 +26,11 @@ from torchtitan_lite.checkpoint import copier, sync_saver
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.memory.folder import region_files
-from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.checkpoint.shared_memory.folder import region_files
+from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.cli.train import train_rank
 from torchtitan_lite.nn.feed_forward import FeedForward
-from torchtitan_lite.optim.sharded import ShardedOptimizer
+from torchtitan_lite.optim.optimizer import ShardedOptimizer
 from torchtitan_lite.process_exit import exit_process
 from torchtitan_lite.replica import fault_tolerant, joining
 from torchtitan_lite.replica.healing import client, live_state

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.checkpoint.storage.files import Files
 
 OPERATIONS = (

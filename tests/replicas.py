@@ -15,8 +15,8 @@ from torchft.coordination import LighthouseServer
 
 from tests import launch
 from tests.tolerances import FAULTS_FLOAT64
-from torchtitan_lite.checkpoint.memory.folder import RankLock, free_run, list_runs
 from torchtitan_lite.checkpoint.save_context import replica_run_id
+from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, free_run, list_runs
 
 HEARTBEAT_TIMEOUT_MS = 1500
 ENDLESS: tuple[str, ...] = (

@@ -50,7 +50,7 @@ def _without_aborted(registered: Hook) -> Hook:
     return hook
 
 
-def record_metrics(
+def metrics_hook(
     metrics: Metrics,
     mesh: Mesh,
     *,
@@ -118,7 +118,7 @@ def record_metrics(
     return hook
 
 
-def record_goodput(freq: int, goodput_tracker: GoodputTracker, metrics: Metrics) -> Hook:
+def goodput_hook(freq: int, goodput_tracker: GoodputTracker, metrics: Metrics) -> Hook:
     """Record the time accounting every `freq` steps."""
 
     def hook(state: TrainState, report: StepReport) -> None:
@@ -139,7 +139,7 @@ def idle_experts(loads: Mapping[str, torch.Tensor]) -> int | None:
     return sum(int((load == 0).sum()) for load in loads.values()) if loads else None
 
 
-def validate_every(
+def validation_hook(
     freq: int,
     last_step: int,
     data: ValidationData,
@@ -162,7 +162,7 @@ def validate_every(
     return hook
 
 
-def write_sample_ledger(path: Path, resume_step: int) -> tuple[Hook, JsonLines]:
+def sample_ledger_hook(path: Path, resume_step: int) -> tuple[Hook, JsonLines]:
     """Write the samples that this rank used in each committed step, as JSON lines."""
     lines = JsonLines(path, resume_step)
 

@@ -196,23 +196,23 @@ class Mesh:
         replicate = self.device_mesh.get_local_rank("dp_replicate")
         return replicate * self.degrees.dp_shard + self.device_mesh.get_local_rank("dp_shard")
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` over all ranks, in place. Every rank must call it."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
-    def sum_of(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Sum each of `numbers` over all ranks. Every rank must call it."""
-        return self.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        return self.all_reduce_(torch.tensor(numbers, dtype=torch.float64)).tolist()
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank. Every rank must call it; the host waits."""
-        return self.sum(torch.tensor([float(flag)])).item() > 0
+        return self.all_reduce_(torch.tensor([float(flag)])).item() > 0
 
     def barrier(self) -> None:
         """Block until every rank calls it, on the CPU: a GPU barrier would not block the host."""
-        self.sum(torch.zeros(1))
+        self.all_reduce_(torch.zeros(1))
 
     def broadcast_int(self, number: int) -> int:
         """Broadcast the leader's `number`. Every rank must call it."""

@@ -13,7 +13,7 @@ from torchtitan_lite.inference import BatchGenerator, Prompt, Sampling, prompt_i
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.move_state import copy_tensors
 from torchtitan_lite.nn.initialize import allocate_memory
-from torchtitan_lite.parallel import serving
+from torchtitan_lite.parallel import inference as parallel_inference
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import TrainState, model_tensors
 
@@ -28,11 +28,13 @@ class TextGenerator:
         mesh of training. Every rank must call it. Raises ConfigError if the model has no
         `Attention`."""
         self._mesh = mesh
-        self._serving_mesh = mesh.with_degrees(serving.serving_degrees(spec, mesh.world_size))
-        serving.apply(model, spec, self._serving_mesh)
+        self._inference_mesh = mesh.with_degrees(
+            parallel_inference.inference_degrees(spec, mesh.world_size)
+        )
+        parallel_inference.apply(model, spec, self._inference_mesh)
         allocate_memory(model, mesh.device.torch_device)
         self._model = model.requires_grad_(False).eval()
-        self._generator = BatchGenerator(model, spec, self._serving_mesh)
+        self._generator = BatchGenerator(model, spec, self._inference_mesh)
         self._tokenizer = tokenizer
         self._seed = seed
 
@@ -56,4 +58,4 @@ class TextGenerator:
         trained = {
             name: tensor for name, tensor in state.tensors().items() if name.startswith("model.")
         }
-        copy_tensors(model_tensors(self._model), self._serving_mesh, trained, self._mesh)
+        copy_tensors(model_tensors(self._model), self._inference_mesh, trained, self._mesh)

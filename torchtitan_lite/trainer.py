@@ -170,7 +170,9 @@ def train_step(job: Job) -> StepReport:
     values = _local_values(job, share, microbatches, loss)
     with phases.enter(Phase.COMMUNICATION):
         totals, gradients = reduce_step(values, parameters, job.replicas, job.mesh, job.stop)
-        is_complete = job.replicas.should_commit(totals.num_ranks, totals.cursors, totals.steps)
+        is_complete = job.replicas.should_commit(
+            totals.num_ranks, totals.cursor_sum, totals.step_sum
+        )
         if is_complete:
             job.checkpoints.apply_signals(totals.save_signals)
         decision, slow_ranks = job.monitor.decide(

@@ -40,7 +40,7 @@ def validate(
         totals[0] += schedule.run(at_once, backward=False)
         totals[1] += sum(int((mb.targets_BS != IGNORE_INDEX).sum()) for mb in at_once)
     model.train()
-    loss_sum, num_targets = mesh.sum(totals).tolist()
+    loss_sum, num_targets = mesh.all_reduce_(totals).tolist()
     num_targets /= mesh.degrees.token_copies
     mean = loss_sum / num_targets if num_targets else math.nan
     return HeldOutLoss(mean=mean, num_targets=round(num_targets))

@@ -15,8 +15,8 @@ from torchtitan_lite.checkpoint.background.channel import Channel, WriterSetting
 from torchtitan_lite.checkpoint.background.flush import max_wait_s
 from torchtitan_lite.checkpoint.background.save import RankSave
 from torchtitan_lite.checkpoint.background.writer import Writer, lower_priority
-from torchtitan_lite.checkpoint.memory.folder import RankLock
-from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.checkpoint.shared_memory.folder import RankLock
+from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.errors import CheckpointError

@@ -9,8 +9,8 @@ from copy import copy
 from typing import Any
 
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup, rank_share
-from torchtitan_lite.checkpoint.memory.description import RegionDescription
-from torchtitan_lite.checkpoint.memory.region import Region, SlotState
+from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
+from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
 from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.checkpoint.storage.manifest_json import (
     box_entry,

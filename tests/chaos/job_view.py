@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import psutil
 
 from torchtitan_lite.checkpoint import replica_run_id
-from torchtitan_lite.checkpoint.memory import SHARED_MEMORY, region_files
+from torchtitan_lite.checkpoint.shared_memory import SHARED_MEMORY, region_files
 from torchtitan_lite.checkpoint.storage import parse_step_name
 from torchtitan_lite.launcher.logs import Tail, is_step
 from torchtitan_lite.launcher.processes import is_writer

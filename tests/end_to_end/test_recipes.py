@@ -60,7 +60,7 @@ _EDITS = {
     "An optimizer": [
         ("torchtitan_lite/schema/optimizer.py", '"Adagrad"]', '"Adagrad", "RMSprop"]'),
         (
-            "torchtitan_lite/optim/sharded.py",
+            "torchtitan_lite/optim/optimizer.py",
             '        if config.name == "Adagrad":\n',
             '        if config.name == "RMSprop":\n'
             "            return torch.optim.RMSprop(groups, lr=config.lr, eps=config.eps)\n"

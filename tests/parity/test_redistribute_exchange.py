@@ -34,8 +34,8 @@ from torchtitan_lite.redistribute import (
 from torchtitan_lite.redistribute.execute import FusedExchange
 from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.redistribute.program import TensorTask
+from torchtitan_lite.redistribute.read_plan import ReadPlan, assign_readers, distribute_reads
 from torchtitan_lite.redistribute.shared_memory import FOLDER, SharedMemory
-from torchtitan_lite.redistribute.storage import ReadPlan, assign_readers, distribute_reads
 
 Pools = Callable[[int], WorkerPool]
 

@@ -16,7 +16,7 @@ from torchtitan_lite.builders import build
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.models import qwen3
 from torchtitan_lite.nn.moe import MoEDims
-from torchtitan_lite.parallel.serving import serving_degrees
+from torchtitan_lite.parallel.inference import inference_degrees
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.trainer import train
 
@@ -56,7 +56,7 @@ def sampled(folder: Path, overrides: dict[str, Any]) -> tuple[list[str], tuple[i
             max_new_tokens=validation.sample_tokens,
             temperature=validation.sample_temperature,
         )
-        degrees = serving_degrees(built.spec, mesh.world_size)
+        degrees = inference_degrees(built.spec, mesh.world_size)
         return texts, (degrees.dp_replicate, degrees.tp)
 
 

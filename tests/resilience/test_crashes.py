@@ -17,7 +17,7 @@ from tests import launch
 from tests.faulty_trainer import CRASH_POINTS
 from tests.snapshots import sessions_of
 from tests.tolerances import PARITY_FLOAT64
-from torchtitan_lite.checkpoint.memory import folder as shared
+from torchtitan_lite.checkpoint.shared_memory import folder as shared
 from torchtitan_lite.errors import CheckpointError
 
 _RANKS = 2

@@ -7,9 +7,9 @@ import pytest
 
 from tests import launch
 from tests.replicas import Replicas, replicas
-from torchtitan_lite.checkpoint.memory.folder import region_files, run_folder
-from torchtitan_lite.checkpoint.memory.region import Region
 from torchtitan_lite.checkpoint.save_context import replica_run_id
+from torchtitan_lite.checkpoint.shared_memory.folder import region_files, run_folder
+from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.errors import DamagedSnapshot
 
 _ARGUMENTS: tuple[str, ...] = (

@@ -24,11 +24,11 @@ from torchtitan_lite.debug import (
 )
 from torchtitan_lite.hooks import (
     HookContext,
-    record_goodput,
-    record_metrics,
+    goodput_hook,
+    metrics_hook,
     registered_hooks,
-    validate_every,
-    write_sample_ledger,
+    sample_ledger_hook,
+    validation_hook,
 )
 from torchtitan_lite.launcher.supervised import announce
 from torchtitan_lite.loss import cross_entropy
@@ -187,19 +187,19 @@ def _build_hooks(
     cost = spec.cost(config.training.seq_len)
     tracker = goodput_tracker
     hooks = [
-        record_metrics(metrics, mesh, cost=cost, goodput_tracker=tracker, total_steps=total_steps)
+        metrics_hook(metrics, mesh, cost=cost, goodput_tracker=tracker, total_steps=total_steps)
     ]
     if tracker is not None and config.checkpoint.enable:
-        hooks.append(record_goodput(config.checkpoint.interval, tracker, metrics))
+        hooks.append(goodput_hook(config.checkpoint.interval, tracker, metrics))
     if data.validation is not None:
         texts = _validation_samples(config, text_generator)
         freq = config.validation.freq
         hooks.append(
-            validate_every(freq, total_steps, data.validation, schedule, metrics, mesh, texts)
+            validation_hook(freq, total_steps, data.validation, schedule, metrics, mesh, texts)
         )
     if config.debug.sample_ledger:
         path = folder / f"samples_rank_{mesh.rank}.jsonl"
-        hook, lines = write_sample_ledger(path, state.step)
+        hook, lines = sample_ledger_hook(path, state.step)
         stack.callback(lines.close)
         hooks.append(hook)
     if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint import Manifest, layouts_of, read_manifest_alone, verify
-from torchtitan_lite.checkpoint.memory import (
+from torchtitan_lite.checkpoint.shared_memory import (
     SHARED_MEMORY,
     Region,
     SharedMemoryRun,

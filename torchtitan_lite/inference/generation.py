@@ -16,7 +16,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.nn.decoder import OutputProjection
 from torchtitan_lite.nn.moe import MoE
-from torchtitan_lite.parallel.serving import broadcast_from_first
+from torchtitan_lite.parallel.inference import broadcast_from_first
 from torchtitan_lite.spec import ModelSpec
 
 

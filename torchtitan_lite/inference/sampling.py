@@ -28,7 +28,7 @@ class Sampling:
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(
                 f"The temperature ({self.temperature}) must be a number of at least 0; 0 takes "
-                "the likeliest token."
+                "the most likely token."
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(
@@ -52,14 +52,14 @@ class Sampling:
             return logits_BV.argmax(-1).tolist()
         # The maximum becomes 0, so that no temperature makes it infinite.
         scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / self.temperature
-        shares_BV = likeliest(scaled_BV.softmax(-1), self.top_p)
+        shares_BV = top_p_filter(scaled_BV.softmax(-1), self.top_p)
         return [
             int(torch.multinomial(shares_V, 1, generator=draw))
             for shares_V, draw in zip(shares_BV, draws, strict=True)
         ]
 
 
-def likeliest(shares_BV: torch.Tensor, top_p: float) -> torch.Tensor:
+def top_p_filter(shares_BV: torch.Tensor, top_p: float) -> torch.Tensor:
     """Keep the fewest greatest probabilities whose sum reaches `top_p`; the others become 0."""
     if top_p == 1:
         return shares_BV

@@ -43,7 +43,7 @@ from torchtitan_lite.host_collectives import broadcast_bytes
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.models import hugging_face_model, model_spec
 from torchtitan_lite.nn.initialize import allocate_memory, on_meta
-from torchtitan_lite.parallel import serving
+from torchtitan_lite.parallel import inference as parallel_inference
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import model_tensors
 
@@ -191,10 +191,10 @@ def serve(
     Raises MeshError if so many ranks cannot share it, and CheckpointError if the files do not fit.
     """
     spec = weights.spec
-    degrees = serving.serving_degrees(spec, mesh.world_size, tensor_parallel)
-    serving_mesh = mesh.with_degrees(degrees)
+    degrees = parallel_inference.inference_degrees(spec, mesh.world_size, tensor_parallel)
+    inference_mesh = mesh.with_degrees(degrees)
     model = on_meta(spec.build, dtype or weights.dtype)
-    serving.apply(model, spec, serving_mesh)
+    parallel_inference.apply(model, spec, inference_mesh)
     allocate_memory(model, mesh.device.torch_device)
-    load(weights.snapshot, model_tensors(model), {"model"}, serving_mesh)
-    return model.requires_grad_(False).eval(), serving_mesh
+    load(weights.snapshot, model_tensors(model), {"model"}, inference_mesh)
+    return model.requires_grad_(False).eval(), inference_mesh

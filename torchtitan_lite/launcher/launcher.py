@@ -50,7 +50,7 @@ class Launcher:
         self._notifier: LeaveNotifier | None = None
         if plan.notifier_command is not None:
             self._notifier = LeaveNotifier(
-                plan.notifier_command, self._environment, plan.log_dir / "messenger.log"
+                plan.notifier_command, self._environment, plan.log_dir / "leave_notifier.log"
             )
         self._resizer = Resizer(
             ResizePolicy(plan.ranks, plan.num_replicas, regrow_after_s=plan.regrow_after_s),

@@ -11,7 +11,7 @@ from torchtitan_lite.launcher.processes import ExitStatus
 _HEALTHY_S = 20.0
 """Duration of progress that resets the count of consecutive failures."""
 _MAX_IDENTICAL = 2
-"""Consecutive identical failures without any progress after which a wrong setting is the likeliest
+"""Consecutive identical failures without progress after which a wrong setting is the most likely
 cause."""
 _FINAL = {DIVERGED: "the training has diverged", MACHINE_FAULT: "its machine is at fault"}
 """Exit statuses after which another attempt would fail in the same way."""

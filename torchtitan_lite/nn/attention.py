@@ -53,10 +53,10 @@ class AttentionMask(nn.Module):
         elif documents_BS is None:
             return None
         everywhere = torch.arange(length, device=device)
-        return visible(everywhere, everywhere, documents_BS, self.backend)
+        return attention_mask(everywhere, everywhere, documents_BS, self.backend)
 
 
-def visible(
+def attention_mask(
     queries_Q: torch.Tensor,
     keys_K: torch.Tensor,
     documents_BS: torch.Tensor | None,

@@ -1,8 +1,11 @@
-"""Optimizer, learning rate schedule and gradient norm. Layer: above device and mesh."""
+"""Optimizer (`optimizer.build_optimizer`), learning rate scheduler and gradient norm.
+
+Layer: above device and mesh.
+"""
 
 from torchtitan_lite.optim.gradients import local_gradients, scale_, square_norm
 from torchtitan_lite.optim.lr_scheduler import WarmupStableDecay, build_lr_scheduler
-from torchtitan_lite.optim.sharded import ShardedOptimizer, build_optimizer, placed_like
+from torchtitan_lite.optim.optimizer import ShardedOptimizer, build_optimizer, placed_like
 
 __all__ = [
     "ShardedOptimizer",

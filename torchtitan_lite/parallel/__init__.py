@@ -1,7 +1,8 @@
-"""Parallelism: one module per technique, each with one `apply`.
+"""Parallelism: one module per technique, each with an `apply` that `parallelize` calls.
 
-A technique of degree 1, or switched off, is the identity. No module here names a model: each works
-from its ModelSpec. Layer: above nn, redistribute, mesh and spec.
+Pipeline parallelism splits the model before (`pipeline_stages`) and runs its parts afterwards
+(`pipeline_schedule`). A technique of degree 1, or switched off, is the identity. No module here
+names a model: each works from its ModelSpec. Layer: above nn, redistribute, mesh and spec.
 """
 
 from torch import nn

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.nn.attention import Attention, AttentionMask, visible
+from torchtitan_lite.nn.attention import Attention, AttentionMask, attention_mask
 from torchtitan_lite.parallel.autograd_collectives import all_gather, all_to_all
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import Microbatch
@@ -247,7 +247,7 @@ class _ShardedMask(nn.Module):
             return self._inner(everywhere, documents_BS)
         order = self._sharding.order(length, device)
         own = self._sharding.own(length, device)
-        return visible(own, order, documents_BS, self._inner.backend)
+        return attention_mask(own, order, documents_BS, self._inner.backend)
 
 
 class _AllGatherKernel(nn.Module):

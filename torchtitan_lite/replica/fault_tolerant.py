@@ -253,14 +253,14 @@ class FaultTolerantReplicas:
     def reduce(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         self._reducer.reduce(parameters, counts)
 
-    def should_commit(self, num_ranks: float, cursors: float, steps: float) -> bool:
+    def should_commit(self, num_ranks: float, cursor_sum: float, step_sum: float) -> bool:
         manager, state = self._manager, self._state
         wanted = manager.quorum.replica_world_size * self._mesh.world_size
         if manager.errored() is not None:
             manager.abort_step("the reduction over replicas failed")
-        elif (num_ranks, cursors) != (wanted, wanted * float(state.cursor)):
+        elif (num_ranks, cursor_sum) != (wanted, wanted * float(state.cursor)):
             manager.abort_step("a rank was at another position in the data")
-        elif steps != wanted * float(state.step):
+        elif step_sum != wanted * float(state.step):
             # One replica decided differently about a step, although the positions in the data are
             # equal.
             manager.abort_step("a rank was at another step at the same position in the data")
@@ -294,8 +294,8 @@ class FaultTolerantReplicas:
         self._reducer.reduce((), counts)
         return not self._mesh.any(self._manager.errored() is not None)
 
-    def rolled_back(self, *, has_state: bool) -> None:
-        self._has_valid_state, self._was_rolled_back = has_state, True
+    def after_rollback(self, *, is_source: bool) -> None:
+        self._has_valid_state, self._was_rolled_back = is_source, True
 
     def events(self) -> list[ReplicaEvent]:
         found, self._events = self._events, []

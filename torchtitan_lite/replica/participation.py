@@ -81,11 +81,11 @@ class Replicas(Protocol):
         The same rank of each replica holds the same shards."""
         ...
 
-    def should_commit(self, num_ranks: float, cursors: float, steps: float) -> bool:
+    def should_commit(self, num_ranks: float, cursor_sum: float, step_sum: float) -> bool:
         """Vote, and return whether the reduction succeeded on all ranks of all replicas. If not,
         the step is retried with the same samples. `num_ranks` is the number of ranks that
-        contributed, `cursors` and `steps` the sums of their positions in the data and of their
-        steps."""
+        contributed, `cursor_sum` and `step_sum` are the sums of their positions in the data and of
+        their steps."""
         ...
 
     def all_reduce(self, counts: torch.Tensor) -> bool:
@@ -93,7 +93,7 @@ class Replicas(Protocol):
         Called only if the reduced numbers of the step make all replicas call it."""
         ...
 
-    def rolled_back(self, *, has_state: bool) -> None:
+    def after_rollback(self, *, is_source: bool) -> None:
         """Notify of a rollback to an earlier step. A replica with the state of that step donates it
         to the others before the next step."""
         ...
@@ -129,13 +129,13 @@ class SingleReplica:
     def reduce(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         return None
 
-    def should_commit(self, num_ranks: float, cursors: float, steps: float) -> bool:
+    def should_commit(self, num_ranks: float, cursor_sum: float, step_sum: float) -> bool:
         return True
 
     def all_reduce(self, counts: torch.Tensor) -> bool:
         return True
 
-    def rolled_back(self, *, has_state: bool) -> None:
+    def after_rollback(self, *, is_source: bool) -> None:
         return None
 
     def finish_step(self, *, committed: bool, is_last: bool) -> None:

@@ -224,7 +224,7 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
     def reduce(self, parameters: Sequence[nn.Parameter], counts: torch.Tensor) -> None:
         return None
 
-    def should_commit(self, num_ranks: float, cursors: float, steps: float) -> bool:
+    def should_commit(self, num_ranks: float, cursor_sum: float, step_sum: float) -> bool:
         return True
 
     @property

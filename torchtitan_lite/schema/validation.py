@@ -59,7 +59,7 @@ class ValidationConfig(Section):
     """Maximum tokens of such a text."""
 
     sample_temperature: Annotated[float, at_least(0)] = 0.8
-    """Temperature of these texts; 0 takes the likeliest token."""
+    """Temperature of these texts; 0 takes the most likely token."""
 
     dataloader: DataLoaderConfig = DataLoaderConfig()
     """`[validation.dataloader]`: how batches are loaded."""

@@ -81,7 +81,7 @@ def _roll_back(
     """
     if share.index != 0:
         checkpoints.discard_snapshots()
-        replicas.rolled_back(has_state=False)
+        replicas.after_rollback(is_source=False)
         return ReplicaEvent("rolled_back", {"received": True})
     before, history = state.step, state.history
 
@@ -90,7 +90,7 @@ def _roll_back(
         return not (saved.model_only or history.was_abandoned(saved.step, cursor))
 
     where = checkpoints.restore_earlier(before - min_steps, accepts)
-    replicas.rolled_back(has_state=True)
+    replicas.after_rollback(is_source=True)
     if where is None:
         logger.warning("No rollback: no saved state is at least %d steps old.", min_steps)
         return ReplicaEvent("rolled_back", {"to": before, "from": None})

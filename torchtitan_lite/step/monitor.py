@@ -58,7 +58,7 @@ class StepMonitor:
             return ABORT, events
         decision = self.detector.decide(totals.mean_loss, totals.grad_norm, history)
         if decision.is_anomalous and self._replay is not None:
-            differing = self._replay.differing(loss, microbatches, share, replicas)
+            differing = self._replay.find_mismatching_ranks(loss, microbatches, share, replicas)
             if differing is None:
                 return ABORT, events
             if differing:

@@ -52,7 +52,7 @@ class Replay:
         self._norms = []
         self._generators = rng.capture()
 
-    def differing(
+    def find_mismatching_ranks(
         self,
         loss: torch.Tensor,
         microbatches: Sequence[Microbatch],
@@ -76,7 +76,7 @@ class Replay:
             flags[share.index * world_size + rank] = 1
         if not replicas.all_reduce(flags):
             return None
-        return self._mesh.sum(flags).nonzero().flatten().tolist()
+        return self._mesh.all_reduce_(flags).nonzero().flatten().tolist()
 
     def _hook_parameters(self, module: nn.Module, inputs: Any) -> None:
         """Observe the gradients of the weights that `module` uses."""

@@ -31,9 +31,9 @@ class StepTotals(NamedTuple):
     num_targets: float
     """Target tokens."""
     num_ranks: float
-    cursors: float
+    cursor_sum: float
     """Sum of the ranks' data cursors."""
-    steps: float
+    step_sum: float
     """Sum of the ranks' committed steps."""
     save_signals: torch.Tensor
     """See `CheckpointManager.local_signals`."""
@@ -95,7 +95,7 @@ def reduce_step(
     squared_norm = square_norm(gradients).to(device)
     # Read late: a request may arrive during the wait for other replicas.
     of_replica = torch.stack([squared_norm, _scalar(stop.requested, device)])
-    totals = mesh.sum(torch.cat([of_replica, packed]))
+    totals = mesh.all_reduce_(torch.cat([of_replica, packed]))
     lengths = [_OF_REPLICA + _OF_STEP, NUM_SAVE_SIGNALS, len(values.work_times)]
     scalars, *rest = totals.split([*lengths, len(values.router_counts)])
     summed = StepTotals(*scalars.tolist(), *rest)

@@ -13,7 +13,7 @@ import torch
 
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.manifest import Manifest, read_manifest
-from torchtitan_lite.checkpoint.memory.folder import RankLock, free_run, list_runs
+from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, free_run, list_runs
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.log import logger

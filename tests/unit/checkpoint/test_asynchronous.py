@@ -26,8 +26,13 @@ from torchtitan_lite.checkpoint import restore
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.memory.folder import RankLock, list_runs, region_files, run_folder
-from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.checkpoint.shared_memory.folder import (
+    RankLock,
+    list_runs,
+    region_files,
+    run_folder,
+)
+from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.mesh import Mesh
 
@@ -37,7 +42,7 @@ _STEPS_LATER_S = 100
 
 def step(manager: CheckpointManager, state: SmallState, mesh: Mesh) -> None:
     """Take a step in the order of calls of the trainer."""
-    totals = mesh.sum(manager.local_signals(mesh.device.torch_device))
+    totals = mesh.all_reduce_(manager.local_signals(mesh.device.torch_device))
     manager.apply_signals(totals)
     state.take_step()
     manager.after_step()
@@ -50,7 +55,7 @@ def steps(manager: CheckpointManager, state: SmallState, mesh: Mesh, number: int
 
 def complete(manager: CheckpointManager, mesh: Mesh) -> None:
     """Make the calls with which the next step begins, before it changes the state."""
-    manager.apply_signals(mesh.sum(manager.local_signals(mesh.device.torch_device)))
+    manager.apply_signals(mesh.all_reduce_(manager.local_signals(mesh.device.torch_device)))
 
 
 def until(manager: CheckpointManager, mesh: Mesh, reached: Callable[[], bool], what: str) -> None:
@@ -349,7 +354,7 @@ def test_too_little_memory_is_reported_once_and_saves_are_synchronous(
     settings = dict(ASYNC)
     if limit == "machine":
         monkeypatch.setattr(
-            "torchtitan_lite.checkpoint.memory.region_file._memory_available", lambda: 4096
+            "torchtitan_lite.checkpoint.shared_memory.region_file._memory_available", lambda: 4096
         )
     else:
         settings["snapshot_gib"] = 1e-9

@@ -21,7 +21,7 @@ from tests.unit.checkpoint.conftest import (
     steps_in,
 )
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
-from torchtitan_lite.checkpoint.memory.folder import list_runs
+from torchtitan_lite.checkpoint.shared_memory.folder import list_runs
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 

@@ -13,7 +13,7 @@ _FOLDER = Path(torchtitan_lite.__file__).parent / "checkpoint"
 _MODULES = sorted(set(_FOLDER.rglob("*.py")) - set(_FOLDER.glob("interchange/*")))
 _PLANNER = {
     "torchtitan_lite.redistribute",
-    "torchtitan_lite.redistribute.storage",
+    "torchtitan_lite.redistribute.read_plan",
     "torchtitan_lite.redistribute.layout",
     "torchtitan_lite.redistribute.placements",
 }

@@ -8,7 +8,7 @@ import torch
 
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.inference import Sampling
-from torchtitan_lite.inference.sampling import likeliest
+from torchtitan_lite.inference.sampling import top_p_filter
 
 SHARES = torch.tensor([0.1, 0.4, 0.15, 0.3, 0.05])
 
@@ -31,9 +31,9 @@ def test_frequencies_of_many_draws() -> None:
 
 def test_top_p_keeps_the_smallest_sufficient_set() -> None:
     rows = SHARES[None]
-    assert likeliest(rows, 1.0) is rows
+    assert top_p_filter(rows, 1.0) is rows
     for top_p, kept in ((0.3, {1}), (0.5, {1, 3}), (0.71, {1, 2, 3}), (0.9, {0, 1, 2, 3})):
-        assert set(likeliest(rows, top_p)[0].nonzero().flatten().tolist()) == kept
+        assert set(top_p_filter(rows, top_p)[0].nonzero().flatten().tolist()) == kept
     assert drawn(temperature=1.0, top_p=0.5) == pytest.approx({1: 4 / 7, 3: 3 / 7}, abs=0.05)
 
 

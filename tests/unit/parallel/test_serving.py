@@ -7,7 +7,7 @@ import pytest
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import ParallelDims
 from torchtitan_lite.models import llama3, qwen3
-from torchtitan_lite.parallel.serving import serving_degrees
+from torchtitan_lite.parallel.inference import inference_degrees
 from torchtitan_lite.spec import ModelSpec
 
 
@@ -19,15 +19,15 @@ def test_the_largest_degree_that_divides_heads_and_ranks(
 ) -> None:
     spec = llama3.spec_of(llama3.FLAVORS["8B"], "8B")
     assert dict(spec.sharded_sizes)["key/value heads"] == 8
-    assert serving_degrees(spec, world_size) == ParallelDims(dp_replicate=copies, tp=tp)
+    assert inference_degrees(spec, world_size) == ParallelDims(dp_replicate=copies, tp=tp)
 
 
 def test_models_without_a_shard_plan_and_small_vocabularies_are_not_sharded() -> None:
     spec = llama3.spec_of(llama3.FLAVORS["8B"], "8B")
     uncut: ModelSpec = replace(spec, shard_plan=())
-    assert serving_degrees(uncut, 8) == ParallelDims(dp_replicate=8)
+    assert inference_degrees(uncut, 8) == ParallelDims(dp_replicate=8)
     # With 9 rows over 8 ranks, two each, the last ranks would have none.
-    assert serving_degrees(replace(spec, vocab_size=9), 8) == ParallelDims(dp_replicate=4, tp=2)
+    assert inference_degrees(replace(spec, vocab_size=9), 8) == ParallelDims(dp_replicate=4, tp=2)
 
 
 def test_experts_are_sharded_if_their_features_divide() -> None:
@@ -35,14 +35,14 @@ def test_experts_are_sharded_if_their_features_divide() -> None:
     spec = replace(
         qwen3.spec_of(qwen3.FLAVORS[name], name), sharded_sizes=(("heads", 4),), expert_width=12
     )
-    assert serving_degrees(spec, 8) == ParallelDims(dp_replicate=2, tp=4, etp=4)
+    assert inference_degrees(spec, 8) == ParallelDims(dp_replicate=2, tp=4, etp=4)
     odd = replace(spec, expert_width=22)
-    assert serving_degrees(odd, 8) == ParallelDims(dp_replicate=2, tp=4)
+    assert inference_degrees(odd, 8) == ParallelDims(dp_replicate=2, tp=4)
 
 
 def test_an_explicit_degree_is_used_or_rejected() -> None:
     spec = llama3.spec_of(llama3.FLAVORS["8B"], "8B")
-    assert serving_degrees(spec, 8, 2) == ParallelDims(dp_replicate=4, tp=2)
+    assert inference_degrees(spec, 8, 2) == ParallelDims(dp_replicate=4, tp=2)
     message = r"degree 3 .* processes \(8\) .* 8 key/value heads.* Use one of 1, 2, 4, 8\."
     with pytest.raises(MeshError, match=message):
-        serving_degrees(spec, 8, 3)
+        inference_degrees(spec, 8, 3)

@@ -13,7 +13,7 @@ from tests.redistribution.layouts import all_layouts
 from tests.redistribution.reference import elements_of
 from torchtitan_lite.redistribute import HolderMesh, Layout, plan
 from torchtitan_lite.redistribute.placements import Holder
-from torchtitan_lite.redistribute.storage import deduplicate, element_range
+from torchtitan_lite.redistribute.read_plan import deduplicate, element_range
 from torchtitan_lite.torch_compat import is_strided_shard
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.background.channel import WriterSettings
 from torchtitan_lite.checkpoint.background.flush import VisibleRanks
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.background.save import RankSave
-from torchtitan_lite.checkpoint.memory.folder import RankLock
+from torchtitan_lite.checkpoint.shared_memory.folder import RankLock
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.log import logger
 
@@ -470,7 +470,8 @@ def test_the_writer_needs_no_torch_and_little_memory(tmp_path: Path) -> None:
     heavy = "torch", "numpy", "pydantic", "fsspec", "safetensors"
     code = (
         "import sys, torchtitan_lite.checkpoint.background.__main__, "
-        "torchtitan_lite.checkpoint.background.process, torchtitan_lite.checkpoint.memory.folder; "
+        "torchtitan_lite.checkpoint.background.process, "
+        "torchtitan_lite.checkpoint.shared_memory.folder; "
         f"print(sorted(set({heavy}) & set(sys.modules)))"
     )
     done = subprocess.run(

@@ -14,7 +14,7 @@ from torchtitan_lite.checkpoint.background.writer_group import (
     assign_tensors,
     rank_share,
 )
-from torchtitan_lite.checkpoint.memory.description import HeldTensor, RegionDescription
+from torchtitan_lite.checkpoint.shared_memory.description import HeldTensor, RegionDescription
 
 _LAYOUT = {
     "mesh": {"shape": [2], "axes": ["dp_shard"], "holders": ["rank-00000.safetensors"] * 2},

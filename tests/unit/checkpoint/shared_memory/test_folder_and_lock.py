@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint.memory.folder import RankLock, free_run, list_runs, run_folder
-from torchtitan_lite.checkpoint.memory.region import Region
+from torchtitan_lite.checkpoint.shared_memory.folder import (
+    RankLock,
+    free_run,
+    list_runs,
+    run_folder,
+)
+from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.errors import CheckpointError
 
 _HOLD = """
 import sys, time
 from pathlib import Path
-from torchtitan_lite.checkpoint.memory.folder import RankLock
+from torchtitan_lite.checkpoint.shared_memory.folder import RankLock
 assert RankLock(Path(sys.argv[1]), 0).try_acquire()
 print("held", flush=True)
 time.sleep(200)

@@ -15,7 +15,7 @@ from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import ModelSpec
 
 
-def serving_degrees(spec: ModelSpec, world_size: int, asked: int | None = None) -> ParallelDims:
+def inference_degrees(spec: ModelSpec, world_size: int, asked: int | None = None) -> ParallelDims:
     """Return the degrees for inference: tensor parallelism of degree `asked`, by default the
     largest that divides `world_size` and every sharded size (such as the key/value heads), and
     replicas over the other ranks. Experts are sharded too if their features divide by it, else
@@ -51,7 +51,7 @@ def broadcast_from_first(numbers: Sequence[int], mesh: Mesh) -> list[int]:
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh) -> None:
-    """Shard `model`, which is on the meta device, over a mesh of `serving_degrees`. Each rank
+    """Shard `model`, which is on the meta device, over a mesh of `inference_degrees`. Each rank
     processes entire sequences, of any length."""
     parallelism = ParallelismConfig(enable_sequence_parallel=False)
     expert.apply(model, spec, mesh, parallelism)

@@ -24,7 +24,7 @@ from typing import Any
 
 import xxhash
 
-from torchtitan_lite.checkpoint.memory.region_file import (
+from torchtitan_lite.checkpoint.shared_memory.region_file import (
     ALIGNMENT,
     CHECKSUM_BYTES,
     MAX_SLOTS,

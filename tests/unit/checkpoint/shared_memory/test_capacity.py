@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint.memory import region_file
-from torchtitan_lite.checkpoint.memory.region_file import InsufficientMemory, check_capacity
+from torchtitan_lite.checkpoint.shared_memory import region_file
+from torchtitan_lite.checkpoint.shared_memory.region_file import InsufficientMemory, check_capacity
 
 _MIB = 1 << 20
 _NO_LIMIT = 0x7FFFFFFFFFFFF000

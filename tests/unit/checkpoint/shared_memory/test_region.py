@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint.memory import region_file
-from torchtitan_lite.checkpoint.memory.region import Region, SlotHeader, SlotState
-from torchtitan_lite.checkpoint.memory.region_file import ALIGNMENT, InsufficientMemory
+from torchtitan_lite.checkpoint.shared_memory import region_file
+from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotHeader, SlotState
+from torchtitan_lite.checkpoint.shared_memory.region_file import ALIGNMENT, InsufficientMemory
 from torchtitan_lite.errors import DamagedSnapshot
 
 

@@ -3,7 +3,7 @@
 Layer: above errors. Standard library and xxhash only.
 """
 
-from torchtitan_lite.checkpoint.memory.folder import (
+from torchtitan_lite.checkpoint.shared_memory.folder import (
     SHARED_MEMORY,
     SharedMemoryRun,
     free_run,
@@ -11,7 +11,7 @@ from torchtitan_lite.checkpoint.memory.folder import (
     region_files,
     remove_regions,
 )
-from torchtitan_lite.checkpoint.memory.region import Region, SlotState
+from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
 
 __all__ = [
     "SHARED_MEMORY",
