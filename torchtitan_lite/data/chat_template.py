@@ -10,17 +10,12 @@ that a start with a warm token cache does not import it.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan_lite.errors import DataError
 
@@ -123,7 +118,7 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Any:
-        from torchtitan_lite.data.chat_template import compile_template
+        from torchtitan_lite.data.template_environment import compile_template
 
         return compile_template(self.name, self.source, TODAY)
 
@@ -182,75 +177,3 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _content(token: Any) -> str:
     return token["content"] if isinstance(token, dict) else str(token)
-
-
-class Generation(Extension):
-    """The block `{% generation %} ... {% endgeneration %}`, which marks the assistant's text."""
-
-    tags = {"generation"}
-    is_used = False
-    """Whether the template has such a block."""
-    marks = ("", "")
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Parse one block."""
-        self.is_used = True
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
-
-    def marked(self, caller: Callable[[], str]) -> str:
-        """Render one block between two marks."""
-        begin, end = self.marks
-        return f"{begin}{caller()}{end}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompiledTemplate:
-    """A compiled template with its assistant blocks."""
-
-    template: Template
-    generation: Generation
-
-
-def compile_template(name: str, source: str, today: datetime) -> CompiledTemplate:
-    """Compile the template in `source`; `name` is for messages. Raises DataError."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, "jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = today.strftime
-    try:
-        template = environment.from_string(source)
-    except TemplateError as error:
-        line = getattr(error, "lineno", None)
-        raise DataError(
-            f"{name} is not a chat template that can be read: {error.message}"
-            f"{'' if line is None else f' (line {line} of the template)'}."
-        ) from error
-    (generation,) = (e for e in environment.extensions.values() if isinstance(e, Generation))
-    return CompiledTemplate(template=template, generation=generation)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Serialize as JSON; unlike Jinja's own filter without HTML escapes."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
