@@ -9,9 +9,12 @@ import torchtitan_lite.checkpoint
 
 _TOP = Path(__file__).parents[3]
 _PACKAGE = "torchtitan_lite.checkpoint"
-_SUBPACKAGES = ("background", "hugging_face", "interchange", "memory", "storage")
+_SUBPACKAGES = ("background", "hugging_face", "interchange", "shared_memory", "storage")
 _ALLOWED = {_PACKAGE, *(f"{_PACKAGE}.{name}" for name in _SUBPACKAGES)}
-_TORCH_FREE = [_PACKAGE, *(f"{_PACKAGE}.{name}" for name in ("background", "memory", "storage"))]
+_TORCH_FREE = [
+    _PACKAGE,
+    *(f"{_PACKAGE}.{name}" for name in ("background", "shared_memory", "storage")),
+]
 
 
 def test_no_outside_import_of_a_module_of_the_package() -> None:

@@ -15,7 +15,7 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
     ("src", "dst", "shape", "dtype", "parts_of_message"),
     [
         (P, Partial("max"), (4,), torch.float32, ["P(sum)", "P(max)", "(4,)", "in between"]),
-        (Partial("avg"), Partial("min"), (4,), torch.float32, ["P(avg)", "P(min)", "by sum"]),
+        (Partial("avg"), Partial("min"), (4,), torch.float32, ["P(avg)", "P(min)", "Partial(sum)"]),
         (Partial("product"), P, (4,), torch.float32, ["P(product)", "P(sum)"]),
         (Partial("max"), R, (4,), torch.complex64, ["complex64 has no max", "P(max)"]),
         (R, Partial("min"), (4,), torch.complex64, ["complex64 has no min", "P(min)"]),
