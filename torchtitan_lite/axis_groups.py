@@ -66,6 +66,10 @@ class AxisGroups:
         index = [slice(None) if free else at for free, at in zip(inside, place, strict=True)]
         long = [name for name, size in zip(names, ranks.shape, strict=True) if size > 1]
         name = "+".join(axis for axis in axes if axis in long)
+        if axes == ("expert_shard",):
+            # FSDP2 accepts one mesh per process group, so experts do not share a group with
+            # `dp_shard`, even if each has one rank.
+            name = "expert_shard"
         members = ranks[tuple(index)].flatten().tolist()
         if len(members) == self._world.size():
             return self._world
@@ -82,8 +86,9 @@ def group_of_ranks(
     """Return the group of `ranks`, for an axis or for none, the same for every mesh of this world;
     `timeout` is the timeout of a new group.
 
-    A group of a single rank serves all axes. Only its own ranks need to call. Axes do not share a
-    group, so that their collectives may run concurrently, unless they span all ranks.
+    A group of a single rank serves all axes but `expert_shard`. Only its own ranks need to call.
+    Axes do not share a group, so that their collectives may run concurrently, unless they span all
+    ranks.
     """
     made = _groups(world)
     if (ranks, axis) not in made:

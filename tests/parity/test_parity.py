@@ -210,21 +210,33 @@ def test_same_loss_and_norm_in_float32(
 
 
 @pytest.mark.parametrize(
-    ("family", "flavor", "mesh"), [("llama3", "odd", FSDP), ("qwen3", "capped_experts", EP)]
+    ("family", "mesh"),
+    [
+        *(("llama3", mesh) for mesh in ("fsdp-2", "tp-2")),
+        *(("qwen3", mesh) for mesh in ("ep-2", "tp-2-ep-2", "tp-2-etp-2")),
+        *long(*(("llama3", mesh) for mesh in MESHES if mesh not in ("fsdp-2", "tp-2"))),
+        *long(
+            *(
+                ("qwen3", mesh)
+                for mesh in EXPERT_MESHES
+                if mesh not in ("ep-2", "tp-2-ep-2", "tp-2-etp-2")
+            )
+        ),
+    ],
 )
-def test_same_loss_with_bfloat16_parameters_in_forward(
-    family: str,
-    flavor: str,
-    mesh: dict[str, Any],
-    pools: Pools,
-    reference: Callable[..., Outcome],
-    tmp_path: Path,
+def test_same_loss_in_bfloat16_compute(
+    family: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    model = {"model.name": family, "model.flavor": flavor, "training.dtype": "float32"}
-    shared = {**model, "training.mixed_precision_param": "bfloat16"}
+    """As on a GPU: float32 parameters, bfloat16 forward and backward."""
+    if family == "llama3":
+        (world_size, overrides), shared = MESHES[mesh], {"model.flavor": "odd"}
+    else:
+        (world_size, overrides), shared = EXPERT_MESHES[mesh], EXPERTS
+    float32 = {**shared, **chosen(overrides), "training.dtype": "float32"}
+    shared = {**float32, "training.mixed_precision_param": "bfloat16"}
     expected = reference(**shared)
-    assert expected.losses != reference(**model).losses
-    for outcome in pools(2).run(run_job, tmp_path / "run", {**mesh, **shared}):
+    assert expected.losses != reference(**float32).losses
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
         assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_BFLOAT16_LOSS)
 
 

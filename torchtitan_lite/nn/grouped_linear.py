@@ -112,4 +112,8 @@ def _fits_kernel(x_NI: torch.Tensor, weight_XOI: torch.Tensor) -> bool:
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
     *strides, last = tensor.stride()
-    return last == 1 and all(step % 8 == 0 for step in (*strides, tensor.storage_offset()))
+    if last != 1 or any(step % 8 for step in strides):
+        return False
+    # The compiler cannot trace storage_offset. Its own buffers are aligned, and so are parameters:
+    # FSDP2 gathers each into a storage of its own.
+    return torch.compiler.is_compiling() or tensor.storage_offset() % 8 == 0

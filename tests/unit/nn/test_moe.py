@@ -11,7 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.tolerances import GROUPED_BFLOAT16, MOE_FLOAT64
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.nn.grouped_linear import grouped_linear, kernel_linear, looped_linear
+from torchtitan_lite.nn.grouped_linear import (
+    _is_aligned,
+    grouped_linear,
+    kernel_linear,
+    looped_linear,
+)
 from torchtitan_lite.nn.moe import MoE, MoEDims, balance_loss
 
 DIM = 6
@@ -224,6 +229,14 @@ def test_counts_that_do_not_match_the_rows_are_rejected() -> None:
 
 def test_the_kernel_and_the_loop_agree() -> None:
     _compare_kernel_with_loop(torch.device("cpu"))
+
+
+def test_the_choice_of_the_kernel_compiles() -> None:
+    @torch.compile(fullgraph=True, backend="eager")
+    def aligned(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + _is_aligned(tensor)
+
+    assert aligned(torch.zeros(3, 8)).all() and not aligned(torch.zeros(3, 4)).any()
 
 
 @pytest.mark.gpu
