@@ -116,6 +116,7 @@ class Launcher:
             }
             environment = {**self._environment, **own}
             num_ranks = self._resizer.num_ranks
+            environment |= plan.devices_of(number)
             return WorkerGroup(
                 plan.group_command(number, num_ranks), environment, num_ranks, folder
             )

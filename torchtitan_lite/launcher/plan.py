@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 import tomli
@@ -72,6 +73,8 @@ class LaunchPlan:
     regrow_after_s: float = 600.0
     """Delay before a slot whose rank kept dying is tried again."""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    uses_gpus: bool = True
+    """Whether replicas train on GPUs where there are some."""
     notifier_command: Callable[[str], Sequence[str]] | None = None
     """Maps HOST:PORT to the command line of a process that notifies the lighthouse of failed
     replicas: it reads their names, such as "replica_00001", one per line. None disables the
@@ -88,6 +91,24 @@ class LaunchPlan:
     def log_folder(self, replica: int) -> Path:
         """Return the folder that holds a log folder per attempt of a replica."""
         return replica_folder(self.log_dir, replica)
+
+    def devices_of(self, replica: int) -> dict[str, str]:
+        """Return the environment variables with which a replica sees its own GPUs: an equal part of
+        those of this machine, in order; none without GPUs. Raises ConfigError if there are fewer
+        GPUs than ranks."""
+        devices = visible_gpus(self.environment)
+        if not devices or not self.uses_gpus:
+            return {}
+        per_replica = max(self.ranks)
+        needed = self.num_replicas * per_replica
+        if len(devices) < needed:
+            raise ConfigError(
+                f"{self.num_replicas} replicas of {per_replica} ranks need {needed} GPUs, but this "
+                f"machine has {len(devices)}. Start fewer replicas or ranks, or set "
+                "--job.device=cpu."
+            )
+        own = devices[replica * per_replica : (replica + 1) * per_replica]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
     @property
     def events_file(self) -> Path:
@@ -125,6 +146,7 @@ def training_plan(
     """Plan the launch of replicas that train with `arguments`. Raises ConfigError, also if the
     configuration is invalid for one of the numbers of `ranks`."""
     folder = dump_folder(arguments)
+    device = _job_setting(arguments, "device")
 
     def of_replica(replica: int) -> list[str]:
         own = {"enable": "true", "replica_id": str(replica), "group_size": str(num_replicas)}
@@ -144,9 +166,10 @@ def training_plan(
     def notifier_command(address: str) -> list[str]:
         return [sys.executable, "-m", "torchtitan_lite.launcher.leave_notices", address]
 
-    return LaunchPlan(
+    plan = LaunchPlan(
         num_replicas=num_replicas,
         ranks=ranks,
+        uses_gpus=device != "cpu",
         slots_file=slots_file,
         regrow_after_s=regrow_after_s,
         group_command=group,
@@ -160,6 +183,8 @@ def training_plan(
         # torchft's own lighthouse does not accept leave notices.
         notifier_command=notifier_command if lighthouse == "builtin" else None,
     )
+    plan.devices_of(0)
+    return plan
 
 
 def _check_ranks(ranks: Sequence[int], arguments: Sequence[str]) -> None:
@@ -188,14 +213,33 @@ def dump_folder(arguments: Sequence[str]) -> Path:
             "No configuration for train.py is given: end the command with -- --config FILE, such "
             "as -- --config configs/llama3_debug_ft.toml."
         )
+    return Path(_job_setting(arguments, "dump_folder") or _DEFAULT_DUMP_FOLDER)
+
+
+def _job_setting(arguments: Sequence[str], key: str) -> str | None:
+    """Return `[job] key` as `train` would read it; None if it is not set. Raises ConfigError if the
+    file cannot be read."""
+    options = _options(arguments)
+    files = [value for option, value in options if option in ("--config", "--job.config_file")]
     try:
-        tables = tomli.loads(Path(files[-1]).read_text())
+        tables = tomli.loads(Path(files[-1]).read_text()) if files else {}
     except (OSError, tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {files[-1]} cannot be read: {error}") from None
-    overrides = [value for option, value in given if option == "--job.dump_folder"]
+    overrides = [value for option, value in options if option == f"--job.{key}"]
     job = tables.get("job")
-    in_file = job.get("dump_folder") if isinstance(job, dict) else None
-    return Path(overrides[-1] if overrides else str(in_file or _DEFAULT_DUMP_FOLDER))
+    in_file = job.get(key) if isinstance(job, dict) else None
+    return overrides[-1] if overrides else in_file and str(in_file)
+
+
+def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """Return the GPUs that a process with `environment` would see, as CUDA_VISIBLE_DEVICES names
+    them. Does not import torch; `devices` is the folder of the device files."""
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return [str(index) for index in range(len(list(devices.glob("nvidia[0-9]*"))))]
+    names = [name.strip() for name in listed.split(",")]
+    # CUDA ignores the list from the first invalid name on.
+    return list(takewhile(lambda name: name not in ("", "-1"), names))
 
 
 def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:
