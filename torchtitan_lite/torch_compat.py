@@ -287,14 +287,13 @@ def attention_with_lse(
     the CPU's, and FlashAttention on a GPU (float16 and bfloat16 only). Needed until the public
     function returns it.
     """
-    if q_BHSE.is_cuda:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+    if q_BHSE.is_cpu:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q_BHSE, k_BHSE, v_BHSE, 0.0, causal
         )
-    else:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BHSE, k_BHSE, v_BHSE, 0.0, causal
-        )
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        q_BHSE, k_BHSE, v_BHSE, 0.0, causal
+    )
     return out, lse
 
 
@@ -312,16 +311,16 @@ def attention_backward(
     See `attention_with_lse`.
     """
     inputs = (grad_out, q_BHSE, k_BHSE, v_BHSE, out.contiguous(), lse_BHS.contiguous())
-    if not q_BHSE.is_cuda:
+    if q_BHSE.is_cpu:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *inputs, 0.0, causal
         )
-    none = torch.empty(0, device=q_BHSE.device)
     seed = torch.zeros(2, dtype=torch.uint64, device=q_BHSE.device)
     offset = torch.zeros((), dtype=torch.uint64, device=q_BHSE.device)
     lengths = q_BHSE.shape[2], k_BHSE.shape[2]
+    # Cumulative sequence lengths, even empty ones, would select the kernel for packed sequences.
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *inputs, none, none, *lengths, 0.0, causal, seed, offset
+        *inputs, None, None, *lengths, 0.0, causal, seed, offset
     )
 
 

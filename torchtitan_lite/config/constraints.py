@@ -118,6 +118,11 @@ def _attention(config: Config, spec: ModelSpec) -> Iterator[str]:
         )
         why = "there is none" if not torch.cuda.is_available() else 'job.device is "cpu"'
         yield f'{asked} needs a GPU, but {why}. Set model.attention_backend = "sdpa".'
+    if backend == "flex" and config.debug.trace_communication:
+        yield (
+            "debug.trace_communication = true would run FlexAttention without its compiled kernel, "
+            'and report its memory wrongly. Set model.attention_backend = "sdpa" for the trace.'
+        )
 
 
 def _compiled(config: Config) -> Iterator[str]:

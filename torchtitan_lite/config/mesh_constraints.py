@@ -225,6 +225,17 @@ def _attention_over_ranks(config: Config, spec: ModelSpec, degrees: ParallelDims
             'model.attention_mask = "document" requires. Use "allgather" or "ulysses", or '
             'attention_mask = "causal".'
         )
+    if method == "alltoall" and config.compile.covers("model"):
+        yield (
+            f'{asked} (ring attention) cannot be compiled. Use "allgather" or "ulysses", or set '
+            'compile.components = ["loss"].'
+        )
+    is_float32 = config.training.mixed_precision_param == "float32"
+    if method == "alltoall" and is_float32 and on_gpu(config):
+        yield (
+            f"{asked} (ring attention) computes in bfloat16 on a GPU, but "
+            'training.mixed_precision_param = "float32". Set it to "bfloat16".'
+        )
     heads = spec.num_heads // degrees.tp
     if method == "ulysses" and (heads == 0 or heads % degrees.cp):
         yield (

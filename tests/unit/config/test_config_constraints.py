@@ -153,6 +153,31 @@ def test_flex_attention_needs_a_gpu(config, monkeypatch, arguments: list[str]) -
     assert 'but job.device is "cpu"' in config_error(config(*arguments, "--job.device", "cpu"))
 
 
+def test_ring_attention_is_not_compiled(config) -> None:
+    ring = ["--parallelism.context_parallel_rotate_method", "alltoall"]
+    ring += ["--parallelism.context_parallel_degree", "2", "--model.attention_mask", "causal"]
+    ring += ["--compile.enable", "true"]
+    assert '"alltoall" (ring attention) cannot be compiled. Use' in config_error(config(*ring), 2)
+    check_against(config(*ring, "--compile.components", '["loss"]'), 2)
+
+
+def test_ring_attention_computes_in_bfloat16_on_a_gpu(config, monkeypatch) -> None:
+    monkeypatch.setattr("torchtitan_lite.config.mesh_constraints.on_gpu", lambda config: True)
+    ring = ["--parallelism.context_parallel_rotate_method", "alltoall"]
+    ring += ["--parallelism.context_parallel_degree", "2", "--model.attention_mask", "causal"]
+    float32 = ["--training.mixed_precision_param", "float32"]
+    text = config_error(config(*ring, *float32), 2)
+    assert "(ring attention) computes in bfloat16 on a GPU, but training.mixed_precision" in text
+    monkeypatch.setattr("torchtitan_lite.config.mesh_constraints.on_gpu", lambda config: False)
+    check_against(config(*ring, *float32), 2)
+
+
+def test_a_traced_step_runs_without_flex_attention(config, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = ["--model.attention_backend", "flex", "--debug.trace_communication", "true"]
+    assert "would run FlexAttention without its compiled kernel" in config_error(config(*arguments))
+
+
 def test_a_missing_gpu(config, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert 'job.device = "cuda", but there is no GPU' in config_error(
