@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torchtitan_lite.log import configure_logging
 from torchtitan_lite.phases import Phase
+from torchtitan_lite.process_exit import exit_process
 from torchtitan_lite.replica.hang_handling import FlightRecorder
 
 folder, rank = Path(sys.argv[1]), int(sys.argv[2])
@@ -53,6 +54,8 @@ if rank == 1:
         time.sleep(0.05)
 dist.all_reduce(torch.ones(7), group=group)
 recorder.close()
+# As every command ends: a thread of torch may abort while the interpreter is torn down.
+exit_process(0)
 """
 
 
