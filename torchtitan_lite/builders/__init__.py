@@ -170,7 +170,6 @@ def _build_data(config: Config, spec: ModelSpec, mesh: Mesh) -> OpenedData:
 
 
 def _open_metrics(config: Config, mesh: Mesh, folder: Path, restored: RestoredState) -> Metrics:
-    replica = config.fault_tolerance.replica_id if config.fault_tolerance.enable else None
     return run_on_all_ranks(
         lambda: open_metrics(
             config.metrics,
@@ -182,7 +181,7 @@ def _open_metrics(config: Config, mesh: Mesh, folder: Path, restored: RestoredSt
             continues=restored.is_resumed or is_restarted(),
             run_config=config.model_dump(),
             world_size=mesh.world_size,
-            replica=replica,
+            replica=config.fault_tolerance.replica,
         )
     )
 

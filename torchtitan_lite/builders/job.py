@@ -163,9 +163,8 @@ def _build_monitor(
         is_exact = mesh.device.kind == "cpu" or config.debug.deterministic
         tolerance = 0.0 if is_exact else TOLERANCE
         replay = Replay(state.model, schedule, state.optimizer, mesh, tolerance=tolerance)
-    replica = config.fault_tolerance.replica_id if config.fault_tolerance.enable else 0
     detector = AnomalyDetector(config.anomalies, config.debug.max_skipped_steps)
-    return StepMonitor(detector, WorkTimes(mesh, replica), replay)
+    return StepMonitor(detector, WorkTimes(mesh, config.fault_tolerance.replica or 0), replay)
 
 
 def _build_hooks(

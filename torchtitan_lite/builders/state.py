@@ -68,7 +68,7 @@ def build_state(
         mesh=mesh,
         run_config=to_record(config),
         spec=spec,
-        replica=fault_tolerance.replica_id if fault_tolerance.enable else None,
+        replica=fault_tolerance.replica,
         last_step=config.training.steps,
     )
     try:

@@ -113,10 +113,10 @@ class Launcher:
             own = {
                 "TORCHFT_LIGHTHOUSE": f"http://{self._lighthouse.address}",
                 ATTEMPT: str(next(attempts)),
+                **plan.devices_of(number),
             }
             environment = {**self._environment, **own}
             num_ranks = self._resizer.num_ranks
-            environment |= plan.devices_of(number)
             return WorkerGroup(
                 plan.group_command(number, num_ranks), environment, num_ranks, folder
             )

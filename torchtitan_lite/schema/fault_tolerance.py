@@ -70,3 +70,8 @@ class FaultToleranceConfig(Section):
     """Learning rate of DiLoCo's outer optimizer, SGD with Nesterov momentum."""
     outer_momentum: Annotated[float, above(0)] = 0.9
     """Momentum of DiLoCo's outer optimizer."""
+
+    @property
+    def replica(self) -> int | None:
+        """Number of this replica; None without fault tolerance."""
+        return self.replica_id if self.enable else None
