@@ -20,7 +20,6 @@ from torchtitan_lite.data import microbatch_indices
 from torchtitan_lite.errors import MachineFault, TrainingDiverged
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
-from torchtitan_lite.optim import scale_
 from torchtitan_lite.parallel.expert import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
@@ -169,7 +168,7 @@ def train_step(job: Job) -> StepReport:
         loss = _forward_backward(job, microbatches, parameters)
     values = _local_values(job, share, microbatches, loss)
     with phases.enter(Phase.COMMUNICATION):
-        totals, gradients = reduce_step(values, parameters, job.replicas, job.mesh, job.stop)
+        totals = reduce_step(values, parameters, job.replicas, job.mesh, job.stop)
         is_complete = job.replicas.should_commit(
             totals.num_ranks, totals.cursor_sum, totals.step_sum
         )
@@ -179,7 +178,7 @@ def train_step(job: Job) -> StepReport:
             totals, loss, microbatches, state.history, share, job.replicas, is_complete=is_complete
         )
     number, lr = state.step + 1, state.lr_scheduler.lr(state.step)
-    router_loads, events, fatal_error = _apply(job, decision, totals, gradients, share, lr)
+    router_loads, events, fatal_error = _apply(job, decision, totals, share, lr)
     committed = decision.action is Action.COMMIT
     stop_requested = totals.num_stop_requests > 0
     is_last = stop_requested or fatal_error is not None or state.step >= job.steps
@@ -247,8 +246,8 @@ def _local_values(
         num_targets=sum(int((mb.targets_BS != IGNORE_INDEX).sum()) for mb in microbatches),
         cursor=job.state.cursor,
         step=job.state.step,
-        save_signals=job.checkpoints.local_signals(loss.device),
-        work_times=job.monitor.work_times.local_values(share, loss.device),
+        save_signals=job.checkpoints.local_signals(),
+        work_times=job.monitor.work_times.local_values(share),
         router_counts=job.router_balance.counts(loss.device),
     )
 
@@ -257,7 +256,6 @@ def _apply(
     job: Job,
     decision: Decision,
     totals: StepTotals,
-    gradients: list[tuple[torch.Tensor, int]],
     share: Share,
     lr: float,
 ) -> tuple[Mapping[str, torch.Tensor], list[ReplicaEvent], TrainingDiverged | MachineFault | None]:
@@ -271,7 +269,7 @@ def _apply(
         # An aborted step is retried with the same samples.
         state.cursor = samples.stop
     if committed:
-        _update(job, totals, gradients, lr)
+        _update(job, totals, lr)
         state.tokens += step_size * job.seq_len
     router_loads = job.router_balance.apply(totals.router_counts, committed=committed)
     state.optimizer.zero_grad()
@@ -293,15 +291,13 @@ def _apply(
     return router_loads, *outcome
 
 
-def _update(
-    job: Job, totals: StepTotals, gradients: list[tuple[torch.Tensor, int]], lr: float
-) -> None:
+def _update(job: Job, totals: StepTotals, lr: float) -> None:
     """Clip the gradients, and update the weights."""
     state, grad_norm = job.state, totals.grad_norm
     # Gradients are of the loss summed over target tokens. This is the only place where they are
     # divided by the number of targets, as `StepTotals` divides loss and norm.
-    scale_(gradients, min(1.0, job.max_norm / (grad_norm + 1e-6)) / totals.num_targets)
-    state.optimizer.step(lr)
+    factor = min(1.0, job.max_norm / (grad_norm + 1e-6)) / totals.num_targets
+    state.optimizer.step(lr, factor)
     state.step += 1
     window = job.monitor.detector.window
     state.history.record_commit(state.step, totals.mean_loss, grad_norm, window=window)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.device import Device
 from torchtitan_lite.schema.optimizer import OptimizerConfig
+from torchtitan_lite.torch_compat import as_dtensor, foreach_mul_
 
 _COUNT = "step"
 """The only slot that does not have its parameter's shape."""
@@ -76,6 +77,12 @@ class ShardedOptimizer:
         self.inner = make(
             [{**group, "params": [self._parts[p] for p in group["params"]]} for group in groups]
         )
+        # The scale is float32, so a kernel in float64 would lose precision.
+        self._divides_gradients = all(
+            group.get("fused") and part.dtype.itemsize <= torch.float32.itemsize
+            for group in self.inner.param_groups
+            for part in group["params"]
+        )
         self._counts_beside = {
             part: bool(group.get("fused") or group.get("capturable"))
             for group in self.inner.param_groups
@@ -83,8 +90,9 @@ class ShardedOptimizer:
         }
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update every parameter that has a gradient."""
+    def step(self, lr: float, gradient_factor: float = 1.0) -> None:
+        """Update every parameter that has a gradient, by the gradients times `gradient_factor`. The
+        gradients are invalid afterwards."""
         for group in self.inner.param_groups:
             group["lr"] = lr
         for parameter, part in self._parts.items():
@@ -92,6 +100,15 @@ class ShardedOptimizer:
                 # FSDP may have moved the part since the last step.
                 part.data = _local(parameter)
                 part.grad = None if parameter.grad is None else _local(parameter.grad)
+        gradients = [part.grad for part in self._parts.values() if part.grad is not None]
+        if self._divides_gradients:
+            # As `torch.amp.GradScaler` does: the fused kernel divides the gradients as it reads
+            # them, which saves a pass over them.
+            on = {gradient.device for gradient in gradients}
+            scales = [torch.full((), 1 / gradient_factor, device=device) for device in on]
+            self.inner.grad_scale = scales[0] if scales else None  # type: ignore[attr-defined]
+        else:
+            foreach_mul_([one for one in gradients if one.numel()], gradient_factor)
         self.inner.step()
 
     def zero_grad(self) -> None:
@@ -130,14 +147,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placed_like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Return a tensor like this rank's shard of a parameter, with the same placements."""
+    """Return a tensor like this rank's shard of a parameter, with the same placements. It shares
+    memory: with CPU offload both are on the host, though the mesh is of devices."""
     if not isinstance(parameter, DTensor):
         return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return as_dtensor(value, parameter.device_mesh, parameter.placements, parameter.shape)

@@ -17,7 +17,6 @@ from torchtitan_lite.optim import (
     build_lr_scheduler,
     build_optimizer,
     local_gradients,
-    scale_,
     square_norm,
 )
 from torchtitan_lite.schema.lr_scheduler import LRSchedulerConfig
@@ -198,7 +197,7 @@ def test_settings_reach_the_optimizer(name: str, kind: type[torch.optim.Optimize
         assert optimizer.inner.defaults["eps"] == 1e-3
 
 
-def test_the_norm_and_the_scale_cover_all_existing_gradients() -> None:
+def test_the_norm_covers_all_existing_gradients() -> None:
     a, b, frozen = (nn.Parameter(torch.zeros(n)) for n in (2, 1, 3))
     a.grad, b.grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
     gradients = local_gradients([a, b, frozen])
@@ -206,10 +205,33 @@ def test_the_norm_and_the_scale_cover_all_existing_gradients() -> None:
     squares = square_norm(gradients)
     assert squares.dtype == torch.float64 and squares.shape == ()
     assert squares.item() == pytest.approx(169.0)
-    scale_(gradients, 0.5)
-    assert a.grad.tolist() == [1.5, 2.0] and b.grad.tolist() == [6.0]
     assert square_norm([]).item() == 0
-    scale_([], 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+def test_the_update_is_by_scaled_gradients(
+    name: str, implementation: str, dtype: torch.dtype
+) -> None:
+    def updated(gradient: torch.Tensor, **factor: float) -> torch.Tensor:
+        model = nn.Linear(3, 1, bias=False, dtype=dtype)
+        nn.init.ones_(model.weight)
+        config = OptimizerConfig(name=name, implementation=implementation, lr=0.5, eps=0.5)  # pyright: ignore[reportArgumentType]
+        optimizer = build_optimizer(config, model, (), detect_device("cpu"))
+        for _ in range(2):
+            model.weight.grad = gradient.clone()
+            optimizer.step(0.5, **factor)
+        return model.weight.detach()
+
+    gradient = torch.tensor([[1.0, -2.0, 300.0]], dtype=dtype)
+    # An exact quotient, and one that float32 rounds.
+    for factor in (0.25, 1 / 3):
+        expected = updated(gradient * factor)
+        rel = 1e-6 if dtype is torch.float32 else 1e-15
+        torch.testing.assert_close(
+            updated(gradient, gradient_factor=factor), expected, rtol=rel, atol=0
+        )
 
 
 def test_a_gradient_that_several_ranks_hold_counts_once() -> None:
