@@ -1,8 +1,8 @@
 """A GPU without values: what runs on it has shapes, dtypes and devices, and takes no time.
 
 Tensors on the device are FakeTensors; everything on the host is real. Each wait of the host for the
-device is recorded with the line of the product that causes it. An operator that mixes devices raises.
-Needs a CUDA build of torch with `runtime.c` preloaded.
+device is recorded with the function of the product that causes it. An operator that mixes devices
+raises. Needs a CUDA build of torch with `runtime.c` preloaded.
 """
 
 import sys
@@ -30,6 +30,8 @@ Values = Callable[[torch.Tensor, FrameType], torch.Tensor | None]
 class FakeDevice(TorchDispatchMode):
     """Runs operators on CUDA tensors without a device."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, values: Values) -> None:
         super().__init__()
         self._values = values
@@ -40,6 +42,7 @@ class FakeDevice(TorchDispatchMode):
     @contextmanager
     def running(self) -> Iterator["FakeDevice"]:
         """Run the block with the device."""
+
         def tolist(tensor: torch.Tensor) -> Any:
             with unset_fake_temporarily():
                 return self._to_host(tensor, "tolist").tolist()
@@ -60,10 +63,17 @@ class FakeDevice(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if any(not issubclass(kind, FakeTensor | torch.nn.Parameter) and kind is not torch.Tensor for kind in types):
+        if any(
+            not issubclass(kind, FakeTensor | torch.nn.Parameter) and kind is not torch.Tensor
+            for kind in types
+        ):
             # A subclass, such as DTensor, decomposes into operators on plain tensors.
             return NotImplemented
         tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
@@ -74,7 +84,9 @@ class FakeDevice(TorchDispatchMode):
                 return func(*args, **kwargs)
         return self._run(func, tensors, args, kwargs)
 
-    def _run(self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if func is aten._local_scalar_dense.default:
             with unset_fake_temporarily():
                 return self._to_host(args[0], "item").item()
@@ -83,11 +95,15 @@ class FakeDevice(TorchDispatchMode):
         if func is aten.copy_.default:
             into, source = args[:2]
             if into.device != source.device:
-                self._record("copy_", waits=not (args[2] if len(args) > 2 else kwargs.get("non_blocking")))
+                self._record(
+                    "copy_", waits=not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+                )
                 return into
         if func in (aten._foreach_copy_.default,):
             return None
-        if func in (aten.nonzero.default, aten.masked_select.default) or _indexes_by_mask(func, args):
+        if func in (aten.nonzero.default, aten.masked_select.default) or _indexes_by_mask(
+            func, args
+        ):
             self._record(str(func), waits=True)
         if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
             self._record(str(func), waits=True)
@@ -99,7 +115,11 @@ class FakeDevice(TorchDispatchMode):
 
     def _fake(self, func: Any, args: Any, kwargs: Any) -> Any:
         def as_fake(one: torch.Tensor) -> torch.Tensor:
-            return one if isinstance(one, FakeTensor) else self._mode.from_tensor(one, static_shapes=True)
+            return (
+                one
+                if isinstance(one, FakeTensor)
+                else self._mode.from_tensor(one, static_shapes=True)
+            )
 
         args, kwargs = tree_map_only(torch.Tensor, as_fake, (args, kwargs))
         with self._mode:
@@ -126,8 +146,12 @@ class FakeDevice(TorchDispatchMode):
     def _record(self, what: str, *, waits: bool) -> None:
         if waits:
             frame = _frame()
-            site = "?" if frame is None else f"{Path(frame.f_code.co_filename).relative_to(_ROOT)}:{frame.f_lineno} {frame.f_code.co_name}"
-            self.waits[f"{site} ({what})"] += 1
+            if frame is None:
+                site = f"torch {what}"
+            else:
+                path = Path(frame.f_code.co_filename).relative_to(_ROOT)
+                site = f"{path} {frame.f_code.co_name}"
+            self.waits[site] += 1
 
 
 def _indexes_by_mask(func: Any, args: tuple[Any, ...]) -> bool:

@@ -19,7 +19,6 @@ from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages
 from torchtitan_lite.parallel.tensor import check_plan
 from torchtitan_lite.spec import ModelSpec
 
-
 _MIN_FLEX_HEAD_DIM = 16
 """FlexAttention's kernel takes no narrower heads."""
 

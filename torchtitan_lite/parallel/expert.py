@@ -127,9 +127,7 @@ def _by_expert(received_RY: torch.Tensor, num_tokens: int) -> torch.Tensor:
     the sum of `received_RY`, N."""
     num_ranks, num_experts = received_RY.shape
     expert_RY = torch.arange(num_experts, device=received_RY.device).expand(num_ranks, -1)
-    expert_N = expert_RY.flatten().repeat_interleave(
-        received_RY.flatten(), output_size=num_tokens
-    )
+    expert_N = expert_RY.flatten().repeat_interleave(received_RY.flatten(), output_size=num_tokens)
     return expert_N.argsort(stable=True)
 
 

@@ -54,6 +54,36 @@ class StepTotals(NamedTuple):
         return math.sqrt(self.squared_norm) / self.num_targets if is_number else math.nan
 
 
+class PendingTotals:
+    """Totals on the device. The host waits for them in `read`, and nowhere else."""
+
+    def __init__(self, totals: torch.Tensor, num_work_times: int, token_copies: int) -> None:
+        """`token_copies`: ranks with the same tokens."""
+        self._totals = totals
+        self._num_work_times, self._token_copies = num_work_times, token_copies
+
+    def divisor_and_skip(self, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the gradients must be divided by to be those of the mean loss, of a norm of
+        at most `max_norm`, and 1 if the loss or the norm is not finite. Both are 0-d float32."""
+        squared_norm, _, loss, num_targets = self._totals[:4]
+        num_targets = num_targets / self._token_copies
+        norm = squared_norm.sqrt() / num_targets
+        divisor = num_targets * ((norm + NORM_EPS) / max_norm).clamp_min(1)
+        is_finite = (loss / num_targets).isfinite() & norm.isfinite()
+        return divisor.float(), 1 - is_finite.float()
+
+    def read(self) -> StepTotals:
+        """Return the totals on the host."""
+        lengths = [_OF_REPLICA + _OF_STEP, NUM_SAVE_SIGNALS, self._num_work_times]
+        totals = self._totals.cpu()
+        scalars, *rest = totals.split([*lengths, len(totals) - sum(lengths)])
+        summed = StepTotals(*scalars.tolist(), *rest)
+        # Ranks with the same tokens count the same targets; their parts of the loss add up to one.
+        return summed._replace(num_targets=summed.num_targets / self._token_copies)
+
+
+NORM_EPS = 1e-6
+"""Added to the gradient norm when gradients are clipped, as in `clip_grad_norm_`."""
 _OF_REPLICA, _OF_STEP = 2, 5
 """Numbers at the start of `StepTotals` that are summed over one replica, and over all."""
 
@@ -81,7 +111,7 @@ def reduce_step(
     replicas: Replicas,
     mesh: Mesh,
     stop: StopRequest,
-) -> StepTotals:
+) -> PendingTotals:
     """Sum the gradients of `parameters` over replicas, and `values` over all ranks. Every rank must
     call it."""
     device = values.loss.device
@@ -92,13 +122,8 @@ def reduce_step(
     squared_norm = _to(device, square_norm(local_gradients(parameters))[None])
     # Read late: a request may arrive during the wait for other replicas.
     stop_request = _to(device, _vector([stop.requested]))
-    totals = mesh.all_reduce_(torch.cat([squared_norm, stop_request, packed])).cpu()
-    lengths = [_OF_REPLICA + _OF_STEP, NUM_SAVE_SIGNALS, len(values.work_times)]
-    scalars, *rest = totals.split([*lengths, len(values.router_counts)])
-    summed = StepTotals(*scalars.tolist(), *rest)
-    # Ranks with the same tokens count the same targets; their parts of the loss add up to one.
-    num_targets = summed.num_targets / mesh.degrees.token_copies
-    return summed._replace(num_targets=num_targets)
+    totals = mesh.all_reduce_(torch.cat([squared_norm, stop_request, packed]))
+    return PendingTotals(totals, len(values.work_times), mesh.degrees.token_copies)
 
 
 def _vector(values: Sequence[float]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -232,6 +233,43 @@ def test_the_update_is_by_scaled_gradients(
         torch.testing.assert_close(
             updated(gradient, gradient_factor=factor), expected, rtol=rel, atol=0
         )
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_a_step_can_depend_on_a_value_of_the_device(name: str) -> None:
+    def run(take: list[bool], *, by_value: bool) -> dict[str, torch.Tensor]:
+        model = nn.Linear(3, 1, bias=False)
+        nn.init.ones_(model.weight)
+        config = OptimizerConfig(name=name, lr=0.5, eps=0.5)  # pyright: ignore[reportArgumentType]
+        optimizer = build_optimizer(config, model, (), detect_device("cpu"))
+        assert optimizer.can_step_unless(torch.device("cpu"))
+        for number, taken in enumerate(take, 1):
+            gradient = torch.tensor([[1.0, -2.0, 300.0]]) * number
+            model.weight.grad = gradient if taken else gradient * math.nan
+            if by_value:
+                optimizer.step_unless(torch.tensor(float(not taken)), 0.5, torch.tensor(4.0))
+            elif taken:
+                optimizer.step(0.5, 0.25)
+        return {"weight": model.weight.detach(), **optimizer.slots(model.weight)}
+
+    for take in ([True, True], [False, True, True], [True, False, False, True]):
+        expected = run(take, by_value=False)
+        found = run(take, by_value=True)
+        assert found.keys() == expected.keys() and len(found) == 4
+        for slot, value in expected.items():
+            assert torch.equal(found[slot], value), slot
+
+
+def test_only_fused_adam_in_float32_can_skip_on_the_device() -> None:
+    def can(dtype: torch.dtype = torch.float32, **options: Any) -> bool:
+        model = nn.Linear(3, 1, dtype=dtype)
+        optimizer = build_optimizer(OptimizerConfig(**options), model, (), detect_device("cpu"))
+        return optimizer.can_step_unless(torch.device("cpu"))
+
+    assert can() and can(torch.bfloat16)
+    assert not can(torch.float64)
+    assert not can(implementation="foreach")
+    assert not can(name="SGD") and not can(name="Adagrad")
 
 
 def test_a_gradient_that_several_ranks_hold_counts_once() -> None:
