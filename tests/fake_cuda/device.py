@@ -6,6 +6,7 @@ raises. Needs a CUDA build of torch with `runtime.c` preloaded.
 """
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,11 +52,24 @@ class FakeDevice(TorchDispatchMode):
         # torch.tensor(..., device="cuda") copies with an operator that can be seen.
         torch._C._set_only_lift_cpu_tensors(True)
         try:
-            # Beneath this mode, for torch.compile to find it.
-            with patch.object(FakeTensor, "tolist", tolist), self._mode, self:
+            # The fake mode lies beneath this mode, for torch.compile to find it.
+            threads = patch.object(threading.Thread, "run", self._run_of_thread())
+            with threads, patch.object(FakeTensor, "tolist", tolist), self._mode, self:
                 yield self
         finally:
             torch._C._set_only_lift_cpu_tensors(before)
+
+    def _run_of_thread(self) -> Callable[[threading.Thread], None]:
+        """Return `Thread.run` for threads beside the main one, whose waits do not count."""
+        run = threading.Thread.run
+
+        def run_with_device(thread: threading.Thread) -> None:
+            beside = FakeDevice(self._values)
+            beside._mode = self._mode
+            with beside:
+                run(thread)
+
+        return run_with_device
 
     @classmethod
     def is_infra_mode(cls) -> bool:

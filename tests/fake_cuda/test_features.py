@@ -11,6 +11,7 @@ from tests.fake_cuda.device import FakeDevice
 from tests.fake_cuda.job import observe_in_child
 from tests.fake_cuda.test_meshes import COMPILED, EXPERTS, STEP_BUDGET
 from tests.forks import exit_status
+from tests.job import FIXTURE
 from torchtitan_lite.nn.attention import FlexKernel
 from torchtitan_lite.replica.gradient_reducer import GradientReducer
 from torchtitan_lite.torch_compat import local_tensor
@@ -27,7 +28,13 @@ FEATURES: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
     "snapshots": (1, {"checkpoint.enable": True, "checkpoint.interval": 1}, {}),
     "offload-snapshots": (
         1,
-        {**OFFLOAD, "checkpoint.enable": True, "checkpoint.interval": 1},
+        # FSDP waits for each gradient that it accumulates on the host: here are none.
+        {
+            **OFFLOAD,
+            "training.local_batch_size": 8,
+            "checkpoint.enable": True,
+            "checkpoint.interval": 1,
+        },
         {},
     ),
     "synchronous-saves": (
@@ -35,7 +42,16 @@ FEATURES: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
         {"checkpoint.enable": True, "checkpoint.async_mode": "disabled", "checkpoint.interval": 2},
         {},
     ),
-    "validation": (2, {"validation.enable": True, "validation.freq": 1}, {VALIDATION: 1}),
+    "validation": (
+        2,
+        {
+            "validation.enable": True,
+            "validation.freq": 1,
+            "validation.steps": 2,
+            "validation.dataset_path": str(FIXTURE),
+        },
+        {VALIDATION: 1},
+    ),
     "experts-on-one-rank": (1, EXPERTS, {}),
     "experts-fsdp": (2, EXPERTS, {}),
     "float8": (2, {**EVEN, **FLOAT8}, {}),
