@@ -6,6 +6,7 @@ Layer: above spec; `nn.rope`.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtitan_lite.nn.rope import rotate
 
@@ -111,6 +113,15 @@ class Attention(nn.Module):
         return self.wo(out_BHSE.transpose(1, 2).flatten(-2))
 
 
+_SDPA_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""In order of preference: on Hopper cuDNN's kernel is the fastest, and torch tries it last."""
+
+
 class SDPAKernel(nn.Module):
     """torch's fused attention."""
 
@@ -121,14 +132,17 @@ class SDPAKernel(nn.Module):
         v_BKSE: torch.Tensor,
         mask_B1SS: torch.Tensor | None,
     ) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            q_BHSE,
-            k_BKSE,
-            v_BKSE,
-            attn_mask=mask_B1SS,
-            is_causal=mask_B1SS is None,
-            enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1],
-        )
+        # On a CPU the context would only cost time.
+        chosen = sdpa_kernel(_SDPA_BACKENDS, set_priority=True) if q_BHSE.is_cuda else nullcontext()
+        with chosen:
+            return F.scaled_dot_product_attention(
+                q_BHSE,
+                k_BKSE,
+                v_BKSE,
+                attn_mask=mask_B1SS,
+                is_causal=mask_B1SS is None,
+                enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1],
+            )
 
 
 class FlexKernel(nn.Module):
