@@ -118,9 +118,13 @@ def random_samples(case: Case) -> DataLoader:
 
 @torch.no_grad()
 def fill_weights(
-    parameters: Mapping[str, torch.Tensor], rotated_pairs: Mapping[str, int] | None = None
+    parameters: Mapping[str, torch.Tensor],
+    rotated_pairs: Mapping[str, int] | None = None,
+    *,
+    draws_on: str | None = None,
 ) -> None:
-    """Overwrite parameters of both trainers alike, from a generator keyed by the name.
+    """Overwrite parameters of both trainers alike, from a generator keyed by the name, on the
+    device `draws_on` or the parameter's.
 
     `rotated_pairs` gives the heads of the parameters (by the end of their names) whose model
     rotates adjacent numbers; their rows are permuted from halves to pairs.
@@ -129,8 +133,10 @@ def fill_weights(
         if parameter.ndim == 1:
             parameter.fill_(1.0)
             continue
-        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
-        drawn = torch.empty_like(parameter).normal_(0.0, 0.02, generator=generator)
+        device = torch.device(draws_on or parameter.device)
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        drawn = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        drawn.normal_(0.0, 0.02, generator=generator)
         heads = [n for end, n in (rotated_pairs or {}).items() if name.endswith(end)]
         if heads:
             drawn = drawn.unflatten(0, (heads[0], 2, -1)).transpose(1, 2).flatten(0, 2)
