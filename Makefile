@@ -17,11 +17,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread per process: the processes of a run share the cores.
 export OMP_NUM_THREADS ?= 1
 # Tests and checks ask no hub.
-test test-all test-shard chaos bench: export HF_HUB_OFFLINE = 1
-test test-all test-shard chaos bench: export HF_DATASETS_OFFLINE = 1
+test test-all test-shard test-gpu chaos bench: export HF_HUB_OFFLINE = 1
+test test-all test-shard test-gpu chaos bench: export HF_DATASETS_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-shard chaos check fmt bench docs clean
+.PHONY: help setup train test test-all test-shard test-gpu chaos check fmt bench docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test-all: setup ## Run all tests, the long matrices included.
 
 test-shard: setup ## Run a part of the long matrices (SHARD=K/N, BUDGET_S=seconds).
 	$(PYTEST) -m "matrix and not gpu" --shard $(SHARD) --budget-s $(BUDGET_S) $(ARGS)
+
+test-gpu: setup ## Run the tests that need a GPU, in the order of their value.
+	$(BIN)/python -m pytest tests/gpu -m gpu --durations 10 $(ARGS)
 
 chaos: setup ## Inject 200 seeded faults into a run, and compare it with an undisturbed run.
 	$(BIN)/python -m tests.chaos --faults 200 $(ARGS)

@@ -239,7 +239,7 @@ class Recording:
             kernels = [
                 (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
                 for event in self._profiler.events() or ()
-                if event.device_type == torch.autograd.DeviceType.CUDA
+                if event.device_type.name == "CUDA"
             ]
             self._profile = kernel_times(kernels, PROFILED_STEPS)
 

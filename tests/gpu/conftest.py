@@ -14,7 +14,7 @@ Figure = Callable[[str, float, str], None]
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> str:
     """Return the device of a test that also runs on a CPU, as a rehearsal."""
-    chosen = request.config.getoption("--gpu-device")
+    chosen = str(request.config.getoption("--gpu-device"))
     if chosen == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     return chosen

@@ -109,6 +109,8 @@ def test_ring_kernels_in_two_parts_equal_sdpa(
     parts: list[list[torch.Tensor]] = [[], []]
     errors: list[BaseException] = []
 
+    ring: Any = context._Ring
+
     def run(rank: int) -> None:
         sharding = SequenceSharding(num_ranks=2, rank=rank, head_tail=head_tail)
         q, k, v = (x[:, :, own[rank]].contiguous() for x in qkv)
@@ -116,8 +118,8 @@ def test_ring_kernels_in_two_parts_equal_sdpa(
         ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
         try:
             # Not through autograd: its one thread per device cannot run two ranks at a time.
-            out = context._Ring.forward(ctx, q, k, v, sharding, rank)
-            grads = context._Ring.backward(ctx, grad_out[:, :, own[rank]].contiguous())
+            out = ring.forward(ctx, q, k, v, sharding, rank)
+            grads = ring.backward(ctx, grad_out[:, :, own[rank]].contiguous())
             parts[rank] = [out, *grads[:3]]
         except BaseException as error:
             errors.append(error)
