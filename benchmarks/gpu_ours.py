@@ -28,13 +28,17 @@ from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import StepReport, train
 
 _TEXT = CHECKOUT / "tests" / "assets" / "fixture.jsonl"
+_COPIES = 40
+"""Of the text, so that it fills the longest sequence."""
 
 
 def train_ours(case: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train a case in this process, with outputs in `folder`. Returns the measurements."""
     given = Case(**case)
     use_all_cores()
-    config = config_of(given, Path(folder))
+    text = Path(folder) / "text.jsonl"
+    text.write_text(_TEXT.read_text(encoding="utf-8") * _COPIES, encoding="utf-8")
+    config = config_of(given, Path(folder), text)
     recording = Recording(given)
 
     def record(state: TrainState, report: StepReport) -> None:
@@ -61,8 +65,8 @@ def train_ours(case: dict[str, Any], folder: str) -> dict[str, Any]:
         return values
 
 
-def config_of(case: Case, folder: Path) -> Config:
-    """Return the config of a case."""
+def config_of(case: Case, folder: Path, text: Path) -> Config:
+    """Return the config of a case; `text` is for its tokenizer."""
     llama3.FLAVORS["benchmark"] = llama3.Llama3Dims(
         dim=case.dim,
         num_layers=case.num_layers,
@@ -78,7 +82,7 @@ def config_of(case: Case, folder: Path) -> Config:
             "job": {"dump_folder": str(folder), "device": case.device},
             "model": {"flavor": "benchmark"},
             "training": {
-                "dataset_path": str(_TEXT),
+                "dataset_path": str(text),
                 "cache_folder": str(folder.parent / "cache"),
                 "local_batch_size": case.batch,
                 "global_batch_size": case.batch,

@@ -35,6 +35,9 @@ install() {
     touch "$site/.installed"
   fi
   export PYTHONPATH="$site:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+  # Initial weights are drawn on the CPU, by all cores.
+  OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
+  export OMP_NUM_THREADS
   export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONUNBUFFERED=1
 }
 

@@ -36,7 +36,8 @@ def run_ranks(
     target = f"{function.__module__}:{function.__name__}"
     port, processes = str(free_port()), []
     for rank in range(num_ranks):
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        threads = max(1, int(os.environ.get("OMP_NUM_THREADS", "1")) // num_ranks)
+        variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             variables.pop(name, None)
         if num_ranks > 1:

@@ -129,6 +129,13 @@ def train_job(
     return result
 
 
+def long_text(folder: Path) -> Path:
+    """Write a text of more tokens than a long sequence has, and return its path."""
+    path = folder / "long_text.jsonl"
+    path.write_text(FIXTURE.read_text(encoding="utf-8") * 40, encoding="utf-8")
+    return path
+
+
 class _Recording:
     """What a run's hooks record."""
 

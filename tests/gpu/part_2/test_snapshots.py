@@ -6,7 +6,7 @@ import pytest
 
 from tests.gpu.conftest import Figure
 from tests.gpu.ranks import run_ranks
-from tests.gpu.training import train_job
+from tests.gpu.training import long_text, train_job
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +40,7 @@ def test_snapshots_of_9_GB(cuda: str, tmp_path: Path, figure: Figure) -> None:
         "training.mixed_precision_param": "bfloat16",
         "training.steps": 31,
         "training.seq_len": 1024,
+        "training.dataset_path": str(long_text(tmp_path)),
         "checkpoint.interval": 10,
         "checkpoint.keep_latest_k": 1,
         "checkpoint.last_save_model_only": True,

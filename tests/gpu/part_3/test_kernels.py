@@ -145,7 +145,7 @@ def test_grouped_kernel_equals_the_loop(counts: list[int], cuda: str) -> None:
     results = []
     for linear in (kernel_linear, looped_linear):
         inputs = [t.detach().clone().requires_grad_() for t in (x_NI, weight_XOI)]
-        out = linear(*inputs, counts_X)
+        out = linear(inputs[0], inputs[1], counts_X)
         out.backward(grad_NO)
         results.append([out.detach(), *(one.grad for one in inputs)])
     for actual, expected in zip(*results, strict=True):

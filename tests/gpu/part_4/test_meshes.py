@@ -35,8 +35,13 @@ def alone() -> dict[str, dict[str, Any]]:
     return {}
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "precision"),
+    [
+        *((mesh, "float32") for mesh in MESHES),
+        *((mesh, "bfloat16") for mesh in ("FSDP", "EP", "FSDP and TP")),
+    ],
+)
 def test_losses_are_those_of_one_rank(
     mesh: str, precision: str, device: str, tmp_path: Path, alone: dict[str, dict[str, Any]]
 ) -> None:
