@@ -41,7 +41,7 @@ test-shard: setup ## Run a part of the long matrices (SHARD=K/N, BUDGET_S=second
 	$(PYTEST) -m "matrix and not gpu" --shard $(SHARD) --budget-s $(BUDGET_S) $(ARGS)
 
 test-gpu: setup ## Run the tests that need a GPU, in the order of their value.
-	$(BIN)/python -m pytest tests/gpu -m gpu --durations 10 $(ARGS)
+	$(BIN)/python -m pytest tests/gpu -m gpu -W default --durations 10 $(ARGS)
 
 chaos: setup ## Inject 200 seeded faults into a run, and compare it with an undisturbed run.
 	$(BIN)/python -m tests.chaos --faults 200 $(ARGS)

@@ -104,6 +104,11 @@ def _evidence(case: Case, found: Runs, failure: str) -> Comparison:
     if failure:
         comparison.note(failure)
         return comparison
+    if case.save_every:
+        free_gb = shutil.disk_usage("/dev/shm").free / 1e9
+        comparison.note(
+            f"shared memory: {free_gb:.0f} GB free; with less than ours needs, it waits"
+        )
     ours, peer = found["ours"][0], found[PEER][0]
     comparison.same("parameters", ours["num_params"], peer["num_params"])
     comparison.same("dtype of the weights", ours["dtype"], peer["dtype"])

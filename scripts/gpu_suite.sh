@@ -38,33 +38,42 @@ install() {
   # Initial weights are drawn on the CPU, by all cores.
   OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
   export OMP_NUM_THREADS
+  # All processes are on this machine, whose name may not resolve.
+  export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
   export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 PYTHONUNBUFFERED=1
 }
 
-[ $# -ge 2 ] || usage
-command=$1
-shift
-case $command in
-  prepare)
-    prepare "$@"
-    ;;
-  test)
-    [ $# -ge 3 ] || usage
-    wheels=$1 results=$2 part=$3
-    shift 3
-    install "$wheels"
-    # Another version of torch or numpy may warn where the pinned one does not.
-    "$python" -m pytest "tests/gpu/part_$part" -m gpu -W default --durations 10 \
-      --gpu-results "$results" --budget-s "${BUDGET_S:-520}" "$@"
-    ;;
-  bench)
-    [ $# -ge 3 ] || usage
-    wheels=$1 results=$2 case=$3
-    shift 3
-    install "$wheels"
-    "$python" -m benchmarks.gpu --case "$case" --json "$results/gpu.json" "$@"
-    ;;
-  *)
-    usage
-    ;;
-esac
+# Read as a whole before it runs, so that the file may change meanwhile.
+main() {
+  [ $# -ge 2 ] || usage
+  command=$1
+  shift
+  case $command in
+    prepare)
+      prepare "$@"
+      ;;
+    test)
+      [ $# -ge 3 ] || usage
+      wheels=$1 results=$2 part=$3
+      shift 3
+      install "$wheels"
+      # The machine's own plugins may not fit this pytest. Another version of torch or numpy may warn
+      # where the pinned one does not.
+      PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 "$python" -m pytest -p pytest_timeout "tests/gpu/part_$part" \
+        -m gpu -W default --durations 10 \
+        --gpu-results "$results" --budget-s "${BUDGET_S:-520}" "$@"
+      ;;
+    bench)
+      [ $# -ge 3 ] || usage
+      wheels=$1 results=$2 case=$3
+      shift 3
+      install "$wheels"
+      "$python" -m benchmarks.gpu --case "$case" --json "$results/gpu.json" "$@"
+      ;;
+    *)
+      usage
+      ;;
+  esac
+}
+
+main "$@"
