@@ -8,6 +8,7 @@ import re
 import statistics
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -214,6 +215,7 @@ class Recording:
         self._steps = 0
         self._peak_bytes = 0
         self._profile: dict[str, float] = {}
+        self._longest: dict[str, float] = {}
 
     def end_step(self) -> None:
         """Call at the end of each step. Profiles the steps after the timed ones."""
@@ -239,9 +241,11 @@ class Recording:
             kernels = [
                 (event.name, event.time_range.start / 1e6, event.time_range.end / 1e6)
                 for event in self._profiler.events() or ()
-                if event.device_type.name == "CUDA"
+                # FSDP and optimizers annotate spans of the GPU, which are no kernels.
+                if event.device_type.name == "CUDA" and not event.is_user_annotation
             ]
             self._profile = kernel_times(kernels, PROFILED_STEPS)
+            self._longest = longest_kernels(kernels, PROFILED_STEPS)
 
     def values(self, parameters: Iterable[torch.Tensor]) -> dict[str, Any]:
         """Return the measurements."""
@@ -254,6 +258,7 @@ class Recording:
             "num_params": sum(count for count, _ in sizes),
             "dtype": "+".join(sorted({dtype for _, dtype in sizes})),
             "profile_ms": {name: 1000 * s for name, s in self._profile.items()},
+            "longest_kernels_ms": {name: 1000 * s for name, s in self._longest.items()},
         }
 
 
@@ -281,6 +286,17 @@ def kernel_times(kernels: Sequence[tuple[str, float, float]], num_steps: int) ->
         span_s = reached_s - min(start_s for _, start_s, _ in kernels)
         found["idle"] = span_s - busy_s
     return {kind: total / num_steps for kind, total in found.items()}
+
+
+def longest_kernels(
+    kernels: Sequence[tuple[str, float, float]], num_steps: int, count: int = 30
+) -> dict[str, float]:
+    """Return seconds per step of the kernels that take the longest in total, by name."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for name, start_s, end_s in kernels:
+        totals[name[:120]] += (end_s - start_s) / num_steps
+    longest = sorted(totals, key=lambda name: -totals[name])[:count]
+    return {name: totals[name] for name in longest}
 
 
 def extra_per_save_s(step_s: Sequence[float], every: int) -> list[float]:

@@ -11,6 +11,7 @@ from benchmarks.gpu_case import (
     extra_per_save_s,
     fill_weights,
     kernel_times,
+    longest_kernels,
     random_samples,
     tiny,
 )
@@ -38,6 +39,10 @@ def test_kernels_are_sorted_by_kind_and_gaps_count_as_idle() -> None:
         }
     )
     assert set(kernel_times([], 1).values()) == {0.0}
+    assert longest_kernels([*kernels, *kernels], 2, count=2) == {
+        "nvjet_tst_128x256_bf16": 2.0,
+        "flash_bwd_kernel": 2.0,
+    }
 
 
 def test_a_save_costs_what_its_cycle_takes_beyond_plain_steps() -> None:
