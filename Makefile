@@ -7,6 +7,9 @@ CONFIG ?= configs/llama3_debug.toml
 PROCESSES ?= 2
 ARGS ?=
 SHARD ?= 0/12
+# An environment with a CUDA build of torch, for tests of the code for GPUs on a machine without one.
+CUDA_VENV := .venv-cuda
+CUDA_TEST_PACKAGES := pytest|pytest-timeout|pytest-xdist|hypothesis|safetensors|scipy|torchao|transformers
 BUDGET_S ?= 600
 # Two processes: many tests wait. Files stay whole, so that their pools do, and in order: the slow
 # folders come first, so that the end is balanced.
@@ -17,14 +20,14 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread per process: the processes of a run share the cores.
 export OMP_NUM_THREADS ?= 1
 # Tests and checks ask no hub.
-test test-all test-shard test-gpu chaos bench: export HF_HUB_OFFLINE = 1
-test test-all test-shard test-gpu chaos bench: export HF_DATASETS_OFFLINE = 1
+test test-all test-shard test-fake-cuda test-gpu chaos bench: export HF_HUB_OFFLINE = 1
+test test-all test-shard test-fake-cuda test-gpu chaos bench: export HF_DATASETS_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-shard test-gpu chaos check fmt bench docs clean
+.PHONY: help setup train test test-all test-shard test-fake-cuda test-gpu chaos check fmt bench docs clean
 
 help: ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.installed-dev ## Make .venv with everything that tests and checks need.
 
@@ -42,6 +45,10 @@ test-shard: setup ## Run a part of the long matrices (SHARD=K/N, BUDGET_S=second
 
 test-gpu: setup ## Run the tests that need a GPU, in the order of their value.
 	$(BIN)/python -m pytest tests/gpu -m gpu -W default --durations 10 $(ARGS)
+
+test-fake-cuda: $(CUDA_VENV)/.installed $(CUDA_VENV)/libcuda.so.1 ## Run the tests of a GPU without values (a CUDA build of torch, no GPU).
+	LD_PRELOAD=$(abspath $(CUDA_VENV)/libcuda.so.1) TORCHTITAN_LITE_FAKE_CUDA=1 \
+	  $(CUDA_VENV)/bin/python -m pytest -n 2 tests/fake_cuda $(ARGS)
 
 chaos: setup ## Inject 200 seeded faults into a run, and compare it with an undisturbed run.
 	$(BIN)/python -m tests.chaos --faults 200 $(ARGS)
@@ -87,3 +94,16 @@ $(VENV)/.installed: requirements.txt $(VENV)/bin/python
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
 	@touch $@
+
+# Without the user's links, which may lead to a CPU build.
+$(CUDA_VENV)/.installed: requirements.txt requirements-dev.txt
+	$(PYTHON) -m venv $(CUDA_VENV)
+	grep -hE '^($(CUDA_TEST_PACKAGES))==' requirements-dev.txt > $(CUDA_VENV)/test-packages.txt
+	PIP_FIND_LINKS= PIP_CONFIG_FILE=/dev/null $(CUDA_VENV)/bin/python -m pip install --quiet \
+	  --requirement requirements.txt --requirement $(CUDA_VENV)/test-packages.txt
+	$(CUDA_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+$(CUDA_VENV)/libcuda.so.1: tests/fake_cuda/runtime.c $(CUDA_VENV)/.installed
+	$(CC) -shared -fPIC -O1 -Wl,-soname,libcuda.so.1 -o $@ tests/fake_cuda/runtime.c -I \
+	  "$$($(CUDA_VENV)/bin/python -c 'import os, triton; print(os.path.dirname(triton.__file__))')/backends/nvidia/include"

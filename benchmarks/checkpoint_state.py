@@ -127,7 +127,7 @@ class Ours(Variant):
         )
 
     def ready(self) -> torch.Tensor:
-        return self.manager.local_signals(torch.device("cpu"))
+        return self.manager.local_signals()
 
     def reduced(self, sums: torch.Tensor) -> None:
         self.manager.apply_signals(sums)

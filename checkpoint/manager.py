@@ -109,12 +109,12 @@ class CheckpointManager:
         """Block until the state may be modified."""
         self._saver.wait_for_snapshot()
 
-    def local_signals(self, device: torch.device) -> torch.Tensor:
+    def local_signals(self) -> torch.Tensor:
         """Return this rank's `SaveSignals` for the step's reduction: `NUM_SAVE_SIGNALS` float64
-        values. Blocks until the state may be modified."""
+        values, on the CPU. Blocks until the state may be modified."""
         step_s = time.perf_counter() - self._step_ended
         signals = self._saver.local_signals(step_s)
-        return torch.tensor(signals.to_list(), dtype=torch.float64).to(device, non_blocking=True)
+        return torch.tensor(signals.to_list(), dtype=torch.float64)
 
     def apply_signals(self, sums: torch.Tensor) -> None:
         """Act on the `local_signals` summed over all ranks."""

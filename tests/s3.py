@@ -145,7 +145,7 @@ def make_manager(dump_folder: Path, root: str, state: SmallState, mesh: Mesh) ->
 
 def take_step(manager: CheckpointManager, state: SmallState) -> None:
     """Take a step in the order of calls of the trainer."""
-    manager.apply_signals(manager.local_signals(_CPU).cpu())
+    manager.apply_signals(manager.local_signals())
     state.take_step()
     manager.after_step()
 

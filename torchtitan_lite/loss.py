@@ -12,7 +12,9 @@ import torch
 
 from torchtitan_lite.spec import IGNORE_INDEX, TokenLoss, VocabularyShard
 
-_LOGITS_PER_CHUNK = 1 << 24
+_LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""By device. On a GPU a chunk must be large enough for fast matrix products; 2**28 logits are 1 GiB
+in float32."""
 _MIN_CHUNK_TOKENS = 512
 
 _Chunk = Callable[
@@ -52,18 +54,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = hidden_TD.new_zeros((), dtype=torch.float64)
         hidden_grads: list[torch.Tensor] = []
         weight_grad: torch.Tensor | None = None
-        size = max(_MIN_CHUNK_TOKENS, _LOGITS_PER_CHUNK // weight_VD.shape[0])
-        for start in range(0, hidden_TD.shape[0], size):
+        budget = _LOGITS_PER_CHUNK[weight_VD.device.type]
+        size = max(_MIN_CHUNK_TOKENS, budget // weight_VD.shape[0])
+        starts = range(0, hidden_TD.shape[0], size)
+        for start in starts:
             part = slice(start, start + size)
             summed, hidden_grad, grad = chunk(hidden_TD[part], weight_VD, targets_T[part], shard)
             total = total + summed
             hidden_grads.append(hidden_grad)
-            # Chunks add up in float32: in bfloat16 the later ones would be lost.
-            weight_grad = (
-                grad
-                if weight_grad is None
-                else weight_grad.to(_accumulator(weight_VD.dtype)) + grad
-            )
+            if weight_grad is not None:
+                weight_grad += grad
+            else:
+                # Chunks add up in float32: in bfloat16 the later ones would be lost.
+                is_only = len(starts) == 1
+                weight_grad = grad if is_only else grad.to(_accumulator(weight_VD.dtype))
         if chunk is not _chunk_loss and weight_grad is not None:
             hidden_grad = hidden_grads[0] if len(hidden_grads) == 1 else torch.cat(hidden_grads)
             ctx.save_for_backward(hidden_grad, weight_grad.to(weight_VD.dtype))

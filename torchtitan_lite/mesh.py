@@ -28,6 +28,7 @@ from torchtitan_lite.device import Device
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.torch_compat import as_dtensor
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "dp_replicate", "expert_shard", "ep", "etp")
@@ -148,7 +149,7 @@ class Mesh:
     def to_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """Return a tensor of this stage as a DTensor on all ranks of the stage: a plain tensor is
         replicated, and one on some of the axes is replicated along the others. It shares memory,
-        except for a plain tensor on another device than the mesh's."""
+        also with a tensor on the host for a mesh of devices."""
         local, axes, own = tensor, (), ()
         if isinstance(tensor, DTensor):
             if tensor.device_mesh.size() * self.degrees.pp == self.world_size:
@@ -165,9 +166,7 @@ class Mesh:
             )
         by_axis = dict(zip(axes, own, strict=True))
         placements = [by_axis.get(axis, Replicate()) for axis in stage.mesh_dim_names or ()]
-        return DTensor.from_local(
-            local, stage, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        return as_dtensor(local.detach(), stage, tuple(placements), tensor.shape)
 
     @cached_property
     def _stage(self) -> DeviceMesh:

@@ -20,15 +20,20 @@ from torchtitan_lite.data import microbatch_indices
 from torchtitan_lite.errors import MachineFault, TrainingDiverged
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
-from torchtitan_lite.optim import scale_
 from torchtitan_lite.parallel.expert import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import LeaveRequested, ReplicaEvent, Replicas, Share
+from torchtitan_lite.replica import LeaveRequested, ReplicaEvent, Replicas, Share, SingleReplica
 from torchtitan_lite.spec import IGNORE_INDEX, Microbatch, PipelineSchedule
 from torchtitan_lite.step.anomalous_steps import handle_anomaly, report_faulty_ranks
 from torchtitan_lite.step.monitor import StepMonitor
-from torchtitan_lite.step.totals import StepTotals, StepValues, reduce_step
+from torchtitan_lite.step.totals import (
+    NORM_EPS,
+    PendingTotals,
+    StepTotals,
+    StepValues,
+    reduce_step,
+)
 from torchtitan_lite.train_state import TrainState
 
 
@@ -169,7 +174,9 @@ def train_step(job: Job) -> StepReport:
         loss = _forward_backward(job, microbatches, parameters)
     values = _local_values(job, share, microbatches, loss)
     with phases.enter(Phase.COMMUNICATION):
-        totals, gradients = reduce_step(values, parameters, job.replicas, job.mesh, job.stop)
+        pending = reduce_step(values, parameters, job.replicas, job.mesh, job.stop)
+        is_updated = _update_on_device(job, pending)
+        totals = pending.read()
         is_complete = job.replicas.should_commit(
             totals.num_ranks, totals.cursor_sum, totals.step_sum
         )
@@ -179,7 +186,9 @@ def train_step(job: Job) -> StepReport:
             totals, loss, microbatches, state.history, share, job.replicas, is_complete=is_complete
         )
     number, lr = state.step + 1, state.lr_scheduler.lr(state.step)
-    router_loads, events, fatal_error = _apply(job, decision, totals, gradients, share, lr)
+    if decision.action is Action.COMMIT and not is_updated:
+        _update(job, totals)
+    router_loads, events, fatal_error = _apply(job, decision, totals, share)
     committed = decision.action is Action.COMMIT
     stop_requested = totals.num_stop_requests > 0
     is_last = stop_requested or fatal_error is not None or state.step >= job.steps
@@ -247,8 +256,8 @@ def _local_values(
         num_targets=sum(int((mb.targets_BS != IGNORE_INDEX).sum()) for mb in microbatches),
         cursor=job.state.cursor,
         step=job.state.step,
-        save_signals=job.checkpoints.local_signals(loss.device),
-        work_times=job.monitor.work_times.local_values(share, loss.device),
+        save_signals=job.checkpoints.local_signals(),
+        work_times=job.monitor.work_times.local_values(share),
         router_counts=job.router_balance.counts(loss.device),
     )
 
@@ -257,12 +266,10 @@ def _apply(
     job: Job,
     decision: Decision,
     totals: StepTotals,
-    gradients: list[tuple[torch.Tensor, int]],
     share: Share,
-    lr: float,
 ) -> tuple[Mapping[str, torch.Tensor], list[ReplicaEvent], TrainingDiverged | MachineFault | None]:
-    """Apply the decision: update, skip, or leave the state as it was. Returns the router loads, the
-    events, and why the run ends, if it does."""
+    """Apply the decision to everything but weights and optimizer: commit, skip, or leave the state
+    as it was. Returns the router loads, the events, and why the run ends, if it does."""
     state, number = job.state, job.state.step + 1
     committed = decision.action is Action.COMMIT
     step_size = share.step_size(job.global_batch_size)
@@ -271,8 +278,10 @@ def _apply(
         # An aborted step is retried with the same samples.
         state.cursor = samples.stop
     if committed:
-        _update(job, totals, gradients, lr)
+        state.step += 1
         state.tokens += step_size * job.seq_len
+        window = job.monitor.detector.window
+        state.history.record_commit(state.step, totals.mean_loss, totals.grad_norm, window=window)
     router_loads = job.router_balance.apply(totals.router_counts, committed=committed)
     state.optimizer.zero_grad()
     if decision.faulty_ranks:
@@ -293,15 +302,29 @@ def _apply(
     return router_loads, *outcome
 
 
-def _update(
-    job: Job, totals: StepTotals, gradients: list[tuple[torch.Tensor, int]], lr: float
-) -> None:
+def _update_on_device(job: Job, pending: PendingTotals) -> bool:
+    """Start to clip the gradients and update the weights before the host knows the totals, unless
+    the step is anomalous. Returns false if this run must wait for them.
+
+    The device then has work while the host waits. Replicas vote about a step, and spikes depend on
+    the history, so those decisions are the host's.
+    """
+    state = job.state
+    if not (
+        isinstance(job.replicas, SingleReplica)
+        and job.monitor.detector.ignores_history
+        and state.optimizer.can_step_unless(job.mesh.device.torch_device)
+    ):
+        return False
+    divisor, skip = pending.divisor_and_skip(job.max_norm)
+    state.optimizer.step_unless(skip, state.lr_scheduler.lr(state.step), divisor)
+    return True
+
+
+def _update(job: Job, totals: StepTotals) -> None:
     """Clip the gradients, and update the weights."""
-    state, grad_norm = job.state, totals.grad_norm
-    # Gradients are of the loss summed over target tokens. This is the only place where they are
-    # divided by the number of targets, as `StepTotals` divides loss and norm.
-    scale_(gradients, min(1.0, job.max_norm / (grad_norm + 1e-6)) / totals.num_targets)
-    state.optimizer.step(lr)
-    state.step += 1
-    window = job.monitor.detector.window
-    state.history.record_commit(state.step, totals.mean_loss, grad_norm, window=window)
+    state = job.state
+    # Gradients are of the loss summed over target tokens. Here they are divided by the number of
+    # targets, as `StepTotals` divides loss and norm.
+    factor = min(1.0, job.max_norm / (totals.grad_norm + NORM_EPS)) / totals.num_targets
+    state.optimizer.step(state.lr_scheduler.lr(state.step), factor)

@@ -159,6 +159,11 @@ _SHORT_ADAMW = {"fsdp-2", "fsdp-2-tp-2", "cpu-offload", "ep-2-fsdp-4"}
 assert MESHES.keys() | EXPERT_MESHES.keys() >= _SHORT | _SHORT_ADAMW
 
 
+def in_short_suite(mesh: str) -> bool:
+    """Whether `make test` covers a mesh."""
+    return mesh in _SHORT
+
+
 def rows(meshes: dict[str, tuple[int, dict[str, Any]]]) -> list[Any]:
     """(mesh, optimizer) for each mesh, with SGD and AdamW: AdamW hides a wrong gradient scale.
 

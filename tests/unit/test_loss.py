@@ -24,7 +24,7 @@ _NUM_TOKENS, _VOCAB, _DIM = 101, 37, 16
 def chunk_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The number of tokens per chunk: many chunks with a short last one, or one chunk."""
     monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
-    monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", request.param * _VOCAB)
+    monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", {"cpu": request.param * _VOCAB})
     yield request.param
 
 
@@ -111,7 +111,7 @@ def test_chunks_of_a_bfloat16_weight_gradient_are_summed_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
-    monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", 1)
+    monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", {"cpu": 1})
     # 1,024 equal terms of 1/2: in bfloat16 the sum would stop at 128.
     hidden = torch.ones(1024, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -122,7 +122,7 @@ def test_chunks_of_a_bfloat16_weight_gradient_are_summed_in_float32(
 
 def test_full_logits_are_never_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
-    monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", 10 * _VOCAB)
+    monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", {"cpu": 10 * _VOCAB})
     sizes = []
     full = module._chunk_loss_and_gradients
 

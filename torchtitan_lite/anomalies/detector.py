@@ -130,6 +130,8 @@ class AnomalyDetector:
         self.window = 0 if config.on_spike == "off" else config.spike_window
         """Length of the history, in steps."""
         self.roll_back_steps = config.roll_back_steps
+        self.ignores_history = config.on_spike == "off"
+        """Whether exactly the steps whose loss or gradient norm is not finite are anomalous."""
 
     def decide(self, loss: float, grad_norm: float, history: History) -> Decision:
         """Decide about a step that all ranks completed."""

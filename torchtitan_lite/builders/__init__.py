@@ -14,7 +14,7 @@ import torch
 
 from torchtitan_lite import rng
 from torchtitan_lite.builders.job import build_job, build_text_generator, join_replicas
-from torchtitan_lite.builders.model import build_model
+from torchtitan_lite.builders.model import build_model, spec_on_device
 from torchtitan_lite.builders.state import RestoredState, build_state
 from torchtitan_lite.checkpoint import run_on_all_ranks
 from torchtitan_lite.config import Config, to_toml
@@ -30,7 +30,6 @@ from torchtitan_lite.metrics import (
     open_goodput_tracker,
     open_metrics,
 )
-from torchtitan_lite.models import model_spec
 from torchtitan_lite.outputs import replica_folder
 from torchtitan_lite.parallel.pipeline_stages import join_stages
 from torchtitan_lite.phases import PhaseListener, Phases
@@ -64,7 +63,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
     """Open the data, build the model on the mesh, restore the newest state and open the metrics;
     close them at the end of the block. Every rank must call it."""
     _set_determinism(config)
-    spec = model_spec(config.model)
+    spec = spec_on_device(config, mesh.device)
     folder = Path(config.job.dump_folder)
     if config.fault_tolerance.enable:
         # Checkpoints are shared by all replicas; metrics and logs are not.

@@ -7,13 +7,38 @@ import torch
 from torch import nn
 
 from torchtitan_lite.config import Config
+from torchtitan_lite.device import Device
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.models import model_spec
+from torchtitan_lite.nn.attention import Attention
 from torchtitan_lite.nn.initialize import allocate_memory, initialize, on_meta
 from torchtitan_lite.parallel import parallelize
+from torchtitan_lite.parallel.fsdp import compute_dtype_of
 from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages
 from torchtitan_lite.parallel.tensor import check_plan
 from torchtitan_lite.spec import ModelSpec
+
+_MIN_FLEX_HEAD_DIM = 16
+"""FlexAttention's kernel takes no narrower heads."""
+
+
+def spec_on_device(config: Config, device: Device) -> ModelSpec:
+    """Return the model with the attention kernel for this device, unless one is configured.
+
+    With a mask in memory and grouped heads, torch's attention materializes all scores of a GPU, so
+    a document mask takes FlexAttention there.
+    """
+    spec = model_spec(config.model)
+    is_chosen = config.model.attention_backend != "auto" or config.debug.trace_communication
+    if device.kind != "cuda" or is_chosen or not spec.document_mask:
+        return spec
+    modules = model_on_meta(config, spec).modules()
+    head_dims = [module.head_dim for module in modules if isinstance(module, Attention)]
+    is_wide = compute_dtype_of(config.training, device).itemsize > torch.float32.itemsize
+    if is_wide or min(head_dims, default=0) < _MIN_FLEX_HEAD_DIM:
+        return spec
+    return model_spec(config.model.model_copy(update={"attention_backend": "flex"}))
 
 
 def build_model(

@@ -3,7 +3,7 @@
 Layer: above device and mesh.
 """
 
-from torchtitan_lite.optim.gradients import local_gradients, scale_, square_norm
+from torchtitan_lite.optim.gradients import local_gradients, square_norm
 from torchtitan_lite.optim.lr_scheduler import WarmupStableDecay, build_lr_scheduler
 from torchtitan_lite.optim.optimizer import ShardedOptimizer, build_optimizer, placed_like
 
@@ -14,6 +14,5 @@ __all__ = [
     "build_optimizer",
     "local_gradients",
     "placed_like",
-    "scale_",
     "square_norm",
 ]

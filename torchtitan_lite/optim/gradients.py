@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.redistribute import align_gradient
-from torchtitan_lite.torch_compat import foreach_mul_, foreach_norm
+from torchtitan_lite.torch_compat import foreach_norm
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[tuple[torch.Tensor, int]]:
@@ -37,10 +37,10 @@ def square_norm(gradients: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
     by_holders: dict[int, list[torch.Tensor]] = {}
     for gradient, holders in gradients:
         by_holders.setdefault(holders, []).append(gradient)
-    total = torch.zeros((), dtype=torch.float64)
-    for holders, tensors in by_holders.items():
-        total = total.to(tensors[0].device) + square_sum(tensors) / holders
-    return total
+    if not by_holders:
+        return torch.zeros((), dtype=torch.float64)
+    parts = [square_sum(tensors) / holders for holders, tensors in by_holders.items()]
+    return torch.stack(parts).sum()
 
 
 _BLOCK = 256
@@ -63,8 +63,3 @@ def square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         rests.append(flat)
     norms = [*rows, torch.stack(list(foreach_norm(rests)))]
     return torch.cat([norm.double() for norm in norms]).square().sum()
-
-
-def scale_(gradients: list[tuple[torch.Tensor, int]], factor: float) -> None:
-    """Multiply the gradients by `factor` in place."""
-    foreach_mul_([gradient for gradient, _ in gradients if gradient.numel()], factor)

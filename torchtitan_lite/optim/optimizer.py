@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.device import Device
 from torchtitan_lite.schema.optimizer import OptimizerConfig
+from torchtitan_lite.torch_compat import as_dtensor, foreach_mul_, local_tensor
 
 _COUNT = "step"
 """The only slot that does not have its parameter's shape."""
@@ -76,6 +77,12 @@ class ShardedOptimizer:
         self.inner = make(
             [{**group, "params": [self._parts[p] for p in group["params"]]} for group in groups]
         )
+        # The scale is float32, so a kernel in float64 would lose precision.
+        self._divides_gradients = all(
+            group.get("fused") and part.dtype.itemsize <= torch.float32.itemsize
+            for group in self.inner.param_groups
+            for part in group["params"]
+        )
         self._counts_beside = {
             part: bool(group.get("fused") or group.get("capturable"))
             for group in self.inner.param_groups
@@ -83,8 +90,37 @@ class ShardedOptimizer:
         }
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update every parameter that has a gradient."""
+    def step(self, lr: float, gradient_factor: float = 1.0) -> None:
+        """Update every parameter that has a gradient, by the gradients times `gradient_factor`. The
+        gradients are invalid afterwards."""
+        gradients = self._begin_step(lr)
+        if self._divides_gradients:
+            on = {gradient.device for gradient in gradients}
+            scales = [torch.full((), 1 / gradient_factor, device=device) for device in on]
+            self._step(scales[0] if scales else None, None)
+        else:
+            foreach_mul_([one for one in gradients if one.numel()], gradient_factor)
+            self.inner.step()
+
+    def can_step_unless(self, device: torch.device) -> bool:
+        """Whether `step_unless` is supported with tensors on `device`."""
+        # A skipped first step of SGD would leave its momentum uninitialized.
+        is_adam = isinstance(self.inner, torch.optim.Adam)
+        return (
+            self._divides_gradients
+            and is_adam
+            and all(_device(parameter) == device for parameter in self._parts)
+        )
+
+    @torch.no_grad()
+    def step_unless(self, skip: torch.Tensor, lr: float, divisor: torch.Tensor) -> None:
+        """`step` by the gradients divided by `divisor`, unless `skip` is 1; both are 0-d float32 on
+        the device, so that the host does not wait for their values."""
+        self._begin_step(lr)
+        self._step(divisor, skip)
+
+    def _begin_step(self, lr: float) -> list[torch.Tensor]:
+        """Set the rate and the gradients of the inner optimizer. Returns the gradients."""
         for group in self.inner.param_groups:
             group["lr"] = lr
         for parameter, part in self._parts.items():
@@ -92,6 +128,13 @@ class ShardedOptimizer:
                 # FSDP may have moved the part since the last step.
                 part.data = _local(parameter)
                 part.grad = None if parameter.grad is None else _local(parameter.grad)
+        return [part.grad for part in self._parts.values() if part.grad is not None]
+
+    def _step(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+        """Step with what `torch.amp.GradScaler` hands to fused kernels: they divide the gradients
+        as they read them, which saves a pass over them, and do nothing if `found_inf` is 1."""
+        self.inner.grad_scale = grad_scale  # type: ignore[attr-defined]
+        self.inner.found_inf = found_inf  # type: ignore[attr-defined]
         self.inner.step()
 
     def zero_grad(self) -> None:
@@ -124,20 +167,18 @@ class ShardedOptimizer:
         self.inner.state[part][slot] = value
 
 
+def _device(parameter: nn.Parameter) -> torch.device:
+    return local_tensor(parameter).device
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
 
 
 def placed_like(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """Return a tensor like this rank's shard of a parameter, with the same placements."""
+    """Return a tensor like this rank's shard of a parameter, with the same placements. It shares
+    memory: with CPU offload both are on the host, though the mesh is of devices."""
     if not isinstance(parameter, DTensor):
         return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return as_dtensor(value, parameter.device_mesh, parameter.placements, parameter.shape)

@@ -26,6 +26,8 @@ from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import Microbatch
 from torchtitan_lite.torch_compat import attention_backward, attention_with_lse
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceSharding:
@@ -37,7 +39,7 @@ class SequenceSharding:
 
     def order(self, length: int, device: torch.device) -> torch.Tensor:
         """Return the positions [S] in the order in which the ranks hold them, by rank."""
-        return sequence_order(length, self.num_ranks, self.head_tail).to(device)
+        return sequence_order(length, self.num_ranks, self.head_tail, device)
 
     def own(self, length: int, device: torch.device) -> torch.Tensor:
         """Return the positions [S / ranks] that this rank holds."""
@@ -58,7 +60,9 @@ class SequenceSharding:
 
 
 @cache
-def sequence_order(length: int, num_ranks: int, head_tail: bool) -> torch.Tensor:
+def sequence_order(
+    length: int, num_ranks: int, head_tail: bool, device: torch.device = _CPU
+) -> torch.Tensor:
     """Return the positions [S], int64, in the order in which the ranks hold them.
 
     Raises ValueError if the chunks would have unequal lengths.
@@ -67,11 +71,12 @@ def sequence_order(length: int, num_ranks: int, head_tail: bool) -> torch.Tensor
     if length % pieces:
         raise ValueError(f"A sequence of {length} positions does not divide into {pieces} chunks.")
     # No loop, and no other tensor of full length: fresh memory dominates the cost.
-    order = torch.arange(num_ranks)
+    order = torch.arange(num_ranks, device=device)
     if head_tail:
         order = torch.stack([order, pieces - 1 - order], dim=1).flatten()
     piece_length = length // pieces
-    return (order[:, None] * piece_length + torch.arange(piece_length)).flatten()
+    within = torch.arange(piece_length, device=device)
+    return (order[:, None] * piece_length + within).flatten()
 
 
 class RingKernel(nn.Module):

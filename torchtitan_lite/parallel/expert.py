@@ -99,7 +99,7 @@ class _Exchange:
         # counts.
         sent, received = torch.stack([sent_RY.sum(1), received_RY.sum(1)]).tolist()
         incoming_ND = exchange_rows(self._repeated(tokens_ND, sent), sent, received, self.group)
-        order_N = _by_expert(received_RY)
+        order_N = _by_expert(received_RY, sum(received))
         places_N = order_N.argsort()
         sorted_ND = take_rows(incoming_ND, order_N, places_N[:, None])
         out_ND = grouped_swiglu(sorted_ND, *stacks, received_RY.sum(0))
@@ -122,11 +122,12 @@ class _Exchange:
         return torch.cat([torch.stack(parts[o : o + self.num_shards]).sum(0) for o in owners])
 
 
-def _by_expert(received_RY: torch.Tensor) -> torch.Tensor:
-    """Return the order [N] that sorts by expert what is sorted by (rank, expert)."""
+def _by_expert(received_RY: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return the order [N] that sorts by expert what is sorted by (rank, expert). `num_tokens` is
+    the sum of `received_RY`, N."""
     num_ranks, num_experts = received_RY.shape
     expert_RY = torch.arange(num_experts, device=received_RY.device).expand(num_ranks, -1)
-    expert_N = expert_RY.flatten().repeat_interleave(received_RY.flatten())
+    expert_N = expert_RY.flatten().repeat_interleave(received_RY.flatten(), output_size=num_tokens)
     return expert_N.argsort(stable=True)
 
 
@@ -191,16 +192,16 @@ class RouterBalance:
         return counts_LX.flatten() / self._copies
 
     def apply(self, counts: torch.Tensor, *, committed: bool) -> dict[str, torch.Tensor]:
-        """Update the biases by the summed `counts` if the step was committed, and reset the
-        counters. Returns the load [X] of each router of the model, by name."""
+        """Update the biases by the summed `counts`, on the CPU, if the step was committed, and
+        reset the counters. Returns the load [X] of each router of the model, by name."""
         # Integers again: tp ranks that count the same tokens contribute fractions.
         counts_LX = counts.round().view(len(self._names), self._num_experts)
-        loads = dict(zip(self._names, counts_LX, strict=True))
         for name, router in self._routers.items():
             if committed:
-                router.update_expert_bias(loads[name])
+                load_X = counts_LX[self._names.index(name)]
+                router.update_expert_bias(load_X.to(router.load_X.device, non_blocking=True))
             router.load_X.zero_()
-        return loads
+        return dict(zip(self._names, counts_LX, strict=True))
 
 
 def routers_of(model: nn.Module) -> dict[str, Router]:

@@ -77,13 +77,15 @@ def apply(
             else OffloadPolicy()
         ),
     }
+    num_shards = mesh.degrees.dp_shard * mesh.degrees.cp
     units = modules_matching(model, spec.blocks, *spec.extra_fsdp_units)
     policy = parallelism.fsdp_reshard_after_forward
     for position, unit in enumerate(units):
         # Backward begins with the last unit: freeing it would gather it twice.
         is_last = position == len(units) - 1
-        # Under a pipeline every microbatch would gather it again.
-        frees = policy == "default" and mesh.degrees.pp == 1 and not is_last
+        # Under a pipeline every microbatch would gather it again. A single shard is not gathered,
+        # but cast to the compute dtype.
+        frees = policy == "default" and mesh.degrees.pp == 1 and not is_last and num_shards > 1
         reshard = policy == "always" or frees
         stacks = [m for m in unit.modules() if isinstance(m, Experts)] if apart else []
         for experts in stacks:
@@ -93,7 +95,8 @@ def apply(
             # Gathered with their block, as by one unit.
             unit.set_modules_to_forward_prefetch(stacks)
     fully_shard(model, **settings, reshard_after_forward=policy == "always")
-    _sum_gradients(model)
+    if not is_alone:
+        _sum_gradients(model)
 
 
 def compute_dtype_of(precision: PrecisionConfig, device: Device) -> torch.dtype:
@@ -152,7 +155,8 @@ def _expert_placement(
 
 
 def _sum_gradients(model: nn.Module) -> None:
-    """Disable FSDP's averaging: divide by 1, with a plain sum, because gloo has no scaled one."""
+    """Disable FSDP's averaging: divide by 1, with a plain sum, because gloo has no scaled one. A
+    single rank divides by 1 unless told otherwise, and would spend a pass over its gradients."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -56,13 +56,17 @@ class GradientReducer:
             if len(self._in_flight) == _MAX_IN_FLIGHT:
                 self._unpack(*self._in_flight.popleft())
             self._send()
-        numbers = torch.cat([counts, torch.tensor(present, dtype=torch.float64).to(counts.device)])
+        present_here = torch.tensor(present, dtype=torch.float64)
+        numbers = torch.cat([counts, present_here.to(counts.device, non_blocking=True)])
         counting = self._manager.all_reduce_sum(numbers)
         while self._in_flight:
             self._unpack(*self._in_flight.popleft())
         counting.wait()
         self._num_sent = 0
         counts.copy_(numbers[: len(counts)])
+        if all(present):
+            return
+        # The host waits here for the device.
         for parameter, holders in zip(parameters, numbers[len(counts) :].tolist(), strict=True):
             if not holders:
                 parameter.grad = None

@@ -22,7 +22,7 @@ class ModelConfig(Section):
     of the model's vocabulary size is trained once on the corpus and cached."""
     attention_backend: Literal["auto", "sdpa", "flex"] = "auto"
     """Attention kernel: "sdpa" runs anywhere, "flex" (FlexAttention) needs a GPU. "auto": as in the
-    flavor."""
+    flavor, but "flex" for a document mask on a GPU."""
     attention_mask: Literal["auto", "causal", "document"] = "auto"
     """"causal": a token attends to all earlier tokens of its block; "document": only to those of
     its own document, and the first token of a document is not a target. "auto": as in the flavor.

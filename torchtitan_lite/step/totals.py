@@ -36,11 +36,11 @@ class StepTotals(NamedTuple):
     step_sum: float
     """Sum of the ranks' committed steps."""
     save_signals: torch.Tensor
-    """See `CheckpointManager.local_signals`."""
+    """See `CheckpointManager.local_signals`; on the CPU."""
     work_times: torch.Tensor
-    """See `WorkTimes.local_values`."""
+    """See `WorkTimes.local_values`; on the CPU."""
     router_counts: torch.Tensor
-    """See `RouterBalance.counts`."""
+    """See `RouterBalance.counts`; on the CPU."""
 
     @property
     def mean_loss(self) -> float:
@@ -54,21 +54,55 @@ class StepTotals(NamedTuple):
         return math.sqrt(self.squared_norm) / self.num_targets if is_number else math.nan
 
 
+class PendingTotals:
+    """Totals on the device. The host waits for them in `read`, and nowhere else."""
+
+    def __init__(self, totals: torch.Tensor, num_work_times: int, token_copies: int) -> None:
+        """`token_copies`: ranks with the same tokens."""
+        self._totals = totals
+        self._num_work_times, self._token_copies = num_work_times, token_copies
+
+    def divisor_and_skip(self, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the gradients must be divided by to be those of the mean loss, of a norm of
+        at most `max_norm`, and 1 if the loss or the norm is not finite. Both are 0-d float32."""
+        squared_norm, _, loss, num_targets = self._totals[:4]
+        num_targets = num_targets / self._token_copies
+        norm = squared_norm.sqrt() / num_targets
+        divisor = num_targets * ((norm + NORM_EPS) / max_norm).clamp_min(1)
+        is_finite = (loss / num_targets).isfinite() & norm.isfinite()
+        return divisor.float(), 1 - is_finite.float()
+
+    def read(self) -> StepTotals:
+        """Return the totals on the host."""
+        lengths = [_OF_REPLICA + _OF_STEP, NUM_SAVE_SIGNALS, self._num_work_times]
+        totals = self._totals.cpu()
+        scalars, *rest = totals.split([*lengths, len(totals) - sum(lengths)])
+        summed = StepTotals(*scalars.tolist(), *rest)
+        # Ranks with the same tokens count the same targets; their parts of the loss add up to one.
+        return summed._replace(num_targets=summed.num_targets / self._token_copies)
+
+
+NORM_EPS = 1e-6
+"""Added to the gradient norm when gradients are clipped, as in `clip_grad_norm_`."""
 _OF_REPLICA, _OF_STEP = 2, 5
 """Numbers at the start of `StepTotals` that are summed over one replica, and over all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepValues:
-    """This rank's values. All tensors are float64, on one device."""
+    """This rank's values. All tensors are float64."""
 
     loss: torch.Tensor
+    """0-d, on the device."""
     num_targets: int
     cursor: int
     step: int
     save_signals: torch.Tensor
+    """On the CPU."""
     work_times: torch.Tensor
+    """On the CPU."""
     router_counts: torch.Tensor
+    """On the device."""
 
 
 def reduce_step(
@@ -77,33 +111,25 @@ def reduce_step(
     replicas: Replicas,
     mesh: Mesh,
     stop: StopRequest,
-) -> tuple[StepTotals, list[tuple[torch.Tensor, int]]]:
-    """Sum the gradients of `parameters` over replicas, and `values` over all ranks. Returns the
-    totals, and the gradients as `local_gradients` does. Every rank must call it."""
+) -> PendingTotals:
+    """Sum the gradients of `parameters` over replicas, and `values` over all ranks. Every rank must
+    call it."""
     device = values.loss.device
-    numbers = [values.num_targets, 1, values.cursor, values.step]
-    packed = torch.cat(
-        [
-            torch.stack([values.loss, *(_scalar(one, device) for one in numbers)]),
-            values.save_signals,
-            values.work_times,
-            values.router_counts,
-        ]
-    )
+    numbers = _vector([values.num_targets, 1, values.cursor, values.step])
+    on_host = torch.cat([numbers, values.save_signals, values.work_times])
+    packed = torch.cat([values.loss[None], _to(device, on_host), values.router_counts])
     replicas.reduce(parameters, packed)
-    gradients = local_gradients(parameters)
-    squared_norm = square_norm(gradients).to(device)
+    squared_norm = _to(device, square_norm(local_gradients(parameters))[None])
     # Read late: a request may arrive during the wait for other replicas.
-    of_replica = torch.stack([squared_norm, _scalar(stop.requested, device)])
-    totals = mesh.all_reduce_(torch.cat([of_replica, packed]))
-    lengths = [_OF_REPLICA + _OF_STEP, NUM_SAVE_SIGNALS, len(values.work_times)]
-    scalars, *rest = totals.split([*lengths, len(values.router_counts)])
-    summed = StepTotals(*scalars.tolist(), *rest)
-    # Ranks with the same tokens count the same targets; their parts of the loss add up to one.
-    num_targets = summed.num_targets / mesh.degrees.token_copies
-    return summed._replace(num_targets=num_targets), gradients
+    stop_request = _to(device, _vector([stop.requested]))
+    totals = mesh.all_reduce_(torch.cat([squared_norm, stop_request, packed]))
+    return PendingTotals(totals, len(values.work_times), mesh.degrees.token_copies)
 
 
-def _scalar(value: float, device: torch.device) -> torch.Tensor:
+def _vector(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _to(device: torch.device, values: torch.Tensor) -> torch.Tensor:
     """Copy to the device without waiting."""
-    return torch.tensor(float(value), dtype=torch.float64).to(device, non_blocking=True)
+    return values.to(device, non_blocking=True)

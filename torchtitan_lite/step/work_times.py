@@ -38,14 +38,15 @@ class WorkTimes:
         """End of own work."""
         self._ended = self._now()
 
-    def local_values(self, share: Share, device: torch.device) -> torch.Tensor:
-        """Return this rank's values for the reduction: float64 [participants * ranks * 3]."""
+    def local_values(self, share: Share) -> torch.Tensor:
+        """Return this rank's values for the reduction: float64 [participants * ranks * 3],
+        on the CPU."""
         length = share.count * self._mesh.world_size * _NUMBERS
         numbers = torch.zeros(length, dtype=torch.float64)
         if share.index >= 0:
             start = (share.index * self._mesh.world_size + self._mesh.rank) * _NUMBERS
             numbers[start : start + _NUMBERS] = torch.tensor(self._last_work, dtype=torch.float64)
-        return numbers.to(device, non_blocking=True)
+        return numbers
 
     def record(
         self, totals: torch.Tensor, num_microbatches: int, *, is_valid: bool

@@ -42,7 +42,7 @@ _STEPS_LATER_S = 100
 
 def step(manager: CheckpointManager, state: SmallState, mesh: Mesh) -> None:
     """Take a step in the order of calls of the trainer."""
-    totals = mesh.all_reduce_(manager.local_signals(mesh.device.torch_device))
+    totals = mesh.all_reduce_(manager.local_signals())
     manager.apply_signals(totals)
     state.take_step()
     manager.after_step()
@@ -55,7 +55,7 @@ def steps(manager: CheckpointManager, state: SmallState, mesh: Mesh, number: int
 
 def complete(manager: CheckpointManager, mesh: Mesh) -> None:
     """Make the calls with which the next step begins, before it changes the state."""
-    manager.apply_signals(mesh.all_reduce_(manager.local_signals(mesh.device.torch_device)))
+    manager.apply_signals(mesh.all_reduce_(manager.local_signals()))
 
 
 def until(manager: CheckpointManager, mesh: Mesh, reached: Callable[[], bool], what: str) -> None:

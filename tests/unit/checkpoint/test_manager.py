@@ -280,7 +280,7 @@ def test_a_failed_save_waits_until_all_replicas_have_the_same_state(
 
     def step(*, same_state: bool) -> None:
         state.take_step()
-        manager.apply_signals(manager.local_signals(torch.device("cpu")))
+        manager.apply_signals(manager.local_signals())
         manager.set_writer_group(WriterGroup(0, 2, same_state=same_state))
         manager.after_step()
 

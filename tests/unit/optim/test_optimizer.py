@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from torchtitan_lite.optim import (
     build_lr_scheduler,
     build_optimizer,
     local_gradients,
-    scale_,
     square_norm,
 )
 from torchtitan_lite.schema.lr_scheduler import LRSchedulerConfig
@@ -198,7 +198,7 @@ def test_settings_reach_the_optimizer(name: str, kind: type[torch.optim.Optimize
         assert optimizer.inner.defaults["eps"] == 1e-3
 
 
-def test_the_norm_and_the_scale_cover_all_existing_gradients() -> None:
+def test_the_norm_covers_all_existing_gradients() -> None:
     a, b, frozen = (nn.Parameter(torch.zeros(n)) for n in (2, 1, 3))
     a.grad, b.grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
     gradients = local_gradients([a, b, frozen])
@@ -206,10 +206,70 @@ def test_the_norm_and_the_scale_cover_all_existing_gradients() -> None:
     squares = square_norm(gradients)
     assert squares.dtype == torch.float64 and squares.shape == ()
     assert squares.item() == pytest.approx(169.0)
-    scale_(gradients, 0.5)
-    assert a.grad.tolist() == [1.5, 2.0] and b.grad.tolist() == [6.0]
     assert square_norm([]).item() == 0
-    scale_([], 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
+def test_the_update_is_by_scaled_gradients(
+    name: str, implementation: str, dtype: torch.dtype
+) -> None:
+    def updated(gradient: torch.Tensor, **factor: float) -> torch.Tensor:
+        model = nn.Linear(3, 1, bias=False, dtype=dtype)
+        nn.init.ones_(model.weight)
+        config = OptimizerConfig(name=name, implementation=implementation, lr=0.5, eps=0.5)  # pyright: ignore[reportArgumentType]
+        optimizer = build_optimizer(config, model, (), detect_device("cpu"))
+        for _ in range(2):
+            model.weight.grad = gradient.clone()
+            optimizer.step(0.5, **factor)
+        return model.weight.detach()
+
+    gradient = torch.tensor([[1.0, -2.0, 300.0]], dtype=dtype)
+    # An exact quotient, and one that float32 rounds.
+    for factor in (0.25, 1 / 3):
+        expected = updated(gradient * factor)
+        rel = 1e-6 if dtype is torch.float32 else 1e-15
+        torch.testing.assert_close(
+            updated(gradient, gradient_factor=factor), expected, rtol=rel, atol=0
+        )
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_a_step_can_depend_on_a_value_of_the_device(name: str) -> None:
+    def run(take: list[bool], *, by_value: bool) -> dict[str, torch.Tensor]:
+        model = nn.Linear(3, 1, bias=False)
+        nn.init.ones_(model.weight)
+        config = OptimizerConfig(name=name, lr=0.5, eps=0.5)  # pyright: ignore[reportArgumentType]
+        optimizer = build_optimizer(config, model, (), detect_device("cpu"))
+        assert optimizer.can_step_unless(torch.device("cpu"))
+        for number, taken in enumerate(take, 1):
+            gradient = torch.tensor([[1.0, -2.0, 300.0]]) * number
+            model.weight.grad = gradient if taken else gradient * math.nan
+            if by_value:
+                optimizer.step_unless(torch.tensor(float(not taken)), 0.5, torch.tensor(4.0))
+            elif taken:
+                optimizer.step(0.5, 0.25)
+        return {"weight": model.weight.detach(), **optimizer.slots(model.weight)}
+
+    for take in ([True, True], [False, True, True], [True, False, False, True]):
+        expected = run(take, by_value=False)
+        found = run(take, by_value=True)
+        assert found.keys() == expected.keys() and len(found) == 4
+        for slot, value in expected.items():
+            assert torch.equal(found[slot], value), slot
+
+
+def test_only_fused_adam_in_float32_can_skip_on_the_device() -> None:
+    def can(dtype: torch.dtype = torch.float32, **options: Any) -> bool:
+        model = nn.Linear(3, 1, dtype=dtype)
+        optimizer = build_optimizer(OptimizerConfig(**options), model, (), detect_device("cpu"))
+        return optimizer.can_step_unless(torch.device("cpu"))
+
+    assert can() and can(torch.bfloat16)
+    assert not can(torch.float64)
+    assert not can(implementation="foreach")
+    assert not can(name="SGD") and not can(name="Adagrad")
 
 
 def test_a_gradient_that_several_ranks_hold_counts_once() -> None:

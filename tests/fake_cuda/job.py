@@ -1,0 +1,123 @@
+"""Runs of the odd model of `tests.job`, as one rank of a job on a GPU without values."""
+
+import logging
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.fake_cuda.device import FakeDevice
+from tests.forks import FORK_SERVER
+from tests.job import odd_config
+from torchtitan_lite.builders import build
+from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.mesh import Mesh, resolve_degrees
+from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.torch_compat import local_tensor
+from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.trainer import Job, StepReport, train
+
+_TIMEOUT_S = 240
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a rank showed in two steps."""
+
+    waits: list[dict[str, int]]
+    """Host waits per step, by file and function."""
+    devices: dict[str, str]
+    """Device of each tensor of the train state."""
+    num_graphs: int
+    """Graphs that torch.compile captured."""
+
+
+def observe_in_child(
+    folder: Path, size: int, rank: int, overrides: Mapping[str, Any], check: Any = None
+) -> Observed:
+    """Train two steps as `rank` of `size` ranks, in a process of its own. `check(job)` is called
+    after them."""
+    receive, send = FORK_SERVER.Pipe(duplex=False)
+    child = FORK_SERVER.Process(
+        target=_child, args=(send, folder / "outputs" / "run", size, rank, overrides, check)
+    )
+    child.start()
+    send.close()
+    try:
+        assert receive.poll(_TIMEOUT_S), "the process did not answer in time"
+        result = receive.recv()
+    finally:
+        child.kill()
+        child.join()
+    assert isinstance(result, Observed), result
+    return result
+
+
+def _child(send: Connection, *args: Any) -> None:
+    try:
+        send.send(_observe(*args))
+    except BaseException:
+        send.send(traceback.format_exc())
+
+
+def _observe(
+    folder: Path, size: int, rank: int, overrides: Mapping[str, Any], check: Any
+) -> Observed:
+    logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
+    folder.mkdir(parents=True)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    given = {"training.dtype": "float32", "training.steps": 2, **overrides, "job.device": "cuda"}
+    config = odd_config(folder, given)
+    device = FakeDevice(_values)
+    steps: list[dict[str, int]] = []
+
+    def watch(state: TrainState, report: StepReport) -> None:
+        assert report.committed
+        steps.append(dict(device.waits))
+        device.waits.clear()
+
+    # The other ranks send nothing, so the run's identity does not arrive from rank 0.
+    identity = b'["00000000000000000000000000000000", "000000000000"]'
+    leader = patch("torchtitan_lite.checkpoint.save_context.broadcast_bytes", lambda _: identity)
+    # Without a driver, inductor cannot generate kernels.
+    kernel = patch("torchtitan_lite.nn.attention._compiled_flex", lambda: flex_attention)
+    mask = patch("torchtitan_lite.nn.attention._compiled_block_mask", lambda: create_block_mask)
+    with leader, kernel, mask, device.running():
+        mesh = Mesh(detect_device("cuda"), resolve_degrees(config.parallelism, size))
+        check_against(config, size)
+        with build(config, mesh, StopRequest()) as built:
+            device.waits.clear()
+            job: Job = replace(built.job, hooks=[*built.job.hooks, watch])
+            assert train(job)
+            tensors = job.state.tensors()
+            devices = {name: str(local_tensor(one).device) for name, one in tensors.items()}
+            if check is not None:
+                check(job)
+    return Observed(steps, devices, counters["stats"]["unique_graphs"])
+
+
+def _values(tensor: torch.Tensor, frame: FrameType) -> torch.Tensor | None:
+    """Return values with which a run continues: no rank asks to stop, and tokens are spread evenly
+    over the experts."""
+    if frame.f_code.co_name == "read":
+        totals = torch.ones(tensor.shape, dtype=tensor.dtype)
+        totals[1] = 0
+        return totals
+    if frame.f_code.co_name == "run" and frame.f_code.co_filename.endswith("expert.py"):
+        num_owners, num_tokens = frame.f_locals["self"].num_owners, len(frame.f_locals["tokens_ND"])
+        owners = torch.arange(num_owners)
+        shares = num_tokens // num_owners + (owners < num_tokens % num_owners)
+        row = shares.repeat_interleave(tensor.shape[-1] // num_owners)
+        return torch.stack([row, row])
+    return None

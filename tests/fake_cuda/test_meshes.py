@@ -1,0 +1,92 @@
+"""Every mesh on a GPU without values: no operator mixes devices, the state lies where it should,
+and the host waits for the device no more often than the budget allows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_cuda.job import observe_in_child
+from tests.parity.meshes import EXPERT_MESHES, MESHES, in_short_suite
+
+TOTALS = "torchtitan_lite/step/totals.py read"
+COUNTS = "torchtitan_lite/parallel/expert.py run"
+CAPACITY = "torchtitan_lite/nn/moe.py dispatch"
+
+STEP_BUDGET = {TOTALS: 1}
+"""Host waits per step: the totals are read once."""
+EXPERT_BUDGET: dict[str, dict[int, dict[str, int]]] = {
+    # One per MoE layer and forward: the sizes of the exchange. Forward runs once per microbatch,
+    # and again to recompute; a rank of a pipeline has some of the three layers.
+    "ep-2": {0: {COUNTS: 12}},
+    "etp-2": {0: {COUNTS: 3}},
+    "ep-2-fsdp-4": {0: {COUNTS: 3}},
+    "ep-4": {0: {COUNTS: 3}},
+    "ep-2-etp-2": {0: {COUNTS: 3}},
+    "hsdp-2x2-ep-2": {0: {COUNTS: 3}},
+    "ep-2-cp-2": {0: {COUNTS: 3}},
+    "tp-2": {0: {}},
+    "tp-2-ep-2": {0: {COUNTS: 6}},
+    "tp-2-etp-2": {0: {COUNTS: 6}},
+    "tp-2-ep-2-whole-sequence": {0: {COUNTS: 6}},
+    "fsdp-2-tp-2-ep-4": {0: {COUNTS: 3}},
+    "fsdp-2-tp-2-ep-2": {0: {COUNTS: 3}},
+    "pp-2-ep-2": {0: {COUNTS: 8}, 3: {COUNTS: 4}},
+    "ep-2-recompute-full": {0: {COUNTS: 6}},
+    "ep-2-recompute-op": {0: {COUNTS: 6}},
+    "pp-2-tp-2-ep-4": {0: {COUNTS: 8}, 7: {COUNTS: 4}},
+    "ep-2-fsdp-8": {0: {COUNTS: 3}},
+    # With a capacity, the number of copies that are left is read too.
+    "ep-2-fsdp-8-few": {0: {COUNTS: 3, CAPACITY: 3}},
+    "ep-2-softmax": {0: {COUNTS: 3, CAPACITY: 3}},
+    "ep-2-cpu-offload": {0: {COUNTS: 3}},
+    "pp-2-zbv-ep-2-fsdp-4": {0: {COUNTS: 4}, 7: {COUNTS: 8}},
+    "ep-4-fsdp-2-cp-2-tp-2": {0: {COUNTS: 12}},
+}
+EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts"}
+COMPILED = {"compile.enable": True, "compile.backend": "aot_eager"}
+"""Without a driver, inductor cannot generate kernels."""
+
+
+def _rows(meshes: dict[str, tuple[int, dict[str, Any]]]) -> list[Any]:
+    return [
+        pytest.param(
+            name,
+            rank,
+            compiled,
+            id=f"{name}-rank-{rank}-{'compiled' if compiled else 'eager'}",
+            marks=[] if in_short_suite(name) and not compiled else [pytest.mark.matrix],
+        )
+        for name, (size, _) in meshes.items()
+        # Only the stages of a pipeline run different code.
+        for rank in ([0, size - 1] if "pp-" in name else [0])
+        for compiled in (False, True)
+    ]
+
+
+@pytest.mark.parametrize(("mesh", "rank", "compiled"), _rows(MESHES))
+def test_the_host_waits_once_per_step(mesh: str, rank: int, compiled: bool, tmp_path: Path) -> None:
+    size, overrides = MESHES[mesh]
+    overrides = {**overrides, **(COMPILED if compiled else {})}
+    observed = observe_in_child(tmp_path, size, rank, overrides)
+    assert observed.waits[-1] == STEP_BUDGET
+    assert (observed.num_graphs > 0) == compiled
+    _check_devices(observed.devices, is_offloaded="offload" in mesh)
+
+
+@pytest.mark.parametrize(("mesh", "rank", "compiled"), _rows(EXPERT_MESHES))
+def test_the_host_waits_once_more_per_moe_layer(
+    mesh: str, rank: int, compiled: bool, tmp_path: Path
+) -> None:
+    size, overrides = EXPERT_MESHES[mesh]
+    overrides = {**EXPERTS, **overrides, **(COMPILED if compiled else {})}
+    observed = observe_in_child(tmp_path, size, rank, overrides)
+    assert observed.waits[-1] == {**STEP_BUDGET, **EXPERT_BUDGET[mesh][rank]}
+    assert (observed.num_graphs > 0) == compiled
+    _check_devices(observed.devices, is_offloaded="offload" in mesh)
+
+
+def _check_devices(devices: dict[str, str], *, is_offloaded: bool) -> None:
+    for name, device in devices.items():
+        on_host = is_offloaded and not name.endswith("_X")
+        assert device == ("cpu" if on_host else "cuda:0"), name
