@@ -20,11 +20,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # One thread per process: the processes of a run share the cores.
 export OMP_NUM_THREADS ?= 1
 # Tests and checks ask no hub.
-test test-all test-shard test-fake-cuda chaos bench: export HF_HUB_OFFLINE = 1
-test test-all test-shard test-fake-cuda chaos bench: export HF_DATASETS_OFFLINE = 1
+test test-all test-shard test-fake-cuda test-gpu chaos bench: export HF_HUB_OFFLINE = 1
+test test-all test-shard test-fake-cuda test-gpu chaos bench: export HF_DATASETS_OFFLINE = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-shard test-fake-cuda chaos check fmt bench docs clean
+.PHONY: help setup train test test-all test-shard test-fake-cuda test-gpu chaos check fmt bench docs clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test-all: setup ## Run all tests, the long matrices included.
 
 test-shard: setup ## Run a part of the long matrices (SHARD=K/N, BUDGET_S=seconds).
 	$(PYTEST) -m "matrix and not gpu" --shard $(SHARD) --budget-s $(BUDGET_S) $(ARGS)
+
+test-gpu: setup ## Run the tests that need a GPU, in the order of their value.
+	$(BIN)/python -m pytest tests/gpu -m gpu -W default --durations 10 $(ARGS)
 
 test-fake-cuda: $(CUDA_VENV)/.installed $(CUDA_VENV)/libcuda.so.1 ## Run the tests of a GPU without values (a CUDA build of torch, no GPU).
 	LD_PRELOAD=$(abspath $(CUDA_VENV)/libcuda.so.1) TORCHTITAN_LITE_FAKE_CUDA=1 \

@@ -49,6 +49,7 @@ TITLES = {
         "Recovery from failures",
         "a trainer written directly on torchft, and a restart from a checkpoint",
     ),
+    "gpu": ("A step on a GPU", "torchtitan 0.2.2's own trainer, on one GPU"),
     "convert": (
         "Hugging Face conversion",
         "the safetensors library, file by file (floor); torch DCP's Hugging Face reader and writer "
@@ -137,6 +138,9 @@ def page(results: dict[str, Result]) -> str:
         count = sum(row["met"] for row in result.rows)
         anchor = re.sub(r"[^a-z -]", "", title.lower()).replace(" ", "-")
         lines.append(f"| [{title}](#{anchor}) | {peers} | {len(result.rows)} | {count} |")
+    if "gpu" not in results:
+        title, peers = _title("gpu")
+        lines.append(f"| {title}: not yet run on a GPU, see [gpu.md](gpu.md) | {peers} | - | - |")
     lines += ["", "Run all of them with `make bench`, on an otherwise idle machine."]
     for result in results.values():
         lines += ["", *_section(result)]

@@ -31,6 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--budget-s", type=float, help="skip the tests that would start after this time in seconds"
     )
+    parser.addoption(
+        "--gpu-device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device of tests/gpu; cpu: rehearse those that run without a GPU",
+    )
+    parser.addoption("--gpu-results", help="folder that gets the results of tests/gpu at once")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -89,3 +89,13 @@ accuracy of a conversion. Both sides round the same formula in another order."""
 PRETRAINED_GRADIENTS = 2e-5
 """Relative to the largest element of a gradient, float32: sums over some 80 tokens, in another
 order."""
+
+GPU_FLOAT32_LOSS = 1e-4
+"""Relative, of losses of a GPU against a CPU, both in float32 without TF32: other orders of sums in
+each layer, which AdamW amplifies over some steps."""
+
+GPU_BFLOAT16_LOSS = 1e-2
+"""Relative, of losses in bfloat16 (unit 4e-3) against float32 over some steps."""
+
+GPU_ATTENTION_BFLOAT16 = 2e-2
+"""Relative to the norm of the result: inputs, scores and results are rounded to bfloat16 (4e-3)."""

@@ -1,7 +1,7 @@
 """The only module that uses private APIs of torch. Layer: imports nothing of the project.
 
 Each docstring states why the public API is not sufficient, and until when the function is needed.
-`pyproject.toml` allows torch 2.11 to 2.13; the tests run on 2.13.0.
+`pyproject.toml` allows torch 2.11 to 2.13; the tests run on 2.13.0, and were run on 2.11.0.
 """
 
 import hashlib
@@ -333,26 +333,25 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
     return mesh[axes]._flatten(name)
 
 
-def shards_on(mesh: DeviceMesh, dims: Sequence[int]) -> dict[int, Any]:
+def shards_on(mesh: DeviceMesh, dims: Sequence[int]) -> dict[int, Any] | None:
     """Return, by dim, the result of a `shard_placement_fn` of `fully_shard` for a parameter that is
     sharded along it over another mesh than the rest of its unit: 1-D, or 2-D with replicas first.
+    None in torch 2.11, where such parameters need a unit of their own.
 
-    The classes are described in the documentation of fully_shard but not exported (torch 2.13;
-    older versions do not have them). Needed until they are.
+    The classes are described in the documentation of fully_shard but not exported (torch 2.13).
+    Needed until they are, and None until torch 2.11 is no longer supported.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_common import (
-        FSDPMeshInfo,
-        HSDPMeshInfo,
-        ShardPlacementResult,
-    )
+    from torch.distributed.fsdp._fully_shard import _fsdp_common
 
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        return None
     # One object for all, by which FSDP groups the parameters.
     info = (
-        FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
         if mesh.ndim == 1
-        else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        else _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     )
-    return {dim: ShardPlacementResult(Shard(dim), info) for dim in dims}
+    return {dim: _fsdp_common.ShardPlacementResult(Shard(dim), info) for dim in dims}
 
 
 def next_node_number() -> int:
@@ -540,6 +539,21 @@ def schedule_from_order(
     }
     runtime._prepare_schedule_with_comms(runtime.pipeline_order)
     return runtime
+
+
+def without_messages_to_itself(stage: Any) -> Any:
+    """Return a `PipelineStage` that opens connections to other ranks only.
+
+    torch 2.11 opens those between neighboring stages by messages. In a V-shaped schedule one rank
+    holds two neighbors, and gloo does not send from a rank to itself. Needed until torch 2.11 is no
+    longer supported; 2.13 does not send such messages.
+    """
+    to_neighbors = stage._get_init_p2p_neighbors_ops
+    own_rank = stage.group_rank
+    stage._get_init_p2p_neighbors_ops = lambda: [
+        message for message in to_neighbors() if message.group_peer != own_rank
+    ]
+    return stage
 
 
 def forward_schedule(

@@ -25,6 +25,9 @@ NOT_RUN = {
     r"torchrun \.\.\.": "stands for the options of a cluster",
     r"torchtitan-lite launch .* 1:4 ": "8 ranks; see tests/resilience/test_launch.py",
     r"python -m tests\.chaos ": "takes many minutes; tests/resilience/test_chaos.py injects fewer",
+    r"make test-gpu|python -m benchmarks\.gpu |bash scripts/gpu_suite\.sh (test|bench) ": "needs a "
+    "GPU; tests/end_to_end/test_gpu_preparation.py runs them on a CPU",
+    r"bash scripts/gpu_suite\.sh prepare ": "downloads; see the same test",
     r"py-spy ": "needs an extra package and the right to trace processes",
 }
 """Maps the pattern of a command's beginning to the reason."""

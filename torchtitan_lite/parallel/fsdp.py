@@ -5,7 +5,7 @@ different numbers of target tokens; the trainer divides once.
 Layer: above nn, mesh and spec; `expert`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan_lite.device import Device
 from torchtitan_lite.mesh import Mesh
@@ -51,9 +51,17 @@ def apply(
     )
     if is_alone and not mixed and not precision.enable_cpu_offload:
         return
-    settings = {
+    placement = None
+    apart: dict[str, Any] | None = None
+    if experts_apart:
+        expert_mesh = _expert_sharding_mesh(mesh)
+        along = shards_on(expert_mesh, (0, 1))
+        placement = _expert_placement(model, mesh, along or {0: Shard(0), 1: Shard(1)})
+        if along is None:
+            apart, placement = {"mesh": expert_mesh, "shard_placement_fn": placement}, None
+    settings: dict[str, Any] = {
         "mesh": _sharding_mesh(mesh),
-        "shard_placement_fn": _expert_placement(model, mesh) if experts_apart else None,
+        "shard_placement_fn": placement,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=compute_dtype if mixed else None,
             # At least float32: a sum over many ranks in bfloat16 loses most of the terms.
@@ -79,7 +87,13 @@ def apply(
         # but cast to the compute dtype.
         frees = policy == "default" and mesh.degrees.pp == 1 and not is_last and num_shards > 1
         reshard = policy == "always" or frees
+        stacks = [m for m in unit.modules() if isinstance(m, Experts)] if apart else []
+        for experts in stacks:
+            fully_shard(experts, **{**settings, **(apart or {})}, reshard_after_forward=reshard)
         fully_shard(unit, **settings, reshard_after_forward=reshard)
+        if stacks:
+            # Gathered with their block, as by one unit.
+            unit.set_modules_to_forward_prefetch(stacks)
     fully_shard(model, **settings, reshard_after_forward=policy == "always")
     if not is_alone:
         _sum_gradients(model)
@@ -114,12 +128,19 @@ def _sharding_mesh(mesh: Mesh) -> DeviceMesh:
     return mesh.device_mesh["dp_replicate", shard]
 
 
-def _expert_placement(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
-    """Return the placement function that shards experts over the ranks that hold the same ones;
-    they are gathered together with the rest of their unit."""
-    axes = ("dp_replicate", "expert_shard") if mesh.degrees.dp_replicate > 1 else "expert_shard"
+def _expert_sharding_mesh(mesh: Mesh) -> DeviceMesh:
+    """Return the mesh of the ranks that hold the same experts, as `_sharding_mesh`."""
+    if mesh.degrees.dp_replicate == 1:
+        return mesh.expert_mesh["expert_shard"]
+    return mesh.expert_mesh["dp_replicate", "expert_shard"]
+
+
+def _expert_placement(
+    model: nn.Module, mesh: Mesh, along: Mapping[int, Any]
+) -> Callable[[nn.Parameter], Any]:
+    """Return the placement function that shards experts over the ranks that hold the same ones, by
+    `along`: the result for each dim. They are gathered together with the rest of their unit."""
     num_shards = mesh.degrees.expert_shape[2]
-    along = shards_on(mesh.expert_mesh[axes], (0, 1))
     stacks = {p for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
 
     def placement(parameter: nn.Parameter) -> Any:

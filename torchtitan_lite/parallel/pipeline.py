@@ -24,7 +24,12 @@ from torchtitan_lite.parallel.pipeline_stages import StagePlan, unsupported_micr
 from torchtitan_lite.redistribute import align_gradient
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import Microbatch, ModelSpec, TokenLoss
-from torchtitan_lite.torch_compat import forward_schedule, local_tensor, schedule_from_order
+from torchtitan_lite.torch_compat import (
+    forward_schedule,
+    local_tensor,
+    schedule_from_order,
+    without_messages_to_itself,
+)
 
 
 class Pipeline:
@@ -146,7 +151,7 @@ class Pipeline:
         )
         scalar = torch.promote_types(self._dtype, torch.float32)
         loss = torch.empty((), dtype=scalar, device="meta", requires_grad=True)
-        return PipelineStage(
+        created = PipelineStage(
             self._stages[stage],
             stage,
             len(self._plan.modules),
@@ -157,6 +162,7 @@ class Pipeline:
             # The backward of a compiled block is one node of autograd, which would run twice.
             dw_builder=_no_backward_of_weights if self._is_compiled else None,
         )
+        return without_messages_to_itself(created)
 
 
 def _no_backward_of_weights() -> Callable[..., None]:

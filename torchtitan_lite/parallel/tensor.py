@@ -51,6 +51,7 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
         name.rpartition(".")[0]: _parallel_style(
             style,
             stream,
+            is_linear=isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear),
             loss_parallel=not parallelism.disable_loss_parallel,
         )
         for name, style in rules.items()
@@ -112,7 +113,9 @@ def _styles(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
     return {name: rule.style for name, rule in rules.items() if rule is not None}
 
 
-def _parallel_style(style: str, stream: Placement, *, loss_parallel: bool) -> ParallelStyle:
+def _parallel_style(
+    style: str, stream: Placement, *, is_linear: bool, loss_parallel: bool
+) -> ParallelStyle:
     match style:
         case "columns":
             return ColwiseParallel()
@@ -120,6 +123,8 @@ def _parallel_style(style: str, stream: Placement, *, loss_parallel: bool) -> Pa
             return RowwiseParallel(output_layouts=stream)
         case "embedding":
             return _Embedding(stream)
+        case "sequence" if stream.is_shard() and is_linear:
+            return _LinearOnShard()
         case "sequence" if stream.is_shard():
             return SequenceParallel(use_local_output=True)
         case "sequence":
@@ -197,6 +202,23 @@ class _Whole(ParallelStyle):
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(lambda part, inputs, output: output.to_local())
         return module
+
+
+class _LinearOnShard(ParallelStyle):
+    """A linear without bias and with replicated weights, on this rank's shard of the sequence.
+
+    Not by DTensor: that of torch 2.11 cannot flatten a sharded sequence behind a batch."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _replicate_rest(module, device_mesh)
+        module.forward = partial(self._forward, module)
+        return module
+
+    def _forward(self, module: nn.Module, x_BSD: torch.Tensor) -> torch.Tensor:
+        weight = module.weight
+        assert isinstance(weight, DTensor)
+        # Each rank has the gradient of its tokens.
+        return nn.functional.linear(x_BSD, weight.to_local(grad_placements=[Partial()]))
 
 
 class _Embedding(ParallelStyle):

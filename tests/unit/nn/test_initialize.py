@@ -7,12 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from tests.tolerances import GOLDEN_DIGEST
 from torchtitan_lite.models import model_spec
 from torchtitan_lite.nn import initialize as module
 from torchtitan_lite.nn.initialize import draw_box, initialize
 from torchtitan_lite.redistribute import Box
+from torchtitan_lite.rng import generator
 from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.spec import InitRule
 
@@ -53,6 +55,22 @@ def test_draws_have_the_deviation_and_the_cutoff_of_their_rule() -> None:
     assert abs(drawn.std().item() / expected - 1) < 0.01
     assert abs(drawn.mean().item()) < 0.005
     assert 0.99 < drawn.abs().max().item() <= 1.0
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.12", reason="trunc_normal_ of torch 2.11 draws others"
+)
+@pytest.mark.parametrize("shape", [(1, 3), (5, 7), (873, 300)])
+@pytest.mark.parametrize("cutoff_stds", [0.5, 1.0, 3.0])
+def test_draws_are_those_of_trunc_normal(shape: tuple[int, int], cutoff_stds: float) -> None:
+    rule = InitRule(pattern="*", kind="normal", std=0.02, cutoff_stds=cutoff_stds)
+    drawn = draw_box("w", shape, Box((0, 0), shape), rule, 7)
+    cutoff = 0.02 * cutoff_stds
+    keyed = generator(7, "init", "w", 0)
+    expected = nn.init.trunc_normal_(
+        torch.empty(shape), std=0.02, a=-cutoff, b=cutoff, generator=keyed
+    )
+    assert torch.equal(drawn, expected)
 
 
 def test_seed_name_and_row_block_change_the_draws() -> None:
