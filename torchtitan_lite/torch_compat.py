@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.torch_version import TorchVersion
 from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -539,6 +540,15 @@ def schedule_from_order(
     }
     runtime._prepare_schedule_with_comms(runtime.pipeline_order)
     return runtime
+
+
+def can_split_backward() -> bool:
+    """Whether a pipeline stage can run the backward of its inputs before that of its weights.
+
+    torch 2.11 adds up the gradients of different outputs of an operation there, and fails for
+    operations with an autograd function of their own. Needed until it is no longer supported.
+    """
+    return TorchVersion(torch.__version__) >= "2.12"
 
 
 def without_messages_to_itself(stage: Any) -> Any:
