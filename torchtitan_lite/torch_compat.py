@@ -629,11 +629,24 @@ def compile_time_ns() -> int:
 
 
 def flight_record() -> dict[str, Any]:
-    """Return the flight recorder's entries about the collectives of this process, with torch's
-    keys.
+    """Return the flight recorders' entries about the collectives of this process, with torch's
+    keys, in the order of the calls.
 
-    torch writes them itself for NCCL only, when a collective times out, and as a pickle; the
-    private function returns JSON, also for gloo (2.13). Needed until there is a public one.
+    torch has one recorder for gloo and one for NCCL. It writes the latter itself when a collective
+    times out, as a pickle; the private functions return JSON (2.11 and 2.13). Builds without NCCL
+    lack the second one. Needed until there is a public one.
     """
-    dump = _distributed_c10d._dump_fr_trace_json  # pyright: ignore[reportAttributeAccessIssue]
-    return json.loads(dump(includeCollectives=True, onlyActive=False))
+    merged: dict[str, Any] = {"entries": []}
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is None:
+            continue
+        for key, value in json.loads(dump(includeCollectives=True, onlyActive=False)).items():
+            if key == "entries":
+                merged[key] += value
+            elif isinstance(value, dict):
+                merged.setdefault(key, {}).update(value)
+            else:
+                merged.setdefault(key, value)
+    merged["entries"].sort(key=lambda entry: entry.get("time_created_ns", 0))
+    return merged
