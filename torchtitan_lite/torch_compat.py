@@ -4,11 +4,12 @@ Each docstring states why the public API is not sufficient, and until when the f
 `pyproject.toml` allows torch 2.11 to 2.13; the tests run on 2.13.0, and were run on 2.11.0.
 """
 
+import ctypes
 import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
 from functools import cache, lru_cache
@@ -141,6 +142,17 @@ def dump_cuda_memory_snapshot(path: str) -> None:
     The file is a pickle because that viewer requires one; this project never reads it.
     """
     torch.cuda.memory._dump_snapshot(path)
+
+
+def clear_cuda_error() -> None:
+    """Forget the last error of the CUDA runtime in this thread, once it has been handled: torch
+    would raise it at the next kernel launch.
+
+    torch has no function for it. Needed until it has. It calls the runtime that torch has loaded.
+    """
+    with suppress(OSError):
+        major = (torch.version.cuda or "").partition(".")[0]
+        ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft.manager import _ManagedWork
 from torchft.process_group import ProcessGroupGloo, _WorkAcceleratorTimeout
 
@@ -18,7 +19,7 @@ _TIMEOUT = timedelta(seconds=60)
 
 
 def test_a_wrapped_reduction_reports_completion() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     groups = [ProcessGroupGloo(_TIMEOUT) for _ in range(2)]
     address = f"127.0.0.1:{store.port}/test"
     with ThreadPoolExecutor(2) as threads:
