@@ -270,8 +270,8 @@ def check_own_gpus(uuid: str) -> None:
     if shared:
         raise MeshError(
             f"Ranks {', '.join(map(str, shared[0]))} have the same GPU, because "
-            "CUDA_VISIBLE_DEVICES names only that one for each of them. Show each process its own GPU, or all GPUs of "
-            "the node to all of its processes, or start fewer processes."
+            "CUDA_VISIBLE_DEVICES names only that one for each of them. Show each process its "
+            "own GPU, or all GPUs of the node to all of its processes, or start fewer processes."
         )
 
 

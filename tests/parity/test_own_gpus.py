@@ -1,5 +1,5 @@
-"""Ranks that share a GPU are named on all ranks. The GPUs' identities are given; the ranks and their
-communication are real."""
+"""Ranks that share a GPU are named on all ranks. The GPUs' identities are given; the ranks and
+their communication are real."""
 
 from collections.abc import Callable
 

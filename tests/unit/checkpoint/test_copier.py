@@ -1,5 +1,5 @@
-"""Page-locking of snapshot memory. CUDA's runtime is a stand-in with its rules: memory is registered
-once, and addresses stay registered until they are unregistered, whatever is mapped there."""
+"""Page-locking of snapshot memory. CUDA's runtime is a stand-in with its rules: memory is
+registered once, and addresses stay registered until they are unregistered."""
 
 import mmap
 
