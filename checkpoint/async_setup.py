@@ -118,12 +118,15 @@ def _open(context: SaveContext, origin: SnapshotOrigin | None) -> AsynchronousSa
         recovers=not context.is_shared,
     )
     region = _region(context, origin, plan.slot_bytes, context.describe(plan).to_dict())
+    copier = None
     try:
         slots = [region.data(slot) for slot in range(NUM_SLOTS)]
         copier = Copier(plan, slots, context.mesh.device.torch_device)
         writer = WriterProcess(region.path, settings)
         writer.start()
     except BaseException:
+        if copier is not None:
+            copier.close()
         region.close()
         region.unlink()
         raise

@@ -9,12 +9,14 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
 from torchtitan_lite.checkpoint.save_plan import SavePlan
 from torchtitan_lite.checkpoint.tensors import DTYPES
-from torchtitan_lite.torch_compat import foreach_copy_
+from torchtitan_lite.log import logger
+from torchtitan_lite.torch_compat import clear_cuda_error, foreach_copy_
 
 _CHUNK_BYTES = 64 << 20
 
@@ -41,10 +43,11 @@ class Copier:
         self._pool = ThreadPoolExecutor(1, "snapshot") if self._overlaps else None
         self._running: Future[float] | None = None
         self._stream = None
+        self._pinned: list[int] = []
+        """Addresses of the page-locked slots."""
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            for slot in slots:
-                _pin(slot)
+            self._pinned = _pin(slots)
         self.seconds = 0.0
         """Seconds of training time that the last copy cost at most."""
 
@@ -72,10 +75,15 @@ class Copier:
         self.seconds = copy_s if self._stream is None else time.perf_counter() - started
 
     def close(self) -> None:
-        """Stop the thread."""
-        self.wait()
-        if self._pool is not None:
-            self._pool.shutdown()
+        """Stop the thread, and unlock the memory of the slots, which may be unmapped then. Raises
+        the errors of a running copy."""
+        try:
+            self.wait()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+            _unpin(self._pinned)
+            self._pinned = []
 
     @torch.no_grad()
     def _copy(
@@ -118,9 +126,37 @@ def _part(
     return raw.view(DTYPES[dtype]).view(shape)
 
 
-def _pin(slot: memoryview) -> None:
-    """Page-lock the memory, which device copies need to be asynchronous."""
-    address = torch.frombuffer(slot, dtype=torch.uint8).data_ptr()
-    runtime = torch.cuda.cudart()
-    assert runtime is not None
-    torch.cuda.check_error(runtime.cudaHostRegister(address, len(slot), 0))
+def _pin(slots: Sequence[memoryview]) -> list[int]:
+    """Page-lock memory, which device copies need to be asynchronous, and return its addresses.
+
+    Without it (a limit of the container, say) copies still work, but occupy the thread that makes
+    them, and are slower.
+    """
+    pinned: list[int] = []
+    for slot in slots:
+        address = torch.frombuffer(slot, dtype=torch.uint8).data_ptr()
+        code = int(_runtime().cudaHostRegister(address, len(slot), 0))
+        if code:
+            clear_cuda_error()
+            logger.warning(
+                "Snapshots are copied to pageable memory, which is slower: %.3f GB of shared "
+                "memory cannot be page-locked (CUDA error %d).",
+                sum(map(len, slots)) / 1e9,
+                code,
+            )
+            _unpin(pinned)
+            return []
+        pinned.append(address)
+    return pinned
+
+
+def _unpin(addresses: Sequence[int]) -> None:
+    """Unlock memory before it is unmapped: its addresses would stay registered, and the next
+    registration of memory mapped there would fail."""
+    for address in addresses:
+        if int(_runtime().cudaHostUnregister(address)):
+            clear_cuda_error()
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()

@@ -2,7 +2,7 @@
 model-only saves. Layer: above save_context and background."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -30,7 +30,12 @@ from torchtitan_lite.checkpoint.save_context import (
 from torchtitan_lite.checkpoint.save_plan import plan_save
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.storage.base import Storage
-from torchtitan_lite.checkpoint.tensors import local_tensors, overflows, tensor_bytes
+from torchtitan_lite.checkpoint.tensors import (
+    byte_pieces,
+    local_tensors,
+    overflows,
+    tensor_bytes,
+)
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 
@@ -141,12 +146,17 @@ class SynchronousSaver:
             plan = plan_save(tensors, mesh)
             about = rank_share(context.describe(plan), writer_group)
             parts = local_tensors(tensors)
-            held = {name: tensor_bytes(part) for name, part in parts.items()}
-            views = [
-                held[box.tensor][box.start - plan.starts[box.tensor] :][: box.bytes]
+            ranges = [
+                (parts[box.tensor], box.start - plan.starts[box.tensor], box.bytes)
                 for box in about.boxes
             ]
-            written = write_boxes(storage, about, step, token, views)
+            source = (
+                [tensor_bytes(part)[start:][:length] for part, start, length in ranges]
+                if _are_on_cpu(parts.values())
+                # A few MiB of the state at a time, because a GPU's may not fit into host memory.
+                else lambda: (byte_pieces(*one) for one in ranges)
+            )
+            written = write_boxes(storage, about, step, token, source)
             announced = values if writer_group.index == 0 else {}
             storage.put_part(step, token, about.rank, part_json(about, step, announced, written))
             if about.is_leader:
@@ -197,6 +207,10 @@ class SynchronousSaver:
         """Block until old checkpoints are deleted."""
         self._work.shutdown()
         self._deletions.shutdown()
+
+
+def _are_on_cpu(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(tensor.is_cpu for tensor in tensors)
 
 
 @torch.no_grad()

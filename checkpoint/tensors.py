@@ -26,6 +26,14 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.cpu().view(-1).view(torch.uint8).numpy().data
 
 
+def byte_pieces(tensor: torch.Tensor, start: int, length: int) -> Iterator[memoryview]:
+    """Yield a range of the bytes of a contiguous tensor on any device, copying one piece of 8 MiB
+    at a time to the CPU."""
+    raw = tensor.view(-1).view(torch.uint8)[start : start + length]
+    for first in range(0, length, _PIECE_BYTES):
+        yield tensor_bytes(raw[first : first + _PIECE_BYTES])
+
+
 def tensor_from_bytes(
     raw: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:

@@ -39,6 +39,13 @@ class Device:
         return _peak_resident_kib() / 2**20
 
     @property
+    def uuid(self) -> str:
+        """Identity of the GPU among all GPUs; empty on a CPU."""
+        if self.kind != "cuda":
+            return ""
+        return str(torch.cuda.get_device_properties(self.torch_device).uuid)
+
+    @property
     def has_allocator_peak(self) -> bool:
         """Whether `take_allocator_peak` is supported."""
         return self.kind == "cuda"
@@ -63,8 +70,10 @@ _PEAK_BF16_FLOPS = (
 
 
 def detect_device(name: str = "auto") -> Device:
-    """Return the device of this process: its own GPU by LOCAL_RANK, or the CPU.
+    """Return the device of this process: its own GPU, or the CPU.
 
+    The GPU is that of number LOCAL_RANK. If CUDA_VISIBLE_DEVICES names exactly one, it is that one:
+    schedulers show each process its own. `start_mesh` rejects one that several processes share.
     Raises UserError if `name` is "cuda" and there is no GPU, or fewer than processes.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
@@ -77,6 +86,8 @@ def detect_device(name: str = "auto") -> Device:
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     num_devices = torch.cuda.device_count()
+    if num_devices == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        local_rank = 0
     if local_rank >= num_devices:
         raise UserError(
             f"Process {local_rank} of this node needs a GPU of its own, but the node has "

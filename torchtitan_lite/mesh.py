@@ -9,6 +9,7 @@ view of the ranks of the last three: `expert_shard` shards of the experts' weigh
 the experts, `etp` shards of an expert's matrices.
 """
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan_lite.axis_groups import AxisGroups
 from torchtitan_lite.device import Device
 from torchtitan_lite.errors import MeshError
+from torchtitan_lite.host_collectives import all_gather_ints
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.torch_compat import as_dtensor
@@ -240,6 +242,7 @@ def start_mesh(
         timeout = timedelta(seconds=comm.init_timeout_seconds)
         if world_size > 1:
             dist.init_process_group(device.backend, timeout=timeout)
+            check_own_gpus(device.uuid)
         else:
             store = HashStore()
             dist.init_process_group(
@@ -250,6 +253,25 @@ def start_mesh(
     finally:
         if not joined_before:
             dist.destroy_process_group()
+
+
+def check_own_gpus(uuid: str) -> None:
+    """Raise MeshError on all ranks if ranks share a GPU, which NCCL rejects later and with less
+    detail. `uuid` is that of this rank's GPU, empty if it has none. Every rank must call it.
+
+    Tests with several ranks on one GPU create a process group over gloo before `start_mesh`."""
+    key = int.from_bytes(hashlib.blake2b(uuid.encode(), digest_size=7).digest(), "little")
+    by_gpu: dict[int, list[int]] = {}
+    for rank, of_rank in enumerate(all_gather_ints(key if uuid else 0)):
+        by_gpu.setdefault(of_rank, []).append(rank)
+    by_gpu.pop(0, None)
+    shared = [ranks for ranks in by_gpu.values() if len(ranks) > 1]
+    if shared:
+        raise MeshError(
+            f"Ranks {', '.join(map(str, shared[0]))} have the same GPU, because "
+            "CUDA_VISIBLE_DEVICES names only that one for each of them. Show each process its "
+            "own GPU, or all GPUs of the node to all of its processes, or start fewer processes."
+        )
 
 
 def _configure_flight_recorder(comm: CommConfig, dump_folder: str, *, is_nccl: bool) -> None:

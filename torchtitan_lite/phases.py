@@ -5,7 +5,7 @@ Layer: imports nothing of the project.
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Phase(Enum):
@@ -40,6 +40,15 @@ class PhaseListener(Protocol):
         ...
 
 
+@runtime_checkable
+class DeviceTimeListener(Protocol):
+    """Listener that accounts for the time of a device."""
+
+    def device_worked(self, phase: Phase, ended_ago_s: float) -> None:
+        """Count the current phase until `ended_ago_s` seconds ago as `phase`."""
+        ...
+
+
 class Phases:
     """The current phase of this rank, reported to listeners."""
 
@@ -59,6 +68,13 @@ class Phases:
         previous = self._phase
         self._change(phase)
         return _Restore(self, previous)
+
+    def device_worked(self, phase: Phase, ended_ago_s: float) -> None:
+        """Report that in the current phase the host waited for the device, which worked on `phase`
+        until `ended_ago_s` seconds ago."""
+        for listener in self._listeners:
+            if isinstance(listener, DeviceTimeListener):
+                listener.device_worked(phase, ended_ago_s)
 
     def _change(self, phase: Phase) -> None:
         self._phase = phase

@@ -4,11 +4,12 @@ Each docstring states why the public API is not sufficient, and until when the f
 `pyproject.toml` allows torch 2.11 to 2.13; the tests run on 2.13.0, and were run on 2.11.0.
 """
 
+import ctypes
 import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
 from functools import cache, lru_cache
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.torch_version import TorchVersion
 from torch.utils._debug_mode import DebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -140,6 +142,17 @@ def dump_cuda_memory_snapshot(path: str) -> None:
     The file is a pickle because that viewer requires one; this project never reads it.
     """
     torch.cuda.memory._dump_snapshot(path)
+
+
+def clear_cuda_error() -> None:
+    """Forget the last error of the CUDA runtime in this thread, once it has been handled: torch
+    would raise it at the next kernel launch.
+
+    torch has no function for it. Needed until it has. It calls the runtime that torch has loaded.
+    """
+    with suppress(OSError):
+        major = (torch.version.cuda or "").partition(".")[0]
+        ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -541,6 +554,15 @@ def schedule_from_order(
     return runtime
 
 
+def can_split_backward() -> bool:
+    """Whether a pipeline stage can run the backward of its inputs before that of its weights.
+
+    torch 2.11 adds up the gradients of different outputs of an operation there, and fails for
+    operations with an autograd function of their own. Needed until it is no longer supported.
+    """
+    return TorchVersion(torch.__version__) >= "2.12"
+
+
 def without_messages_to_itself(stage: Any) -> Any:
     """Return a `PipelineStage` that opens connections to other ranks only.
 
@@ -619,11 +641,24 @@ def compile_time_ns() -> int:
 
 
 def flight_record() -> dict[str, Any]:
-    """Return the flight recorder's entries about the collectives of this process, with torch's
-    keys.
+    """Return the flight recorders' entries about the collectives of this process, with torch's
+    keys, in the order of the calls.
 
-    torch writes them itself for NCCL only, when a collective times out, and as a pickle; the
-    private function returns JSON, also for gloo (2.13). Needed until there is a public one.
+    torch has one recorder for gloo and one for NCCL. It writes the latter itself when a collective
+    times out, as a pickle; the private functions return JSON (2.11 and 2.13). Builds without NCCL
+    lack the second one. Needed until there is a public one.
     """
-    dump = _distributed_c10d._dump_fr_trace_json  # pyright: ignore[reportAttributeAccessIssue]
-    return json.loads(dump(includeCollectives=True, onlyActive=False))
+    merged: dict[str, Any] = {"entries": []}
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is None:
+            continue
+        for key, value in json.loads(dump(includeCollectives=True, onlyActive=False)).items():
+            if key == "entries":
+                merged[key] += value
+            elif isinstance(value, dict):
+                merged.setdefault(key, {}).update(value)
+            else:
+                merged.setdefault(key, value)
+    merged["entries"].sort(key=lambda entry: entry.get("time_created_ns", 0))
+    return merged

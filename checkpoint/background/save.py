@@ -19,6 +19,7 @@ from torchtitan_lite.checkpoint.storage.manifest_json import (
 )
 from torchtitan_lite.checkpoint.storage.safetensors_file import (
     BoxLocation,
+    Content,
     PartBox,
     TokenBucket,
     no_tick,
@@ -144,15 +145,17 @@ def write_boxes(
     about: RegionDescription,
     step: int,
     token: str,
-    source: memoryview | list[memoryview],
+    source: memoryview | list[memoryview] | Content,
     **how: Any,
 ) -> list[BoxLocation]:
-    """Write a rank's file if it has boxes; `source` and `how` as in `Storage.write_part`. Raises
-    OSError."""
+    """Write a rank's file if it has boxes; `source` and `how` as in `Storage.write_part`, or, if
+    `source` is a function, as in `Storage.write_stream`. Raises OSError."""
     boxes = [PartBox(b.tensor, b.dtype, b.size, b.start, b.bytes) for b in about.boxes]
     storage.begin(step, token)
     if not boxes:
         return []
+    if callable(source):
+        return storage.write_stream(step, token, about.file_name, boxes, source, **how)
     return storage.write_part(step, token, about.file_name, boxes, source, **how)
 
 

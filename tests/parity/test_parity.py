@@ -27,6 +27,7 @@ from tests.parity.meshes import (
     rows,
 )
 from tests.pool import WorkerPool
+from torchtitan_lite.parallel import fsdp, pipeline
 
 Pools = Callable[[int], WorkerPool]
 
@@ -169,6 +170,29 @@ def test_same_training_with_experts(
     assert (bias.abs().max() > 0) == (shared["model.flavor"] == "many_experts")
     for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize("mesh", ["ep-2-fsdp-4", *long("pp-2-zbv-ep-2-fsdp-4", "hsdp-2x2-ep-2")])
+def test_same_training_with_experts_in_an_fsdp_unit_of_their_own(
+    mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """As on torch 2.11, in which a unit cannot have parameters on two meshes, and a pipeline stage
+    cannot split its backward."""
+    world_size, overrides = EXPERT_MESHES[mesh]
+    shared = {**EXPERTS, **chosen(overrides)}
+    expected = reference(**shared)
+    outcomes = pools(world_size).run(
+        _run_as_on_torch_2_11, tmp_path / "run", {**overrides, **shared}
+    )
+    for outcome in outcomes:
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+def _run_as_on_torch_2_11(folder: Path, overrides: dict[str, Any]) -> Outcome:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "shards_on", lambda mesh, dims: None)
+        patch.setattr(pipeline, "can_split_backward", lambda: False)
+        return run_job(folder, overrides)
 
 
 def test_training_is_independent_of_string_hashes(

@@ -43,3 +43,31 @@ def test_a_missing_gpu_is_rejected_and_never_selected_automatically() -> None:
     assert detect_device("auto").kind == "cpu"
     with pytest.raises(UserError, match=r'the node has 0\. .* \[job\] device = "cpu"'):
         detect_device("cuda")
+
+
+def _show_gpus(monkeypatch: pytest.MonkeyPatch, visible: str | None, number: int) -> None:
+    """Stand in for the driver: `number` GPUs, which CUDA_VISIBLE_DEVICES names as `visible`."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+@pytest.mark.parametrize(("visible", "number", "index"), [("3", 1, 0), ("2,3", 2, 1), (None, 2, 1)])
+def test_a_process_uses_the_one_gpu_that_its_scheduler_shows_it(
+    visible: str | None, number: int, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _show_gpus(monkeypatch, visible, number)
+    assert detect_device("cuda").torch_device == torch.device("cuda", index)
+
+
+def test_a_node_with_fewer_gpus_than_processes_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    _show_gpus(monkeypatch, None, 1)
+    with pytest.raises(UserError, match="Process 1 of this node needs a GPU of its own"):
+        detect_device("cuda")

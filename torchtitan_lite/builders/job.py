@@ -104,7 +104,7 @@ def build_job(
         pipeline_schedule=schedule,
         router_balance=balance,
         checkpoints=restored.checkpoints,
-        monitor=_build_monitor(config, mesh, state, schedule),
+        monitor=_build_monitor(config, mesh, state, schedule, phases),
         garbage=garbage,
         hooks=hooks,
         stop=stop,
@@ -156,7 +156,7 @@ def _debug_schedule(
 
 
 def _build_monitor(
-    config: Config, mesh: Mesh, state: TrainState, schedule: PipelineSchedule
+    config: Config, mesh: Mesh, state: TrainState, schedule: PipelineSchedule, phases: Phases
 ) -> StepMonitor:
     replay = None
     if config.fault_tolerance.replay_check:
@@ -164,7 +164,8 @@ def _build_monitor(
         tolerance = 0.0 if is_exact else TOLERANCE
         replay = Replay(state.model, schedule, state.optimizer, mesh, tolerance=tolerance)
     detector = AnomalyDetector(config.anomalies, config.debug.max_skipped_steps)
-    return StepMonitor(detector, WorkTimes(mesh, config.fault_tolerance.replica or 0), replay)
+    work_times = WorkTimes(mesh, config.fault_tolerance.replica or 0)
+    return StepMonitor(detector, work_times, replay, phases)
 
 
 def _build_hooks(

@@ -39,6 +39,11 @@ class CollectiveCall:
     """Dtypes and shapes of the inputs."""
 
     @property
+    def counter(self) -> str:
+        """The group and the backend that counted the call."""
+        return f"{self.group} {self.name.partition(':')[0]}"
+
+    @property
     def description(self) -> str:
         return f"{self.name} number {self.number} of group {self.group} ({self.sizes})"
 
@@ -50,7 +55,8 @@ class FlightRecord:
     pending: Sequence[CollectiveCall] = ()
     """Collectives that have not completed, the oldest first."""
     newest: Mapping[str, int] = field(default_factory=dict)
-    """Number of the last collective called, by process group."""
+    """Number of the last collective called, by process group and backend: gloo and NCCL count the
+    calls of one group separately."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ def blocking_ranks(
         for flight in flight_records.values()
         for call in flight.pending
         for number, other in flight_records.items()
-        if 0 <= other.newest.get(call.group, -1) < call.number
+        if 0 <= other.newest.get(call.counter, -1) < call.number
     }
     overdue = [one for one in ranks if one.number in late]
     own = [one for one in overdue if one.heartbeat is not None and one.heartbeat.phase in _OWN_WORK]
@@ -173,7 +179,7 @@ def read_flight_record(path: Path) -> FlightRecord | None:
         return None
     newest: dict[str, int] = {}
     for call, _ in calls:
-        newest[call.group] = max(call.number, newest.get(call.group, 0))
+        newest[call.counter] = max(call.number, newest.get(call.counter, 0))
     return FlightRecord([call for call, retired in calls if retired is False], newest)
 
 

@@ -190,6 +190,7 @@ class GoodputTracker:
         self._is_kept = True
         """Whether the attempt has no work that would be lost if the process ended now."""
         self._phase, self._since_ns = Phase.START.value, started_ns + self._ahead_ns
+        self._entered_ns = self._since_ns
         self._compiled_before = compiled_ns()
         self._step = 0
         self._has_failed = False
@@ -197,6 +198,7 @@ class GoodputTracker:
 
     def entered(self, phase: Phase, step: int) -> None:
         self._count()
+        self._entered_ns = self._since_ns
         if phase is Phase.QUORUM and self._is_kept:
             self._ledger.add(step, self._open)
             self._open.clear()
@@ -212,6 +214,15 @@ class GoodputTracker:
         self._phase, self._step = phase.value, step
         if self._since_ns - self._written_ns >= _WRITE_EVERY_S * 1e9:
             self._write()
+
+    def device_worked(self, phase: Phase, ended_ago_s: float) -> None:
+        """Count the current phase until `ended_ago_s` seconds ago as `phase`."""
+        self._count()
+        worked_ns = max(0, self._since_ns - round(ended_ago_s * 1e9) - self._entered_ns)
+        moved_ns = min(worked_ns, self._open[self._phase])
+        self._open[self._phase] -= moved_ns
+        self._open[phase.value] += moved_ns
+        self._entered_ns += moved_ns
 
     def goodput(self) -> float:
         """Return `totals().goodput`, at a lower cost."""

@@ -6,7 +6,10 @@ same bits. Layer: above redistribute and spec.
 """
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
@@ -25,6 +28,7 @@ _ELEMENTS_PER_BLOCK = 1 << 18
 def initialize(model: nn.Module, rules: Sequence[InitRule], seed: int) -> None:
     """Initialize every parameter of `model` by its first matching rule. Raises LookupError if no
     rule matches."""
+    draws: list[_Draw] = []
     for name, parameter in model.named_parameters():
         rule = next((rule for rule in rules if fnmatchcase(name, rule.pattern)), None)
         if rule is None:
@@ -33,9 +37,24 @@ def initialize(model: nn.Module, rules: Sequence[InitRule], seed: int) -> None:
         if rule.kind == "normal":
             box = local_box(parameter)
             if not box.is_empty:
-                local.copy_(draw_box(name, parameter.shape, box, rule, seed))
+                draws += _draws(name, parameter.shape, box, rule, seed, local)
         else:
             local.fill_(1.0 if rule.kind == "ones" else 0.0)
+    threads_before = torch.get_num_threads()
+    # The draws are parallel, not the operations in them.
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(_num_threads(), "initialize") as pool:
+            for _ in pool.map(_Draw.run, draws):
+                pass
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+def _num_threads() -> int:
+    """Return this rank's share of the node's cores."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def on_meta(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -65,18 +84,56 @@ def allocate_memory(
 
 def draw_box(name: str, shape: Sequence[int], box: Box, rule: InitRule, seed: int) -> torch.Tensor:
     """Draw the values of one box of a normally distributed parameter of global `shape`, float32."""
+    values = torch.empty(box.size)
+    for draw in _draws(name, shape, box, rule, seed, values):
+        draw.run()
+    return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Draw:
+    """One row block of a parameter, of which a rank keeps a part."""
+
+    shape: tuple[int, ...]
+    """Of the block."""
+    rule: InitRule
+    key: tuple[int, str, str, int]
+    kept: tuple[slice, ...]
+    target: torch.Tensor
+    """The memory of the kept part, on any device."""
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Draw the block, and copy the kept part; the host does not wait for a device."""
+        rows = torch.empty(self.shape)
+        cutoff = self.rule.std * self.rule.cutoff_stds
+        _truncated_normal_(rows, self.rule.std, cutoff, generator(*self.key))
+        kept = rows[self.kept]
+        if self.target.is_cuda:
+            # torch does not reuse page-locked memory before the copy from it has ended.
+            staged = torch.empty(kept.shape, dtype=self.target.dtype, pin_memory=True)
+            kept = staged.copy_(kept)
+        self.target.copy_(kept, non_blocking=True)
+
+
+def _draws(
+    name: str, shape: Sequence[int], box: Box, rule: InitRule, seed: int, values: torch.Tensor
+) -> Iterator[_Draw]:
+    """Yield the draws that fill `values`, the memory of a box."""
     row_elements = max(1, math.prod(shape[1:]))
     block_rows = max(1, _ELEMENTS_PER_BLOCK // row_elements)
-    first_row, num_rows = box.offset[0], box.size[0]
-    cutoff = rule.std * rule.cutoff_stds
-    parts = []
-    for block in range(first_row // block_rows, -(-(first_row + num_rows) // block_rows)):
+    first_row, end_row = box.offset[0], box.offset[0] + box.size[0]
+    for block in range(first_row // block_rows, -(-end_row // block_rows)):
         start = block * block_rows
-        rows = torch.empty(min(block_rows, shape[0] - start), *shape[1:])
-        _truncated_normal_(rows, rule.std, cutoff, generator(seed, "init", name, block))
-        inside = slice(max(first_row - start, 0), first_row + num_rows - start)
-        parts.append(rows[(inside, *box.slices[1:])])
-    return torch.cat(parts)
+        stop = min(start + block_rows, shape[0])
+        first, end = max(start, first_row), min(stop, end_row)
+        yield _Draw(
+            shape=(stop - start, *shape[1:]),
+            rule=rule,
+            key=(seed, "init", name, block),
+            kept=(slice(first - start, end - start), *box.slices[1:]),
+            target=values[first - first_row : end - first_row],
+        )
 
 
 def _truncated_normal_(

@@ -87,13 +87,15 @@ def apply(
         # but cast to the compute dtype.
         frees = policy == "default" and mesh.degrees.pp == 1 and not is_last and num_shards > 1
         reshard = policy == "always" or frees
-        stacks = [m for m in unit.modules() if isinstance(m, Experts)] if apart else []
-        for experts in stacks:
-            fully_shard(experts, **{**settings, **(apart or {})}, reshard_after_forward=reshard)
-        fully_shard(unit, **settings, reshard_after_forward=reshard)
-        if stacks:
-            # Gathered with their block, as by one unit.
-            unit.set_modules_to_forward_prefetch(stacks)
+        stacks = [
+            fully_shard(module, **{**settings, **apart}, reshard_after_forward=reshard)
+            for module in unit.modules()
+            if apart and isinstance(module, Experts)
+        ]
+        # Gathered with their block, as parameters of one unit are.
+        fully_shard(
+            unit, **settings, reshard_after_forward=reshard
+        ).set_modules_to_forward_prefetch(stacks)
     fully_shard(model, **settings, reshard_after_forward=policy == "always")
     if not is_alone:
         _sum_gradients(model)

@@ -25,6 +25,7 @@ from torchtitan_lite.redistribute import align_gradient
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import Microbatch, ModelSpec, TokenLoss
 from torchtitan_lite.torch_compat import (
+    can_split_backward,
     forward_schedule,
     local_tensor,
     schedule_from_order,
@@ -49,7 +50,8 @@ class Pipeline:
         is_compiled: bool,
     ) -> None:
         """`parts` are this rank's stages in rising order; hidden states are of `dtype`."""
-        self._is_compiled = is_compiled
+        # The backward of a compiled block is one node of autograd, which would run twice.
+        self._splits_backward = can_split_backward() and not is_compiled
         self._group = mesh.device_mesh.get_group("pp")
         rank = mesh.device_mesh.get_local_rank("pp")
         self._stages = dict(zip(plan.of_rank(rank), parts, strict=True))
@@ -159,8 +161,7 @@ class Pipeline:
             input_args=tokens if stage == 0 else hidden,
             output_args=loss if stage == self._last else hidden,
             group=self._group,
-            # The backward of a compiled block is one node of autograd, which would run twice.
-            dw_builder=_no_backward_of_weights if self._is_compiled else None,
+            dw_builder=None if self._splits_backward else _no_backward_of_weights,
         )
         return without_messages_to_itself(created)
 

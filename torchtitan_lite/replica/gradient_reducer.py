@@ -103,7 +103,8 @@ class GradientReducer:
         if place < self._num_sent:
             raise AssertionError("a gradient was accumulated after its bucket was reduced")
         self._missing[place] -= 1
-        # Never block here: this rank would wait for the others in the middle of its backward.
+        # Never block here: this rank would wait for the others in the middle of its backward. With
+        # NCCL only the stream waits, and buckets are sent at the same places on all ranks.
         while self._num_sent < len(self._buckets) and not self._missing[self._num_sent]:
             if len(self._in_flight) == _MAX_IN_FLIGHT:
                 if not self._in_flight[0][2].is_done():

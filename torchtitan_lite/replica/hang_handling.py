@@ -32,7 +32,7 @@ _TIMEOUT_FACTORS = {
     Phase.DATA: 1,
     Phase.COMPUTE: 1,
     # A rank that waits for other replicas gets more time, so that the one that hangs is ended
-    # first.
+    # first. The host also waits here for its own GPU's backward.
     Phase.COMMUNICATION: 3,
     # Slow storage or a long validation is not a hang.
     Phase.CHECKPOINT: 10,

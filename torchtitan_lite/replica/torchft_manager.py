@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torchft.checkpointing import CheckpointTransport
 from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
+from torchft.work import _DummyWork
 
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.launcher.logs import TORCHFT_INFO
@@ -145,11 +146,15 @@ class QuorumManager(Manager):
 
     def all_reduce_sum(self, flat: torch.Tensor) -> "PendingReduction":
         """Start to sum `flat` over the participants, in place."""
-        return PendingReduction(self.allreduce(flat, reduce_op=dist.ReduceOp.SUM))  # pyright: ignore[reportArgumentType]
+        return self._started(flat, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, flat: torch.Tensor) -> "PendingReduction":
         """Start to compute the maximum of `flat` over the participants, in place."""
-        return PendingReduction(self.allreduce(flat, reduce_op=dist.ReduceOp.MAX))  # pyright: ignore[reportArgumentType]
+        return self._started(flat, dist.ReduceOp.MAX)
+
+    def _started(self, flat: torch.Tensor, reduce_op: Any) -> "PendingReduction":
+        work = self.allreduce(flat, reduce_op=reduce_op)
+        return PendingReduction(work, blocks_host=not isinstance(self.group, ProcessGroupNCCL))
 
     def abort_step(self, reason: str) -> None:
         """Abort this step, here and at once in all other replicas."""
@@ -161,17 +166,23 @@ class QuorumManager(Manager):
 class PendingReduction:
     """Reduction in progress. Failures are reported by the manager."""
 
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
+    def __init__(self, work: dist.Work, *, blocks_host: bool = True) -> None:
+        """`blocks_host`: whether `wait` blocks this thread, not only a stream of the device."""
+        self._work, self._blocks_host = work, blocks_host
         on_device = torch.accelerator.is_available()
         self._stream = torch.accelerator.current_stream() if on_device else None
 
     def is_done(self) -> bool:
         """Return whether `wait` would return at once."""
-        # torchft's work does not know this, but wraps the work that does; after an error it wraps
-        # none.
-        inner = getattr(self._work, "_work", None)
-        return inner is None or inner.is_completed()
+        if not self._blocks_host:
+            # Independent of time, so that all ranks issue the collectives of all their NCCL groups
+            # in one order: different orders can deadlock.
+            return True
+        # torchft's works do not know this, but wrap the work that does; after an error none.
+        inner: Any = self._work
+        while inner is not None and hasattr(inner, "_work"):
+            inner = inner._work
+        return inner is None or isinstance(inner, _DummyWork) or inner.is_completed()
 
     def wait(self) -> None:
         """Wait; on a device, make its current stream wait. Never raises."""

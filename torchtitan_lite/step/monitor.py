@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from torchtitan_lite.anomalies import ABORT, Action, AnomalyDetector, Decision, History
+from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.replica import ReplicaEvent, Replicas, Share
 from torchtitan_lite.spec import Microbatch
 from torchtitan_lite.step.replay import Replay
@@ -20,10 +21,14 @@ class StepMonitor:
     """Observes each step, and decides about it by the totals of all ranks."""
 
     def __init__(
-        self, detector: AnomalyDetector, work_times: WorkTimes, replay: Replay | None
+        self,
+        detector: AnomalyDetector,
+        work_times: WorkTimes,
+        replay: Replay | None,
+        phases: Phases,
     ) -> None:
         """Without `replay`, anomalies are attributed to the data."""
-        self.detector, self.work_times = detector, work_times
+        self.detector, self.work_times, self._phases = detector, work_times, phases
         self._replay = replay
 
     @contextmanager
@@ -52,6 +57,10 @@ class StepMonitor:
         """Decide about the step, and recompute an anomalous one. `loss` is this rank's part of the
         loss; `is_complete` is the result of the replicas' vote. All ranks decide identically.
         Returns the decision, and events of slow ranks. Every rank must call it."""
+        ended_ago_s = self.work_times.device_ended_ago_s()
+        if ended_ago_s is not None:
+            # The host ran ahead: it waited in the reduction for the device's backward.
+            self._phases.device_worked(Phase.COMPUTE, ended_ago_s)
         num_microbatches = len(microbatches)
         events = self.work_times.record(totals.work_times, num_microbatches, is_valid=is_complete)
         if not is_complete:

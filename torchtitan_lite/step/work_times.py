@@ -29,6 +29,8 @@ class WorkTimes:
         self._on_gpu = mesh.device.kind == "cuda"
         self._began = self._ended = self._now()
         self._last_work = (0.0, 0.0, 0.0)
+        self._idle = (self._began, time.perf_counter())
+        """The device's and the host's time at a moment when the device had no work."""
 
     def begin(self) -> None:
         """Start of own work."""
@@ -82,6 +84,18 @@ class WorkTimes:
             ReplicaEvent("slow_rank" if one.is_slow else "slow_rank_ended", vars(one))
             for one in changes
         ]
+
+    def device_ended_ago_s(self) -> float | None:
+        """Return the seconds since the device finished this rank's work; None without a GPU. Called
+        once per step, after the host has waited for what follows that work, so that the device is
+        idle."""
+        idle, idle_s = self._idle
+        if isinstance(idle, float | int) or isinstance(self._ended, float | int):
+            return None
+        ended_s = idle_s + idle.elapsed_time(self._ended) / 1000
+        now_s = time.perf_counter()
+        self._idle = (self._now(), now_s)
+        return max(0.0, now_s - ended_s)
 
     def _now(self) -> "float | torch.cuda.Event":
         if not self._on_gpu:

@@ -20,9 +20,12 @@ from tests.unit.checkpoint.conftest import (
     same,
     steps_in,
 )
+from torchtitan_lite.checkpoint import sync_saver
+from torchtitan_lite.checkpoint import tensors as tensors_module
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
 from torchtitan_lite.checkpoint.shared_memory.folder import list_runs
 from torchtitan_lite.checkpoint.storage.posix import LocalStorage
+from torchtitan_lite.checkpoint.tensors import byte_pieces
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 
 _DATA = "rank-00000.safetensors"
@@ -500,3 +503,31 @@ def test_a_run_with_synchronous_saves_leaves_nothing_in_memory(
     run_steps(manager, state, 1)
     manager.final_save(finished=True)
     assert run_id_in(tmp_path) not in [run.run_id for run in list_runs()]
+
+
+def test_state_on_a_gpu_is_saved_piece_by_piece_with_the_same_bytes(
+    manage: Manage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is on the CPU here; only the way of a GPU's state is taken."""
+    files = []
+    for place, is_on_cpu in enumerate([True, False]):
+        monkeypatch.setattr(
+            sync_saver, "_are_on_cpu", lambda tensors, is_on_cpu=is_on_cpu: is_on_cpu
+        )
+        monkeypatch.setattr(tensors_module, "_PIECE_BYTES", 64)
+        folder = tmp_path / str(place)
+        state = SmallState()
+        run_steps(manage(state, dump_folder=folder), state, 1)
+        found = sorted((folder / "checkpoint" / "step-1").glob("*.safetensors"))
+        files.append({path.name: path.read_bytes() for path in found})
+        restored = SmallState(seed=1)
+        manage(restored, dump_folder=folder).restore()
+        assert same(restored.tensors(), state.tensors())
+    assert files[0] and files[0] == files[1]
+
+
+def test_pieces_of_a_tensor_are_bounded() -> None:
+    tensor = torch.arange(5 << 20)
+    pieces = list(byte_pieces(tensor, 24, 38 << 20))
+    assert b"".join(pieces) == tensor.numpy().tobytes()[24 : 24 + (38 << 20)]
+    assert max(map(len, pieces)) == 8 << 20

@@ -89,11 +89,11 @@ def test_the_culprit() -> None:
 
 def test_the_culprit_by_the_collectives() -> None:
     both = [seen(0, Phase.COMPUTE), seen(1, Phase.COMPUTE)]
-    waiting, other = FlightRecord([call(7)], {"dp": 7}), FlightRecord([], {"dp": 6})
+    waiting, other = FlightRecord([call(7)], {"dp gloo": 7}), FlightRecord([], {"dp gloo": 6})
     assert numbers(both, {0, 1}, {0: waiting, 1: other}) == [1]
     assert numbers(both, {0, 1}, {0: other, 1: waiting}) == [0]
     # It waits too, but in another collective, in which no known rank is missing.
-    elsewhere = FlightRecord([call(3, "replicas")], {"dp": 6, "replicas": 3})
+    elsewhere = FlightRecord([call(3, "replicas")], {"dp gloo": 6, "replicas gloo": 3})
     assert numbers(both, {0, 1}, {0: waiting, 1: elsewhere}) == [1]
     # Nothing is known about a rank that does not respond.
     assert numbers(both, {0, 1}, {0: waiting}) == [0, 1]
@@ -102,7 +102,7 @@ def test_the_culprit_by_the_collectives() -> None:
 
 def test_the_reason_names_rank_and_collective() -> None:
     ranks = [seen(0, Phase.COMPUTE), seen(1, Phase.COMPUTE, state="T")]
-    message = hang_reason(ranks, {0, 1}, {0: FlightRecord([call(7)], {"dp": 7})}, 12.34)
+    message = hang_reason(ranks, {0, 1}, {0: FlightRecord([call(7)], {"dp gloo": 7})}, 12.34)
     assert message == (
         "rank 1: no progress for 12.3 s in compute after step 57 (stopped); "
         "rank 0 waits in gloo:all_reduce number 7 of group dp (Float [4])"
@@ -168,7 +168,24 @@ def test_a_flight_recorder_is_read(tmp_path: Path) -> None:
     assert [one.description for one in flight.pending] == [
         "gloo:all_reduce number 2 of group mesh_dp (1) (Float [4])"
     ]
-    assert flight.newest == {"mesh_dp (1)": 2}
+    assert flight.newest == {"mesh_dp (1) gloo": 2}
+
+
+def test_calls_of_gloo_and_nccl_in_one_group_are_counted_separately(tmp_path: Path) -> None:
+    """gloo has counted further than NCCL: rank 1 lacks the call of NCCL in which rank 0 waits."""
+    records = {}
+    nccl = {**entry(7, retired=False), "profiling_name": "nccl:all_reduce"}
+    for rank, entries in enumerate([[entry(90, retired=True), nccl], [entry(90, retired=True)]]):
+        path = tmp_path / f"{rank}.json"
+        path.write_text(json.dumps({"entries": [*entries, {**nccl, "collective_seq_id": 6,
+                                                           "retired": True}]}))  # fmt: skip
+        found = read_flight_record(path)
+        assert found is not None
+        records[rank] = found
+    assert records[0].newest == {"mesh_dp (1) gloo": 90, "mesh_dp (1) nccl": 7}
+    assert [call.name for call in records[0].pending] == ["nccl:all_reduce"]
+    both = [seen(rank, Phase.COMMUNICATION, since_s=0) for rank in range(2)]
+    assert numbers(both, {0, 1}, records) == [1]
 
 
 def test_a_malformed_flight_recorder_is_ignored(tmp_path: Path) -> None:

@@ -90,6 +90,29 @@ def test_time_is_added_to_the_current_phase(tmp_path: Path) -> None:
     assert goodput_tracker.totals().goodput == goodput_tracker.goodput() == 1.75 / 6
 
 
+def test_a_device_that_works_while_the_host_waits_is_counted_by_its_work(tmp_path: Path) -> None:
+    """The host issues forward and backward in 0.125 s, and waits 2 s in the reduction, in which
+    the device computes until 0.5 s before its end."""
+    run = Run(tmp_path)
+    goodput_tracker = run.start()
+    run.spend(goodput_tracker, Phase.QUORUM, 0, 0)
+    run.spend(goodput_tracker, Phase.COMPUTE, 0, 0.125)
+    run.spend(goodput_tracker, Phase.COMMUNICATION, 0, 1)
+    # Reading the goodput in between changes nothing.
+    goodput_tracker.goodput()
+    run.now_ns += S
+    goodput_tracker.device_worked(Phase.COMPUTE, 0.5)
+    run.now_ns += S // 4
+    run.spend(goodput_tracker, Phase.CHECKPOINT, 1, 0)
+    assert seconds(goodput_tracker) == {"compute": 1.625, "communication": 0.75}
+    # Work that ended before the phase began moves nothing.
+    run.spend(goodput_tracker, Phase.COMMUNICATION, 1, 1)
+    goodput_tracker.device_worked(Phase.COMPUTE, 3)
+    run.spend(goodput_tracker, Phase.CHECKPOINT, 2, 0)
+    assert seconds(goodput_tracker) == {"compute": 1.625, "communication": 1.75}
+    assert goodput_tracker.totals().wall_s == 3.375
+
+
 def test_a_step_that_is_not_committed_is_lost_work(tmp_path: Path) -> None:
     run = Run(tmp_path)
     goodput_tracker = run.start()

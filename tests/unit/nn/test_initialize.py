@@ -101,6 +101,19 @@ def test_the_first_matching_rule_initializes_a_parameter() -> None:
     assert values["0.weight"].abs().max() <= 0.3 and values["0.weight"].std() > 0.01
 
 
+def test_the_number_of_threads_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = []
+    for num_threads in (1, 5):
+        monkeypatch.setattr(module, "_num_threads", lambda num_threads=num_threads: num_threads)
+        models.append(nn.Sequential(nn.Linear(300, 2100, bias=False), nn.Linear(7, 3, bias=False)))
+        initialize(models[-1], [_RULE], seed=0)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(
+        models[0][0].weight, draw_box("0.weight", (2100, 300), Box((0, 0), (2100, 300)), _RULE, 0)
+    )
+
+
 def test_a_parameter_without_a_rule_is_named() -> None:
     rules = [InitRule(pattern="weight", kind="ones")]
     with pytest.raises(LookupError, match="No InitRule matches parameter bias"):

@@ -1,6 +1,7 @@
 """A hanging rank: the watchdog ends it with its stacks, and the flight recorder names the
 collective in which it waits. The tests of the launcher cover its requests to ranks."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from torch._C import _distributed_c10d
 
 from torchtitan_lite.launcher.hang_detection import flight_record_file, read_flight_record
+from torchtitan_lite.torch_compat import flight_record
 
 _BEGINNING = """
 import ctypes, time
@@ -113,4 +116,29 @@ def test_a_rank_reports_the_collective_in_which_it_waits(tmp_path: Path) -> None
     assert f"It waits in {waits.description}" in output[0]
     other = read_flight_record(flight_record_file(tmp_path, 1))
     assert other is not None and not other.pending
-    assert other.newest[waits.group] == waits.number - 1
+    assert other.newest[waits.counter] == waits.number - 1
+
+
+def test_the_flight_record_contains_the_calls_of_gloo_and_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL's recorder is a stand-in, because it records on a GPU only."""
+    recorders = {
+        "_dump_fr_trace_json": {
+            "version": "2.10",
+            "entries": [_called("gloo", 1), _called("gloo", 4)],
+        },
+        "_dump_nccl_trace_json": {"pg_config": {"0": {}}, "entries": [_called("nccl", 2)]},
+    }
+    for name, record in recorders.items():
+        text = json.dumps(record).encode()
+        monkeypatch.setattr(
+            _distributed_c10d, name, lambda text=text, **options: text, raising=False
+        )
+    merged = flight_record()
+    assert [entry["profiling_name"] for entry in merged["entries"]] == ["gloo", "nccl", "gloo"]
+    assert merged["version"] == "2.10" and merged["pg_config"] == {"0": {}}
+
+
+def _called(name: str, time_ns: int) -> dict[str, object]:
+    return {"profiling_name": name, "time_created_ns": time_ns}

@@ -1,0 +1,81 @@
+"""Page-locking of snapshot memory. CUDA's runtime is a stand-in with its rules: memory is
+registered once, and addresses stay registered until they are unregistered."""
+
+import mmap
+
+import pytest
+import torch
+
+from tests.unit.checkpoint.conftest import SmallState, same
+from torchtitan_lite.checkpoint import copier as module
+from torchtitan_lite.checkpoint.copier import Copier
+from torchtitan_lite.checkpoint.save_plan import plan_save
+from torchtitan_lite.mesh import Mesh
+
+_ALREADY_REGISTERED, _NOT_REGISTERED, _OUT_OF_MEMORY = 712, 713, 2
+
+
+class _Runtime:
+    def __init__(self, max_slots: int = 100) -> None:
+        self.registered: set[int] = set()
+        self._max_slots = max_slots
+
+    def cudaHostRegister(self, address: int, length: int, flags: int) -> int:
+        if address in self.registered:
+            return _ALREADY_REGISTERED
+        if len(self.registered) == self._max_slots:
+            return _OUT_OF_MEMORY
+        self.registered.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        if address not in self.registered:
+            return _NOT_REGISTERED
+        self.registered.remove(address)
+        return 0
+
+
+def _on_gpu(runtime: _Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_runtime", lambda: runtime)
+    # Without a stream the copies of the state, which is on the CPU, are made by the thread.
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+
+
+def _snapshot(slots: list[memoryview], mesh: Mesh) -> Copier:
+    """Copy a state into the second slot, and check it."""
+    state = SmallState()
+    copier = Copier(plan_save(state.tensors(), mesh), slots, torch.device("cuda", 0))
+    copier.start(1, state.tensors(), lambda: None)
+    copier.wait()
+    assert same(copier._targets[1], state.tensors())
+    return copier
+
+
+def _slots(mesh: Mesh) -> list[memoryview]:
+    length = plan_save(SmallState().tensors(), mesh).slot_bytes
+    return [memoryview(mmap.mmap(-1, length)) for _ in range(3)]
+
+
+def test_memory_is_unlocked_at_the_end_and_can_be_locked_again(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime, slots = _Runtime(), _slots(mesh)
+    _on_gpu(runtime, monkeypatch)
+    for _ in range(2):
+        copier = _snapshot(slots, mesh)
+        assert len(runtime.registered) == 3
+        copier.close()
+        assert not runtime.registered
+    assert not caplog.records
+
+
+def test_snapshots_work_without_locked_memory(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    runtime = _Runtime(max_slots=1)
+    _on_gpu(runtime, monkeypatch)
+    copier = _snapshot(_slots(mesh), mesh)
+    assert not runtime.registered
+    (record,) = logged.records
+    assert "cannot be page-locked (CUDA error 2)" in record.getMessage()
+    copier.close()

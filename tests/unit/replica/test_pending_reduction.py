@@ -1,0 +1,55 @@
+"""Completion of reductions that torchft has wrapped. The group is torchft's gloo group; its works
+are wrapped as torchft wraps those of NCCL, which needs a GPU."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torchft.manager import _ManagedWork
+from torchft.process_group import ProcessGroupGloo, _WorkAcceleratorTimeout
+
+from tests.launch import wait_until
+from torchtitan_lite.replica.torchft_manager import PendingReduction
+
+_TIMEOUT = timedelta(seconds=60)
+
+
+def test_a_wrapped_reduction_reports_completion() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    groups = [ProcessGroupGloo(_TIMEOUT) for _ in range(2)]
+    address = f"127.0.0.1:{store.port}/test"
+    with ThreadPoolExecutor(2) as threads:
+        list(
+            threads.map(
+                lambda place: groups[place].configure(address, f"r{place}", place, 2), range(2)
+            )
+        )
+    flats = [torch.full((4,), 1.0), torch.full((4,), 2.0)]
+    works = [groups[0].allreduce([flats[0]], dist.AllreduceOptions())]
+    pending = _wrapped(groups[0], works[0], flats[0])
+    time.sleep(0.2)
+    assert not pending.is_done(), "the other rank has not called yet"
+    works.append(groups[1].allreduce([flats[1]], dist.AllreduceOptions()))
+    wait_until(pending.is_done, 30)
+    for work in works:
+        work.wait()
+    assert [flat.tolist() for flat in flats] == [[3.0] * 4] * 2
+    # Needed as long as torchft's wrapper does not report it.
+    assert not _WorkAcceleratorTimeout(groups[0], works[0], _TIMEOUT).is_completed()
+    for group in groups:
+        group.shutdown()
+
+
+def test_a_reduction_for_which_only_the_stream_waits_does_not_depend_on_time() -> None:
+    unfinished: Any = object()
+    assert PendingReduction(unfinished, blocks_host=False).is_done()
+
+
+def _wrapped(group: ProcessGroupGloo, work: Any, flat: torch.Tensor) -> PendingReduction:
+    manager: Any = None
+    timed = _WorkAcceleratorTimeout(group, work, _TIMEOUT)
+    return PendingReduction(_ManagedWork(manager, timed, flat))
