@@ -250,7 +250,8 @@ def test_a_step_can_depend_on_a_value_of_the_device(name: str) -> None:
                 optimizer.step_unless(torch.tensor(float(not taken)), 0.5, torch.tensor(4.0))
             elif taken:
                 optimizer.step(0.5, 0.25)
-        return {"weight": model.weight.detach(), **optimizer.slots(model.weight)}
+        (weight,) = model.parameters()
+        return {"weight": weight.detach(), **optimizer.slots(weight)}
 
     for take in ([True, True], [False, True, True], [True, False, False, True]):
         expected = run(take, by_value=False)
