@@ -175,6 +175,7 @@ def train_step(job: Job) -> StepReport:
     values = _local_values(job, share, microbatches, loss)
     with phases.enter(Phase.COMMUNICATION):
         pending = reduce_step(values, parameters, job.replicas, job.mesh, job.stop)
+        job.monitor.work_times.reduced()
         is_updated = _update_on_device(job, pending)
         totals = pending.read()
         is_complete = job.replicas.should_commit(

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,6 +37,7 @@ class FakeDevice(TorchDispatchMode):
         super().__init__()
         self._values = values
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._thread = threading.current_thread()
         self.waits: Counter[str] = Counter()
         """Waits of the host, by file and function."""
 
@@ -53,11 +54,27 @@ class FakeDevice(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(True)
         try:
             # The fake mode lies beneath this mode, for torch.compile to find it.
+            waits = ExitStack()
+            for kind, name in (
+                (torch.cuda.Event, "synchronize"),
+                (torch.cuda.Stream, "synchronize"),
+                (torch.cuda, "synchronize"),
+            ):
+                waits.enter_context(patch.object(kind, name, self._waiting(name)))
             threads = patch.object(threading.Thread, "run", self._run_of_thread())
-            with threads, patch.object(FakeTensor, "tolist", tolist), self._mode, self:
+            with waits, threads, patch.object(FakeTensor, "tolist", tolist), self._mode, self:
                 yield self
         finally:
             torch._C._set_only_lift_cpu_tensors(before)
+
+    def _waiting(self, name: str) -> Callable[..., None]:
+        """Return a function that waits for the device, which is done."""
+
+        def wait(*given: Any) -> None:
+            if threading.current_thread() is self._thread:
+                self._record(name, waits=True)
+
+        return wait
 
     def _run_of_thread(self) -> Callable[[threading.Thread], None]:
         """Return `Thread.run` for threads beside the main one, whose waits do not count."""

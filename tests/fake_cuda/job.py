@@ -110,7 +110,7 @@ def _observe(
 def _values(tensor: torch.Tensor, frame: FrameType) -> torch.Tensor | None:
     """Return values with which a run continues: no rank asks to stop, and tokens are spread evenly
     over the experts."""
-    if frame.f_code.co_name == "read":
+    if frame.f_code.co_filename.endswith("step/totals.py"):
         totals = torch.ones(tensor.shape, dtype=tensor.dtype)
         totals[1] = 0
         return totals

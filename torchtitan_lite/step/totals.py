@@ -55,12 +55,18 @@ class StepTotals(NamedTuple):
 
 
 class PendingTotals:
-    """Totals on the device. The host waits for them in `read`, and nowhere else."""
+    """Totals on the device, on their way to the host, which waits for them in `read` and nowhere
+    else. It does not wait for what the device does after them."""
 
     def __init__(self, totals: torch.Tensor, num_work_times: int, token_copies: int) -> None:
         """`token_copies`: ranks with the same tokens."""
         self._totals = totals
         self._num_work_times, self._token_copies = num_work_times, token_copies
+        # Page-locked, because it does not block.
+        self._on_host = totals.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if totals.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
 
     def divisor_and_skip(self, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the gradients must be divided by to be those of the mean loss, of a norm of
@@ -74,9 +80,10 @@ class PendingTotals:
 
     def read(self) -> StepTotals:
         """Return the totals on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
         lengths = [_OF_REPLICA + _OF_STEP, NUM_SAVE_SIGNALS, self._num_work_times]
-        totals = self._totals.cpu()
-        scalars, *rest = totals.split([*lengths, len(totals) - sum(lengths)])
+        scalars, *rest = self._on_host.split([*lengths, len(self._on_host) - sum(lengths)])
         summed = StepTotals(*scalars.tolist(), *rest)
         # Ranks with the same tokens count the same targets; their parts of the loss add up to one.
         return summed._replace(num_targets=summed.num_targets / self._token_copies)

@@ -29,8 +29,9 @@ class WorkTimes:
         self._on_gpu = mesh.device.kind == "cuda"
         self._began = self._ended = self._now()
         self._last_work = (0.0, 0.0, 0.0)
-        self._idle = (self._began, time.perf_counter())
-        """The device's and the host's time at a moment when the device had no work."""
+        self._reduced = self._began
+        self._anchor = (self._began, time.perf_counter())
+        """The same moment on the device's and on the host's clock."""
 
     def begin(self) -> None:
         """Start of own work."""
@@ -39,6 +40,10 @@ class WorkTimes:
     def end(self) -> None:
         """End of own work."""
         self._ended = self._now()
+
+    def reduced(self) -> None:
+        """The totals are complete, and the host waits for nothing after them."""
+        self._reduced = self._now()
 
     def local_values(self, share: Share) -> torch.Tensor:
         """Return this rank's values for the reduction: float64 [participants * ranks * 3],
@@ -87,14 +92,13 @@ class WorkTimes:
 
     def device_ended_ago_s(self) -> float | None:
         """Return the seconds since the device finished this rank's work; None without a GPU. Called
-        once per step, after the host has waited for what follows that work, so that the device is
-        idle."""
-        idle, idle_s = self._idle
-        if isinstance(idle, float | int) or isinstance(self._ended, float | int):
+        once per step, when the host has the totals."""
+        anchor, anchor_s = self._anchor
+        if isinstance(anchor, float | int) or isinstance(self._ended, float | int):
             return None
-        ended_s = idle_s + idle.elapsed_time(self._ended) / 1000
+        ended_s = anchor_s + anchor.elapsed_time(self._ended) / 1000
         now_s = time.perf_counter()
-        self._idle = (self._now(), now_s)
+        self._anchor = (self._reduced, now_s)
         return max(0.0, now_s - ended_s)
 
     def _now(self) -> "float | torch.cuda.Event":

@@ -56,7 +56,7 @@ def times(device: _Device) -> WorkTimes:
         made = WorkTimes(mesh, 0)
         made._on_gpu = True
         made._began = made._ended = made._now()
-        made._idle = (made._began, device.perf_counter())
+        made._anchor = (made._began, device.perf_counter())
         return made
 
 
@@ -71,8 +71,11 @@ def test_the_end_of_the_devices_work_is_known_on_the_hosts_clock(
         device.backlog_s = 2.0
         times.end()
         ended_s = device.now_s + 2.0
-        # The host waits for the device, then 0.5 s for other ranks.
-        device.now_s, device.backlog_s = ended_s + 0.5, 0.0
+        # The device waits 0.5 s for other ranks, and the host for the device, which then updates
+        # the weights.
+        device.backlog_s += 0.5
+        times.reduced()
+        device.now_s, device.backlog_s = ended_s + 0.5, lag_s
         assert times.device_ended_ago_s() == pytest.approx(0.5)
         device.now_s += 1.0
 
