@@ -46,6 +46,12 @@ class Device:
         return str(torch.cuda.get_device_properties(self.torch_device).uuid)
 
     @property
+    def logits_per_chunk(self) -> int:
+        """Return the logits that the loss computes at a time. On a GPU a chunk must be large enough
+        for fast matrix products; 2**28 logits are 1 GiB in float32."""
+        return 1 << (28 if self.kind == "cuda" else 24)
+
+    @property
     def has_allocator_peak(self) -> bool:
         """Whether `take_allocator_peak` is supported."""
         return self.kind == "cuda"

@@ -12,9 +12,6 @@ import torch
 
 from torchtitan_lite.spec import IGNORE_INDEX, TokenLoss, VocabularyShard
 
-_LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""By device. On a GPU a chunk must be large enough for fast matrix products; 2**28 logits are 1 GiB
-in float32."""
 _MIN_CHUNK_TOKENS = 512
 
 _Chunk = Callable[
@@ -23,8 +20,11 @@ _Chunk = Callable[
 ]
 
 
-def cross_entropy(*, compile_backend: str | None = None) -> TokenLoss:
-    """Return the trainer's loss. `compile_backend` compiles the arithmetic of a chunk."""
+def cross_entropy(
+    *, logits_per_chunk: int = 1 << 24, compile_backend: str | None = None
+) -> TokenLoss:
+    """Return the trainer's loss, in chunks of at most `logits_per_chunk` logits, but at least 512
+    tokens. `compile_backend` compiles the arithmetic of a chunk."""
     chunk: _Chunk = _chunk_loss_and_gradients
     if compile_backend is not None:
         chunk = torch.compile(chunk, backend=compile_backend)
@@ -39,7 +39,12 @@ def cross_entropy(*, compile_backend: str | None = None) -> TokenLoss:
         # Asked here: inside an autograd function gradients are always off.
         wanted = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
         return _ChunkedCrossEntropy.apply(
-            hidden_TD, weight_VD, targets_T, shard, chunk if wanted else _chunk_loss
+            hidden_TD,
+            weight_VD,
+            targets_T,
+            shard,
+            chunk if wanted else _chunk_loss,
+            max(_MIN_CHUNK_TOKENS, logits_per_chunk // weight_VD.shape[0]),
         )
 
     return loss
@@ -49,13 +54,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Compute -log softmax(hidden @ weight.T)[target], summed over targets but `IGNORE_INDEX`."""
 
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, targets_T, shard, chunk: _Chunk):  # type: ignore[override]
+    def forward(ctx, hidden_TD, weight_VD, targets_T, shard, chunk: _Chunk, size: int):  # type: ignore[override]
         # In float64, so that the sum does not depend on how the tokens are split into chunks.
         total = hidden_TD.new_zeros((), dtype=torch.float64)
         hidden_grads: list[torch.Tensor] = []
         weight_grad: torch.Tensor | None = None
-        budget = _LOGITS_PER_CHUNK[weight_VD.device.type]
-        size = max(_MIN_CHUNK_TOKENS, budget // weight_VD.shape[0])
         starts = range(0, hidden_TD.shape[0], size)
         for start in starts:
             part = slice(start, start + size)
@@ -79,6 +82,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             hidden_grad * upstream.to(hidden_grad.dtype) if ctx.needs_input_grad[0] else None,
             weight_grad * upstream.to(weight_grad.dtype) if ctx.needs_input_grad[1] else None,
+            None,
             None,
             None,
             None,

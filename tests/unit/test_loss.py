@@ -24,7 +24,6 @@ _NUM_TOKENS, _VOCAB, _DIM = 101, 37, 16
 def chunk_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The number of tokens per chunk: many chunks with a short last one, or one chunk."""
     monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
-    monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", {"cpu": request.param * _VOCAB})
     yield request.param
 
 
@@ -39,7 +38,7 @@ def test_value_and_gradients_equal_those_of_torch(
     chunk_tokens: int, dtype: torch.dtype, loss_rtol: float, grad_tolerance: float
 ) -> None:
     ours, theirs = _inputs(dtype), _inputs(dtype)
-    loss = cross_entropy()(*ours)
+    loss = cross_entropy(logits_per_chunk=chunk_tokens * _VOCAB)(*ours)
     (loss * 0.7).backward()
     expected = _reference(*theirs)
     (expected * 0.7).backward()
@@ -54,17 +53,19 @@ def test_unneeded_gradients_are_not_computed(
     chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = _inputs(torch.float64)
-    with_gradient = cross_entropy()(*inputs)
+    with_gradient = cross_entropy(logits_per_chunk=chunk_tokens * _VOCAB)(*inputs)
 
     def fail(*arguments: torch.Tensor) -> None:
         raise AssertionError("gradients were computed")
 
     monkeypatch.setattr(module, "_chunk_loss_and_gradients", fail)
     with torch.no_grad():
-        under_no_grad = cross_entropy()(*inputs)
-    of_constants = cross_entropy()(*(tensor.detach() for tensor in inputs))
+        under_no_grad = cross_entropy(logits_per_chunk=chunk_tokens * _VOCAB)(*inputs)
+    of_constants = cross_entropy(logits_per_chunk=chunk_tokens * _VOCAB)(
+        *(tensor.detach() for tensor in inputs)
+    )
     with pytest.raises(AssertionError, match="gradients were computed"):
-        cross_entropy()(*inputs)
+        cross_entropy(logits_per_chunk=chunk_tokens * _VOCAB)(*inputs)
     for value in (under_no_grad, of_constants):
         assert not value.requires_grad
         torch.testing.assert_close(value, with_gradient.detach(), rtol=1e-15, atol=0)
@@ -84,7 +85,9 @@ def test_either_input_may_be_frozen(learner: int) -> None:
 
 def test_ignored_targets_give_zero_loss_and_zero_gradients(chunk_tokens: int) -> None:
     hidden, weight, targets = _inputs(torch.float32)
-    loss = cross_entropy()(hidden, weight, torch.full_like(targets, IGNORE_INDEX))
+    loss = cross_entropy(logits_per_chunk=chunk_tokens * _VOCAB)(
+        hidden, weight, torch.full_like(targets, IGNORE_INDEX)
+    )
     loss.backward()
     assert loss.item() == 0
     assert hidden.grad is not None and not hidden.grad.any()
@@ -94,7 +97,7 @@ def test_ignored_targets_give_zero_loss_and_zero_gradients(chunk_tokens: int) ->
 def test_bfloat16_computes_the_loss_in_float32(chunk_tokens: int) -> None:
     narrow = _inputs(torch.bfloat16)
     wide = [t.detach().float().requires_grad_(t.is_floating_point()) for t in narrow[:2]]
-    loss = cross_entropy()(*narrow)
+    loss = cross_entropy(logits_per_chunk=chunk_tokens * _VOCAB)(*narrow)
     loss.backward()
     expected = _reference(wide[0], wide[1], narrow[2])
     expected.backward()
@@ -111,18 +114,17 @@ def test_chunks_of_a_bfloat16_weight_gradient_are_summed_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
-    monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", {"cpu": 1})
     # 1,024 equal terms of 1/2: in bfloat16 the sum would stop at 128.
     hidden = torch.ones(1024, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    cross_entropy()(hidden, weight, torch.zeros(1024, dtype=torch.int64)).backward()
+    loss = cross_entropy(logits_per_chunk=1)
+    loss(hidden, weight, torch.zeros(1024, dtype=torch.int64)).backward()
     assert weight.grad is not None
     assert weight.grad.flatten().tolist() == [-512.0, 512.0]
 
 
 def test_full_logits_are_never_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MIN_CHUNK_TOKENS", 1)
-    monkeypatch.setattr(module, "_LOGITS_PER_CHUNK", {"cpu": 10 * _VOCAB})
     sizes = []
     full = module._chunk_loss_and_gradients
 
@@ -131,7 +133,7 @@ def test_full_logits_are_never_materialized(monkeypatch: pytest.MonkeyPatch) -> 
         return full(hidden, *rest)
 
     monkeypatch.setattr(module, "_chunk_loss_and_gradients", recording)
-    cross_entropy()(*_inputs(torch.float32))
+    cross_entropy(logits_per_chunk=10 * _VOCAB)(*_inputs(torch.float32))
     assert sizes == [10] * 10 + [1]
 
 

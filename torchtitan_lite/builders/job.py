@@ -125,7 +125,7 @@ def _build_schedule(
     return build_pipeline_schedule(
         parts,
         spec,
-        cross_entropy(compile_backend=loss_backend),
+        cross_entropy(logits_per_chunk=mesh.device.logits_per_chunk, compile_backend=loss_backend),
         mesh,
         config.parallelism,
         hidden_dtype=compute_dtype_of(config.training, mesh.device),

@@ -117,7 +117,7 @@ def _measured(
     schedule = build_pipeline_schedule(
         [model],
         spec,
-        cross_entropy(),
+        cross_entropy(logits_per_chunk=mesh.device.logits_per_chunk),
         mesh,
         config.parallelism,
         hidden_dtype=compute_dtype_of(config.training, mesh.device),

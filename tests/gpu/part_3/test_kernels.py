@@ -16,6 +16,7 @@ from tests.tolerances import (
     GPU_BFLOAT16_LOSS,
     GROUPED_BFLOAT16,
 )
+from torchtitan_lite.device import detect_device
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.nn.attention import AttentionMask, FlexKernel, SDPAKernel
 from torchtitan_lite.nn.grouped_linear import kernel_linear, looped_linear
@@ -168,7 +169,10 @@ def test_chunked_loss_equals_cross_entropy(compiled: bool, device: str, figure: 
     ).to(device)
     targets_T[::7] = IGNORE_INDEX
     ours = [hidden_TD.clone().requires_grad_(), weight_VD.clone().requires_grad_()]
-    loss = cross_entropy(compile_backend="inductor" if compiled else None)
+    loss = cross_entropy(
+        logits_per_chunk=detect_device(device).logits_per_chunk,
+        compile_backend="inductor" if compiled else None,
+    )
     summed = loss(ours[0], ours[1], targets_T)
     summed.backward()
     exact = [hidden_TD.float().requires_grad_(), weight_VD.float().requires_grad_()]
