@@ -252,22 +252,25 @@ def outside_of_fake_tensors() -> Iterator[None]:
 
 
 def flops_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Return the floating-point operations of a matrix product or an attention, and 0 for others.
+    """Return the floating-point operations of a matrix product or an attention, and 0 for others. A
+    causal mask halves an attention.
 
-    The formulas are those of torch's FlopCounterMode, which offers them for modules only, and which
-    does not count attention on the CPU (2.13). Needed until there is a public function.
+    The formulas are those of torch's FlopCounterMode, which offers them for modules only, does not
+    count attention on the CPU, and ignores causal masks (2.13). Needed until there is a public
+    function.
     """
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
     aten, lite = torch.ops.aten, torch.ops.torchtitan_lite
     packet = getattr(operation, "overloadpacket", None)
     if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        return sdpa_flop_count(*(one.shape for one in args[:3]))
+        is_causal = len(args) > 4 and args[4]
+        return sdpa_flop_count(*(one.shape for one in args[:3])) // (2 if is_causal else 1)
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return sdpa_backward_flop_count(*(one.shape for one in args[:4]))
-    if packet is lite.grouped_linear:
-        return 2 * args[0].numel() * args[1].shape[1]
-    if packet is lite.grouped_outer:
+        flops = sdpa_backward_flop_count(*(one.shape for one in args[:4]))
+        return flops // (2 if args[7] else 1)
+    if packet in (lite.grouped_linear, lite.grouped_outer):
+        # The features of the other factor: [X, O, I], or [N, I].
         return 2 * args[0].numel() * args[1].shape[1]
     count = flop_registry.get(packet)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))

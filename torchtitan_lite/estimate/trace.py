@@ -127,8 +127,12 @@ def _trace(
     kept: Callable[[Sequence[str]], Sequence[str]],
     accelerator: Accelerator,
 ) -> StepTrace:
+    is_compiled = config.compile.covers("model")
+    # Dispatch modes do not see into compiled blocks.
+    eager = config.compile.model_copy(update={"enable": False})
+    config = config.model_copy(update={"compile": eager})
     parts = parallelized_parts(config, spec, mesh, kept=kept)
-    recorder = _Recorder(parts, spec, mesh, accelerator, is_compiled=config.compile.covers("model"))
+    recorder = _Recorder(parts, spec, mesh, accelerator, is_compiled=is_compiled)
     schedule = build_pipeline_schedule(
         parts,
         spec,
@@ -328,7 +332,9 @@ class _Recorder:
     def _given(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """Return the results of backward among `args`."""
         found = tensors_in(list(args))
-        return [tensor for tensor in found if self._log.kind_of(tensor) in ("activations", "logits")]
+        return [
+            tensor for tensor in found if self._log.kind_of(tensor) in ("activations", "logits")
+        ]
 
     def _kind(self) -> Kind:
         if self.stage == "optimizer":
