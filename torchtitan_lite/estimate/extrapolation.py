@@ -10,9 +10,10 @@ from typing import Any
 
 from torchtitan_lite.builders.model import model_on_meta
 from torchtitan_lite.config import Config
+from torchtitan_lite.debug.modules import ROOT
 from torchtitan_lite.device import Accelerator
 from torchtitan_lite.estimate.memory import KINDS, ByKind
-from torchtitan_lite.estimate.trace import Segment, StepTrace, block_label, trace_step
+from torchtitan_lite.estimate.trace import Place, Segment, StepTrace, block_label, trace_step
 from torchtitan_lite.estimate.work import Work
 from torchtitan_lite.mesh import ParallelDims
 from torchtitan_lite.parallel.pipeline_stages import plan_stages
@@ -20,6 +21,8 @@ from torchtitan_lite.spec import ModelSpec
 
 _FEWEST_BLOCKS = 2
 """The first and the last block of a stage differ from the others under FSDP."""
+_DEPTHS = (2, 3)
+"""Stages of the pipelines that are traced in place of a longer one."""
 _MOST_MICROBATCHES = 2
 """Without a pipeline, the second microbatch is like all later ones."""
 
@@ -74,29 +77,38 @@ def rank_step(
     num_microbatches: int,
     extrapolate: bool = True,
 ) -> RankStep:
-    """Trace the step of `rank`, with all blocks or, if they are alike, few of them."""
-    stages = _blocks_by_stage(config, spec, degrees, rank, world_size)
-    traced = _traced_microbatches(config, degrees, num_microbatches)
+    """Trace the step of `rank`, the first of a pipeline stage; with all blocks or, if they are
+    alike, few of them."""
+    stage = rank // (world_size // degrees.pp)
+    stages = _blocks_by_stage(config, spec, degrees, stage)
+    alike = extrapolate and _are_alike(config, spec)
+    depths = _traced_depths(config, degrees, stage, num_microbatches) if alike else (degrees.pp,)
 
-    def trace(kept: Callable[[Sequence[str]], Sequence[str]]) -> StepTrace:
+    def trace(kept: Callable[[Sequence[str]], Sequence[str]], depth: int) -> StepTrace:
+        per_stage = world_size // degrees.pp
         return trace_step(
-            config,
+            _with_depth(config, spec, degrees, depth),
             spec,
-            rank=rank,
-            world_size=world_size,
-            num_microbatches=traced,
+            rank=per_stage * (stage if stage == 0 or depth == degrees.pp else depth - 1),
+            world_size=per_stage * depth,
+            num_microbatches=_traced_microbatches(config, depth, num_microbatches, degrees.pp),
             kept=kept,
             accelerator=accelerator,
         )
 
-    counts = _traced_blocks(config, stages) if extrapolate and _are_alike(config, spec) else None
-    num_blocks = sum(map(len, stages))
+    def at_depth(kept: Callable[[Sequence[str]], Sequence[str]]) -> StepTrace | None:
+        traces = [trace(kept, depth) for depth in depths]
+        return traces[0] if len(traces) == 1 else _at_depth(traces, depths, degrees.pp)
+
+    counts = _traced_blocks(config, stages) if alike else None
     if counts is not None:
-        few, more = (trace(_keep(stages, count)) for count in counts)
-        places = {segment.place for segment in more.segments}
-        if all(segment.place in places for segment in few.segments):
-            return _extrapolated(few, more, counts, stages, rank, num_microbatches)
-    whole = trace(lambda units: units)
+        few, more = (at_depth(_keep(stages, count)) for count in counts)
+        if few is not None and more is not None:
+            places = {segment.place for segment in more.segments}
+            if all(segment.place in places for segment in few.segments):
+                return _extrapolated(few, more, counts, stages, rank, num_microbatches)
+    whole = trace(lambda units: units, degrees.pp)
+    num_blocks = sum(map(len, stages))
     return RankStep(
         rank=rank,
         points=_points(whole.segments, [0] * len(stages)),
@@ -109,8 +121,79 @@ def rank_step(
     )
 
 
+def _traced_depths(
+    config: Config, degrees: ParallelDims, stage: int, num_microbatches: int
+) -> tuple[int, ...]:
+    """Return the numbers of stages to trace with. Under 1F1B the first stage has as many
+    microbatches in flight as there are stages, in which memory is affine, and the last has one."""
+    few, more = _DEPTHS
+    parallelism = config.parallelism
+    is_plain = (
+        parallelism.pipeline_parallel_schedule.lower() == "1f1b"
+        and not parallelism.pipeline_parallel_schedule_csv
+    )
+    if not is_plain or degrees.pp <= more or num_microbatches < degrees.pp:
+        return (degrees.pp,)
+    return (few, more) if stage == 0 else (few,)
+
+
+def _with_depth(config: Config, spec: ModelSpec, degrees: ParallelDims, depth: int) -> Config:
+    """Return the configuration with fewer pipeline stages: the first and the last as they are, and
+    between them what is left."""
+    if depth == degrees.pp:
+        return config
+    modules = plan_stages(spec, config.parallelism).modules
+    # With two stages, the last one begins with all blocks that the first does not have.
+    first, last = modules[0], modules[-1] if depth > 2 else sum(modules[1:], ())
+    middle = [sum(modules[1 : -(depth - 2)], ()), *modules[-(depth - 2) : -1]] if depth > 2 else []
+    parts = [list(first), *(list(part) for part in middle), list(last)]
+    parallelism = config.parallelism.model_copy(
+        update={
+            "pipeline_parallel_degree": depth,
+            "module_fqns_per_model_part": parts,
+            "data_parallel_shard_degree": degrees.dp_shard,
+        }
+    )
+    return config.model_copy(update={"parallelism": parallelism})
+
+
+def _at_depth(traces: Sequence[StepTrace], depths: Sequence[int], depth: int) -> StepTrace | None:
+    """Return the trace of a first stage with `depth` stages, from two with fewer. None if they
+    cannot be matched."""
+    few, more = (
+        {_aligned(segment.place, at): segment for segment in trace.segments}
+        for trace, at in zip(traces, depths, strict=True)
+    )
+    if not few.keys() <= more.keys():
+        return None
+    factor = (depth - depths[0]) / (depths[1] - depths[0])
+    segments = tuple(
+        Segment(
+            place=place,
+            peak=_along(few[place].peak, segment.peak, factor),
+            end=_along(few[place].end, segment.end, factor),
+        )
+        for place, segment in more.items()
+        if place in few
+    )
+    return replace(traces[1], segments=segments)
+
+
+def _aligned(place: Place, depth: int) -> Place:
+    """Return a place of a first stage under 1F1B that pipelines of other depths have too. Forwards
+    count from the last one before the first backward. The first two backwards have the most
+    microbatches in flight; later ones count from the end, where gradients are reduced."""
+    unit, phase, number = place
+    if unit == ROOT:
+        # What runs before the first unit runs once per step.
+        return place
+    if phase == "forward":
+        return unit, phase, number - depth + 1
+    return (unit, phase, number) if number < 2 else (unit, f"last {phase}", number - depth)
+
+
 def _blocks_by_stage(
-    config: Config, spec: ModelSpec, degrees: ParallelDims, rank: int, world_size: int
+    config: Config, spec: ModelSpec, degrees: ParallelDims, pp_rank: int
 ) -> list[list[str]]:
     """Return the names of the blocks of each stage on the rank."""
     prefix = spec.blocks.removesuffix("*")
@@ -118,17 +201,18 @@ def _blocks_by_stage(
         units: Sequence[Sequence[str]] = [spec.stage_units]
     else:
         plan = plan_stages(spec, config.parallelism)
-        units = [plan.modules[stage] for stage in plan.of_rank(rank // (world_size // degrees.pp))]
+        units = [plan.modules[stage] for stage in plan.of_rank(pp_rank)]
     return [[name for name in names if name.startswith(prefix)] for names in units]
 
 
-def _traced_microbatches(config: Config, degrees: ParallelDims, num_microbatches: int) -> int:
+def _traced_microbatches(config: Config, depth: int, num_microbatches: int, num_stages: int) -> int:
     """Return how many microbatches to trace: enough for the peak. Under 1F1B a stage has at most as
     many in flight as there are stages; schedules that may have all are traced with all."""
-    if degrees.pp == 1:
+    if depth == 1:
         return min(num_microbatches, _MOST_MICROBATCHES)
     if config.parallelism.pipeline_parallel_schedule.lower() == "1f1b":
-        return min(num_microbatches, degrees.pp + 1)
+        # One more than in flight, because gradients exist by then.
+        return depth + min(1, num_microbatches - num_stages)
     return num_microbatches
 
 
@@ -160,10 +244,16 @@ def _traced_blocks(config: Config, stages: Sequence[Sequence[str]]) -> tuple[int
 
 
 def _keep(stages: Sequence[Sequence[str]], count: int) -> Callable[[Sequence[str]], list[str]]:
-    """Return a function that keeps the first and the last blocks of a stage, `count` in all."""
+    """Return a function that keeps, of the blocks of its units, the first and the last of each of
+    `stages`, `count` in all, and whatever is not a block."""
     first = (count + 1) // 2
-    removed = {name for blocks in stages for name in blocks[first : len(blocks) - (count - first)]}
-    return lambda units: [name for name in units if name not in removed]
+    chosen = {
+        name
+        for blocks in stages
+        for name in (*blocks[:first], *blocks[len(blocks) - count + first :])
+    }
+    prefix = stages[0][0].rpartition(".")[0] + "."
+    return lambda units: [name for name in units if name in chosen or not name.startswith(prefix)]
 
 
 def _extrapolated(

@@ -66,11 +66,6 @@ class StorageLog:
             if found is not None:
                 found.kind = kind
 
-    def kind_of(self, tensor: torch.Tensor) -> Kind | None:
-        """Return the kind of a tensor's storage; None if it was not noted."""
-        found = self._live.get(id(tensor.untyped_storage()))
-        return None if found is None else found.kind
-
     def sums(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
         """Return the live bytes [time, kind], in the order of `KINDS`."""
         changes = np.zeros((self.time + 2, len(KINDS)), dtype=np.int64)

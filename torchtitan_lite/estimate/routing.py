@@ -39,7 +39,7 @@ class BalancedRouting:
         tensors = tensors_in((args, kwargs))
         known = [id(tensor) in self._values for tensor in tensors]
         if operation is _READ:
-            return self._values[id(tensors[0])][1].item() if known[0] else _one(tensors[0])
+            return self._read(tensors[0]) if known[0] else _one(tensors[0])
         if group is None and known and all(known):
             return self._follow(operation, args, kwargs)
         result = operation(*args, **kwargs)
@@ -48,12 +48,17 @@ class BalancedRouting:
         if operation is _EXCHANGE and group is not None and known[:2] == [True, True]:
             # Every rank sends what this one sends, so each receives what this one sends to itself.
             sent = self._values[id(tensors[1])][1]
-            self._set(tensors[0], sent[group.rank()].expand_as(sent).clone())
+            with outside_of_fake_tensors():
+                self._set(tensors[0], sent[group.rank()].expand_as(sent).clone())
         return result
 
     def clear(self) -> None:
         """Forget all values."""
         self._values.clear()
+
+    def _read(self, tensor: torch.Tensor) -> int | float:
+        with outside_of_fake_tensors():
+            return self._values[id(tensor)][1].item()
 
     def _follow(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with outside_of_fake_tensors():

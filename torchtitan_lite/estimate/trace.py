@@ -5,9 +5,11 @@ collectives move nothing.
 Layer: above builders, `debug`, loss, optim, parallel, step.
 """
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -109,7 +111,7 @@ def trace_step(
 ) -> StepTrace:
     """Trace a step of `num_microbatches` on `rank`. `kept` chooses from the units of a stage those
     that are traced."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _without_garbage_collection():
         # The backend of the fake group knows no timeouts, and torch announces newer names.
         warnings.simplefilter("ignore")
         with (
@@ -117,6 +119,17 @@ def trace_step(
             start_mesh(config.parallelism, config.comm, CPU_DEVICE) as mesh,
         ):
             return _trace(config, spec, mesh, num_microbatches, kept, accelerator)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage, as between the scheduled collections of a run."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _trace(
@@ -307,12 +320,10 @@ class _Recorder:
     def _run(self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._enter_segment()
         group = group_of(operation, args, kwargs)
-        if group is not None and self._is_of_fsdp and self._label.startswith(_REDUCTION):
-            self._log.set_kind(self._given(args), "gradients")
+        if group is None and self._label.startswith(_REDUCTION):
+            # What FSDP copies into the buffer of the reduction, and what it takes from it.
+            self._log.set_kind(tensors_in(list(args)), "gradients")
         result = self._routing.run(operation, args, kwargs, group)
-        if self._label.startswith(_REDUCTION) and group is None:
-            # What FSDP copies into the buffer of the reduction are the gradients.
-            self._log.set_kind(self._given(args), "gradients")
         self._log.note(result, self._kind())
         self._follow_labels(operation, args)
         if group is None:
@@ -329,16 +340,11 @@ class _Recorder:
     def _is_of_fsdp(self) -> bool:
         return any(label.startswith("FSDP::") for label in self._labels)
 
-    def _given(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the results of backward among `args`."""
-        found = tensors_in(list(args))
-        return [
-            tensor for tensor in found if self._log.kind_of(tensor) in ("activations", "logits")
-        ]
-
     def _kind(self) -> Kind:
         if self.stage == "optimizer":
             return "optimizer"
+        if self._label.startswith(_ACCUMULATION):
+            return "gradients"
         if self._is_of_fsdp or self.stage == "reduction":
             return "buffers"
         return "logits" if self._in_loss else "activations"
@@ -455,4 +461,5 @@ def _near(group: dist.ProcessGroup, node: int, per_node: int) -> int:
     return sum(rank // per_node == node for rank in dist.get_process_group_ranks(group))
 
 
-_REDUCTION = "FSDP::post_backward_reduce"
+_REDUCTION, _ACCUMULATION = "FSDP::post_backward_reduce", "FSDP::post_backward_accumulate"
+"""Labels of FSDP2, which are followed by the module's name."""
