@@ -161,7 +161,11 @@ def _at_depth(traces: Sequence[StepTrace], depths: Sequence[int], depth: int) ->
     """Return the trace of a first stage with `depth` stages, from two with fewer. None if they
     cannot be matched."""
     few, more = (
-        {_aligned(segment.place, at): segment for segment in trace.segments}
+        {
+            place: segment
+            for segment in trace.segments
+            if (place := _aligned(segment.place, at)) is not None
+        }
         for trace, at in zip(traces, depths, strict=True)
     )
     if not few.keys() <= more.keys():
@@ -179,16 +183,18 @@ def _at_depth(traces: Sequence[StepTrace], depths: Sequence[int], depth: int) ->
     return replace(traces[1], segments=segments)
 
 
-def _aligned(place: Place, depth: int) -> Place:
+def _aligned(place: Place, depth: int) -> Place | None:
     """Return a place of a first stage under 1F1B that pipelines of other depths have too. Forwards
-    count from the last one before the first backward. The first two backwards have the most
-    microbatches in flight; later ones count from the end, where gradients are reduced."""
+    count from the last one before the first backward, and earlier ones are left out: the first of
+    all gathers the weights. The first two backwards have the most microbatches in flight; later
+    ones count from the end, where gradients are reduced."""
     unit, phase, number = place
     if unit == ROOT:
         # What runs before the first unit runs once per step.
         return place
     if phase == "forward":
-        return unit, phase, number - depth + 1
+        number -= depth - 1
+        return None if number < 0 else (unit, phase, number)
     return (unit, phase, number) if number < 2 else (unit, f"last {phase}", number - depth)
 
 
