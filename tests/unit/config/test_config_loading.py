@@ -146,7 +146,7 @@ def test_a_torchtitan_file_loads_unchanged(write) -> None:
     ("off", "on", "key", "feature"),
     [
         (
-            "[memory_estimation]\ndisable_fake_mode = false",
+            "[memory_estimation]\nenable = false",
             "[memory_estimation]\ndisable_fake_mode = true",
             "memory_estimation.disable_fake_mode",
             "an estimate with real tensors",
