@@ -14,6 +14,10 @@ import torch
 
 from torchtitan_lite.errors import UserError
 
+LOGITS_PER_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""By kind of device. On a GPU a chunk must be large enough for fast matrix products; 2**28 logits
+are 1 GiB in float32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -47,9 +51,8 @@ class Device:
 
     @property
     def logits_per_chunk(self) -> int:
-        """Return the logits that the loss computes at a time. On a GPU a chunk must be large enough
-        for fast matrix products; 2**28 logits are 1 GiB in float32."""
-        return 1 << (28 if self.kind == "cuda" else 24)
+        """Return the logits that the loss computes at a time."""
+        return LOGITS_PER_CHUNK[self.kind]
 
     @property
     def has_allocator_peak(self) -> bool:
@@ -63,16 +66,75 @@ class Device:
         return peak
 
 
-# From data sheets, dense bf16; the first name contained in the device's name applies.
-_PEAK_BF16_FLOPS = (
-    ("H100 NVL", 835e12),
-    ("H100 PCIe", 756e12),
-    ("H200", 989e12),
-    ("H100", 989e12),
-    ("B200", 2.25e15),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-)
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """Figures of a kind of GPU, from its data sheet."""
+
+    names: tuple[str, ...]
+    """Parts of the device's name; the first accelerator with a part in it applies."""
+    peak_flops: float
+    """Dense bf16 FLOP/s."""
+    memory_bytes: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """To the other GPUs of a node, in one direction: NVLink, or PCIe without it."""
+    network_bytes_per_s: float = 50e9
+    """To other nodes, per GPU: 400 Gb/s, which is a property of the machine, not of the GPU."""
+    per_node: int = 8
+
+
+ACCELERATORS = {
+    "h100-nvl": Accelerator(
+        names=("H100 NVL",),
+        peak_flops=835e12,
+        memory_bytes=94e9,
+        memory_bytes_per_s=3.9e12,
+        link_bytes_per_s=300e9,
+    ),
+    "h100-pcie": Accelerator(
+        names=("H100 PCIe",),
+        peak_flops=756e12,
+        memory_bytes=80e9,
+        memory_bytes_per_s=2.0e12,
+        link_bytes_per_s=64e9,
+    ),
+    "h200": Accelerator(
+        names=("H200",),
+        peak_flops=989e12,
+        memory_bytes=141e9,
+        memory_bytes_per_s=4.8e12,
+        link_bytes_per_s=450e9,
+    ),
+    "h100": Accelerator(
+        names=("H100",),
+        peak_flops=989e12,
+        memory_bytes=80e9,
+        memory_bytes_per_s=3.35e12,
+        link_bytes_per_s=450e9,
+    ),
+    "b200": Accelerator(
+        names=("B200",),
+        peak_flops=2.25e15,
+        memory_bytes=180e9,
+        memory_bytes_per_s=7.7e12,
+        link_bytes_per_s=900e9,
+    ),
+    "a100": Accelerator(
+        names=("A100",),
+        peak_flops=312e12,
+        memory_bytes=80e9,
+        memory_bytes_per_s=2.0e12,
+        link_bytes_per_s=300e9,
+        network_bytes_per_s=25e9,
+    ),
+    "l40s": Accelerator(
+        names=("L40S",),
+        peak_flops=362e12,
+        memory_bytes=48e9,
+        memory_bytes_per_s=0.864e12,
+        link_bytes_per_s=32e9,
+    ),
+}
 
 
 def detect_device(name: str = "auto") -> Device:
@@ -103,13 +165,16 @@ def detect_device(name: str = "auto") -> Device:
     torch_device = torch.device("cuda", local_rank)
     torch.cuda.set_device(torch_device)
     device_name = torch.cuda.get_device_name(torch_device)
-    peak = next((flops for part, flops in _PEAK_BF16_FLOPS if part in device_name), None)
+    kind = next(
+        (one for one in ACCELERATORS.values() if any(part in device_name for part in one.names)),
+        None,
+    )
     return Device(
         torch_device=torch_device,
         backend="cpu:gloo,cuda:nccl",
         pin_memory=True,
         fused_optimizer=True,
-        peak_flops=peak,
+        peak_flops=None if kind is None else kind.peak_flops,
     )
 
 

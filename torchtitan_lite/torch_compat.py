@@ -240,6 +240,56 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
         _redistribute.clear_redistribute_planner_cache()
         _redistribute._gen_transform_infos.cache_clear()
+        # Results of operations, with meshes whose groups no longer exist.
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Run operations on tensors that have shape, dtype and device, but no memory. Tensors of the
+    meta device, and tensors with memory, may be among their inputs.
+
+    torch's compiler and its memory tracker use it; needed until the mode is public.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@contextmanager
+def outside_of_fake_tensors() -> Iterator[None]:
+    """Run operations on tensors with values inside of `fake_tensors`. See there."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+def flops_of(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Return the floating-point operations of a matrix product or an attention, and 0 for others. A
+    causal mask halves an attention.
+
+    The formulas are those of torch's FlopCounterMode, which offers them for modules only, does not
+    count attention on the CPU, and ignores causal masks (2.13). Needed until there is a public
+    function.
+    """
+    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+    aten, lite = torch.ops.aten, torch.ops.torchtitan_lite
+    packet = getattr(operation, "overloadpacket", None)
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        is_causal = len(args) > 4 and args[4]
+        return sdpa_flop_count(*(one.shape for one in args[:3])) // (2 if is_causal else 1)
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        flops = sdpa_backward_flop_count(*(one.shape for one in args[:4]))
+        return flops // (2 if args[7] else 1)
+    if packet in (lite.grouped_linear, lite.grouped_outer):
+        # The features of the other factor: [X, O, I], or [N, I].
+        return 2 * args[0].numel() * args[1].shape[1]
+    count = flop_registry.get(packet)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 
 def redistribution_steps(

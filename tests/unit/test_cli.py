@@ -9,7 +9,7 @@ import pytest
 from torchtitan_lite.cli import main
 from torchtitan_lite.cli.parsers import size
 
-COMMANDS = ["train", "launch", "generate", "evaluate", "convert", "inspect", "report"]
+COMMANDS = ["train", "launch", "generate", "evaluate", "convert", "estimate", "inspect", "report"]
 
 
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:

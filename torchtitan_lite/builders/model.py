@@ -3,6 +3,8 @@
 Layer: above models and parallel.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import nn
 
@@ -46,19 +48,49 @@ def build_model(
 ) -> list[nn.Module]:
     """Build this rank's parts of the model: one, or one per pipeline stage on this rank. Without
     `init_weights`, the weights are uninitialized memory to load into."""
+    parts = parallelized_parts(config, spec, mesh)
+    for part in parts:
+        materialize(part, config, mesh)
+        if init_weights:
+            initialize(part, spec.init, config.debug.seed or 0)
+    return parts
+
+
+def parallelized_parts(
+    config: Config,
+    spec: ModelSpec,
+    mesh: Mesh,
+    *,
+    kept: Callable[[Sequence[str]], Sequence[str]] | None = None,
+) -> list[nn.Module]:
+    """Build this rank's parts of the model, parallelized, on the meta device. `kept` chooses from
+    the units of each part; None: all."""
     whole = model_on_meta(config, spec)
     check_plan(whole, spec)
     if config.model.print_after_conversion:
         logger.info("%s", whole)
     if mesh.degrees.pp == 1:
-        return [_materialized(whole, config, spec, mesh, init_weights=init_weights)]
+        if kept is not None and spec.stage_units:
+            keep_only(whole, spec, kept(spec.stage_units))
+        _parallelize(whole, config, spec, mesh)
+        return [whole]
     plan = plan_stages(spec, config.parallelism)
     parts = []
     for stage in plan.of_rank(mesh.device_mesh.get_local_rank("pp")):
         part = model_on_meta(config, spec)
-        keep_only(part, spec, plan.modules[stage])
-        parts.append(_materialized(part, config, spec, mesh, init_weights=init_weights))
+        units = plan.modules[stage]
+        keep_only(part, spec, units if kept is None else kept(units))
+        _parallelize(part, config, spec, mesh)
+        parts.append(part)
     return parts
+
+
+def materialize(part: nn.Module, config: Config, mesh: Mesh) -> None:
+    """Allocate the memory of a part of the model that is on the meta device."""
+    device = mesh.device.torch_device
+    offloaded = config.training.enable_cpu_offload
+    allocate_memory(part, torch.device("cpu") if offloaded else device, buffer_device=device)
+    part.train()
 
 
 def model_on_meta(config: Config, spec: ModelSpec) -> nn.Module:
@@ -66,10 +98,7 @@ def model_on_meta(config: Config, spec: ModelSpec) -> nn.Module:
     return on_meta(spec.build, getattr(torch, config.training.dtype))
 
 
-def _materialized(
-    model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh, *, init_weights: bool
-) -> nn.Module:
-    """Parallelize a model on the meta device, and allocate its memory."""
+def _parallelize(model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh) -> None:
     parallelize(
         model,
         spec,
@@ -80,9 +109,3 @@ def _materialized(
         compilation=config.compile,
         quantization=config.quantize.linear.float8 if config.model.converters else None,
     )
-    device = mesh.device.torch_device
-    offloaded = config.training.enable_cpu_offload
-    allocate_memory(model, torch.device("cpu") if offloaded else device, buffer_device=device)
-    if init_weights:
-        initialize(model, spec.init, config.debug.seed or 0)
-    return model.train()

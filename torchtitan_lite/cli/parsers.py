@@ -13,6 +13,8 @@ from typing import NoReturn
 PROGRAM = "torchtitan-lite"
 DTYPES = ("bf16", "fp16", "fp32")
 """Data types of converted weights."""
+DEVICES = ("a100", "b200", "h100", "h100-nvl", "h100-pcie", "h200", "l40s", "cpu")
+"""Devices of `estimate`: the accelerators of `device.py`, which imports torch, and the CPU."""
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -43,6 +45,7 @@ def parser() -> Parser:
     _generate(commands)
     _evaluate(commands)
     _convert(commands)
+    _estimate(commands)
     _inspect(commands)
     _report(commands)
     _completion(commands)
@@ -285,6 +288,31 @@ def _convert(commands) -> None:
         help="release whose names to use (default: %(default)s)",
     )
     _add_custom_import(to_dcp)
+
+
+def _estimate(commands) -> None:
+    estimate = _add(
+        commands,
+        "estimate",
+        "Predict memory, communication and time of a step on any number of ranks.",
+        "torchtitan-lite estimate --config FILE --world-size N [--section.key value ...]\n\n"
+        "One process traces the step of one rank on tensors without memory; no GPU is needed.\n"
+        "Exit status 1: the step does not fit the device; 2: the command failed.",
+        module="estimate",
+        passes_on=True,
+    )
+    add = estimate.add_argument
+    add("--config", type=Path, metavar="FILE", required=True, help="the TOML file")
+    add("--world-size", type=positive, metavar="N", required=True, help="number of ranks")
+    add(
+        "--device",
+        choices=DEVICES,
+        default="h200",
+        help='device of each rank (default: %(default)s); "cpu": memory only',
+    )
+    add("--all-layers", action="store_true", help="trace all layers, instead of a few of them")
+    add("--memory-plot", type=Path, metavar="FILE", help="write memory over the step as SVG")
+    add("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
 
 
 def _inspect(commands) -> None:

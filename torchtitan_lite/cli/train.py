@@ -48,6 +48,10 @@ def train_rank(argv: Sequence[str]) -> int:
     try:
         config, file = _checked(argv, int(os.environ.get("WORLD_SIZE", "1")))
         _log_about_keys(config, file)
+        if config.memory_estimation.enable:
+            from torchtitan_lite.cli.estimate import estimate_instead
+
+            return estimate_instead(config)
     except UserError as error:
         log_once(error)
         return error.exit_status

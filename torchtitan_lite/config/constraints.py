@@ -58,6 +58,16 @@ def check_against(config: Config, world_size: int) -> None:
         raise config_error(problems)
 
 
+def check_mesh(config: Config, world_size: int) -> None:
+    """Check mesh, model, batch and sequence length, but neither data nor devices."""
+    problems, degrees, spec = _mesh_and_model(config, world_size)
+    problems += mesh_problems(config, spec, degrees)
+    if spec is not None:
+        problems += _sequence_length(config, spec)
+    if problems:
+        raise config_error(problems)
+
+
 def check_pipeline(config: Config, world_size: int) -> None:
     """Check what the pipeline order depends on: mesh, model, batch and stages, but neither data nor
     devices."""

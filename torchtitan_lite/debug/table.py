@@ -36,7 +36,7 @@ def table(trace: Mapping[str, Any]) -> str:
         f"Step {trace['step']} on rank {trace['rank']} of the mesh: {degrees or 'one process'}.",
         "Collectives, in the order of the first of each kind. Bytes are those of the entire "
         "tensor of a gather\nor a scatter.",
-        _columns(
+        columns(
             (
                 "phase",
                 "module",
@@ -63,9 +63,9 @@ def table(trace: Mapping[str, Any]) -> str:
             numbers=3,
         ),
         "Totals by axis.",
-        _columns(("axis", "count", "total bytes"), _by_axis(trace["grouped"]), numbers=2),
+        columns(("axis", "count", "total bytes"), _by_axis(trace["grouped"]), numbers=2),
         "Peak memory while the module was running (MiB, maximum over merged layers).",
-        _columns(
+        columns(
             ("module", "forward", "backward", "elsewhere"),
             _by_module(trace["peak_memory_bytes"]),
             numbers=3,
@@ -101,7 +101,7 @@ def _by_module(peaks: Mapping[str, Mapping[str, int]]) -> list[tuple[str, ...]]:
     ]
 
 
-def _columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int) -> str:
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int) -> str:
     """Return rows under a header, in columns as wide as needed; the last `numbers` columns are
     right-aligned."""
     widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]

@@ -6,9 +6,10 @@ from torchtitan_lite.schema.section import Section, only
 
 
 class MemoryEstimationConfig(Section):
-    """Estimate the memory of a run without running it."""
+    """Estimate a run without running it."""
 
-    enable: Annotated[bool, only(False, "memory estimation")] = False
-    """Estimate the memory instead of training."""
-    disable_fake_mode: bool = False
-    """Estimate with real tensors; without effect while switched off."""
+    enable: bool = False
+    """Print what `torchtitan-lite estimate` prints, for the number of processes that were started,
+    instead of training."""
+    disable_fake_mode: Annotated[bool, only(False, "an estimate with real tensors")] = False
+    """Estimate with real tensors; a run with `debug.trace_communication` measures them."""

@@ -147,9 +147,9 @@ def test_a_torchtitan_file_loads_unchanged(write) -> None:
     [
         (
             "[memory_estimation]\nenable = false",
-            "[memory_estimation]\nenable = true",
-            "memory_estimation.enable",
-            "memory estimation",
+            "[memory_estimation]\ndisable_fake_mode = true",
+            "memory_estimation.disable_fake_mode",
+            "an estimate with real tensors",
         ),
     ],
 )

@@ -1,0 +1,193 @@
+"""The estimate: extrapolated traces equal complete ones, meshes rank as their traces do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_lite import cli
+from torchtitan_lite.cli.parsers import DEVICES
+from torchtitan_lite.config import Config, config_from
+from torchtitan_lite.device import ACCELERATORS
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.estimate import as_values, estimate, memory_picture, text
+from torchtitan_lite.estimate.memory import KINDS
+from torchtitan_lite.estimate.work import Work, collective_seconds, costs_of
+from torchtitan_lite.mesh import ParallelDims
+
+PARALLELISM = "parallelism."
+PP4 = {"parallelism.pipeline_parallel_degree": 4}
+
+
+def _config(num_layers: int, **overrides: Any) -> Config:
+    values: dict[str, dict[str, Any]] = {
+        "model": {
+            "flavor": "small",
+            "dims": {
+                "dim": 128,
+                "num_layers": num_layers,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+                "hidden_dim": 384,
+                "vocab_size": 2048,
+            },
+        },
+        "training": {"seq_len": 128, "local_batch_size": 2, "global_batch_size": 32},
+        "activation_checkpoint": {"mode": "none"},
+    }
+    for key, value in overrides.items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+    return config_from(values, "the test")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_layers", "overrides"),
+    [
+        (4, 8, {}),
+        (4, 8, {"activation_checkpoint.mode": "full"}),
+        (
+            4,
+            9,
+            {
+                "activation_checkpoint.mode": "selective",
+                "activation_checkpoint.selective_ac_option": "2",
+            },
+        ),
+        (8, 30, PP4),
+    ],
+    ids=["fsdp", "recompute", "recompute-every-second", "pipeline"],
+)
+def test_few_blocks_predict_all(
+    world_size: int, num_layers: int, overrides: dict[str, Any]
+) -> None:
+    config = _config(num_layers, **overrides)
+    few = estimate(config, world_size, "cpu")
+    whole = estimate(config, world_size, "cpu", extrapolate=False)
+    for one, other in zip(few.ranks, whole.ranks, strict=True):
+        assert len(one.traced_blocks) == 2
+        assert len(other.traced_blocks) == 1
+        # The inputs of the microbatches that a shallower pipeline does not have.
+        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
+        assert one.num_parameters == other.num_parameters
+        assert one.schedule.flops == pytest.approx(other.schedule.flops)
+    for axis, traffic in whole.traffic.items():
+        assert few.traffic[axis].num_bytes == pytest.approx(traffic.num_bytes, rel=1e-3)
+
+
+def test_weights_and_optimizer_are_those_of_the_shards() -> None:
+    config = _config(6)
+    found = estimate(config, 4, "cpu")
+    (rank,) = found.ranks
+    assert found.num_parameters == 4 * rank.num_parameters
+    assert rank.peak.bytes["weights"] == 4 * rank.num_parameters
+    # AdamW: two moments, and a count per parameter.
+    assert rank.peak.bytes["optimizer"] == pytest.approx(8 * rank.num_parameters, rel=0.01)
+    assert found.checkpoint_bytes == 12 * found.num_parameters
+    assert found.time is None and found.fits is None and found.meshes == ()
+
+
+def test_flops_without_recomputation_are_those_of_the_model() -> None:
+    config = _config(6)
+    found = estimate(config, 1, "h200")
+    assert found.time is not None
+    # Matrix products and attention are counted; the formula has nothing else.
+    model_flops = found.time.mfu * found.time.step_s * ACCELERATORS["h200"].peak_flops
+    assert found.flops == pytest.approx(model_flops, rel=0.05)
+
+
+def test_recomputation_costs_flops_and_saves_memory() -> None:
+    plain = estimate(_config(6), 2, "h200", num_meshes=0)
+    recomputed = estimate(_config(6, **{"activation_checkpoint.mode": "full"}), 2, "h200")
+    assert recomputed.flops > 1.2 * plain.flops
+    assert recomputed.fullest.peak.bytes["activations"] < plain.fullest.peak.bytes["activations"]
+
+
+def test_meshes_are_valid_and_agree_with_traces() -> None:
+    config = _config(8)
+    found = estimate(config, 8, "h200")
+    assert len(found.meshes) == 5
+    rates = [mesh.tokens_per_s for mesh in found.meshes]
+    assert rates == sorted(rates, reverse=True)
+    for mesh in found.meshes:
+        degrees = mesh.degrees
+        assert degrees.batch * degrees.token_copies == 8
+        traced = estimate(_config(8, **_degrees(degrees)), 8, "h200", num_meshes=0)
+        # The error of the closed form that docs/estimate.md states.
+        assert mesh.peak_bytes == pytest.approx(traced.fullest.peak_bytes, rel=0.5)
+
+
+def _degrees(degrees: ParallelDims) -> dict[str, Any]:
+    return {
+        f"{PARALLELISM}data_parallel_replicate_degree": degrees.dp_replicate,
+        f"{PARALLELISM}data_parallel_shard_degree": degrees.dp_shard,
+        f"{PARALLELISM}context_parallel_degree": degrees.cp,
+        f"{PARALLELISM}tensor_parallel_degree": degrees.tp,
+        f"{PARALLELISM}pipeline_parallel_degree": degrees.pp,
+    }
+
+
+def test_the_traced_mesh_is_predicted_as_traced() -> None:
+    found = estimate(_config(8), 8, "h200", num_meshes=200)
+    assert found.time is not None
+    (same,) = [mesh for mesh in found.meshes if mesh.degrees == found.degrees]
+    assert same.peak_bytes == pytest.approx(found.fullest.peak_bytes)
+    assert same.step_s == pytest.approx(found.time.step_s)
+
+
+def test_an_invalid_mesh_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        estimate(_config(4), 24, "h200")
+
+
+def test_work_is_linear() -> None:
+    one = Work(flops=2.0, matmul_s=1.0, other_s=3.0)
+    assert one + one == one * 2
+    assert (one * 3 - one).compute_s == 8.0
+
+
+def test_a_collective_between_nodes_takes_longer() -> None:
+    costs = costs_of(ACCELERATORS["h200"])
+    near = collective_seconds("all_gather", 1e9, 8, 8, costs)
+    far = collective_seconds("all_gather", 1e9, 8, 1, costs)
+    assert collective_seconds("all_gather", 1e9, 1, 1, costs) == 0
+    # 7/8 of the bytes at the bandwidth of the link.
+    assert near == pytest.approx(7 / 8 * 1e9 / 450e9, rel=0.05)
+    assert far > 5 * near
+    assert collective_seconds("all_reduce", 1e9, 8, 8, costs) == pytest.approx(2 * near, rel=0.05)
+
+
+def test_the_command_names_the_devices() -> None:
+    assert set(DEVICES) == {*ACCELERATORS, "cpu"}
+
+
+def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[model]\nflavor = "debugmodel"\n[training]\nseq_len = 256\n')
+    picture, values = tmp_path / "memory.svg", tmp_path / "estimate.json"
+    arguments = ["estimate", "--config", str(config), "--world-size", "2"]
+    status = cli.main([*arguments, "--memory-plot", str(picture), "--json", str(values)])
+    assert status == 0
+    printed = capsys.readouterr().out
+    assert "Predicted, not measured" in printed and "Assumptions:" in printed
+    assert picture.read_text().count("<polygon") == len(KINDS)
+    assert json.loads(values.read_text())["world_size"] == 2
+
+
+def test_text_and_values_name_every_kind() -> None:
+    found = estimate(_config(4), 2, "h200")
+    assert all(kind in text(found) and f">{kind}<" in memory_picture(found) for kind in KINDS)
+    assert set(as_values(found)["ranks"][0]["peak_bytes_by_kind"]) == set(KINDS)
+
+
+def test_memory_estimation_replaces_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "run.toml"
+    config.write_text("[memory_estimation]\nenable = true\n[training]\nseq_len = 256\n")
+    assert cli.main(["train", "--config", str(config)]) == 0
+    assert "Predicted, not measured" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [config]

@@ -1,0 +1,12 @@
+"""Estimate of a run without running it: memory, communication and time of a step on any number of
+ranks, from traces of the real step on tensors without memory.
+
+`trace` runs one rank's step, `extrapolation` adds the layers and microbatches that it left out,
+`meshes` ranks other meshes. Layer: above builders and step.
+"""
+
+from torchtitan_lite.estimate.estimate import Estimate, estimate
+from torchtitan_lite.estimate.picture import memory_picture
+from torchtitan_lite.estimate.text import as_values, text
+
+__all__ = ["Estimate", "as_values", "estimate", "memory_picture", "text"]

@@ -1,0 +1,383 @@
+"""The best meshes for a number of ranks, by a model of memory and time in closed form.
+
+It has the terms of the trace, and is scaled to agree with the trace on the traced mesh, kind by
+kind. It ranks thousands of meshes in a second; on other meshes it is as wrong as its terms. Layer:
+`estimate.work`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torchtitan_lite.builders.model import model_on_meta
+from torchtitan_lite.config import Config
+from torchtitan_lite.config.mesh_constraints import mesh_problems
+from torchtitan_lite.device import LOGITS_PER_CHUNK, Accelerator
+from torchtitan_lite.estimate.memory import ByKind, Kind
+from torchtitan_lite.estimate.work import collective_seconds, costs_of
+from torchtitan_lite.mesh import ParallelDims
+from torchtitan_lite.spec import ModelSpec
+
+MEMORY_LIMIT = 0.9
+"""Part of the device's memory that a step may use; the rest is for the CUDA context, the buffers of
+NCCL and the gaps of the allocator."""
+_MIN_CHUNK = 512
+"""Tokens of a chunk of the loss (`loss.py`)."""
+_MOST_CHECKED = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """What the terms need of a model and its training."""
+
+    block: float
+    """Parameters of a block without its experts."""
+    experts: float
+    """Parameters of the experts of a block."""
+    embedding: float
+    output: float
+    num_blocks: int
+    width: int
+    kv_width: float
+    vocab_size: int
+    choices: int
+    """Experts per token."""
+    slots: int
+    parameter_bytes: int
+    compute_bytes: int
+    flops_per_token: float
+
+    @property
+    def num_parameters(self) -> float:
+        """Parameters of the model."""
+        return self.num_blocks * (self.block + self.experts) + self.embedding + self.output
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshPrediction:
+    """A mesh with its predicted memory and time."""
+
+    degrees: ParallelDims
+    bytes: ByKind
+    step_s: float
+    mfu: float
+    tokens_per_s: float
+    bubble: float
+    num_microbatches: int
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes at the peak."""
+        return sum(self.bytes.values())
+
+
+def sizes_of(config: Config, spec: ModelSpec, *, slots: int, compute_bytes: int) -> ModelSizes:
+    """Return the sizes of a model."""
+    prefix = spec.blocks.removesuffix("*")
+    counts = {"block": 0, "experts": 0, "embedding": 0, "output": 0}
+    item = 4
+    for name, parameter in model_on_meta(config, spec).named_parameters():
+        item = parameter.element_size()
+        if name.startswith(prefix):
+            counts["experts" if ".experts." in name else "block"] += parameter.numel()
+        elif spec.stage_units and name.startswith(spec.stage_units[0]):
+            counts["embedding"] += parameter.numel()
+        else:
+            counts["output"] += parameter.numel()
+    heads = max(1, spec.num_heads)
+    kv_heads = getattr(spec.dims, "num_kv_heads", heads)
+    moe = getattr(spec.dims, "moe", None)
+    return ModelSizes(
+        block=counts["block"] / spec.num_layers,
+        experts=counts["experts"] / spec.num_layers,
+        embedding=counts["embedding"],
+        output=counts["output"],
+        num_blocks=spec.num_layers,
+        width=spec.width,
+        kv_width=spec.width * kv_heads / heads,
+        vocab_size=spec.vocab_size,
+        choices=getattr(moe, "top_k", 0),
+        slots=slots,
+        parameter_bytes=item,
+        compute_bytes=compute_bytes,
+        flops_per_token=spec.cost(config.training.seq_len).flops_per_token,
+    )
+
+
+class MeshModel:
+    """Predicts memory and time of a mesh."""
+
+    def __init__(
+        self, config: Config, spec: ModelSpec, sizes: ModelSizes, accelerator: Accelerator
+    ) -> None:
+        self._config = config
+        self._spec = spec
+        self._sizes = sizes
+        self._accelerator = accelerator
+        self._costs = costs_of(accelerator)
+        self._bytes_factors: dict[Kind, float] = {}
+        self._compute_s_per_flop = 1 / accelerator.peak_flops
+        self._update_factor = self._communication_factor = 1.0
+
+    def fit(
+        self, degrees: ParallelDims, measured: ByKind, *, compute_s: float, step_s: float
+    ) -> None:
+        """Scale the terms so that they agree with the traced mesh `degrees`: bytes by kind at its
+        peak, seconds of computation per rank and step without the bubble, and of the step."""
+        self._bytes_factors = {}
+        raw = self._bytes(degrees)
+        self._bytes_factors = {
+            kind: measured[kind] / raw[kind] if raw[kind] and measured[kind] else 1.0
+            for kind in raw
+        }
+        self._compute_s_per_flop = compute_s / self._flops(degrees)
+        self._communication_factor = step_s / self.predict(degrees).step_s
+
+    def predict(self, degrees: ParallelDims) -> MeshPrediction:
+        """Predict a mesh. It may be an invalid one."""
+        num = self.num_microbatches(degrees)
+        compute_s = self._flops(degrees) * self._compute_s_per_flop
+        hidden_s, exposed_s = self._communication(degrees)
+        bubble = self._bubble(degrees)
+        step_s = (max(compute_s, hidden_s) + exposed_s) / (1 - bubble) * self._communication_factor
+        tokens = self._samples(degrees) * self._config.training.seq_len
+        ranks = degrees.batch * degrees.token_copies
+        peak = self._accelerator.peak_flops * ranks
+        return MeshPrediction(
+            degrees=degrees,
+            bytes=self._bytes(degrees),
+            step_s=step_s,
+            mfu=self._sizes.flops_per_token * tokens / step_s / peak,
+            tokens_per_s=tokens / step_s,
+            bubble=bubble,
+            num_microbatches=num,
+        )
+
+    def best(self, world_size: int, count: int) -> list[MeshPrediction]:
+        """Return the `count` valid meshes of `world_size` ranks with the most tokens per second
+        among those that fit the device."""
+        limit = MEMORY_LIMIT * self._accelerator.memory_bytes
+        found = [
+            prediction
+            for degrees in self._candidates(world_size)
+            if (prediction := self.predict(degrees)).peak_bytes <= limit
+        ]
+        # Of equally fast ones the simplest.
+        found.sort(key=lambda one: (-one.tokens_per_s, _complexity(one.degrees), one.peak_bytes))
+        valid = (one for one in found[:_MOST_CHECKED] if not self._problems(one.degrees))
+        return [one for one, _ in zip(valid, range(count), strict=False)]
+
+    def num_microbatches(self, degrees: ParallelDims) -> int:
+        """Return the microbatches per rank and step; 0 if they do not divide the batch."""
+        at_once = self._samples_at_once(degrees) * degrees.batch
+        samples = self._samples(degrees)
+        return 0 if samples % at_once else samples // at_once
+
+    def with_degrees(self, degrees: ParallelDims) -> Config:
+        """Return the configuration with other degrees."""
+        parallelism = self._config.parallelism.model_copy(
+            update={
+                "data_parallel_replicate_degree": degrees.dp_replicate,
+                "data_parallel_shard_degree": degrees.dp_shard,
+                "context_parallel_degree": degrees.cp,
+                "tensor_parallel_degree": degrees.tp,
+                "pipeline_parallel_degree": degrees.pp,
+                "expert_parallel_degree": degrees.ep,
+                "expert_tensor_parallel_degree": degrees.etp,
+            }
+        )
+        return self._config.model_copy(update={"parallelism": parallelism})
+
+    def _problems(self, degrees: ParallelDims) -> list[str]:
+        return list(mesh_problems(self.with_degrees(degrees), self._spec, degrees))
+
+    def _candidates(self, world_size: int) -> Iterator[ParallelDims]:
+        """Yield meshes whose batch divides. Tensor parallelism stays within a node."""
+        parallelism = self._config.parallelism
+        experts = self._spec.num_experts
+        tps = [d for d in _divisors(world_size) if d <= self._accelerator.per_node]
+        for tp in tps if self._spec.shard_plan else [1]:
+            if any(size % tp for _, size in self._spec.sharded_sizes):
+                continue
+            for pp in _divisors(world_size // tp):
+                if pp > self._sizes.num_blocks or (pp > 1 and not self._spec.stage_units):
+                    continue
+                for cp in _divisors(world_size // tp // pp):
+                    if self._config.training.seq_len % (2 * cp * tp) and cp > 1:
+                        continue
+                    for shard in _divisors(world_size // tp // pp // cp):
+                        dense = ParallelDims(
+                            pp=pp,
+                            cp=cp,
+                            tp=tp,
+                            dp_shard=shard,
+                            dp_replicate=world_size // tp // pp // cp // shard,
+                            etp=parallelism.expert_tensor_parallel_degree,
+                        )
+                        num = self.num_microbatches(dense)
+                        if num == 0 or num < pp:
+                            continue
+                        sharing = shard * cp * tp
+                        eps = [d for d in _divisors(experts) if sharing % (d * dense.etp) == 0]
+                        yield from (replace(dense, ep=ep) for ep in (eps if experts else [1]))
+
+    def _samples(self, degrees: ParallelDims) -> int:
+        batch = self._config.training.global_batch_size
+        return self._config.training.local_batch_size * degrees.batch if batch == -1 else batch
+
+    def _samples_at_once(self, degrees: ParallelDims) -> int:
+        if degrees.pp > 1:
+            return self._config.parallelism.pipeline_parallel_microbatch_size
+        return self._config.training.local_batch_size
+
+    def _blocks(self, degrees: ParallelDims) -> float:
+        """Blocks of the longest stages, which compute most."""
+        if degrees.pp == 1:
+            return self._sizes.num_blocks
+        parallelism = self._config.parallelism
+        first = parallelism.pipeline_parallel_first_stage_less_layers
+        last = parallelism.pipeline_parallel_last_stage_less_layers
+        return -(-(self._sizes.num_blocks + first + last) // degrees.pp)
+
+    def _tokens(self, degrees: ParallelDims) -> float:
+        """Tokens of a microbatch on a rank, as they are between the matrices."""
+        tokens = self._samples_at_once(degrees) * self._config.training.seq_len / degrees.cp
+        sequence = self._config.parallelism.enable_sequence_parallel
+        return tokens / degrees.tp if sequence else tokens
+
+    def _flops(self, degrees: ParallelDims) -> float:
+        """FLOPs of the rank with most of them, of the model without recomputation."""
+        tokens = self._samples(degrees) * self._config.training.seq_len
+        ranks = degrees.batch * degrees.token_copies
+        return self._sizes.flops_per_token * tokens / ranks * self._imbalance(degrees)
+
+    def _imbalance(self, degrees: ParallelDims) -> float:
+        """Work of the longest stage over the mean, with the output as the layers it counts for."""
+        parallelism = self._config.parallelism
+        counted = self._sizes.num_blocks + (
+            parallelism.pipeline_parallel_last_stage_less_layers if degrees.pp > 1 else 0
+        )
+        return max(1.0, self._blocks(degrees) * degrees.pp / counted)
+
+    def _bubble(self, degrees: ParallelDims) -> float:
+        if degrees.pp == 1:
+            return 0.0
+        schedule = self._config.parallelism.pipeline_parallel_schedule.lower()
+        per_rank = 1 if schedule in ("1f1b", "gpipe") else 2
+        num = self.num_microbatches(degrees) * per_rank
+        return (degrees.pp - 1) / (num + degrees.pp - 1)
+
+    def _bytes(self, degrees: ParallelDims) -> dict[Kind, float]:
+        sizes, factors = self._sizes, self._bytes_factors
+        blocks, sharing = self._blocks(degrees), degrees.dp_shard * degrees.cp * degrees.tp
+        ends = sizes.embedding + sizes.output
+        if degrees.pp > 1:
+            blocks -= self._config.parallelism.pipeline_parallel_first_stage_less_layers
+            ends = max(sizes.embedding, sizes.output)
+        shard = blocks * (sizes.block + sizes.experts) + ends
+        weights = shard / sharing * sizes.parameter_bytes
+        unit = sizes.block / degrees.tp + sizes.experts / (degrees.ep * degrees.etp)
+        end = max(sizes.embedding, sizes.output) / degrees.tp
+        item = sizes.compute_bytes
+        if degrees.pp > 1:
+            # All weights stay gathered, and gradients wait for the last microbatch.
+            buffers = (blocks * unit + end) * item
+            waiting = buffers
+        else:
+            # Two units are gathered at once, and one is reduced, at least in float32.
+            buffers = (2 * unit + end) * item + max(unit, end) * 4
+            waiting = max(unit, end) * item
+        in_flight = min(degrees.pp, max(1, self.num_microbatches(degrees)))
+        if self._config.parallelism.pipeline_parallel_schedule.lower() in ("gpipe", "loopedbfs"):
+            in_flight = max(1, self.num_microbatches(degrees))
+        activations = self._tokens(degrees) * sizes.width * item * (blocks + 4) * in_flight
+        rows = sizes.vocab_size / degrees.tp
+        chunk = max(_MIN_CHUNK, LOGITS_PER_CHUNK["cuda"] / rows)
+        tokens = self._tokens(degrees) * degrees.tp
+        logits = min(chunk, tokens) * rows * 8 + rows * sizes.width * (item + 4)
+        raw: dict[Kind, float] = {
+            "weights": weights,
+            "optimizer": weights * sizes.slots,
+            "gradients": weights + waiting,
+            "buffers": buffers,
+            "activations": activations,
+            "logits": logits if degrees.pp == 1 else 0.0,
+        }
+        return {kind: value * factors.get(kind, 1.0) for kind, value in raw.items()}
+
+    def _communication(self, degrees: ParallelDims) -> tuple[float, float]:
+        """Return the seconds per rank and step of FSDP's collectives, and of all others that a rank
+        waits for."""
+        sizes, num = self._sizes, max(1, self.num_microbatches(degrees))
+        blocks, item = self._blocks(degrees), self._sizes.compute_bytes
+        ends = (sizes.embedding + sizes.output) / degrees.tp / degrees.pp
+        dense = blocks * sizes.block / degrees.tp + ends
+        experts = blocks * sizes.experts / (degrees.ep * degrees.etp)
+        # Without a pipeline every microbatch gathers twice and reduces once.
+        gathers, reductions = (1, 1) if degrees.pp > 1 else (2 * num, num)
+        sharers = degrees.dp_shard * degrees.cp
+        expert_sharers = degrees.expert_shape[2]
+        hidden = self._seconds(
+            "all_gather", dense * item * gathers, sharers, degrees.tp, blocks * gathers
+        ) + self._seconds(
+            "reduce_scatter", dense * 4 * reductions, sharers, degrees.tp, blocks * reductions
+        )
+        hidden += self._seconds(
+            "all_gather",
+            experts * (item * gathers + 4 * reductions),
+            expert_sharers,
+            degrees.ep * degrees.etp,
+            blocks,
+        )
+        hidden += self._seconds(
+            "all_reduce",
+            (dense + experts) * 4 / max(1, sharers),
+            degrees.dp_replicate,
+            sharers * degrees.tp,
+            blocks,
+        )
+        tokens = self._samples_at_once(degrees) * self._config.training.seq_len / degrees.cp
+        passes = 2 if self._config.activation_checkpoint.mode == "none" else 3
+        hidden_states = tokens * sizes.width * item
+        exposed = self._seconds(
+            "all_gather",
+            hidden_states * 4 * passes * blocks * num,
+            degrees.tp,
+            1,
+            4 * passes * blocks * num,
+        )
+        keys = tokens * degrees.cp * 2 * sizes.kv_width / degrees.tp * item
+        exposed += self._seconds(
+            "all_gather",
+            keys * passes * blocks * num,
+            degrees.cp,
+            degrees.tp,
+            passes * blocks * num,
+        )
+        copies = self._tokens(degrees) * sizes.choices * sizes.width * item
+        exposed += self._seconds(
+            "all_to_all",
+            copies * 2 * passes * blocks * num,
+            degrees.ep * degrees.etp,
+            1,
+            2 * passes * blocks * num,
+        )
+        return hidden, exposed
+
+    def _seconds(
+        self, operation: str, num_bytes: float, size: int, stride: int, count: float
+    ) -> float:
+        """Return the seconds of `count` collectives, of `num_bytes` in all, over ranks that are
+        `stride` apart."""
+        if size == 1 or num_bytes == 0:
+            return 0.0
+        near = min(size, max(1, self._accelerator.per_node // stride))
+        each = collective_seconds(operation, num_bytes / count, size, near, self._costs)
+        return each * count
+
+
+def _complexity(degrees: ParallelDims) -> int:
+    return sum(size > 1 for size in (*degrees.shape, degrees.ep, degrees.etp))
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
