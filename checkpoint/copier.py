@@ -94,15 +94,18 @@ class Copier:
     ) -> float:
         started = time.perf_counter()
         # Batched calls, because per-tensor calls contend for the GIL.
-        for chosen in _chunks(sources):
-            outs, given = targets[chosen], sources[chosen]
-            if self._stream is None:
-                foreach_copy_(outs, given)
-                continue
-            with torch.cuda.stream(self._stream):
-                foreach_copy_(outs, given, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
+        try:
+            for chosen in _chunks(sources):
+                outs, given = targets[chosen], sources[chosen]
+                if self._stream is None:
+                    foreach_copy_(outs, given)
+                    continue
+                with torch.cuda.stream(self._stream):
+                    foreach_copy_(outs, given, non_blocking=True)
+        finally:
+            # Also after an error: the memory must not be unlocked during a copy.
+            if self._stream is not None:
+                self._stream.synchronize()
         then()
         return time.perf_counter() - started
 

@@ -35,7 +35,7 @@ install() {
     touch "$site/.installed"
   fi
   export PYTHONPATH="$site:$PWD${PYTHONPATH:+:$PYTHONPATH}"
-  # Initial weights are drawn on the CPU, by all cores.
+  # The CPU's part of a test may use all cores.
   OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
   export OMP_NUM_THREADS
   # All processes are on this machine, whose name may not resolve.

@@ -268,9 +268,9 @@ def check_own_gpus(uuid: str) -> None:
     shared = [ranks for ranks in by_gpu.values() if len(ranks) > 1]
     if shared:
         raise MeshError(
-            f"Ranks {', '.join(map(str, shared[0]))} have the same GPU, because "
-            "CUDA_VISIBLE_DEVICES names only that one for each of them. Show each process its "
-            "own GPU, or all GPUs of the node to all of its processes, or start fewer processes."
+            f"Ranks {', '.join(map(str, shared[0]))} have the same GPU: CUDA_VISIBLE_DEVICES shows "
+            "each of them only that one, or LOCAL_RANK is not set. Show each process its own GPU, "
+            "or all GPUs of the node with LOCAL_RANK (torchrun sets it), or start fewer processes."
         )
 
 

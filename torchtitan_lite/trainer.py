@@ -175,9 +175,11 @@ def train_step(job: Job) -> StepReport:
     values = _local_values(job, share, microbatches, loss)
     with phases.enter(Phase.COMMUNICATION):
         pending = reduce_step(values, parameters, job.replicas, job.mesh, job.stop)
-        job.monitor.work_times.reduced()
-        is_updated = _update_on_device(job, pending)
+        job.monitor.work_times.mark_reduction()
+        with phases.enter(Phase.COMPUTE):
+            is_updated = _update_on_device(job, pending)
         totals = pending.read()
+        job.monitor.work_times.mark_totals()
         is_complete = job.replicas.should_commit(
             totals.num_ranks, totals.cursor_sum, totals.step_sum
         )

@@ -40,6 +40,8 @@ class FakeDevice(TorchDispatchMode):
         self._thread = threading.current_thread()
         self.waits: Counter[str] = Counter()
         """Waits of the host, by file and function."""
+        self.order: list[str] = []
+        """Waits, and updates by a fused optimizer, in order."""
 
     @contextmanager
     def running(self) -> Iterator["FakeDevice"]:
@@ -130,17 +132,17 @@ class FakeDevice(TorchDispatchMode):
                     "copy_", waits=not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
                 )
                 return into
-        if func in (aten._foreach_copy_.default,):
-            return None
-        if func in (aten.nonzero.default, aten.masked_select.default) or _indexes_by_mask(
-            func, args
-        ):
-            self._record(str(func), waits=True)
-        if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
-            self._record(str(func), waits=True)
-        if func is aten.repeat_interleave.self_Tensor and kwargs.get("output_size") is None:
-            self._record(str(func), waits=True)
-        if any(one.device.type == "cpu" and one.dim() for one in tensors):
+        if func is aten._foreach_copy_.default:
+            crosses = any(a.device != b.device for a, b in zip(args[0], args[1], strict=True))
+            if crosses:
+                is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking")
+                self._record("_foreach_copy_", waits=not is_async)
+                return None
+        if func.__name__.startswith("_fused_adam"):
+            self.order.append("update")
+        # With an index on the host, the operator copies it.
+        has_host_tensor = any(one.device.type == "cpu" and one.dim() for one in tensors)
+        if has_host_tensor or _has_unknown_size(func, args, kwargs):
             self._record(str(func), waits=True)
         return self._fake(func, args, kwargs)
 
@@ -183,12 +185,16 @@ class FakeDevice(TorchDispatchMode):
                 path = Path(frame.f_code.co_filename).relative_to(_ROOT)
                 site = f"{path} {frame.f_code.co_name}"
             self.waits[site] += 1
+            self.order.append(site)
 
 
-def _indexes_by_mask(func: Any, args: tuple[Any, ...]) -> bool:
-    if func not in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
-        return False
-    return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+def _has_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the host must read values to know the size of the result."""
+    if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+        return any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+    if func in (aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor):
+        return kwargs.get("output_size") is None
+    return func in (aten.nonzero.default, aten.masked_select.default, aten.bincount.default)
 
 
 def _frame() -> FrameType | None:

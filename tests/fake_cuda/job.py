@@ -41,6 +41,8 @@ class Observed:
     """Device of each tensor of the train state."""
     num_graphs: int
     """Graphs that torch.compile captured."""
+    order: list[str]
+    """Waits, and updates by a fused optimizer, in the last step."""
 
 
 def observe_in_child(
@@ -81,11 +83,14 @@ def _observe(
     config = odd_config(folder, given)
     device = FakeDevice(_values)
     steps: list[dict[str, int]] = []
+    orders: list[list[str]] = []
 
     def watch(state: TrainState, report: StepReport) -> None:
         assert report.committed
         steps.append(dict(device.waits))
+        orders.append(list(device.order))
         device.waits.clear()
+        device.order.clear()
 
     # The other ranks send nothing, so the run's identity does not arrive from rank 0.
     identity = b'["00000000000000000000000000000000", "000000000000"]'
@@ -104,7 +109,7 @@ def _observe(
             devices = {name: str(local_tensor(one).device) for name, one in tensors.items()}
             if check is not None:
                 check(job)
-    return Observed(steps, devices, counters["stats"]["unique_graphs"])
+    return Observed(steps, devices, counters["stats"]["unique_graphs"], orders[-1])
 
 
 def _values(tensor: torch.Tensor, frame: FrameType) -> torch.Tensor | None:

@@ -39,7 +39,7 @@ from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.text_generator import TextGenerator
 from torchtitan_lite.trainer import Job
 
-__all__ = ["Built", "build", "build_model", "build_text_generator"]
+__all__ = ["Built", "build", "build_model", "build_text_generator", "spec_on_device"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.builders import build_model
+from torchtitan_lite.builders import build_model, spec_on_device
 from torchtitan_lite.checkpoint import load, run_on_all_ranks
 from torchtitan_lite.config import Config, config_from
 from torchtitan_lite.config.constraints import check_against
@@ -20,7 +20,6 @@ from torchtitan_lite.inference import Weights, open_weights, tokenizer_of
 from torchtitan_lite.log import configure_logging, log_once
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh, resolve_degrees, start_mesh
-from torchtitan_lite.models import model_spec
 from torchtitan_lite.parallel import build_pipeline_schedule
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
 from torchtitan_lite.schema.comm import CommConfig
@@ -99,7 +98,7 @@ def _measured(
 ) -> tuple[HeldOutLoss, float]:
     """Return the loss, and the seconds it took after the model was loaded. Every rank must call
     it."""
-    spec = model_spec(config.model)
+    spec = spec_on_device(config, mesh.device)
     data = run_on_all_ranks(
         lambda: open_validation(
             config.training,

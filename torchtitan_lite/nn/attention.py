@@ -119,7 +119,8 @@ _SDPA_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""In order of preference: on Hopper cuDNN's kernel is the fastest, and torch tries it last."""
+"""In order of preference, the same on every GPU and torch version. torch prefers cuDNN's kernel on
+Hopper, where it is the fastest, only in newer versions."""
 
 
 class SDPAKernel(nn.Module):

@@ -95,15 +95,15 @@ class ShardedOptimizer:
         gradients are invalid afterwards."""
         gradients = self._begin_step(lr)
         if self._divides_gradients:
-            on = {gradient.device for gradient in gradients}
-            scales = [torch.full((), 1 / gradient_factor, device=device) for device in on]
-            self._step(scales[0] if scales else None, None)
+            # torch copies it to other devices.
+            device = gradients[0].device if gradients else torch.device("cpu")
+            self._step(torch.full((), 1 / gradient_factor, device=device), None)
         else:
             foreach_mul_([one for one in gradients if one.numel()], gradient_factor)
             self.inner.step()
 
     def can_step_unless(self, device: torch.device) -> bool:
-        """Whether `step_unless` is supported with tensors on `device`."""
+        """Return whether `step_unless` is supported with tensors on `device`."""
         # A skipped first step of SGD would leave its momentum uninitialized.
         is_adam = isinstance(self.inner, torch.optim.Adam)
         return (

@@ -77,15 +77,19 @@ def apply(
             else OffloadPolicy()
         ),
     }
+    # A single shard is only cast to the compute dtype, so freeing it would repeat the cast; but an
+    # offloaded one is copied to the device.
     num_shards = mesh.degrees.dp_shard * mesh.degrees.cp
+    if experts_apart:
+        num_shards = max(num_shards, mesh.expert_mesh.size(2))
+    is_gathered = num_shards > 1 or precision.enable_cpu_offload
     units = modules_matching(model, spec.blocks, *spec.extra_fsdp_units)
     policy = parallelism.fsdp_reshard_after_forward
     for position, unit in enumerate(units):
         # Backward begins with the last unit: freeing it would gather it twice.
         is_last = position == len(units) - 1
-        # Under a pipeline every microbatch would gather it again. A single shard is not gathered,
-        # but cast to the compute dtype.
-        frees = policy == "default" and mesh.degrees.pp == 1 and not is_last and num_shards > 1
+        # Under a pipeline every microbatch would gather it again.
+        frees = policy == "default" and mesh.degrees.pp == 1 and not is_last and is_gathered
         reshard = policy == "always" or frees
         stacks = [
             fully_shard(module, **{**settings, **apart}, reshard_after_forward=reshard)

@@ -207,7 +207,8 @@ class _Whole(ParallelStyle):
 class _LinearOnShard(ParallelStyle):
     """A linear without bias and with replicated weights, on this rank's shard of the sequence.
 
-    Not by DTensor: that of torch 2.11 cannot flatten a sharded sequence behind a batch."""
+    Computed without DTensor, which cannot flatten a sharded sequence behind a batch in torch
+    2.11."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _replicate_rest(module, device_mesh)
@@ -215,6 +216,7 @@ class _LinearOnShard(ParallelStyle):
         return module
 
     def _forward(self, module: nn.Module, x_BSD: torch.Tensor) -> torch.Tensor:
+        assert module.bias is None
         weight = module.weight
         assert isinstance(weight, DTensor)
         # Each rank has the gradient of its tokens.

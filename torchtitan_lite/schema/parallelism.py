@@ -15,7 +15,7 @@ class ParallelismConfig(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free a block's gathered weights after its forward. "default": yes, except for the last
     gathered unit (the output, or the last block with tied embeddings), which backward needs at
-    once, and not under a pipeline."""
+    once, and not under a pipeline, nor on a single shard, whose weights are only cast."""
     tensor_parallel_degree: Annotated[int, at_least(1)] = 1
     """Ranks that shard each matrix."""
     enable_sequence_parallel: bool = True

@@ -55,8 +55,8 @@ class StepTotals(NamedTuple):
 
 
 class PendingTotals:
-    """Totals on the device, on their way to the host, which waits for them in `read` and nowhere
-    else. It does not wait for what the device does after them."""
+    """Totals on the device, and their asynchronous copy to the host. The host waits for the copy in
+    `read` and nowhere else, and not for the work that follows it on the device."""
 
     def __init__(self, totals: torch.Tensor, num_work_times: int, token_copies: int) -> None:
         """`token_copies`: ranks with the same tokens."""

@@ -29,7 +29,7 @@ class WorkTimes:
         self._on_gpu = mesh.device.kind == "cuda"
         self._began = self._ended = self._now()
         self._last_work = (0.0, 0.0, 0.0)
-        self._reduced = self._began
+        self._reduced, self._totals_s = self._began, time.perf_counter()
         self._anchor = (self._began, time.perf_counter())
         """The same moment on the device's and on the host's clock."""
 
@@ -41,9 +41,13 @@ class WorkTimes:
         """End of own work."""
         self._ended = self._now()
 
-    def reduced(self) -> None:
-        """The totals are complete, and the host waits for nothing after them."""
+    def mark_reduction(self) -> None:
+        """Record the end of the reduction on the device's stream."""
         self._reduced = self._now()
+
+    def mark_totals(self) -> None:
+        """Record that the host has the totals: the device has just finished the reduction."""
+        self._totals_s = time.perf_counter()
 
     def local_values(self, share: Share) -> torch.Tensor:
         """Return this rank's values for the reduction: float64 [participants * ranks * 3],
@@ -91,15 +95,14 @@ class WorkTimes:
         ]
 
     def device_ended_ago_s(self) -> float | None:
-        """Return the seconds since the device finished this rank's work; None without a GPU. Called
-        once per step, when the host has the totals."""
+        """Return the seconds from the end of this rank's work on the device to `mark_totals`; None
+        without a GPU. Must be called once per step, after `mark_totals`."""
         anchor, anchor_s = self._anchor
         if isinstance(anchor, float | int) or isinstance(self._ended, float | int):
             return None
         ended_s = anchor_s + anchor.elapsed_time(self._ended) / 1000
-        now_s = time.perf_counter()
-        self._anchor = (self._reduced, now_s)
-        return max(0.0, now_s - ended_s)
+        self._anchor = (self._reduced, self._totals_s)
+        return max(0.0, self._totals_s - ended_s)
 
     def _now(self) -> "float | torch.cuda.Event":
         if not self._on_gpu:

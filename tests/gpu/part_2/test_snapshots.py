@@ -1,4 +1,4 @@
-"""Snapshots copied from a GPU while training goes on equal the state of their step, bit by bit."""
+"""Snapshots copied from a GPU during training equal the state of their step, bit by bit."""
 
 import shutil
 from pathlib import Path

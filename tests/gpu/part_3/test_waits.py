@@ -13,21 +13,20 @@ pytestmark = pytest.mark.gpu
 
 BFLOAT16 = {"training.mixed_precision_param": "bfloat16"}
 COMPILE = {"compile.enable": True}
-WAITS_PER_STEP = 1
-"""The values of the step are read once; a microbatch in pinned memory is copied without a wait."""
 WAITS_PER_MOE_LAYER = 1
-"""The token counts per expert."""
+"""The token counts per expert. The wait for the totals of the step is on an event, which torch does
+not count, and a microbatch in pinned memory is copied without a wait."""
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "allowed"),
     [
-        ("dense", {}, WAITS_PER_STEP),
-        ("dense, compiled", COMPILE, WAITS_PER_STEP),
+        ("dense", {}, 0),
+        ("dense, compiled", COMPILE, 0),
         (
             "experts",
             {"model.name": "qwen3", "model.flavor": "few_experts"},
-            WAITS_PER_STEP + 4 * 2 * WAITS_PER_MOE_LAYER,
+            4 * 2 * WAITS_PER_MOE_LAYER,
         ),
     ],
 )

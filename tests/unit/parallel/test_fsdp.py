@@ -103,6 +103,18 @@ def test_the_compute_dtype_on_a_gpu_defaults_to_bfloat16() -> None:
     assert fsdp.compute_dtype_of(plain, gpu) == torch.float32
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_single_shard_keeps_its_cast_weights_until_backward(mesh: Mesh, offload: bool) -> None:
+    model = tiny_decoder(torch.float32)
+    precision = _MIXED.model_copy(update={"enable_cpu_offload": offload})
+    fsdp.apply(model, tiny_spec(), mesh, ParallelismConfig(), precision)
+    model(**tiny_samples(), targets_BS=tiny_targets(), loss=cross_entropy())
+    *blocks, _ = [module for module in model.modules() if isinstance(module, FSDPModule)][1:]
+    kept = [not isinstance(next(block.parameters()), DTensor) for block in blocks]
+    # Offloaded, they would fill the device.
+    assert len(kept) > 2 and set(kept) == {not offload}
+
+
 def _sharded(mesh: Mesh, policy: str = "default", **changes: Any) -> Decoder:
     model = tiny_decoder(torch.float32, **changes)
     parallelism = ParallelismConfig.model_validate({"fsdp_reshard_after_forward": policy})

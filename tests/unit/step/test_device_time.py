@@ -74,8 +74,11 @@ def test_the_end_of_the_devices_work_is_known_on_the_hosts_clock(
         # The device waits 0.5 s for other ranks, and the host for the device, which then updates
         # the weights.
         device.backlog_s += 0.5
-        times.reduced()
+        times.mark_reduction()
         device.now_s, device.backlog_s = ended_s + 0.5, lag_s
+        times.mark_totals()
+        # The replicas vote.
+        device.now_s += 0.0625
         assert times.device_ended_ago_s() == pytest.approx(0.5)
         device.now_s += 1.0
 
