@@ -23,7 +23,7 @@ from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.parallel.expert import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import LeaveRequested, ReplicaEvent, Replicas, Share, SingleReplica
+from torchtitan_lite.replica import LeaveRequested, ReplicaEvent, Replicas, Share
 from torchtitan_lite.spec import IGNORE_INDEX, Microbatch, PipelineSchedule
 from torchtitan_lite.step.anomalous_steps import handle_anomaly, report_faulty_ranks
 from torchtitan_lite.step.monitor import StepMonitor
@@ -314,7 +314,7 @@ def _update_on_device(job: Job, pending: PendingTotals) -> bool:
     """
     state = job.state
     if not (
-        isinstance(job.replicas, SingleReplica)
+        job.replicas.always_commits
         and job.monitor.detector.ignores_history
         and state.optimizer.can_step_unless(job.mesh.device.torch_device)
     ):

@@ -229,6 +229,10 @@ class FaultTolerantReplicas:
         )
 
     @property
+    def always_commits(self) -> bool:
+        return False
+
+    @property
     def writer_group(self) -> WriterGroup:
         return self._writer_group
 

@@ -68,6 +68,11 @@ class Replicas(Protocol):
         ...
 
     @property
+    def always_commits(self) -> bool:
+        """Whether `should_commit` is always true, so that a step need not wait for it."""
+        ...
+
+    @property
     def writer_group(self) -> WriterGroup:
         """The participants as writers of one checkpoint."""
         ...
@@ -118,6 +123,10 @@ class SingleReplica:
 
     def agree(self) -> Share:
         return Share(index=0, count=1)
+
+    @property
+    def always_commits(self) -> bool:
+        return True
 
     @property
     def writer_group(self) -> WriterGroup:
