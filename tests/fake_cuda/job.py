@@ -2,7 +2,8 @@
 
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,10 +20,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.fake_cuda.device import FakeDevice
 from tests.forks import FORK_SERVER
 from tests.job import odd_config
-from torchtitan_lite.builders import build
+from torchtitan_lite.builders import build, build_model
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Mesh, resolve_degrees
+from torchtitan_lite.models import model_spec
+from torchtitan_lite.parallel.pipeline_stages import join_stages
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.torch_compat import local_tensor
 from torchtitan_lite.train_state import TrainState
@@ -50,27 +53,66 @@ def observe_in_child(
 ) -> Observed:
     """Train two steps as `rank` of `size` ranks, in a process of its own. `check(job)` is called
     after them."""
-    receive, send = FORK_SERVER.Pipe(duplex=False)
-    child = FORK_SERVER.Process(
-        target=_child, args=(send, folder / "outputs" / "run", size, rank, overrides, check)
-    )
-    child.start()
-    send.close()
-    try:
-        assert receive.poll(_TIMEOUT_S), "the process did not answer in time"
-        result = receive.recv()
-    finally:
-        child.kill()
-        child.join()
+    result = _in_child(_observe, folder / "outputs" / "run", size, rank, overrides, check)
     assert isinstance(result, Observed), result
     return result
 
 
-def _child(send: Connection, *args: Any) -> None:
+Shapes = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of this rank's part of each tensor of the train state."""
+
+
+def shapes_in_child(
+    folder: Path, size: int, rank: int, overrides: Mapping[str, Any]
+) -> tuple[Shapes, Shapes]:
+    """Return the shapes on the device and on a CPU, before the first step."""
+    result = _in_child(_shapes, folder / "outputs" / "run", size, rank, overrides)
+    assert isinstance(result, tuple), result
+    return result
+
+
+def _in_child(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of `function(*args)` in a process of its own, or its error as text."""
+    receive, send = FORK_SERVER.Pipe(duplex=False)
+    child = FORK_SERVER.Process(target=_child, args=(send, function, *args))
+    child.start()
+    send.close()
     try:
-        send.send(_observe(*args))
+        assert receive.poll(_TIMEOUT_S), "the process did not answer in time"
+        return receive.recv()
+    finally:
+        child.kill()
+        child.join()
+
+
+def _child(send: Connection, function: Callable[..., Any], *args: Any) -> None:
+    try:
+        send.send(function(*args))
     except BaseException:
         send.send(traceback.format_exc())
+
+
+def _shapes(
+    folder: Path, size: int, rank: int, overrides: Mapping[str, Any]
+) -> tuple[Shapes, Shapes]:
+    logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    found: list[Shapes] = []
+    for kind in ("cuda", "cpu"):
+        given = {"training.dtype": "float32", **overrides, "job.device": kind}
+        config = odd_config(folder / kind, given)
+        with FakeDevice(_values).running() if kind == "cuda" else nullcontext():
+            mesh = Mesh(detect_device(kind), resolve_degrees(config.parallelism, size))
+            state = join_stages(
+                build_model(config, model_spec(config.model), mesh), model_spec(config.model), mesh
+            ).state_dict()
+            found.append(
+                {
+                    name: (tuple(local_tensor(one).shape), str(one.dtype))
+                    for name, one in state.items()
+                }
+            )
+    return found[0], found[1]
 
 
 def _observe(

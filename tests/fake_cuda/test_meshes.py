@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda.job import observe_in_child
+from tests.fake_cuda.job import observe_in_child, shapes_in_child
 from tests.parity.meshes import EXPERT_MESHES, MESHES, in_short_suite
 
 TOTALS = "torchtitan_lite/step/totals.py read"
@@ -88,6 +88,20 @@ def test_the_host_waits_once_more_per_moe_layer(
     assert observed.waits[-1] == {**STEP_BUDGET, **EXPERT_BUDGET[mesh][rank]}
     assert (observed.num_graphs > 0) == compiled
     _check_devices(observed.devices, is_offloaded="offload" in mesh)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp-2-tp-2", "pp-2-zbv", "tp-2-cp-2-fsdp-2"])
+def test_weights_have_the_shapes_of_a_cpu(mesh: str, tmp_path: Path) -> None:
+    size, overrides = MESHES[mesh]
+    on_device, on_cpu = shapes_in_child(tmp_path, size, size - 1, overrides)
+    assert on_device == on_cpu and len(on_device) > 10
+
+
+@pytest.mark.parametrize("mesh", ["ep-2-etp-2", "ep-2-fsdp-8-few", "pp-2-tp-2-ep-4"])
+def test_experts_have_the_shapes_of_a_cpu(mesh: str, tmp_path: Path) -> None:
+    size, overrides = EXPERT_MESHES[mesh]
+    on_device, on_cpu = shapes_in_child(tmp_path, size, size - 1, {**EXPERTS, **overrides})
+    assert on_device == on_cpu and len(on_device) > 10
 
 
 def _check_devices(devices: dict[str, str], *, is_offloaded: bool) -> None:
