@@ -38,7 +38,7 @@ from torchtitan_lite.replica.healing import client, live_state
 _RANK = int(os.environ.get("RANK", "0"))
 _CALLS: dict[str, tuple[Any, str]] = {
     "forward": (FeedForward, "forward"),
-    "optimizer": (ShardedOptimizer, "step"),
+    "optimizer": (ShardedOptimizer, "_step"),
     "snapshot": (AsynchronousSaver, "_snapshot"),
     "begin": (Region, "begin"),
     "copy": (copier, "foreach_copy_"),
