@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from torchtitan_lite.lighthouse import messages
-from torchtitan_lite.lighthouse.rules import Quorum, QuorumRules, QuorumSettings
+from torchtitan_lite.lighthouse.rules import LEFT, Quorum, QuorumRules, QuorumSettings
 from torchtitan_lite.lighthouse.status import describe
 from torchtitan_lite.log import logger
 
@@ -60,11 +60,7 @@ class LighthouseServicer:
     def mark_left(self, replica_id: str) -> list[str]:
         """Count a replica as left, see `QuorumRules.mark_left`, and fail its pending calls."""
         left = self._rules.mark_left(replica_id)
-        self._drop_cancelled()
-        for call, asked_by in list(self._waiting.items()):
-            if asked_by in left:
-                del self._waiting[call]
-                call.set_exception(_has_left(asked_by))
+        self._fail_departed()
         if left:
             logger.info("Left: %s", ", ".join(left))
         self._answer_waiting()
@@ -90,7 +86,8 @@ class LighthouseServicer:
         call = self._loop.create_future()
         try:
             if not self._rules.request_quorum(request.requester, self._loop.time()):
-                raise _has_left(replica_id)
+                raise self._departed(replica_id)
+            self._fail_departed()
             self._waiting[call] = replica_id
             self._answer_waiting()
             return await call
@@ -122,6 +119,18 @@ class LighthouseServicer:
         if not hmac.compare_digest(request.token.encode(), self._token):
             message = "The lighthouse has another token."
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, message)
+
+    def _fail_departed(self) -> None:
+        """Fail the pending calls of replicas that have left for good or were replaced."""
+        self._drop_cancelled()
+        for call, asked_by in list(self._waiting.items()):
+            if self._rules.departure(asked_by) is not None or asked_by not in self._rules.waiting:
+                del self._waiting[call]
+                call.set_exception(self._departed(asked_by))
+
+    def _departed(self, replica_id: str) -> _CallError:
+        message = f"Replica {replica_id} {self._rules.departure(replica_id) or LEFT}."
+        return _CallError(grpc.StatusCode.FAILED_PRECONDITION, message)
 
     def _drop_cancelled(self) -> None:
         """Remove the requests of replicas whose client has cancelled its call or died."""
@@ -177,8 +186,3 @@ def _response(quorum: Quorum) -> Any:
         time.time_ns(), 1_000_000_000
     )
     return response
-
-
-def _has_left(replica_id: str) -> _CallError:
-    message = f"Replica {replica_id} was reported to have left: restart it under a new id."
-    return _CallError(grpc.StatusCode.FAILED_PRECONDITION, message)

@@ -98,6 +98,23 @@ def test_a_replica_that_has_left_is_notified(
     assert quorum.ids == ("b:1",)
 
 
+def test_the_older_process_of_a_replica_is_notified(
+    service: LighthouseService, clients: LighthouseClients
+) -> None:
+    clients.start_heartbeats("a:f:1", "b:f:1")
+    older = clients.request("a:f:1")
+    _wait_for_requests(service, ("a:f:1", 0))
+    newer = clients.request("a:f:2", step=3)
+    with pytest.raises(RuntimeError, match="a:f:1 was replaced by a newer process of the same"):
+        older.result()
+    with pytest.raises(RuntimeError, match="replaced by a newer process of the same replica id"):
+        clients.request("a:f:1").result()
+    (quorum,) = clients.request_all("b:f:1")
+    assert quorum is not None
+    assert quorum.ids == ("a:f:2", "b:f:1")
+    assert newer.result() == quorum
+
+
 def test_a_replica_that_withdrew_is_in_no_quorum(
     service: LighthouseService, clients: LighthouseClients
 ) -> None:
