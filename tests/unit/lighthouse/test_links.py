@@ -65,7 +65,9 @@ def test_it_is_the_best_of_all_sets(broken: frozenset[Link], steps: dict[str, in
                 assert _history(actual, ends, steps) <= _history(other, ends, steps)
 
 
-def _history(cover: frozenset[str], ends: list[str], steps: dict[str, int]) -> list[tuple[int, str]]:
+def _history(
+    cover: frozenset[str], ends: list[str], steps: dict[str, int]
+) -> list[tuple[int, str]]:
     return sorted((-steps.get(one, 0), one) for one in ends if one not in cover)
 
 
