@@ -151,8 +151,10 @@ def main(folder: Path, payload: Mapping[str, Any]) -> int:
     asked_ns = time.time_ns()
     for one in ranks:
         _signal_if_expected(one.pid, FLIGHT_SIGNAL, "SigBlk")
-    stacks = _collect_stacks(ranks, folder)
+    # In this order: faulthandler walks the frames of all threads without the GIL, and crashes the
+    # rank if one of them runs Python meanwhile, as the thread that writes the flight record does.
     _wait_for_flight_records(ranks, folder, asked_ns)
+    stacks = _collect_stacks(ranks, folder)
     flight_records = {
         one.number: found
         for one in ranks
