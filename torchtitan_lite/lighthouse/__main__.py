@@ -1,8 +1,8 @@
 """`python -m torchtitan_lite.lighthouse`: a lighthouse in a process of its own.
 
 It prints the address on which it listens, and exits with status 0 on SIGTERM and SIGINT. The
-environment variable TORCHTITAN_LITE_TOKEN authenticates leave notices. Layer: above the rest of
-lighthouse/.
+environment variable TORCHTITAN_LITE_TOKEN is the secret of its replicas. Without it the lighthouse
+serves torchft's managers, and anybody. Layer: above the rest of lighthouse/.
 """
 
 import argparse
