@@ -14,6 +14,7 @@ from torch import nn
 from torchtitan_lite.anomalies import AnomalyDetector
 from torchtitan_lite.builders.model import model_on_meta
 from torchtitan_lite.builders.state import RestoredState
+from torchtitan_lite.checkpoint import shared_run_id
 from torchtitan_lite.config import Config, config_fingerprint
 from torchtitan_lite.data import OpenedData
 from torchtitan_lite.debug import (
@@ -257,6 +258,7 @@ def join_replicas(
             config.fault_tolerance,
             restored.state,
             mesh,
+            run_id=shared_run_id(Path(config.job.dump_folder)) if mesh.is_leader else "",
             config_fingerprint=config_fingerprint(config, mesh.world_size),
             newest_stored_step=checkpoints.newest_stored,
             wait_until_modifiable=checkpoints.wait_for_snapshot,

@@ -1,4 +1,5 @@
-"""Client of a lighthouse for supervisors: leave notices and status. Layer: above servicer's names."""
+"""Client of a lighthouse for supervisors: leave notices and status. Layer: above servicer's
+names."""
 
 from typing import Any
 

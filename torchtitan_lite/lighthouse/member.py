@@ -66,7 +66,9 @@ def _parse(content: dict[str, Any]) -> Member:
     values = {**content, "state_urls": tuple(content["state_urls"])}
     kinds_of = {"str": str, "int": int, "bool": bool, "tuple[str, ...]": tuple}
     for name, value in values.items():
-        kind = kinds[name] if isinstance(kinds[name], type) else kinds_of.get(str(kinds[name]), tuple)
+        kind = (
+            kinds[name] if isinstance(kinds[name], type) else kinds_of.get(str(kinds[name]), tuple)
+        )
         if type(value) is not kind:
             raise TypeError(f"{name} is {value!r:.50}")
     if not (0 <= values["step"] < _MAX_STEP and all(type(u) is str for u in values["state_urls"])):

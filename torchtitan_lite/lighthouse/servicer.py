@@ -99,7 +99,9 @@ class LighthouseServicer:
         quorum = await self._wait_for_quorum(member)
         return {
             "quorum_id": quorum.quorum_id,
-            "members": [one.seal(self._secret) for one in quorum.members],
+            "members": [
+                one.seal(self._secret) for one in quorum.members if isinstance(one, Member)
+            ],
         }
 
     async def _heartbeat(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -235,4 +237,3 @@ def _torchft_response(quorum: Quorum) -> Any:
         time.time_ns(), 1_000_000_000
     )
     return response
-

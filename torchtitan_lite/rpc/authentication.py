@@ -1,10 +1,10 @@
 """Sessions between processes that share a secret: challenge and response, then a MAC for each
 message. Layer: imports the standard library only.
 
-A client sends a nonce. The server answers with a ticket, which is a time and a nonce of its own, and
-with a proof that it has the secret. Both derive the key of the session from secret, purpose, nonce
-and ticket. Every request carries a counter and a MAC; every response carries a MAC over the request's
-MAC and the content, so that neither can be replayed, altered or moved to another request.
+A client sends a nonce. The server answers with a ticket, which is a time and a nonce of its own,
+and with a proof that it has the secret. Both derive the key of the session from secret, purpose,
+nonce and ticket. Every request carries a counter and a MAC; every response carries a MAC over the
+request's MAC and the content, so that neither can be replayed, altered or moved to another request.
 
 Invariants: unauthenticated messages change no state, so that a flood of them costs no memory; the
 secret itself never leaves the process; comparisons take constant time.
@@ -23,7 +23,7 @@ MIN_SECRET_CHARS = 16
 """Minimum length of a secret, in characters."""
 _NONCE_BYTES = 16
 _WINDOW = 1024
-"""Counters of a session that are remembered: requests of several threads may arrive out of order."""
+"""Counters of a session that are remembered: requests of threads may arrive out of order."""
 _MAX_COUNTER = 1 << 62
 
 
@@ -163,7 +163,7 @@ class ServerSessions:
         self._lock = threading.Lock()
 
     def challenge(self, nonce: bytes) -> tuple[bytes, bytes]:
-        """Return (ticket, proof) for a client's nonce. Keeps nothing. Raises AuthenticationError."""
+        """Return (ticket, proof) for a nonce. Keeps nothing. Raises AuthenticationError."""
         if len(nonce) != _NONCE_BYTES:
             raise AuthenticationError(f"The nonce must have {_NONCE_BYTES} bytes.")
         issued = int(time.monotonic() * 1000).to_bytes(8, "little")

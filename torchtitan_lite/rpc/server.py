@@ -7,10 +7,9 @@ secret; requests are bounded in size and number, and an unauthenticated one chan
 
 import asyncio
 import errno
-import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
@@ -118,6 +117,11 @@ class RpcServer:
 
         return asyncio.run_coroutine_threadsafe(answer(), self._loop).result(_ANSWER_S)
 
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the event loop and return its result. Raises what it raises."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
     async def _serve(self, listening: "Future[int]") -> None:
         server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
         try:
@@ -147,6 +151,7 @@ def authenticated_service(
             ticket, proof = sessions.challenge(request)
         except AuthenticationError as error:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+            raise
         return ticket + proof
 
     def handler(call: str, answer: Handler) -> Any:
