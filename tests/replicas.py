@@ -11,14 +11,15 @@ from typing import Any
 
 import psutil
 import pytest
-from torchft.coordination import LighthouseServer
 
 from tests import launch
 from tests.tolerances import FAULTS_FLOAT64
 from torchtitan_lite.checkpoint.save_context import replica_run_id
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, free_run, list_runs
+from torchtitan_lite.lighthouse.rules import QuorumSettings
+from torchtitan_lite.lighthouse.server import LighthouseService
 
-HEARTBEAT_TIMEOUT_MS = 1500
+HEARTBEAT_TIMEOUT_MS = 2500
 ENDLESS: tuple[str, ...] = (
     *launch.SMALL,
     "--training.dtype=float64",
@@ -35,10 +36,12 @@ ENDLESS: tuple[str, ...] = (
 class Replicas:
     """The replicas of a run, by number."""
 
-    def __init__(self, folder: Path, num_ranks: int, arguments: Sequence[str], url: str) -> None:
+    def __init__(
+        self, folder: Path, num_ranks: int, arguments: Sequence[str], url: str, secret: str
+    ) -> None:
         self.folder = folder
         self._num_ranks, self._arguments, self._url = num_ranks, arguments, url
-        self._token = secrets.token_hex(16)
+        self._secret = secret
         self.running: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(
@@ -58,7 +61,7 @@ class Replicas:
             program=launch.FAULTY_PROGRAM if faults else launch.PROGRAM,
             FAULTS=faults,
             TORCHFT_LIGHTHOUSE=self._url,
-            TORCHTITAN_LITE_TOKEN=self._token,
+            TORCHTITAN_LITE_TOKEN=self._secret,
         )
 
     def start_together(self, faults: Mapping[int, str]) -> None:
@@ -158,23 +161,21 @@ class Replicas:
 def replicas(folder: Path, num_ranks: int, arguments: Sequence[str]) -> Iterator[Replicas]:
     """Start a lighthouse for replicas of `num_ranks` processes. On exit, all processes and shared
     memory are removed."""
-    lighthouse = LighthouseServer(
-        bind="127.0.0.1:0",
-        min_replicas=1,
-        join_timeout_ms=1000,
-        quorum_tick_ms=50,
-        heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
+    secret = secrets.token_hex(16)
+    settings = QuorumSettings(
+        min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS
     )
+    lighthouse = LighthouseService("127.0.0.1:0", settings, secret).start()
     folder.mkdir(parents=True, exist_ok=True)
-    port = lighthouse.address().rpartition(":")[2]
-    started = Replicas(folder, num_ranks, arguments, f"http://127.0.0.1:{port}")
+    url = f"http://{lighthouse.address}"
+    started = Replicas(folder, num_ranks, arguments, url, secret)
     try:
         yield started
     finally:
         for number, process in started.running.items():
             if process.poll() is None:
                 started.kill(number)
-        lighthouse.shutdown()
+        lighthouse.stop()
         if (folder / "run_id").exists():
             run_id = (folder / "run_id").read_text().strip()
             own = {replica_run_id(run_id, number) for number in started.running}

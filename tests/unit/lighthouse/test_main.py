@@ -54,7 +54,7 @@ def test_it_prints_its_address_and_exits_on_a_signal(number: signal.Signals) -> 
 def test_quorum_ids_are_not_reused_after_a_restart() -> None:
     ids: set[int] = set()
     for _ in range(2):
-        with _lighthouse() as (_, address), connect_clients(address) as clients:
+        with _lighthouse() as (_, address), connect_clients(address, TOKEN) as clients:
             # Each replica that joins causes another quorum.
             for replica_id in map(str, range(8)):
                 clients.start_heartbeats(replica_id)

@@ -52,7 +52,7 @@ def server() -> Iterator[StateServer]:
 
 
 def endpoint(server: StateServer, **changes: Any) -> PeerEndpoint:
-    settings = {"url": server.url, "token": _TOKEN, "timeout_s": 30.0, "connections": 3}
+    settings = {"url": server.url, "secret": _TOKEN, "timeout_s": 30.0, "connections": 3}
     return PeerEndpoint(**(settings | changes))
 
 
@@ -91,7 +91,7 @@ def test_the_token_is_required(donor: Run, server: StateServer) -> None:
     server.offer(8, LiveState.of(donor))
     fresh, untouched = Run(), Run()
     with pytest.raises(IncompatibleState, match="TORCHTITAN_LITE_TOKEN"):
-        receive_state(endpoint(server, token="another one, as long"), 8, fresh)
+        receive_state(endpoint(server, secret="another one, as long"), 8, fresh)
     assert same(fresh, untouched)
 
 
@@ -168,7 +168,7 @@ def test_bytes_corrupted_in_transfer_are_detected(
         return count
 
     monkeypatch.setattr(client.http.client.HTTPResponse, "readinto", flipping)
-    with pytest.raises(TornState, match="do not match their checksum"):
+    with pytest.raises(TornState, match="do not match their MAC"):
         receive_state(endpoint(server), 8, Run())
 
 
