@@ -84,6 +84,12 @@ class Coordinator:
         self._broken: str | None = None
         """Why the last quorum cannot go on."""
         self._unreachable: set[str] = set()
+        self._connected_since_s: float | None = None
+
+    def connected_s(self) -> float:
+        """Return for how long the lighthouse has answered without interruption."""
+        since_s = self._connected_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     @property
     def address(self) -> str:
@@ -256,12 +262,14 @@ class Coordinator:
                     self._identity.replica_id, self._unreachable
                 )
                 self._answered.set()
+                if self._connected_since_s is None:
+                    self._connected_since_s = started_s
                 if dead - {self._identity.replica_id}:
                     names = ", ".join(sorted(one.partition(":")[0] for one in dead))
                     await self._break(quorum_id, f"{names} sends no heartbeats any more")
             except RpcError:
-                # A request for a quorum reports it. Training goes on meanwhile.
-                pass
+                # A request for a quorum reports it. Training continues meanwhile.
+                self._connected_since_s = None
             elapsed_s = time.monotonic() - started_s
             await asyncio.sleep(max(0.0, HEARTBEAT_INTERVAL_S - elapsed_s))
 

@@ -38,8 +38,9 @@ from torchtitan_lite.replica.quorum_checks import (
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 _WATCH_INTERVAL_S = 0.1
-_CONNECT_S = 15.0
-"""Time limit for connecting the process groups of a quorum."""
+_CONNECT_S = 5.0
+"""Time limit of a connection between the process groups of a quorum. gloo waits up to five times as
+long for a member that does not connect (2.13)."""
 _construction = threading.Lock()
 _FILTER_EXIT_S = 1.0
 """Time for the filter to forward the rest. It survives as long as a process that inherited its
@@ -134,6 +135,12 @@ class QuorumManager(Manager):
     def quorum(self) -> Any:
         """Last quorum, with the fields of `quorum_for_rank`."""
         return self._last_quorum
+
+    def connected_s(self) -> float:
+        """Return for how long the lighthouse has answered without interruption, on rank 0; 0 on
+        the other ranks."""
+        server: Any = self._manager
+        return 0.0 if server is None else server.coordinator.connected_s()
 
     def set_progress(self, progress: int) -> None:
         """Set the progress of this replica's state; 0 if it has no valid state."""
@@ -305,13 +312,13 @@ class _ManagerServer:
     """Coordinator with the methods of torchft's ManagerServer that its manager calls."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+        self.coordinator = coordinator
 
     def address(self) -> str:
-        return self._coordinator.address
+        return self.coordinator.address
 
     def shutdown(self) -> None:
-        self._coordinator.stop()
+        self.coordinator.stop()
 
 
 @contextmanager
