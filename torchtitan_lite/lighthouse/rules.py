@@ -148,7 +148,8 @@ class QuorumRules:
         self._first_heartbeats.pop(replica_id, None)
         name, colon, _ = replica_id.rpartition(":")
         if colon:
-            for one in sorted(self._known() - {replica_id}):
+            # An id that has only sent heartbeats is that of an even newer process.
+            for one in sorted(self._known() - {replica_id} - self._first_heartbeats.keys()):
                 if one.rpartition(":")[:2] == (name, colon):
                     self._forget(one)
                     self._departures[one] = _REPLACED

@@ -94,7 +94,12 @@ class LighthouseServicer:
             member = Member.unseal(str(request.get("member")), self._secret)
         except AuthenticationError as error:
             raise CallError(grpc.StatusCode.PERMISSION_DENIED, str(error)) from None
-        self._check_run(member)
+        if not self._serves(member.run_id):
+            raise CallError(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"This lighthouse serves run {self._run_id}, and {member.replica_id} is of run "
+                f"{member.run_id}: start a lighthouse for each run.",
+            )
         self._rules.report_links(member.replica_id, _ids(request.get("unreachable")))
         quorum = await self._wait_for_quorum(member)
         return {
@@ -106,8 +111,10 @@ class LighthouseServicer:
 
     async def _heartbeat(self, request: dict[str, Any]) -> dict[str, Any]:
         """Record a heartbeat. Return the last quorum, and which of its members are dead."""
-        replica_id = str(request.get("replica_id"))
+        replica_id, run_id = str(request.get("replica_id")), str(request.get("run_id"))
         now_s = self._loop.time()
+        if not self._serves(run_id):
+            return {"quorum_id": 0, "dead": []}
         # Rejecting heartbeats of a replica that has left would only make it reconnect.
         if self._rules.heartbeat(replica_id, now_s):
             self._rules.report_links(replica_id, _ids(request.get("unreachable")))
@@ -125,19 +132,13 @@ class LighthouseServicer:
         del request
         return self.status()
 
-    def _check_run(self, member: Member) -> None:
-        """Raise CallError if live replicas are of another run."""
-        if self._run_id == member.run_id:
-            return
+    def _serves(self, run_id: str) -> bool:
+        """Return whether the lighthouse serves a run: the first one, until its replicas are
+        dead."""
         now_s = self._loop.time()
-        living = [one for one in self._rules.heartbeats if self._rules.is_healthy(one, now_s)]
-        if self._run_id is not None and living:
-            raise CallError(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"This lighthouse serves run {self._run_id}, and {member.replica_id} is of run "
-                f"{member.run_id}: start a lighthouse for each run.",
-            )
-        self._run_id = member.run_id
+        if not any(self._rules.is_healthy(one, now_s) for one in self._rules.heartbeats):
+            self._run_id = run_id
+        return self._run_id == run_id
 
     async def _torchft_quorum(self, request: Any, context: Any) -> Any:
         if not request.HasField("requester"):

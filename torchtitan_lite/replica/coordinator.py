@@ -29,7 +29,6 @@ from torchtitan_lite.replica.lighthouse_link import (
     LighthouseLink,
     wait_until_it_answers,
     wait_until_settled,
-    would_fail_again,
 )
 from torchtitan_lite.rpc.authentication import ServerSessions
 from torchtitan_lite.rpc.client import AsyncRpcClient, RpcClient
@@ -217,7 +216,7 @@ class Coordinator:
                     quorum = await self._link.quorum(member, self._unreachable)
                     break
                 except RpcError as error:
-                    if would_fail_again(error):
+                    if error.is_final:
                         raise
                     if all(future.done() for _, future in requests):
                         return
@@ -360,7 +359,7 @@ class CoordinatorClient:
         try:
             return SimpleNamespace(**self._client.call("Quorum", request, timeout.total_seconds()))
         except RpcError as error:
-            if would_fail_again(error):
+            if error.is_final:
                 raise ReplicaError(f"This replica cannot join the others: {error}") from None
             raise
 

@@ -24,14 +24,6 @@ _SETTLE_S = 1.5
 """Delay of a request after the lighthouse answers again. By then a restarted lighthouse has
 received the heartbeats of all replicas, and forms a quorum of all."""
 _RETRY_S = 0.1
-_FINAL = (
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.UNIMPLEMENTED,
-)
-"""Statuses of calls that would fail again."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +58,8 @@ class LighthouseLink(Protocol):
 class AuthenticatedLighthouse:
     """This project's lighthouse."""
 
-    def __init__(self, address: str, secret: str) -> None:
-        self._secret = secret
+    def __init__(self, address: str, secret: str, run_id: str) -> None:
+        self._secret, self._run_id = secret, run_id
         self._client = AsyncRpcClient(address, messages.SERVICE, secret, messages.PURPOSE)
 
     async def quorum(self, member: Member, unreachable: Collection[str]) -> AgreedQuorum:
@@ -78,7 +70,11 @@ class AuthenticatedLighthouse:
     async def heartbeat(
         self, replica_id: str, unreachable: Collection[str]
     ) -> tuple[int, set[str]]:
-        request = {"replica_id": replica_id, "unreachable": sorted(unreachable)}
+        request = {
+            "run_id": self._run_id,
+            "replica_id": replica_id,
+            "unreachable": sorted(unreachable),
+        }
         answer = await self._client.call("Heartbeat", request, _HEARTBEAT_TIMEOUT_S)
         return answer["quorum_id"], set(answer["dead"])
 
@@ -90,7 +86,8 @@ class TorchftLighthouse:
     """torchft's lighthouse, which serves anybody. The members of its quorums are checked here all
     the same, but a stranger can prevent quorums."""
 
-    def __init__(self, address: str, secret: str) -> None:
+    def __init__(self, address: str, secret: str, run_id: str) -> None:
+        del run_id
         self._secret = secret
         self._channel = grpc.aio.insecure_channel(host_and_port(address), options=OPTIONS)
 
@@ -174,17 +171,13 @@ async def wait_until_it_answers(link: LighthouseLink, replica_id: str, timeout_s
                     "torchtitan_lite.lighthouse` with the token, or set "
                     'fault_tolerance.lighthouse = "torchft" on a private network.'
                 ) from None
-            if error.code in _FINAL or time.monotonic() >= deadline_s:
+            rejected = error.is_final or error.code is grpc.StatusCode.UNAUTHENTICATED
+            if rejected or time.monotonic() >= deadline_s:
                 raise ReplicaError(
                     f"No lighthouse answers at TORCHFT_LIGHTHOUSE: {error} Start one "
                     "(`torchtitan-lite launch` does) or correct the address."
                 ) from None
         await asyncio.sleep(_RETRY_S)
-
-
-def would_fail_again(error: RpcError) -> bool:
-    """Return whether the lighthouse rejected a call for good."""
-    return error.code in _FINAL
 
 
 async def wait_until_settled(last_answer_s: "asyncio.Event") -> None:

@@ -84,7 +84,7 @@ class QuorumManager(Manager):
             identity = ReplicaIdentity(run_id, replica_id, store_addr, world_size)
             link = TorchftLighthouse if config.lighthouse == "torchft" else AuthenticatedLighthouse
             coordinator = Coordinator(
-                identity, lambda: link(lighthouse, secret), secret=secret, host=address
+                identity, lambda: link(lighthouse, secret, run_id), secret=secret, host=address
             )
             coordinator.start(config.quorum_timeout_s)
             return _ManagerServer(coordinator)

@@ -9,7 +9,17 @@ import grpc.aio
 
 from torchtitan_lite.errors import RpcError
 from torchtitan_lite.rpc.authentication import AuthenticationError, ClientSession, RequestProof
-from torchtitan_lite.rpc.messages import AUTHORIZATION, HELLO, PROOF, decode, encode, method_of
+from torchtitan_lite.rpc.messages import (
+    AUTHORIZATION,
+    ERROR,
+    HELLO,
+    MESSAGE,
+    PROOF,
+    RESULT,
+    decode,
+    encode,
+    method_of,
+)
 
 OPTIONS = (
     ("grpc.enable_http_proxy", 0),
@@ -39,7 +49,7 @@ class RpcClient:
         self._lock = threading.Lock()
 
     def call(self, name: str, content: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Call, and return the response. Raises RpcError."""
+        """Call, and return the result. Raises RpcError."""
         protocol = self._protocol
         for is_last in (False, True):
             try:
@@ -84,7 +94,7 @@ class AsyncRpcClient:
         self._channel = grpc.aio.insecure_channel(self._protocol.address, options=OPTIONS)
 
     async def call(self, name: str, content: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Call, and return the response. Raises RpcError."""
+        """Call, and return the result. Raises RpcError."""
         protocol = self._protocol
         for is_last in (False, True):
             try:
@@ -146,10 +156,12 @@ class _Protocol:
         except ValueError:
             mac = b""
         session.check_response(proof, mac, response)
-        try:
-            return decode(response)
-        except ValueError as error:
-            raise AuthenticationError(str(error)) from None
+        outcome = decode(response)
+        if ERROR in outcome:
+            code = grpc.StatusCode[outcome[ERROR]]
+            is_final = code is not grpc.StatusCode.UNAVAILABLE
+            raise RpcError(outcome[MESSAGE], code, is_final=is_final)
+        return outcome[RESULT]
 
     def can_retry(self, error: Any) -> bool:
         """Forget a session that the server does not accept any more, and return whether there was
@@ -161,7 +173,8 @@ class _Protocol:
 
     def rejected(self, error: AuthenticationError) -> RpcError:
         self.session = None
-        return RpcError(f"{self.address} cannot be trusted: {error} {_SAME_SECRET}")
+        message = f"{self.address} cannot be trusted: {error} {_SAME_SECRET}"
+        return RpcError(message, grpc.StatusCode.UNAUTHENTICATED)
 
     def failure(self, error: Any, timeout_s: float) -> RpcError:
         code, details = error.code(), error.details()

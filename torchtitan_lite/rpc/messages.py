@@ -10,6 +10,9 @@ AUTHORIZATION = "authorization"
 PROOF = "proof"
 """Trailing metadata of a response: its MAC."""
 
+RESULT, ERROR, MESSAGE = "result", "error", "message"
+"""Keys of a response: what the call returned, or the name of a gRPC status and the reason."""
+
 
 def method_of(service: str, call: str) -> str:
     """Return the gRPC method of a call."""

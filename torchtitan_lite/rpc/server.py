@@ -23,7 +23,17 @@ from torchtitan_lite.rpc.authentication import (
     ServerSession,
     ServerSessions,
 )
-from torchtitan_lite.rpc.messages import AUTHORIZATION, HELLO, PROOF, decode, encode, method_of
+from torchtitan_lite.rpc.messages import (
+    AUTHORIZATION,
+    ERROR,
+    HELLO,
+    MESSAGE,
+    PROOF,
+    RESULT,
+    decode,
+    encode,
+    method_of,
+)
 
 _T = TypeVar("_T")
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -158,10 +168,11 @@ def authenticated_service(
         async def handle(request: bytes, context: Any) -> bytes:
             session, content = await _authenticate(sessions, service, call, request, context)
             try:
-                response = encode(await answer(content))
+                outcome = {RESULT: await answer(content)}
             except CallError as error:
-                await context.abort(error.code, error.message)
-                raise
+                # In a signed response, because anybody on the way could forge a gRPC status.
+                outcome = {ERROR: error.code.name, MESSAGE: error.message}
+            response = encode(outcome)
             context.set_trailing_metadata(((PROOF, session.sign(response).hex()),))
             return response
 

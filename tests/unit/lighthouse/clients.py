@@ -38,7 +38,7 @@ class ReceivedQuorum:
 class LighthouseClients:
     """Replicas of one lighthouse, with one client each."""
 
-    def __init__(self, url: str, secret: str | None) -> None:
+    def __init__(self, url: str, secret: str | None = None) -> None:
         self._url, self._secret = url, secret
         self._clients: dict[str, Any] = {}
         self._alive: set[str] = set()
@@ -112,7 +112,8 @@ class AuthenticatedClient:
         self._client = RpcClient(url, messages.SERVICE, secret, messages.PURPOSE)
 
     def heartbeat(self, replica_id: str) -> None:
-        self._client.call("Heartbeat", {"replica_id": replica_id, "unreachable": []}, 30)
+        request = {"run_id": self._run_id, "replica_id": replica_id, "unreachable": []}
+        self._client.call("Heartbeat", request, 30)
 
     def quorum(self, replica_id: str, timeout: timedelta, step: int = 0, **options: Any) -> Any:
         member = Member(

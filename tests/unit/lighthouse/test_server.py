@@ -90,9 +90,9 @@ def test_a_replica_that_has_left_is_notified(
     waiting = clients.request("a:1")
     _wait_for_requests(service, ("a:1", 0))
     assert service.mark_left("a:1") == ["a:1"]
-    with pytest.raises(RuntimeError, match="a:1 was reported to have left"):
+    with pytest.raises(RpcError, match="a:1 was reported to have left"):
         waiting.result()
-    with pytest.raises(RuntimeError, match="under a new id"):
+    with pytest.raises(RpcError, match="under a new id"):
         clients.request("a:1").result()
     (quorum,) = clients.request_all("b:1")
     assert quorum is not None
@@ -106,9 +106,9 @@ def test_the_older_process_of_a_replica_is_notified(
     older = clients.request("a:f:1")
     _wait_for_requests(service, ("a:f:1", 0))
     newer = clients.request("a:f:2", step=3)
-    with pytest.raises(RuntimeError, match="a:f:1 was replaced by a newer process of the same"):
+    with pytest.raises(RpcError, match="a:f:1 was replaced by a newer process of the same"):
         older.result()
-    with pytest.raises(RuntimeError, match="replaced by a newer process of the same replica id"):
+    with pytest.raises(RpcError, match="replaced by a newer process of the same replica id"):
         clients.request("a:f:1").result()
     (quorum,) = clients.request_all("b:f:1")
     assert quorum is not None
