@@ -90,6 +90,8 @@ def test_a_fault_costs_its_own_time(name: str, tmp_path: Path) -> None:
         end = time.time()
         fault.end(run.network)
         recovery_s = run.wait_until_together(end)
+        pauses_s = [run.longest_pause_s(number, begin, end) for number in run.running]
+        print(f"together again after {recovery_s:.1f} s, longest pauses meanwhile {pauses_s} s")
         for number in fault.remaining:
             assert run.longest_pause_s(number, begin, end) < _PAUSE_S, run.report()
         assert recovery_s < _RECOVERY_S
