@@ -29,6 +29,8 @@ ARGUMENTS: tuple[str, ...] = (
     "--training.global_batch_size=6",
     # A run of some minutes has thousands of steps.
     "--checkpoint.interval=50",
+    # The time after which a cut that no side is notified of is noticed.
+    "--fault_tolerance.process_group_timeout_ms=5000",
 )
 _PORT = 29510
 _JOIN_TIMEOUT_MS = 1000
@@ -102,11 +104,12 @@ class NetworkReplicas(Replicas):
                 )  # fmt: skip
             self.lighthouses.append(process)
 
-    def train_until_all_participate(self, step: int = 5) -> None:
-        """Start all replicas, and block until all have taken a step together, from this step on."""
+    def train_until_all_participate(self, step: int = 5, more: Sequence[str] = ()) -> None:
+        """Start all replicas, with additional arguments, and block until all have taken a step
+        together, from this step on."""
         numbers = range(self._num_replicas)
         for number in numbers:
-            self.start(number)
+            self.start(number, *more)
         deadline_s = time.monotonic() + 120
         while not all(self._together(number, 0.0, step) for number in numbers):
             self.check_alive()

@@ -156,6 +156,11 @@ class Network:
         ):
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape)
 
+    def unlimit(self, name: str) -> None:
+        """Remove the limit of a host's rate."""
+        for namespace, device in ((name, "eth0"), (_SWITCH, f"to-{name}")):
+            _run("tc", "-n", self._namespace(namespace), "qdisc", "delete", "dev", device, "root")
+
     def delay(self, name: str, ms: int) -> None:
         """Delay all that a host sends. Raises Unavailable."""
         own = self._namespace(name)
