@@ -41,7 +41,7 @@ class Replicas:
     ) -> None:
         self.folder = folder
         self._num_ranks, self._arguments, self._url = num_ranks, arguments, url
-        self._secret = secret
+        self.token = secret
         self.running: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(
@@ -60,9 +60,20 @@ class Replicas:
             self.log(number),
             program=launch.FAULTY_PROGRAM if faults else launch.PROGRAM,
             FAULTS=faults,
-            TORCHFT_LIGHTHOUSE=self._url,
-            TORCHTITAN_LITE_TOKEN=self._secret,
+            prefix=self.prefix(number),
+            TORCHFT_LIGHTHOUSE=self.lighthouse_url(number),
+            TORCHTITAN_LITE_TOKEN=self.token,
         )
+
+    def prefix(self, number: int) -> Sequence[str]:
+        """Return the start of a replica's command line."""
+        del number
+        return ()
+
+    def lighthouse_url(self, number: int) -> str:
+        """Return the URL of a replica's lighthouse."""
+        del number
+        return self._url
 
     def start_together(self, faults: Mapping[int, str]) -> None:
         """Start the replicas with these faults, so that all train together from the first step."""
@@ -156,6 +167,20 @@ class Replicas:
     def wait(self, number: int, timeout_s: float = 120) -> int:
         return self.running[number].wait(timeout=timeout_s)
 
+    def remove(self) -> None:
+        """Kill all processes, and remove the shared memory of the run."""
+        for number, process in self.running.items():
+            if process.poll() is None:
+                self.kill(number)
+        if (self.folder / "run_id").exists():
+            run_id = (self.folder / "run_id").read_text().strip()
+            own = {replica_run_id(run_id, number) for number in self.running}
+            for existing in list_runs():
+                if existing.run_id in own:
+                    for rank in existing.ranks:
+                        RankLock(existing.path, rank).wait(20)
+                    free_run(existing.run_id)
+
 
 @contextmanager
 def replicas(folder: Path, num_ranks: int, arguments: Sequence[str]) -> Iterator[Replicas]:
@@ -172,18 +197,8 @@ def replicas(folder: Path, num_ranks: int, arguments: Sequence[str]) -> Iterator
     try:
         yield started
     finally:
-        for number, process in started.running.items():
-            if process.poll() is None:
-                started.kill(number)
+        started.remove()
         lighthouse.stop()
-        if (folder / "run_id").exists():
-            run_id = (folder / "run_id").read_text().strip()
-            own = {replica_run_id(run_id, number) for number in started.running}
-            for existing in list_runs():
-                if existing.run_id in own:
-                    for rank in existing.ranks:
-                        RankLock(existing.path, rank).wait(20)
-                    free_run(existing.run_id)
 
 
 def check_against_undisturbed_run(
