@@ -69,6 +69,9 @@ class WorkerGroup:
         """Rank (None for torchrun), exit status and log of the first failure."""
         self._hang: Failure | None = None
         self._num_clean = 0
+        self.stopped_early = False
+        """Whether its ranks were asked to stop and exited before the last step; known after
+        `close`."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -171,6 +174,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Release the shared memory, after the group has ended."""
+        self.stopped_early = self._heartbeats.any_stopped_early()
         self._heartbeats.close()
 
     @property
