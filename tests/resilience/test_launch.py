@@ -260,9 +260,10 @@ def test_a_replica_that_others_ask_to_stop_saves_and_is_started_again(
     assert f"replica {last}: saved and left, because a process other than the launcher" in text
     assert f"replica {last}: restarts in" in text
     if replicas == 1:
-        assert "Resumed from" in (
-            folder / "launch_logs" / REPLICAS[0] / "attempt_01" / "rank_0.log"
-        ).read_text()
+        assert (
+            "Resumed from"
+            in (folder / "launch_logs" / REPLICAS[0] / "attempt_01" / "rank_0.log").read_text()
+        )
         assert launch.steps_of(folder / REPLICAS[0])[-1]["step"] == MANY_STEPS
     assert losses(folder) == pytest.approx(undisturbed_losses, rel=FAULTS_FLOAT64)
 

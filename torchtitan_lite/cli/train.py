@@ -19,6 +19,7 @@ from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher.heartbeat import report_early_stop
 from torchtitan_lite.launcher.processes import die_with_parent
 from torchtitan_lite.log import configure_logging, log_once, logger
+from torchtitan_lite.standard_streams import make_streams_patient
 
 _PARENT = "TORCHTITAN_LITE_PARENT_PID"
 """Environment variable: the process of --nproc; its ranks die with it."""
@@ -44,6 +45,7 @@ def train(argv: Sequence[str]) -> int:
 def train_rank(argv: Sequence[str]) -> int:
     """Train as one rank of the world that the environment describes, or alone. Returns the exit
     status."""
+    make_streams_patient()
     configure_logging()
     _die_with_nproc()
     try:

@@ -126,7 +126,7 @@ class ReplicaProcess:
         self.leader_log = self._group.leader_log
         self.progress = ReplicaProgress(self._metrics, self._group.leader_log)
         self.state = ReplicaState.STARTING
-        self._report(f"started, logs in {folder}")
+        self._report(f"started, logs in {self._group.folder}")
 
     def poll(self, now_s: float) -> None:
         """Check the processes and files of the attempt, and act on changes."""

@@ -8,6 +8,7 @@ its torchrun.
 import faulthandler
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_lite.launcher.processes import command_line, die_with_parent, parent_of
@@ -57,10 +58,12 @@ def attach_to_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     # A file rather than a pipe, so that the rank and its writer never block on the launcher.
     path = rank_log(Path(os.environ[RANK_LOGS]), int(os.environ["RANK"]))
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.close(file)
+    # Without it (a full disk), the output goes to torchrun's log.
+    with suppress(OSError):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (1, 2):
+            os.dup2(file, stream)
+        os.close(file)
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     # Done before other threads exist: in a thread that does not block it, the signal would kill the
     # process.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torchtitan_lite.launcher.hang_detection import RankStatus
 from torchtitan_lite.launcher.heartbeat import HEARTBEATS, HeartbeatMemory
-from torchtitan_lite.launcher.logs import last_lines
+from torchtitan_lite.launcher.logs import last_lines, make_log_folder, open_log
 from torchtitan_lite.launcher.processes import (
     ExitStatus,
     children_of,
@@ -49,10 +49,10 @@ class WorkerGroup:
         folder: Path,
     ) -> None:
         """Start `command`; logs go to `folder`, which is created. Raises OSError."""
+        folder = make_log_folder(folder)
         self._num_ranks, self.folder, self.environment = num_ranks, folder, environment
-        folder.mkdir(parents=True)
         self._heartbeats = HeartbeatMemory(num_ranks)
-        with self._torchrun_log.open("wb") as log:
+        with open_log(self._torchrun_log) as log:
             self._torchrun = spawn(
                 command,
                 {
