@@ -54,8 +54,8 @@ class OutputFaults:
         if not self.is_failing:
             self._since_s = time.monotonic()
             self.report(
-                f"{name} cannot be written: {reason}. Training continues; metrics and other records "
-                "wait in memory until they can be written."
+                f"{name} cannot be written: {reason}. Training continues; metrics and other "
+                "records wait in memory until they can be written."
             )
         output = self._outputs.setdefault(name, _Output(reason))
         output.error, output.waiting, output.is_failing = reason, waiting, True

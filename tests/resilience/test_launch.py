@@ -1,6 +1,5 @@
 """The launcher: a replica loses a rank, restarts and heals, and the run finishes."""
 
-import json
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ import pytest
 from tests import launch
 from tests.launch import RankFailed
 from tests.tolerances import FAULTS_FLOAT64
+from torchtitan_lite.report import check_samples
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
 
@@ -209,12 +209,9 @@ def test_a_resized_run_has_the_losses_of_an_undisturbed_one(
     assert "resize to 2 ranks each: slots are available again" in text
     assert len(list(folder.glob("launch_logs/*/attempt_*/rank_*.log"))) == 5 * replicas
     assert losses(folder) == pytest.approx(undisturbed_losses, rel=FAULTS_FLOAT64)
-    used: dict[int, list[int]] = {}
-    for path in folder.glob("replica_*/samples_rank_*.jsonl"):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            used.setdefault(record["step"], []).extend(record["samples"])
-    assert {step: sorted(samples) for step, samples in used.items()} == {
+    checked = check_samples(folder)
+    assert checked.problems == [], checked.summary()
+    assert checked.samples == {
         step: list(range(4 * (step - 1), 4 * step)) for step in range(1, MANY_STEPS + 1)
     }
 

@@ -30,8 +30,8 @@ stopped rank. Phases without a limit have infinity."""
 _CHECKSUM = struct.Struct("<I")
 _SLOT_BYTES = 64
 _STOPPED_EARLY = _SLOT_BYTES - 1
-"""Place in a slot, behind the heartbeat, of a byte that is 1 if the rank was asked to stop and exits
-before the last step. It is in memory because the exit status is 0 and disks may be full."""
+"""Place in a slot, behind the heartbeat, of a byte that is 1 if the rank was asked to stop and
+exits before the last step. It is in memory because the exit status is 0 and disks may be full."""
 _PHASES = tuple(Phase)
 _LONGEST_S = 1e9
 

@@ -146,8 +146,9 @@ def open_metrics(
     that `continues` the one whose files are there (if omitted: one that resumes) drops their
     records after that step; any other run keeps them under another name. Weights & Biases shows
     `run_config`. `world_size` (ranks per replica) and `replica` (None without replicas) determine
-    the Prometheus port of each rank. `faults` records failures of disks. Raises UserError if wandb or prometheus_client is needed and
-    missing, on every rank, and if the port for Prometheus cannot be opened.
+    the Prometheus port of each rank. `faults` records failures of disks. Raises UserError
+    if wandb or prometheus_client is needed and missing, on every rank, and if the port for
+    Prometheus cannot be opened.
     """
     if config.enable_wandb:
         require("wandb", "metrics.enable_wandb = true")
