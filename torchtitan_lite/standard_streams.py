@@ -7,6 +7,7 @@ would end training.
 import io
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 _MAX_WAITING_BYTES = 1 << 20
@@ -53,22 +54,17 @@ class _PatientStream(io.RawIOBase):
 def make_streams_patient() -> None:
     """Replace `sys.stdout` and `sys.stderr` by streams that never raise for a disk or a pipe.
     Streams that a test or a notebook has redirected are kept. Idempotent."""
-    if _is_plain(sys.stdout, 1):
+    if sys.stdout is sys.__stdout__:
         sys.stdout = _patient(sys.stdout, 1)
-    if _is_plain(sys.stderr, 2):
+    if sys.stderr is sys.__stderr__:
         sys.stderr = _patient(sys.stderr, 2)
 
 
-def _is_plain(stream: Any, descriptor: int) -> bool:
-    return (
-        stream is (sys.__stdout__ if descriptor == 1 else sys.__stderr__)
-        and isinstance(stream, io.TextIOWrapper)
-        and stream.fileno() == descriptor
-    )
-
-
-def _patient(stream: io.TextIOWrapper, descriptor: int) -> io.TextIOWrapper:
-    stream.flush()
+def _patient(stream: Any, descriptor: int) -> Any:
+    if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != descriptor:
+        return stream
+    with suppress(OSError):
+        stream.flush()
     return io.TextIOWrapper(
         io.BufferedWriter(_PatientStream(descriptor)),
         encoding=stream.encoding,

@@ -223,6 +223,8 @@ def test_replicas_train_on(is_killed: bool, tmp_path: Path, disk: Path) -> None:
             assert losses.setdefault(line["step"], line["loss"]) == pytest.approx(
                 line["loss"], rel=FAULTS_FLOAT64
             )
+    # A replica that restarts may begin to write when the disk accepts it.
+    for folder in folders[: 1 if is_killed else 2]:
         assert any(one["event"] == "outputs_failed" for one in launch.events_of(folder))
     assert sorted(losses) == list(range(1, max(losses) + 1))
     problems = check_samples(run).problems

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -40,31 +41,32 @@ class TensorBoard:
 
     def _write(self, step: int, summaries: Iterable[Any]) -> None:
         """Write one record with all values of `summaries`."""
-        from tensorboard.compat.proto.event_pb2 import Event as Record
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         values = [value for summary in summaries for value in summary.value]
         if not values:
             return
         if self._file is None:
             self._file = self._open()
-        record = Record(wall_time=time.time(), step=step, summary=Summary(value=values))
+        events, summary = _messages("event"), _messages("summary").Summary(value=values)
+        record = events.Event(wall_time=time.time(), step=step, summary=summary)
         self._file.append(_framed(record))
 
     def _open(self) -> RecordFile:
-        from tensorboard.compat.proto.event_pb2 import Event as Record
-        from tensorboard.compat.proto.event_pb2 import SessionLog
-
-        now_s = time.time()
+        events, now_s = _messages("event"), time.time()
         name = f"events.out.tfevents.{int(now_s):010}.{socket.gethostname()}.{os.getpid()}.0"
         file = RecordFile(self._folder / name, self._faults)
-        purge = Record(
+        version = events.Event(wall_time=now_s, file_version="brain.Event:2")
+        purge = events.Event(
             wall_time=now_s,
             step=self._resume_step + 1,
-            session_log=SessionLog(status=SessionLog.START),
+            session_log=events.SessionLog(status=events.SessionLog.START),
         )
-        file.append(_framed(Record(wall_time=now_s, file_version="brain.Event:2")) + _framed(purge))
+        file.append(_framed(version) + _framed(purge))
         return file
+
+
+def _messages(name: str) -> Any:
+    """Return a module of TensorBoard's messages, whose names are made at import."""
+    return import_module(f"tensorboard.compat.proto.{name}_pb2")
 
 
 def _values(group: str, values: Any) -> list[Any]:
