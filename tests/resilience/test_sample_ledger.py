@@ -27,6 +27,7 @@ def _arguments(run: Path) -> list[str]:
         f"--job.dump_folder={run}",
         f"--training.steps={_LAST}",
         "--checkpoint.interval=5",
+        "--checkpoint.ram_interval=1",
         "--debug.sample_ledger=true",
     ]
 
