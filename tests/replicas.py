@@ -1,10 +1,9 @@
 """Replicas in real processes, started as by a user's torchrun, and a lighthouse."""
 
-import json
 import secrets
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torchtitan_lite.checkpoint.save_context import replica_run_id
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, free_run, list_runs
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.lighthouse.server import LighthouseService
+from torchtitan_lite.report import check_samples
 
 HEARTBEAT_TIMEOUT_MS = 2500
 ENDLESS: tuple[str, ...] = (
@@ -208,11 +208,9 @@ def check_against_undisturbed_run(
     tmp_path: Path,
     *,
     faults: str = "",
-    num_incomplete: int = 1,
 ) -> None:
     """Check that the losses of all replicas equal those of an undisturbed run, which has only the
-    `faults` in its data, and that each step used its samples. At most `num_incomplete` steps may
-    lack records of samples, because a killed process may commit a step without recording it."""
+    `faults` in its data, and that each step used its samples, by the ledgers alone."""
     actual = [run.losses(number) for number in run.running]
     last = max(step for losses in actual for step in losses)
     undisturbed = tmp_path / "undisturbed"
@@ -226,18 +224,8 @@ def check_against_undisturbed_run(
     for losses in actual:
         for step, loss in losses.items():
             assert loss == pytest.approx(expected[step], rel=FAULTS_FLOAT64), step
-    used = _samples(run.folder.glob("replica_*/samples_rank_*.jsonl"))
-    expected_samples = _samples(undisturbed.glob("samples_rank_*.jsonl"))
-    assert all(samples <= expected_samples[step] for step, samples in used.items())
-    incomplete = [step for step, samples in used.items() if samples != expected_samples[step]]
-    assert len(incomplete) <= num_incomplete, incomplete
-
-
-def _samples(ledgers: Iterable[Path]) -> dict[int, set[int]]:
-    """Return the recorded samples of each step, over all ranks."""
-    samples: dict[int, set[int]] = {}
-    for path in ledgers:
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            samples.setdefault(record["step"], set()).update(record["samples"])
-    return samples
+    checked = check_samples(run.folder)
+    assert checked.problems == [], checked.summary()
+    expected_samples = check_samples(undisturbed).samples
+    for step, used in checked.samples.items():
+        assert used == expected_samples.get(step, used), step

@@ -349,8 +349,8 @@ def _report(commands) -> None:
         "report",
         "Write one self-contained HTML page about one or more runs.",
         "torchtitan-lite report RUN [RUN ...]\n\n"
-        "Exit status 1: the runs differ by more than --fail-above or end at different steps; "
-        "2: there is no report.",
+        "Exit status 1: the runs differ by more than --fail-above or end at different steps, or a "
+        "sample was lost or used twice; 2: there is no report.",
         module="report",
     )
     add = report.add_argument
@@ -368,6 +368,12 @@ def _report(commands) -> None:
         metavar="X",
         help="exit with status 1 if loss or gradient norm of any run differ from the first by more "
         "than X, relative, at any common step, or if their last committed steps differ",
+    )
+    add(
+        "--check-samples",
+        action="store_true",
+        help="write no page, but check from the sample ledgers of each RUN (debug.sample_ledger = "
+        "true) that every sample was used exactly once, and exit with status 1 if not",
     )
 
 

@@ -16,8 +16,10 @@ from pathlib import Path
 from torchtitan_lite.config import Config, parse_command_line
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite.launcher.heartbeat import report_early_stop
 from torchtitan_lite.launcher.processes import die_with_parent
 from torchtitan_lite.log import configure_logging, log_once, logger
+from torchtitan_lite.standard_streams import make_streams_patient
 
 _PARENT = "TORCHTITAN_LITE_PARENT_PID"
 """Environment variable: the process of --nproc; its ranks die with it."""
@@ -43,6 +45,7 @@ def train(argv: Sequence[str]) -> int:
 def train_rank(argv: Sequence[str]) -> int:
     """Train as one rank of the world that the environment describes, or alone. Returns the exit
     status."""
+    make_streams_patient()
     configure_logging()
     _die_with_nproc()
     try:
@@ -75,6 +78,8 @@ def train_rank(argv: Sequence[str]) -> int:
             print_start(built, config)
             with report_at_exit(built):
                 finished = train_job(built.job)
+            if not finished:
+                report_early_stop()
             print_end(built, config, argv, finished=finished)
         if finished and config.checkpoint.last_save_in_hf and mesh.is_leader:
             # After the other ranks have exited, because they would wait too long.

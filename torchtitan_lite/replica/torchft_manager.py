@@ -8,6 +8,7 @@ torchft would load it in the thread that requests the quorum.
 
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -374,9 +375,12 @@ def filter_torchft_logs() -> Iterator[None]:
         return
     sys.stderr.flush()
     before = os.dup(2)
-    # A session of its own, so that a Ctrl-C does not kill the filter before the trainer exits.
+    # grep exits with status 2 if its output is on a full disk; without a reader, torchft would
+    # panic. A session of its own, so that a Ctrl-C does not kill the filter before the trainer
+    # exits.
+    command = shlex.join([grep, "--line-buffered", "-v", "-a", "-F", TORCHFT_INFO])
     filter_ = subprocess.Popen(
-        [grep, "--line-buffered", "-v", "-a", "-F", TORCHFT_INFO],
+        ["/bin/sh", "-c", f"until {command} 2>/dev/null; do [ $? -gt 1 ] || exit 0; sleep 1; done"],
         stdin=subprocess.PIPE,
         stdout=before,
         start_new_session=True,
