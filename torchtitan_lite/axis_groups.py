@@ -7,12 +7,18 @@ each gloo group has threads that wake a hundred times a second. Layer: above tor
 import math
 from datetime import timedelta
 from functools import cache
+from threading import Lock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.torch_compat import flatten_axes, new_local_group, set_group_timeout
+from torchtitan_lite.torch_compat import (
+    abort_groups,
+    flatten_axes,
+    new_local_group,
+    set_group_timeout,
+)
 
 
 class AxisGroups:
@@ -100,3 +106,18 @@ def group_of_ranks(
 def _groups(world: dist.ProcessGroup) -> dict[tuple[tuple[int, ...], str], dist.ProcessGroup]:
     """Groups created by this rank in a world, by ranks and axis."""
     return {}
+
+
+def leave_groups(*, abort: bool = False) -> None:
+    """Destroy all process groups of this process, so that it can join a new world. `abort`: without
+    waiting for pending collectives, which fail; any thread may call it."""
+    with _leaving:
+        if dist.is_initialized():
+            if abort:
+                abort_groups()
+            else:
+                dist.destroy_process_group()
+        _groups.cache_clear()
+
+
+_leaving = Lock()

@@ -83,6 +83,19 @@ def new_local_group(ranks: Sequence[int], timeout: timedelta, name: str) -> dist
 _naming = Lock()
 
 
+def abort_groups() -> None:
+    """Abort all process groups of this process from any thread, and forget them.
+
+    `destroy_process_group` waits for pending work in NCCL. For NCCL the communicators are aborted;
+    for gloo, whose `abort` does not wake a waiting collective (2.13), forgetting a group closes its
+    connections, so that the peers' collectives fail, and in turn this rank's. Needed until there is
+    a public function.
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._abort_process_group()
+
+
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float) -> None:
     """Multiply many tensors in place in one call instead of one call per tensor.
 
