@@ -21,7 +21,11 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
 from torchtitan_lite.launcher.processes import ExitStatus
 from torchtitan_lite.launcher.restart_policy import Failure, GiveUp, RestartPolicy
@@ -41,6 +45,39 @@ _UNLIMITED = 1 << 30
 _ADDRESS = "127.0.0.1"
 
 
+class MachineRendezvous(RendezvousHandler):
+    """Rendezvous of one machine: a new store for each attempt, on a port that the kernel chooses.
+
+    torch's static rendezvous keeps one store, in which a second attempt finds the addresses of the
+    first (2.13)."""
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return "machine"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return a new store. The earlier one closes, which ends the waits in it."""
+        self._store = store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_ADDRESS, store.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: no other machine waits."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "machine"
+
+    def shutdown(self) -> bool:
+        return True
+
+
 class RankAgent(SimpleElasticAgent):
     """Runs the ranks of one machine."""
 
@@ -55,16 +92,10 @@ class RankAgent(SimpleElasticAgent):
     ) -> None:
         """`start_process` starts a process that parks. `requests` receives the numbers of signals
         to forward to the ranks."""
-        # The first store picks a free port and keeps it bound; the second, which torchelastic
-        # makes, shares its server.
-        self._server = TCPStore(
-            _ADDRESS, 0, is_master=True, wait_for_workers=False, multi_tenant=True
-        )
-        rendezvous = StaticTCPRendezvous(_ADDRESS, self._server.port, 0, 1, "ranks", timeout=60)
         spec = WorkerSpec(
             role="trainer",
             local_world_size=num_ranks,
-            rdzv_handler=rendezvous,
+            rdzv_handler=MachineRendezvous(),
             entrypoint="train",
             max_restarts=_UNLIMITED,
             monitor_interval=_POLL_S,
@@ -146,9 +177,7 @@ class RankAgent(SimpleElasticAgent):
                 process.kill()
                 del self._ranks[number]
 
-    def _shutdown(
-        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30
-    ) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End all processes."""
         processes = (*self._ranks.values(), *self._spares)
         for process in processes:

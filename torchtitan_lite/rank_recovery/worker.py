@@ -7,7 +7,6 @@ The training unwinds like any failed one, which leaves its snapshots in shared m
 process is parked again. Layer: above axis_groups.
 """
 
-import gc
 import os
 import signal
 import socket
@@ -19,7 +18,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
-from torchtitan_lite.axis_groups import leave_groups
+from torchtitan_lite.axis_groups import abort_all_groups, forget_groups
 from torchtitan_lite.rank_recovery.channel import Channel
 
 CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
@@ -108,8 +107,8 @@ def serve(train: Callable[[Recovery], int], warm_up: Callable[[], None]) -> int:
         else:
             channel.send(ended=status)
             continue
-        # The frames of the traceback held the model and the process groups.
-        gc.collect()
+        # The frames of the traceback, which held the model and its process groups, are gone.
+        forget_groups()
         channel.send(parked=True)
     return 1
 
@@ -128,7 +127,7 @@ def _receive(
 
 
 def _abort(recovery: Recovery) -> None:
-    leave_groups(abort=True)
+    abort_all_groups()
     main, timeout_s = threading.main_thread(), _FIRST_INTERRUPT_S
     pause = threading.Event()
     while recovery.is_interruptible:
