@@ -8,6 +8,7 @@ import gc
 import math
 import os
 import socket
+import stat
 from contextlib import suppress
 from datetime import timedelta
 from functools import _lru_cache_wrapper, cache
@@ -151,8 +152,12 @@ _CACHING = ("torch.distributed.", "torchtitan_lite.")
 
 
 def _cut_connections() -> None:
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-            is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-            if is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                one.shutdown(socket.SHUT_RDWR)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        # Another thread may close it at any time.
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as one:
+                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    one.shutdown(socket.SHUT_RDWR)

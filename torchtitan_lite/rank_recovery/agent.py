@@ -27,7 +27,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from torchtitan_lite.launcher.processes import ExitStatus
 from torchtitan_lite.launcher.restart_policy import Failure, GiveUp, RestartPolicy
 from torchtitan_lite.launcher.supervised import ATTEMPT
 from torchtitan_lite.log import logger
@@ -273,5 +272,5 @@ def _is_idle(process: RankProcess) -> bool:
 
 
 def _forwarded(number: int) -> signal.Signals:
-    """Return the signal to forward; a closed terminal (SIGHUP) is a request to save and exit too."""
+    """Return the signal to forward: a closed terminal (SIGHUP) is a request to save, too."""
     return signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
