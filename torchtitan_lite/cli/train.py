@@ -19,6 +19,7 @@ from torchtitan_lite.config import Config, parse_command_line
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher.processes import die_with_parent
+from torchtitan_lite.launcher.supervised import is_restarted
 from torchtitan_lite.log import configure_logging, log_once, logger
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
             build(config, mesh, stop) as built,
             stop_on_signals(stop),
         ):
-            print_start(built, config)
+            if recovery is None or not is_restarted():
+                print_start(built, config)
             interruptible = recovery.interruptible() if recovery else nullcontext()
             with report_at_exit(built), interruptible:
                 finished = train_job(_reporting(built.job, recovery))

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from torchtitan_lite.launcher.restart_policy import Failure, GiveUp, RestartPolicy
-from torchtitan_lite.launcher.supervised import ATTEMPT
+from torchtitan_lite.launcher.supervised import ATTEMPT, ATTEMPT_STARTED
 from torchtitan_lite.log import logger
 from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
 
@@ -107,7 +107,7 @@ class RankAgent(SimpleElasticAgent):
         self._spares: list[RankProcess] = []
         self._lost: set[int] = set()
         """Ranks whose process is to be replaced."""
-        self._restart_at_s = 0.0
+        self._failed_at_s = self._restart_at_s = 0.0
         self.exit_status = 0
         """Exit status of the run."""
 
@@ -225,7 +225,7 @@ class RankAgent(SimpleElasticAgent):
             if isinstance(decision, GiveUp):
                 logger.error("Training ends, %s: %s.", failure.description, decision.reason)
         else:
-            self._restart_at_s = now_s + decision.delay_s
+            self._failed_at_s, self._restart_at_s = now_s, now_s + decision.delay_s
             logger.warning("Lost %s. The other ranks return to the last step.", failure.description)
         return RunResult(state=WorkerState.FAILED)
 
@@ -264,6 +264,7 @@ class RankAgent(SimpleElasticAgent):
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": attempt,
             ATTEMPT: attempt,
+            **({ATTEMPT_STARTED: str(self._failed_at_s)} if self._failed_at_s else {}),
         }
 
 
