@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.shared_memory import folder as shared
 from torchtitan_lite.errors import CheckpointError
 
 _RECOVERED_S = 60.0
-"""Time limit for a recovery, which takes about 2 s on an idle machine (`benchmarks/recovery.py`)."""
+"""Time limit for a recovery, which takes 2 s on an idle machine (`benchmarks/recovery.py`)."""
 _SMALL = (
     *launch.SMALL,
     "--training.dtype=float64",
@@ -243,5 +243,6 @@ def test_an_error_of_the_program_ends_the_run(runs: list[SparedRun], tmp_path: P
     assert run.process.wait(120) == 1, run.log.read_text()[-4000:]
     text = run.log.read_text()
     assert "in the same way before it made progress" in text
-    assert text.count("tests.rank_faults.InjectedError: at 1:6\n") == 1, text[-4000:]
-    assert run.last_step() == 6
+    # Once with progress, and twice without.
+    assert len(re.findall(r"^tests.rank_faults.InjectedError: after", text, re.M)) == 3, text
+    assert "Connection closed" not in text

@@ -255,7 +255,7 @@ def _train_with_spares(arguments: Sequence[str], num_processes: int, num_spares:
             lambda: RankProcess(arguments, environment),
             num_processes,
             num_spares,
-            policy=RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1),
+            policy=RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=1.0),
             requests=received,
         )
         agent.run()

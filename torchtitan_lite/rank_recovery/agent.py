@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from torchtitan_lite.launcher.logs import mask_numbers
 from torchtitan_lite.launcher.restart_policy import Failure, GiveUp, RestartPolicy
 from torchtitan_lite.launcher.supervised import ATTEMPT, ATTEMPT_STARTED
 from torchtitan_lite.log import logger
@@ -202,7 +203,8 @@ class RankAgent(SimpleElasticAgent):
             rank = min(failed, key=lambda number: failed[number].failed_at_s)
             self._lost = {rank}
             error = failed[rank].error
-            return Failure(f"rank {rank}: {error}", error, Path(os.devnull), rank, 1)
+            signature = mask_numbers(error)
+            return Failure(f"rank {rank}: {error}", signature, Path(os.devnull), rank, 1)
         if ended and not failed:
             # An error that a user must correct; it has been logged.
             rank, process = min(ended.items())
