@@ -108,7 +108,7 @@ class RankAgent(SimpleElasticAgent):
         self._spares: list[RankProcess] = []
         self._lost: set[int] = set()
         """Ranks whose process is to be replaced."""
-        self._failed_at_s = self._restart_at_s = 0.0
+        self._failed_at_s = self._restart_at_s = self._ended_at_s = 0.0
         self.exit_status = 0
         """Exit status of the run."""
 
@@ -181,8 +181,10 @@ class RankAgent(SimpleElasticAgent):
         """End all processes."""
         processes = (*self._ranks.values(), *self._spares)
         for process in processes:
+            if self.exit_status:
+                process.abort_training()
             process.exit(0)
-        deadline = time.monotonic() + (_EXIT_S if self.exit_status == 0 else _CAUSE_S)
+        deadline = time.monotonic() + (_PARK_S if self.exit_status else _EXIT_S)
         for process in processes:
             self._end(process, deadline, status=None)
 
@@ -198,6 +200,15 @@ class RankAgent(SimpleElasticAgent):
             return Failure(text, signature, Path(os.devnull), rank, max(0, status.code))
         failed = {n: p for n, p in self._ranks.items() if p.error}
         ended = {n: p for n, p in self._ranks.items() if p.status and not p.status.is_clean}
+        if ended:
+            # An error that a user must correct, which has been logged. All ranks end with it.
+            self._ended_at_s = self._ended_at_s or time.monotonic()
+            is_late = time.monotonic() >= self._ended_at_s + _EXIT_S
+            if not is_late and not all(p.error or _is_idle(p) for p in self._ranks.values()):
+                return None
+            rank, process = min(ended.items())
+            assert process.status is not None
+            return Failure(f"rank {rank}", "", Path(os.devnull), rank, process.status.code)
         first = min((p.failed_at_s for p in failed.values()), default=0.0)
         if failed and time.monotonic() >= first + _CAUSE_S:
             rank = min(failed, key=lambda number: failed[number].failed_at_s)
@@ -205,11 +216,6 @@ class RankAgent(SimpleElasticAgent):
             error = failed[rank].error
             signature = mask_numbers(error)
             return Failure(f"rank {rank}: {error}", signature, Path(os.devnull), rank, 1)
-        if ended and not failed:
-            # An error that a user must correct; it has been logged.
-            rank, process = min(ended.items())
-            assert process.status is not None
-            return Failure(f"rank {rank}", "", Path(os.devnull), rank, process.status.code)
         return None
 
     def _decide(self, failure: Failure) -> RunResult:
@@ -224,8 +230,10 @@ class RankAgent(SimpleElasticAgent):
             if process.error:
                 process.exit(self.exit_status)
                 self._end(process, now_s + _EXIT_S, status=None)
-            if isinstance(decision, GiveUp):
-                logger.error("Training ends, %s: %s.", failure.description, decision.reason)
+            if decision is not None:
+                is_final = isinstance(decision, GiveUp)
+                why = decision.reason if is_final else "it was asked to stop"
+                logger.error("Training ends, %s: %s.", failure.description, why)
         else:
             self._failed_at_s, self._restart_at_s = now_s, now_s + decision.delay_s
             logger.warning("Lost %s. The other ranks return to the last step.", failure.description)
