@@ -119,6 +119,7 @@ class RankAgent(SimpleElasticAgent):
         for number in ranks.keys() - self._ranks.keys():
             self._ranks[number] = self._take_spare() or self._start_process()
         self._policy.attempt_started()
+        self._ended_at_s = 0.0
         waiting = set(ranks)
         while waiting:
             for number in sorted(waiting):
