@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -121,10 +122,11 @@ def _serve(argv: Sequence[str]) -> int:
 
 def _import_training() -> None:
     """Import what `train_rank` does."""
-    from torchtitan_lite import builders, final_export, summary, trainer
-    from torchtitan_lite.config import constraints
-
-    assert builders and constraints and final_export and summary and trainer
+    for name in ("config.constraints", "builders", "final_export", "summary", "trainer"):
+        import_module(f"torchtitan_lite.{name}")
+    # Of the data and of checkpoints, which import them when they need them.
+    for name in ("safetensors.torch", "tokenizers"):
+        import_module(name)
 
 
 def _checked(argv: Sequence[str], world_size: int) -> tuple[Config, Path]:

@@ -1,8 +1,8 @@
 """The process of a rank, or of a spare: it imports what training needs and waits, parked, until the
 agent gives it a rank.
 
-When another rank is lost, the agent orders to abort: a thread aborts the process groups, so that
-the main thread's collective fails here or at a peer, and interrupts a main thread that computes.
+When another rank is lost, the agent orders to abort: a thread interrupts the main thread, and
+aborts the process groups, so that the collective in which the main thread waits ends.
 The training unwinds like any failed one, which leaves its snapshots in shared memory, and the
 process is parked again. Layer: above axis_groups.
 """
@@ -24,9 +24,8 @@ from torchtitan_lite.rank_recovery.channel import Channel
 CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
 """Environment variable: the descriptor of this process' channel to the agent."""
 _INTERRUPT = signal.SIGRTMIN + 2
-_FIRST_INTERRUPT_S, _NEXT_INTERRUPT_S = 0.05, 0.2
-"""A failing collective unwinds the training in a more orderly way than an interrupt, so it is given
-this time."""
+_INTERRUPT_EVERY_S = 0.2
+"""An interrupt may be lost in a callback of torch, which swallows exceptions."""
 
 
 class TrainingAborted(BaseException):
@@ -127,11 +126,17 @@ def _receive(
 
 
 def _abort(recovery: Recovery) -> None:
+    # First of all, so that the main thread does not go on with the result of an aborted collective:
+    # on a GPU the wait for it returns without an error.
+    _interrupt(recovery)
     abort_all_groups()
-    main, timeout_s = threading.main_thread(), _FIRST_INTERRUPT_S
     pause = threading.Event()
     while recovery.is_interruptible:
-        pause.wait(timeout_s)
-        timeout_s = _NEXT_INTERRUPT_S
-        if recovery.is_interruptible and main.ident is not None:
-            signal.pthread_kill(main.ident, _INTERRUPT)
+        pause.wait(_INTERRUPT_EVERY_S)
+        _interrupt(recovery)
+
+
+def _interrupt(recovery: Recovery) -> None:
+    main = threading.main_thread().ident
+    if recovery.is_interruptible and main is not None:
+        signal.pthread_kill(main, _INTERRUPT)
