@@ -246,3 +246,15 @@ def test_an_error_of_the_program_ends_the_run(runs: list[SparedRun], tmp_path: P
     # Once with progress, and twice without.
     assert len(re.findall(r"^tests.rank_faults.InjectedError: after", text, re.M)) == 3, text
     assert "Connection closed" not in text
+
+
+@pytest.mark.matrix
+def test_ranks_and_spares_die_with_the_agent(runs: list[SparedRun], tmp_path: Path) -> None:
+    run = SparedRun(tmp_path / "run", 2, 1, "--training.steps=100000")
+    runs.append(run)
+    run.wait_for_step(3)
+    launch.wait_until(lambda: len(run.children()) == 3, 60)
+    children = psutil.Process(run.process.pid).children()
+    run.process.kill()
+    run.process.wait(60)
+    assert not psutil.wait_procs(children, timeout=60)[1]

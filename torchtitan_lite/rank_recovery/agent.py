@@ -58,7 +58,7 @@ class MachineRendezvous(RendezvousHandler):
         return "machine"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return a new store. The earlier one closes, which ends the waits in it."""
+        """Return a new store; the earlier one closes with its last reference."""
         self._store = store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_ADDRESS, store.port))
 
