@@ -24,7 +24,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_lite.axis_groups import AxisGroups
+from torchtitan_lite.axis_groups import AxisGroups, leave_groups
 from torchtitan_lite.device import Device
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.host_collectives import all_gather_ints
@@ -254,7 +254,7 @@ def start_mesh(
         yield Mesh(device, degrees, comm.init_timeout_seconds)
     finally:
         if not joined_before:
-            dist.destroy_process_group()
+            leave_groups()
 
 
 def check_own_gpus(uuid: str) -> None:

@@ -64,13 +64,19 @@ def _train(commands) -> None:
         commands,
         "train",
         "Train a model from one TOML file.",
-        "torchtitan-lite train [--nproc N] --config FILE [--section.key value ...]\n"
+        "torchtitan-lite train [--nproc N] [--spares K] --config FILE [--section.key value ...]\n"
         "torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]",
         module="train",
         passes_on=True,
     )
     # Read by cli.train, because every other argument belongs to the configuration.
     train.add_argument("--nproc", metavar="N", help="processes to start on this machine")
+    train.add_argument(
+        "--spares",
+        metavar="K",
+        help="warm processes that wait to take the place of a rank that dies, while the other "
+        "ranks keep their processes (default 0: a dead rank ends the run)",
+    )
     train.add_argument("--config", metavar="FILE", help="the TOML file")
 
 

@@ -8,6 +8,7 @@ its torchrun.
 import faulthandler
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,9 @@ RANK_LOGS = "TORCHTITAN_LITE_RANK_LOGS"
 
 ATTEMPT = "TORCHTITAN_LITE_ATTEMPT"
 """Environment variable: the number of earlier attempts of this replica."""
+ATTEMPT_STARTED = "TORCHTITAN_LITE_ATTEMPT_STARTED"
+"""Environment variable: when an attempt in a process of an earlier one started, by
+time.monotonic(), which has one origin for all processes of a machine."""
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a rank print the Python stacks of all its threads (faulthandler)."""
@@ -39,6 +43,12 @@ def announce(stage: str) -> None:
 def is_restarted() -> bool:
     """Return whether the launcher has started this replica before, in this run."""
     return os.environ.get(ATTEMPT, "0") != "0"
+
+
+def attempt_age_s() -> float | None:
+    """Return the seconds since the start of this attempt, if the process is older than that."""
+    started = os.environ.get(ATTEMPT_STARTED)
+    return None if started is None else time.monotonic() - float(started)
 
 
 def rank_log(folder: Path, rank: int) -> Path:

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from torchtitan_lite.launcher.supervised import attempt_age_s
 from torchtitan_lite.log import logger
 from torchtitan_lite.output_files import OutputFaults
 from torchtitan_lite.outputs import GOODPUT_FILE
@@ -311,7 +312,10 @@ def open_goodput_tracker(
 
 
 def process_age_s() -> float:
-    """Return the seconds since the process was started, interpreter start and imports included."""
+    """Return the seconds since the process was started, interpreter start and imports included; in
+    a process that trains again after another rank was lost, the seconds since that loss."""
+    if (age_s := attempt_age_s()) is not None:
+        return age_s
     created_s = psutil.Process().create_time()
     if hasattr(time, "CLOCK_BOOTTIME"):
         # psutil adds the boot time, which Linux reports in whole seconds only.
