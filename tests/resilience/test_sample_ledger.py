@@ -52,7 +52,9 @@ def test_a_replica_killed_at_a_point_of_a_step(point: str, tmp_path: Path) -> No
     """It heals, and both ledgers together are the proof. A planted loss and a planted duplicate are
     found."""
     call = _CALL.get(point.partition(".")[0], 7)
-    with replicas(tmp_path / "run", 1, ENDLESS) as run:
+    # In float64 the optimizer divides gradients before its step, which is not a crash point then.
+    arguments = [*ENDLESS, "--training.dtype=float32", "--checkpoint.ram_interval=1"]
+    with replicas(tmp_path / "run", 1, arguments) as run:
         faults = f"slow=0.05 killed_in_call=0:{point}:{call}"
         run.start_together({0: "slow=0.05", 1: faults})
         assert run.wait(1) == -9, run.text(1)

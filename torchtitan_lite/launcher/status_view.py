@@ -135,7 +135,7 @@ class RecordedView:
 
     def close(self) -> None:
         self._view.close()
-        self._file.flush()
+        self._file.close()
 
     def _record(self, event: str) -> None:
         line = json.dumps({"time": time.time(), "text": event})
