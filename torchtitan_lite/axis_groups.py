@@ -6,10 +6,6 @@ each gloo group has threads that wake a hundred times a second. Layer: above tor
 
 import gc
 import math
-import os
-import socket
-import stat
-from contextlib import suppress
 from datetime import timedelta
 from functools import _lru_cache_wrapper, cache
 from threading import Lock
@@ -18,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan_lite.network import cut_connections
 from torchtitan_lite.torch_compat import (
     abort_groups,
     clear_mesh_caches,
@@ -132,7 +129,7 @@ def abort_all_groups() -> None:
         if dist.is_initialized():
             abort_groups()
         _groups.cache_clear()
-    _cut_connections()
+    cut_connections()
 
 
 def forget_groups() -> None:
@@ -149,15 +146,3 @@ def forget_groups() -> None:
 
 _leaving = Lock()
 _CACHING = ("torch.distributed.", "torchtitan_lite.")
-
-
-def _cut_connections() -> None:
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        # Another thread may close it at any time.
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as one:
-                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-                if is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    one.shutdown(socket.SHUT_RDWR)

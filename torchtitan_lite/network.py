@@ -1,7 +1,12 @@
-"""Addresses of this machine on the routes to others. Layer: imports nothing of the project."""
+"""Addresses of this machine on the routes to others, and TCP connections of this process. Layer:
+imports nothing of the project.
+"""
 
 import os
 import socket
+import stat
+from collections.abc import Collection
+from contextlib import suppress
 
 import psutil
 
@@ -39,3 +44,35 @@ def let_gloo_listen_toward_master() -> None:
     # On the master's machine the name may resolve to a loopback address, which others cannot reach.
     if interface is not None and interface != "lo":
         os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def connections() -> set[int]:
+    """Return the TCP connections of this process, each by the inode of its socket."""
+    found: set[int] = set()
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        # Another thread may close it at any time.
+        with suppress(OSError):
+            if _is_connection(descriptor):
+                found.add(os.fstat(descriptor).st_ino)
+    return found
+
+
+def cut_connections(which: Collection[int] | None = None) -> None:
+    """Cut the TCP connections of this process, so that whatever waits for them fails; all, or those
+    with the given inodes."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if which is not None and os.fstat(descriptor).st_ino not in which:
+                continue
+            if _is_connection(descriptor):
+                with socket.socket(fileno=os.dup(descriptor)) as one:
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+def _is_connection(descriptor: int) -> bool:
+    """Return whether a descriptor is a TCP socket that does not listen. Raises OSError."""
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as one:
+        is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+        return is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

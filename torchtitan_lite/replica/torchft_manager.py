@@ -28,6 +28,7 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNC
 from torchft.work import _DummyWork
 
 from torchtitan_lite.launcher.logs import TORCHFT_INFO
+from torchtitan_lite.network import connections, cut_connections
 from torchtitan_lite.replica.coordinator import Coordinator, CoordinatorClient, ReplicaIdentity
 from torchtitan_lite.replica.lighthouse_link import AuthenticatedLighthouse, TorchftLighthouse
 from torchtitan_lite.replica.quorum_checks import (
@@ -342,13 +343,23 @@ class _GlooAtAddress(ProcessGroupGloo):
     def __init__(self, address: str, timeout: timedelta) -> None:
         super().__init__(timeout=timeout)
         self._address = address
+        self._connections: set[int] = set()
+
+    def abort(self, errored: bool = True) -> None:
+        super().abort(errored)
+        # gloo's own abort does not wake a collective that waits (torch 2.13).
+        cut, self._connections = self._connections, set()
+        cut_connections(cut)
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
         options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
         # Members that are gone must not block the others for the time limit of a collective.
         options._timeout = min(self._timeout, timedelta(seconds=_CONNECT_S))
+        before = connections()
         backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+        # Another thread may have opened one meanwhile, for a call that it repeats if it is cut.
+        self._connections = connections() - before
         backend._set_default_timeout(self._timeout)
         backend._set_sequence_number_for_group()
         group = dist.ProcessGroup(store, rank, world_size)

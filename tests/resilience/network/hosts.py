@@ -1,6 +1,7 @@
 """Replicas and lighthouses, each on a host of its own, and what a fault of the network costs."""
 
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -73,7 +74,7 @@ class NetworkReplicas(Replicas):
     def __init__(
         self, folder: Path, network: Network, num_replicas: int, num_lighthouses: int
     ) -> None:
-        super().__init__(folder, 1, ARGUMENTS, "")
+        super().__init__(folder, 1, ARGUMENTS, "", secrets.token_hex(16))
         self.network = network
         self._num_replicas, self._num_lighthouses = num_replicas, num_lighthouses
         self.lighthouses: list[subprocess.Popen[bytes]] = []
@@ -171,7 +172,7 @@ class NetworkReplicas(Replicas):
         taken = [step for number in self.running for step in self._committed(number)]
         assert step_differences(taken, undisturbed, FAULTS_FLOAT64) == []
         # No process was killed, so no record is missing.
-        assert sample_differences(self.folder, folder / "undisturbed", 0) == []
+        assert sample_differences(self.folder, folder / "undisturbed") == []
         problems, _ = state_differences(self.folder, folder / "undisturbed", last, FAULTS_FLOAT64)
         assert problems == []
 
