@@ -43,6 +43,9 @@ _LINK_TIMEOUT_S = 5.0
 """Time without an answer after which a replica counts as unreachable."""
 _FORGET_S = 600.0
 """Time after which an unreachable replica is no longer pinged: its process may never return."""
+_SILENT_S = 3.0
+"""The same, after a collective has failed, and if it does not answer at once either."""
+_PROBE_S = 1.0
 _WATCH_S = 20.0
 _WATCH_RETRY_S = 1.0
 
@@ -83,6 +86,8 @@ class Coordinator:
         self._broken: str | None = None
         """Why the last quorum cannot go on."""
         self._unreachable: set[str] = set()
+        self._answered_s: dict[str, float] = {}
+        """Time of the last answer of each member of the last quorum to a ping."""
         self._connected_since_s: float | None = None
 
     def connected_s(self) -> float:
@@ -210,6 +215,8 @@ class Coordinator:
             shrink_only=any(request["shrink_only"] for request in asked),
             commit_failures=max(request["commit_failures"] for request in asked),
         )
+        if member.commit_failures:
+            await self._probe_silent_members()
         try:
             while True:
                 try:
@@ -232,17 +239,39 @@ class Coordinator:
             if not future.done():
                 future.set_result(quorum_for_rank(quorum, member.replica_id, rank))
 
+    async def _probe_silent_members(self) -> None:
+        """Find out which members of the last quorum cannot be reached, so that the next one does
+        not wait for them to connect."""
+        members = () if self._quorum is None else self._quorum.members
+        now_s = time.monotonic()
+        silent = [
+            one
+            for one in members
+            if now_s - self._answered_s.get(one.replica_id, now_s) >= _SILENT_S
+        ]
+
+        async def probe(member: Member) -> None:
+            client = AsyncRpcClient(member.address, SERVICE, self._secret, _PURPOSE)
+            try:
+                await client.call("Ping", {}, _PROBE_S)
+            except RpcError:
+                self._unreachable.add(member.replica_id)
+            finally:
+                await client.close()
+
+        await asyncio.gather(*map(probe, silent))
+
     async def _adopt(self, quorum: AgreedQuorum) -> None:
         if self._quorum is not None and self._quorum.quorum_id == quorum.quorum_id:
             return
         async with self._changed:
             self._quorum, self._broken = quorum, None
             self._changed.notify_all()
-        known = {one.replica_id for one in quorum.members}
-        for member in quorum.members:
+        others = [one for one in quorum.members if one.replica_id != self._identity.replica_id]
+        self._answered_s = {one.replica_id: time.monotonic() for one in others}
+        for member in others:
             self._unreachable.discard(member.replica_id)
-            if member.replica_id != self._identity.replica_id:
-                self._spawn(self._ping_regularly(quorum.quorum_id, member, len(known)))
+            self._spawn(self._ping_regularly(quorum.quorum_id, member, len(others)))
 
     async def _break(self, quorum_id: int, reason: str) -> None:
         """Break the quorum, so that the ranks abort what waits for the other replicas."""
@@ -286,6 +315,8 @@ class Coordinator:
                     await client.call("Ping", {}, _PING_TIMEOUT_S)
                     answered_s = time.monotonic()
                     self._unreachable.discard(member.replica_id)
+                    if member.replica_id in self._answered_s:
+                        self._answered_s[member.replica_id] = answered_s
                 except RpcError as error:
                     if time.monotonic() - answered_s >= _LINK_TIMEOUT_S + interval_s:
                         self._unreachable.add(member.replica_id)
