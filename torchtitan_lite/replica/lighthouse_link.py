@@ -20,7 +20,7 @@ from torchtitan_lite.rpc.client import OPTIONS, AsyncRpcClient, host_and_port
 HEARTBEAT_INTERVAL_S = 0.3
 _HEARTBEAT_TIMEOUT_S = 3.0
 _QUORUM_CALL_S = 60.0
-_SETTLE_S = 1.5
+_SETTLE_S = 1.0
 """Delay of a request after the lighthouse answers again. By then a restarted lighthouse has
 received the heartbeats of all replicas, and forms a quorum of all."""
 _RETRY_S = 0.1

@@ -28,6 +28,8 @@ ARGUMENTS: tuple[str, ...] = (
     *ENDLESS,
     # Three rounds, which two replicas cannot split evenly.
     "--training.global_batch_size=6",
+    # AdamW amplifies differences of rounding, and more with a higher learning rate.
+    "--optimizer.lr=0.0004",
     # A run of some minutes has thousands of steps.
     "--checkpoint.interval=50",
     # The time after which a cut that no side is notified of is noticed.
