@@ -139,7 +139,7 @@ def forget_groups() -> None:
     clear_mesh_caches()
     for found in gc.get_objects():
         # Some of these caches have a group or a mesh as their key.
-        if type(found) is _lru_cache_wrapper and found.__module__.startswith(_CACHING):
+        if type(found) is _lru_cache_wrapper and (found.__module__ or "").startswith(_CACHING):
             found.cache_clear()
     gc.collect()
 

@@ -2,6 +2,7 @@
 imports nothing of the project.
 """
 
+import ipaddress
 import os
 import socket
 import stat
@@ -18,6 +19,18 @@ def address_toward(host: str, port: int) -> str:
         # Connecting a datagram socket sends nothing; it only selects the route.
         probe.connect(place)
         return probe.getsockname()[0]
+
+
+def address_for_others(host: str, port: int) -> str:
+    """Return the address of this machine on the route to `host` that other machines can reach too:
+    the name of this machine may resolve to a loopback address, which they cannot. Raises
+    OSError."""
+    found = address_toward(host, port)
+    is_meant = host == "localhost" or host.startswith("127.") or host == "::1"
+    if not ipaddress.ip_address(found).is_loopback or is_meant:
+        return found
+    # The interface of the default route: no packet is sent to this address (RFC 5737).
+    return address_toward("192.0.2.1", port)
 
 
 def interface_of(address: str) -> str | None:
@@ -37,11 +50,12 @@ def let_gloo_listen_toward_master() -> None:
     if not spans_machines or not master or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     try:
-        interface = interface_of(address_toward(master, int(os.environ.get("MASTER_PORT", "1"))))
+        interface = interface_of(
+            address_for_others(master, int(os.environ.get("MASTER_PORT", "1")))
+        )
     except (OSError, ValueError):
         # Connecting to the master reports it.
         return
-    # On the master's machine the name may resolve to a loopback address, which others cannot reach.
     if interface is not None and interface != "lo":
         os.environ["GLOO_SOCKET_IFNAME"] = interface
 

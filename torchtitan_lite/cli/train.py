@@ -50,6 +50,11 @@ def train(argv: Sequence[str]) -> int:
         if "RANK" in os.environ or (num_processes == 1 and not num_spares):
             return train_rank(arguments)
         config, _ = _checked(arguments, num_processes)
+        if num_spares and config.fault_tolerance.enable:
+            raise ConfigError(
+                "--spares and fault_tolerance.enable are not supported together: omit --spares, "
+                "and a dead rank restarts its replica."
+            )
     except UserError as error:
         log_once(error)
         return error.exit_status

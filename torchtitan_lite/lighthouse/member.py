@@ -71,6 +71,11 @@ def _parse(content: dict[str, Any]) -> Member:
         )
         if type(value) is not kind:
             raise TypeError(f"{name} is {value!r:.50}")
-    if not (0 <= values["step"] < _MAX_STEP and all(type(u) is str for u in values["state_urls"])):
+    urls = values["state_urls"]
+    if not (
+        0 <= values["step"] < _MAX_STEP
+        and len(urls) == values["world_size"]
+        and all(type(url) is str for url in urls)
+    ):
         raise ValueError("a value is out of range")
     return Member(**values)

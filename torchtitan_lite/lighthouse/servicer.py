@@ -40,6 +40,8 @@ class LighthouseServicer:
         self._waiting: dict[asyncio.Future[Any], str] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._quorum_made_s: float | None = None
+        self._sealed: tuple[Quorum, list[str]] | None = None
+        """The last quorum that was sent, with the sealed statements of its members."""
 
     def handlers(self) -> Sequence[grpc.GenericRpcHandler]:
         """Return the handlers for a grpc.aio server: this project's if there is a secret, else
@@ -102,12 +104,10 @@ class LighthouseServicer:
             )
         self._rules.report_links(member.replica_id, _ids(request.get("unreachable")))
         quorum = await self._wait_for_quorum(member)
-        return {
-            "quorum_id": quorum.quorum_id,
-            "members": [
-                one.seal(self._secret) for one in quorum.members if isinstance(one, Member)
-            ],
-        }
+        if self._sealed is None or self._sealed[0] is not quorum:
+            members = [one for one in quorum.members if isinstance(one, Member)]
+            self._sealed = quorum, [one.seal(self._secret) for one in members]
+        return {"quorum_id": quorum.quorum_id, "members": self._sealed[1]}
 
     async def _heartbeat(self, request: dict[str, Any]) -> dict[str, Any]:
         """Record a heartbeat. Return the last quorum, and which of its members are dead."""
@@ -159,8 +159,10 @@ class LighthouseServicer:
         try:
             if not self._rules.request_quorum(member, self._loop.time()):
                 raise self._departed(member.replica_id)
-            self._fail_departed()
+            # Before anything drops requests without a call: an earlier call of this replica may
+            # have been cancelled just now.
             self._waiting[call] = member.replica_id
+            self._fail_departed()
             self._answer_waiting()
             return await call
         finally:
@@ -171,7 +173,7 @@ class LighthouseServicer:
         """Fail the pending calls of replicas that have left for good or were replaced."""
         self._drop_cancelled()
         for call, asked_by in list(self._waiting.items()):
-            if self._rules.departure(asked_by) is not None or asked_by not in self._rules.waiting:
+            if self._rules.departure(asked_by) is not None:
                 del self._waiting[call]
                 call.set_exception(self._departed(asked_by))
 

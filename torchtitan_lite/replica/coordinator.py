@@ -36,7 +36,6 @@ from torchtitan_lite.rpc.server import CallError, RpcServer, authenticated_servi
 
 SERVICE = "torchtitan_lite.Replica"
 """Service with the calls Quorum, Vote and Watch of the ranks, and Ping of other replicas."""
-_PURPOSE = "replica"
 _PING_INTERVAL_S = 1.0
 _PING_TIMEOUT_S = 2.0
 _LINK_TIMEOUT_S = 5.0
@@ -48,6 +47,7 @@ _SILENT_S = 3.0
 _PROBE_S = 1.0
 _WATCH_S = 20.0
 _WATCH_RETRY_S = 1.0
+_VOTE_RETRY_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ class Coordinator:
         self._answered_s: dict[str, float] = {}
         """Time of the last answer of each member of the last quorum to a ping."""
         self._connected_since_s: float | None = None
+        self._last_outcome: tuple[int, bool] | None = None
+        """Number and outcome of the last vote."""
 
     def connected_s(self) -> float:
         """Return for how long the lighthouse has answered without interruption."""
@@ -129,7 +131,11 @@ class Coordinator:
             "Watch": self._watch,
             "Ping": self._ping,
         }
-        return [authenticated_service(SERVICE, ServerSessions(self._secret, _PURPOSE), calls)]
+        return [
+            authenticated_service(
+                SERVICE, ServerSessions(self._secret, _purpose(self._identity.replica_id)), calls
+            )
+        ]
 
     def _watch_links(self) -> None:
         self._spawn(self._send_heartbeats())
@@ -149,6 +155,8 @@ class Coordinator:
         return await self._collect(self._requests, request, self._form_quorum)
 
     async def _vote(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._last_outcome is not None and self._last_outcome[0] == request["vote"]:
+            return {"commit": self._last_outcome[1]}
         return await self._collect(self._votes, request, self._count_votes)
 
     async def _ping(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +203,10 @@ class Coordinator:
                 del round_[rank]
 
     async def _count_votes(self, votes: list[tuple[dict[str, Any], "asyncio.Future[Any]"]]) -> None:
-        commit = all(request["commit"] for request, _ in votes)
+        numbers = {request["vote"] for request, _ in votes}
+        # The ranks vote on the same step, or none commits.
+        commit = len(numbers) == 1 and all(request["commit"] is True for request, _ in votes)
+        self._last_outcome = (max(numbers), commit)
         for _, future in votes:
             if not future.done():
                 future.set_result({"commit": commit})
@@ -215,9 +226,9 @@ class Coordinator:
             shrink_only=any(request["shrink_only"] for request in asked),
             commit_failures=max(request["commit_failures"] for request in asked),
         )
-        if member.commit_failures:
-            await self._probe_silent_members()
         try:
+            if member.commit_failures:
+                await self._probe_silent_members()
             while True:
                 try:
                     quorum = await self._link.quorum(member, self._unreachable)
@@ -251,7 +262,7 @@ class Coordinator:
         ]
 
         async def probe(member: Member) -> None:
-            client = AsyncRpcClient(member.address, SERVICE, self._secret, _PURPOSE)
+            client = self._client_of(member)
             try:
                 await client.call("Ping", {}, _PROBE_S)
             except RpcError:
@@ -298,37 +309,52 @@ class Coordinator:
             except RpcError:
                 # A request for a quorum reports it. Training continues meanwhile.
                 self._connected_since_s = None
+            except Exception:
+                # Without heartbeats the replica would be dead to the others.
+                logger.exception("A heartbeat failed")
             elapsed_s = time.monotonic() - started_s
             await asyncio.sleep(max(0.0, HEARTBEAT_INTERVAL_S - elapsed_s))
 
     async def _ping_regularly(self, quorum_id: int, member: Member, num_members: int) -> None:
         """Ping a member of a quorum until there is another quorum and it answers again, and report
         it as unreachable while it does not."""
-        client = AsyncRpcClient(member.address, SERVICE, self._secret, _PURPOSE)
+        client = self._client_of(member)
         interval_s = max(_PING_INTERVAL_S, num_members / 10)
-        answered_s = time.monotonic()
+        answered_s, num_failed = time.monotonic(), 0
         try:
             while self._is_current(quorum_id) or member.replica_id in self._unreachable:
                 if time.monotonic() - answered_s >= _FORGET_S:
+                    self._unreachable.discard(member.replica_id)
                     return
                 try:
                     await client.call("Ping", {}, _PING_TIMEOUT_S)
-                    answered_s = time.monotonic()
+                    answered_s, num_failed = time.monotonic(), 0
                     self._unreachable.discard(member.replica_id)
                     if member.replica_id in self._answered_s:
                         self._answered_s[member.replica_id] = answered_s
                 except RpcError as error:
-                    if time.monotonic() - answered_s >= _LINK_TIMEOUT_S + interval_s:
+                    num_failed += 1
+                    silent_s = time.monotonic() - answered_s
+                    # Two, because the first may fail when this process itself was suspended.
+                    if num_failed > 1 and silent_s >= _LINK_TIMEOUT_S + interval_s:
                         self._unreachable.add(member.replica_id)
                         name = member.replica_id.partition(":")[0]
                         await self._break(quorum_id, f"{name} cannot be reached: {error}")
                 await asyncio.sleep(interval_s)
         finally:
-            self._unreachable.discard(member.replica_id)
             await client.close()
+
+    def _client_of(self, member: Member) -> AsyncRpcClient:
+        return AsyncRpcClient(member.address, SERVICE, self._secret, _purpose(member.replica_id))
 
     def _is_current(self, quorum_id: int) -> bool:
         return self._quorum is not None and self._quorum.quorum_id == quorum_id
+
+
+def _purpose(replica_id: str) -> str:
+    """Return the purpose of the sessions of one coordinator, so that a call to it cannot be
+    redirected to another."""
+    return f"replica {replica_id}"
 
 
 def quorum_for_rank(quorum: AgreedQuorum, own_id: str, rank: int) -> dict[str, Any]:
@@ -363,8 +389,9 @@ class CoordinatorClient:
     """A rank's client of its coordinator. `_quorum` and `should_commit` have the signatures of
     torchft's ManagerClient (0.2.0)."""
 
-    def __init__(self, address: str, secret: str) -> None:
-        self._client = RpcClient(address, SERVICE, secret, _PURPOSE)
+    def __init__(self, address: str, secret: str, replica_id: str) -> None:
+        self._client = RpcClient(address, SERVICE, secret, _purpose(replica_id))
+        self._num_votes = 0
 
     def _quorum(
         self,
@@ -399,15 +426,26 @@ class CoordinatorClient:
     ) -> bool:
         """Vote, and return whether all ranks of this replica voted to commit. Raises RpcError."""
         del step
-        request = {"rank": group_rank, "commit": should_commit}
-        return self._client.call("Vote", request, timeout.total_seconds())["commit"]
+        self._num_votes += 1
+        request = {"rank": group_rank, "vote": self._num_votes, "commit": should_commit}
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                left_s = max(_VOTE_RETRY_S, deadline_s - time.monotonic())
+                return self._client.call("Vote", request, left_s)["commit"]
+            except RpcError as error:
+                # A vote may be repeated: its outcome is kept until the next one.
+                if error.is_final or time.monotonic() >= deadline_s:
+                    raise
+            time.sleep(_VOTE_RETRY_S)
 
     def wait_until_broken(self, quorum_id: int) -> str:
         """Block until the quorum is broken, and return why; empty after a while, or if there is
         another quorum."""
         try:
             answer = self._client.call("Watch", {"quorum_id": quorum_id}, 2 * _WATCH_S)
-        except RpcError:
+        except (RpcError, ValueError):
+            # gRPC raises ValueError for a closed channel.
             time.sleep(_WATCH_RETRY_S)
             return ""
         return answer["reason"]

@@ -16,7 +16,7 @@ from torchtitan_lite.host_collectives import broadcast_bytes
 from torchtitan_lite.lighthouse.client import notify_left
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.network import address_toward
+from torchtitan_lite.network import address_for_others
 from torchtitan_lite.phases import Phases
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.replica.healing import HealingTransport
@@ -185,7 +185,7 @@ def address_for(interface: str, lighthouse: str) -> str:
             ) from None
     parts = urlsplit(lighthouse if "://" in lighthouse else f"http://{lighthouse}")
     try:
-        return address_toward(parts.hostname or "", parts.port or 80)
+        return address_for_others(parts.hostname or "", parts.port or 80)
     except (OSError, ValueError) as error:
         raise ReplicaError(f"{LIGHTHOUSE} = {lighthouse} cannot be reached: {error}") from None
 

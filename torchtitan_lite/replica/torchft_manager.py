@@ -91,9 +91,14 @@ class QuorumManager(Manager):
             coordinator.start(config.quorum_timeout_s)
             return _ManagerServer(coordinator)
 
-        with _replaced_server_and_client(
-            serve, lambda given, **unused: CoordinatorClient(given, secret)
-        ):
+        def call(given: str, **unused: Any) -> CoordinatorClient:
+            return CoordinatorClient(given, secret, self.full_id)
+
+        self._group_lock = threading.Lock()
+        """Held while a broken quorum is compared with the current one."""
+        self._broken_id: int | None = None
+        """Id of the last quorum that broke."""
+        with _replaced_server_and_client(serve, call):
             super().__init__(
                 pg=group,
                 load_state_dict=None,
@@ -161,7 +166,8 @@ class QuorumManager(Manager):
             checkpoint_metadata=self._checkpoint_transport.metadata(),
             shrink_only=shrink_only,
             timeout=quorum_timeout,
-            commit_failures=self._commit_failures,
+            # The process group of a broken quorum is gone, even if its last step was committed.
+            commit_failures=max(self._commit_failures, self._broken_id == self._quorum_id),
             init_sync=False,
         )
         check_compatibility(self._config_fingerprint, quorum)
@@ -179,11 +185,16 @@ class QuorumManager(Manager):
             if quorum.replica_rank >= self._min_replica_size:
                 self._participating_replica_rank = None
         if is_new:
-            self._quorum_id = quorum.quorum_id
+            with self._group_lock:
+                self._quorum_id = quorum.quorum_id
             if not self._watcher.is_alive():
                 self._watcher.start()
             try:
                 self._connect(quorum)
+                with self._group_lock:
+                    if self._broken_id == quorum.quorum_id:
+                        self.group.abort()
+                        raise RuntimeError("The quorum broke while its replicas connected.")
             except Exception as error:
                 self.report_error(error)
                 return
@@ -227,10 +238,13 @@ class QuorumManager(Manager):
             if quorum_id == handled:
                 time.sleep(_WATCH_INTERVAL_S)
                 continue
-            if self._ranks_client.wait_until_broken(quorum_id) and quorum_id == self._quorum_id:
-                # What waits for the other replicas fails now. A reduction that is complete stays.
-                handled = quorum_id
-                self.group.abort()
+            is_broken = bool(self._ranks_client.wait_until_broken(quorum_id))
+            with self._group_lock:
+                if is_broken and quorum_id == self._quorum_id:
+                    # What waits for the other replicas fails now. A group that is still connecting
+                    # is aborted afterwards.
+                    handled = self._broken_id = quorum_id
+                    self.group.abort()
 
     def shutdown(self, wait: bool = True) -> None:
         self._is_shut_down = True

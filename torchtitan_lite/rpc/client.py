@@ -52,6 +52,7 @@ class RpcClient:
         """Call, and return the result. Raises RpcError."""
         protocol = self._protocol
         for is_last in (False, True):
+            session = None
             try:
                 with self._lock:
                     session = protocol.session or self._open(timeout_s)
@@ -61,7 +62,7 @@ class RpcClient:
                 )
                 return protocol.response(session, proof, response, call.trailing_metadata())
             except grpc.RpcError as error:
-                if not protocol.can_retry(error) or is_last:
+                if not protocol.can_retry(error, session) or is_last:
                     raise protocol.failure(error, timeout_s) from None
             except AuthenticationError as error:
                 raise protocol.rejected(error) from None
@@ -97,6 +98,7 @@ class AsyncRpcClient:
         """Call, and return the result. Raises RpcError."""
         protocol = self._protocol
         for is_last in (False, True):
+            session = None
             try:
                 session = protocol.session or await self._open(timeout_s)
                 request, proof = protocol.request(session, name, content)
@@ -106,7 +108,7 @@ class AsyncRpcClient:
                 response = await call
                 return protocol.response(session, proof, response, await call.trailing_metadata())
             except grpc.aio.AioRpcError as error:
-                if not protocol.can_retry(error) or is_last:
+                if not protocol.can_retry(error, session) or is_last:
                     raise protocol.failure(error, timeout_s) from None
             except AuthenticationError as error:
                 raise protocol.rejected(error) from None
@@ -163,12 +165,13 @@ class _Protocol:
             raise RpcError(outcome[MESSAGE], code, is_final=is_final)
         return outcome[RESULT]
 
-    def can_retry(self, error: Any) -> bool:
-        """Forget a session that the server does not accept any more, and return whether there was
-        one."""
-        if error.code() is not grpc.StatusCode.UNAUTHENTICATED or self.session is None:
+    def can_retry(self, error: Any, session: ClientSession | None) -> bool:
+        """Forget the session of a call if the server does not accept it any more, and return
+        whether that was the failure."""
+        if error.code() is not grpc.StatusCode.UNAUTHENTICATED or session is None:
             return False
-        self.session = None
+        if self.session is session:
+            self.session = None
         return True
 
     def rejected(self, error: AuthenticationError) -> RpcError:

@@ -42,8 +42,6 @@ _ANSWER_S = 10.0
 _GRACE_S = 1.0
 """Time for pending responses when the server stops."""
 _LAST_PORT = 65535
-_MAX_CALLS = 1024
-"""Calls in progress; further ones are rejected at once."""
 _MAX_MESSAGE_BYTES = 1 << 20
 _OPTIONS = (
     # Without this, a second server on the same port would receive part of the calls.
@@ -55,6 +53,8 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 3000),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    # Per connection, so that the calls of one client cannot crowd out those of another.
+    ("grpc.max_concurrent_streams", 64),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.server_handshake_timeout_ms", 5000),
 )
@@ -133,7 +133,7 @@ class RpcServer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _serve(self, listening: "Future[int]") -> None:
-        server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
+        server = grpc.aio.server(options=_OPTIONS)
         try:
             self._loop = asyncio.get_running_loop()
             self._stopping = asyncio.Event()

@@ -69,7 +69,10 @@ class Replica:
             identity, lambda: link(lighthouse, secret, run_id), secret=secret, host=_HOST
         )
         self.coordinator.start(5)
-        self.ranks = [CoordinatorClient(self.coordinator.address, secret) for _ in range(num_ranks)]
+        self.ranks = [
+            CoordinatorClient(self.coordinator.address, secret, replica_id)
+            for _ in range(num_ranks)
+        ]
 
     def quorum(self, rank: int = 0, step: int = 0, commit_failures: int = 0) -> Any:
         return self.ranks[rank]._quorum(
@@ -218,10 +221,11 @@ def test_another_run_is_rejected() -> None:
 def test_an_older_process_of_a_replica_ends_when_a_newer_one_joins() -> None:
     with (
         LighthouseService(f"{_HOST}:0", _settings(1), SECRET) as service,
-        _replicas(service.address, "a:f:1", "a:f:2") as (older, newer),
+        _replicas(service.address, "a:f:1") as (older,),
     ):
         older.quorum()
-        assert newer.quorum().replica_ids == ["a:f:2"]
+        with _replicas(service.address, "a:f:2") as (newer,):
+            assert newer.quorum().replica_ids == ["a:f:2"]
         with pytest.raises(ReplicaError, match="replaced by a newer process"):
             older.quorum()
 

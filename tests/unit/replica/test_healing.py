@@ -96,7 +96,7 @@ def test_a_request_before_the_donor_is_notified_waits(donor: Run, server: StateS
 def test_the_token_is_required(donor: Run, server: StateServer) -> None:
     server.offer(8, LiveState.of(donor))
     fresh, untouched = Run(), Run()
-    with pytest.raises(IncompatibleState, match="TORCHTITAN_LITE_TOKEN"):
+    with pytest.raises(ReplicaError, match="TORCHTITAN_LITE_TOKEN"):
         receive_state(endpoint(server, secret="another one, as long"), 8, fresh)
     assert same(fresh, untouched)
 
@@ -257,7 +257,7 @@ def test_the_secret_is_not_sent_to_a_stranger() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(IncompatibleState, match="has another TORCHTITAN_LITE_TOKEN"):
+        with pytest.raises(ReplicaError, match="has another TORCHTITAN_LITE_TOKEN"):
             receive_state(PeerEndpoint(url, _TOKEN, 5.0, 1), 8, Run())
         thread.join()
     assert received and _TOKEN.encode() not in received[0]

@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from torchtitan_lite.errors import RpcError
+from torchtitan_lite.rpc import authentication
 from torchtitan_lite.rpc import client as rpc_client
 from torchtitan_lite.rpc.authentication import ServerSessions
 from torchtitan_lite.rpc.client import RpcClient
@@ -153,3 +155,18 @@ def test_a_stopped_server_rejects_calls(server: RpcServer) -> None:
 def test_an_address_in_use_is_rejected(server: RpcServer, echo: Echo) -> None:
     with pytest.raises(RpcError, match="another process listens there"):
         RpcServer(server.address, echo.handlers, name="echo").start()
+
+
+def test_calls_of_several_threads_survive_an_expired_session(
+    server: RpcServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _client(server) as client, ThreadPoolExecutor(8) as threads:
+        for _ in range(5):
+            client.call("Echo", {}, 30)
+            later_s = time.monotonic() + authentication.SESSION_S
+            clock = types.SimpleNamespace(monotonic=lambda at_s=later_s: at_s)
+            monkeypatch.setattr(authentication, "time", clock)
+            answers = threads.map(lambda i: client.call("Echo", {"i": i}, 30), range(8))
+            assert list(answers) == [{"echo": {"i": i}} for i in range(8)]
+            monkeypatch.undo()
+            client._protocol.session = None

@@ -99,12 +99,6 @@ class TornState(ReplicaError):
     """Partially received state."""
 
 
-_ERRORS: dict[int, type[ReplicaError]] = {
-    HTTPStatus.SERVICE_UNAVAILABLE: _NotReady,
-    HTTPStatus.UNAUTHORIZED: IncompatibleState,
-}
-
-
 def _allocate(run: HealableState, shapes: dict[str, Any]) -> None:
     """Allocate the tensors that only exist after the first step. Raises IncompatibleState."""
     try:
@@ -196,7 +190,8 @@ class _Connection:
             answer = self._http.getresponse()
             if answer.status != HTTPStatus.PARTIAL_CONTENT or answer.length != length:
                 answer.read()
-                kind = _ERRORS.get(answer.status, ReplicaError)
+                is_late = answer.status == HTTPStatus.SERVICE_UNAVAILABLE
+                kind = _NotReady if is_late else ReplicaError
                 raise kind(_rejection_message(answer.status, self._endpoint.url))
             digest = self._session.response_digest(proof)
             for target in targets:
@@ -223,7 +218,7 @@ class _Connection:
             ticket, proof = (bytes.fromhex(answer.headers.get(n) or "") for n in (TICKET, PROOF))
             self._session.open(ticket, proof)
         except (AuthenticationError, ValueError):
-            raise IncompatibleState(
+            raise ReplicaError(
                 _rejection_message(HTTPStatus.UNAUTHORIZED, self._endpoint.url)
             ) from None
 
