@@ -165,24 +165,6 @@ def test_latency(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_two_lighthouses_do_not_make_two_histories(tmp_path: Path) -> None:
-    with network_replicas(tmp_path / "run", 2, num_lighthouses=2) as run:
-        run.network.cut(replica(0), replica(1))
-        run.network.cut(replica(0), lighthouse(1))
-        run.network.cut(replica(1), lighthouse(0))
-        for number in (0, 1):
-            run.start(number)
-        deadline_s = time.monotonic() + 120
-        while max(_last_step(run, number) for number in (0, 1)) < 120:
-            assert time.monotonic() < deadline_s, run.report()
-            time.sleep(0.1)
-        time.sleep(5)
-        steps = [set(run.losses(number)) for number in (0, 1)]
-        twice = steps[0] & steps[1]
-        assert not twice, f"{len(twice)} steps were committed twice:\n{run.report()}"
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "hosts",
     ["127.0.0.1 localhost\n127.0.1.1 myhost\n", "127.0.0.1 localhost\n"],
