@@ -110,13 +110,18 @@ def check_samples(folder: Path) -> SampleCheck:
     num_recovered = _decide(replicas)
     histories = [_history(sessions) for sessions in replicas]
     merged = _merged(histories, problems)
-    attempts = [
-        one
+    of_replica = [
+        [one for session in sessions for one in session.happened if isinstance(one, _Attempt)]
         for sessions in replicas
-        for session in sessions
-        for one in session.happened
-        if isinstance(one, _Attempt)
     ]
+    by_key: dict[Key, list[list[_Attempt]]] = {}
+    for own in of_replica:
+        own_by_key: dict[Key, list[_Attempt]] = {}
+        for one in own:
+            own_by_key.setdefault(one.key, []).append(one)
+        for key, some in own_by_key.items():
+            by_key.setdefault(key, []).append(some)
+    attempts = [one for own in of_replica for one in own]
     first = min(session.step for sessions in replicas for session in sessions)
     starts = {(one.step, one.cursor) for sessions in replicas for one in sessions}
     dropped = _dropped(attempts, histories)
@@ -131,7 +136,7 @@ def check_samples(folder: Path) -> SampleCheck:
                 f"step {step} is not in the ledgers: its samples from {end} on are lost"
             )
             continue
-        used = _used(key, [one for one in attempts if one.key == key], problems)
+        used = _used(key, by_key[key], problems)
         samples[step] = used
         if key[2] < end:
             problems.append(f"step {step} began at sample {key[2]}, but {end} was next: used twice")
@@ -141,7 +146,7 @@ def check_samples(folder: Path) -> SampleCheck:
                 "are lost"
             )
         num_skipped += max(0, key[2] - end)
-        end = key[2] + max((one.size for one in attempts if one.key == key), default=0)
+        end = key[2] + max(one.size for own in by_key[key] for one in own)
     kept = set(merged.values())
     return SampleCheck(
         samples=samples,
@@ -370,15 +375,20 @@ def _dropped(attempts: Sequence[_Attempt], histories: Sequence[_History]) -> set
     }
 
 
-def _used(key: Key, attempts: Sequence[_Attempt], problems: list[str]) -> list[int]:
-    """Return the samples of a committed attempt, which must be those from its position on."""
-    by_place: dict[tuple[int, int], list[int]] = {}
-    for one in attempts:
-        for batch_rank, samples in one.by_batch_rank.items():
-            if one.share >= 0:
-                by_place[one.share, batch_rank] = samples
-    used = sorted(sample for samples in by_place.values() for sample in samples)
-    start, size = key[2], max(one.size for one in attempts)
+def _used(key: Key, attempts: Sequence[Sequence[_Attempt]], problems: list[str]) -> list[int]:
+    """Return the samples of a committed attempt, which must be those from its position on.
+    `attempts` are those of each replica."""
+    used: list[int] = []
+    for own in attempts:
+        # A replica may record its share again, after a restart.
+        by_place: dict[tuple[int, int], list[int]] = {}
+        for one in own:
+            for batch_rank, samples in one.by_batch_rank.items():
+                if one.share >= 0:
+                    by_place[one.share, batch_rank] = samples
+        used += [sample for samples in by_place.values() for sample in samples]
+    used.sort()
+    start, size = key[2], max(one.size for own in attempts for one in own)
     if used != list(range(start, start + size)):
         twice = sorted(sample for sample, times in Counter(used).items() if times > 1)
         missing = sorted(set(range(start, start + size)) - set(used))

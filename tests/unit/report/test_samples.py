@@ -266,3 +266,9 @@ def test_a_torn_last_line_is_not_a_record(tmp_path: Path) -> None:
 def test_a_folder_without_ledgers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="debug.sample_ledger"):
         check_samples(tmp_path)
+
+
+def test_two_replicas_with_one_share_are_found(tmp_path: Path) -> None:
+    for number, share in enumerate((0, 1, 1)):
+        Replica(replica_folder(tmp_path, number), 1, "1").steps(2, "q1", (share, 2))
+    assert any("used twice" in one for one in check_samples(tmp_path).problems)
