@@ -210,6 +210,8 @@ class _RankReader:
         self._batch_rank, self._batch_ranks = 0, 1
         self._position = (0, 0)
         self._open: _Attempt | None = None
+        self._misplaced: str | None = None
+        """Problem with the position of the open attempt, if it is committed."""
         self._tries: Counter[Key] = Counter()
 
     def read(self, number: int, line: Mapping[str, Any]) -> None:
@@ -248,9 +250,10 @@ class _RankReader:
         assert self._session is not None
         if self._open is not None:
             self._problem(f"step {self._open.key[1]} has no outcome, but the rank continued")
+        self._misplaced = None
         if (step - 1, cursor) != self._position:
             at, place = self._position
-            self._problem(
+            self._misplaced = (
                 f"step {step} began at sample {cursor}, but the rank was at sample {place} after "
                 f"step {at}"
             )
@@ -275,6 +278,9 @@ class _RankReader:
             self._position = step, cursor
             return
         attempt, self._open = self._open, None
+        if self._misplaced is not None and outcome == LEDGER_COMMITTED:
+            # Steps of a rank at a wrong position are aborted.
+            self._problem(self._misplaced)
         if attempt.outcome not in (None, outcome):
             self._problem(f"step {attempt.key[1]}: {outcome} and {attempt.outcome}")
         _, number, start = attempt.key
