@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         NUM_SAVE_SIGNALS,
         Checkpointable,
         replica_run_id,
+        shared_run_id,
     )
     from torchtitan_lite.checkpoint.snapshots import (
         SavedValues,
@@ -53,6 +54,7 @@ __all__ = [
     "reject_external",
     "replica_run_id",
     "run_on_all_ranks",
+    "shared_run_id",
     "tensor_bytes",
     "verify",
 ]
@@ -62,7 +64,7 @@ _MODULES = {
     "loading": ("load", "open_snapshot", "reject_external"),
     "manager": ("CheckpointManager",),
     "manifest": ("Manifest", "layouts_of", "read_manifest_alone"),
-    "save_context": ("NUM_SAVE_SIGNALS", "Checkpointable", "replica_run_id"),
+    "save_context": ("NUM_SAVE_SIGNALS", "Checkpointable", "replica_run_id", "shared_run_id"),
     "snapshots": ("SavedValues", "Snapshot", "StoredSnapshot", "read_tensor"),
     "tensors": ("DTYPE_NAMES", "tensor_bytes", "local_tensors", "copy_back"),
     "verification": ("verify",),

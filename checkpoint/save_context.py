@@ -188,7 +188,7 @@ def agree_on_identity(dump_folder: Path, mesh: Mesh, replica: int = 0) -> RunIde
     call it."""
     payload = b""
     if mesh.is_leader:
-        run_id = replica_run_id(_run_id(dump_folder), replica)
+        run_id = replica_run_id(shared_run_id(dump_folder), replica)
         payload = json.dumps([run_id, secrets.token_hex(6)]).encode()
     run_id, session = json.loads(broadcast_bytes(payload))
     return RunIdentity(run_id, session)
@@ -201,7 +201,9 @@ def replica_run_id(run_id: str, replica: int) -> str:
     return hashlib.blake2b(f"{run_id} {replica}".encode(), digest_size=16).hexdigest()
 
 
-def _run_id(dump_folder: Path) -> str:
+def shared_run_id(dump_folder: Path) -> str:
+    """Return the id of the run in `dump_folder`, which all its replicas share; create it if there
+    is none. Raises CheckpointError."""
     path = dump_folder / _FILE
     known = path.read_text().strip() if path.is_file() else ""
     if _RUN_ID.fullmatch(known):

@@ -49,6 +49,10 @@ TITLES = {
         "Recovery from failures",
         "a trainer written directly on torchft, and a restart from a checkpoint",
     ),
+    "rank_recovery": (
+        "Replacement of a dead rank",
+        "torchrun's agent, which starts all ranks again (peer)",
+    ),
     "gpu": ("A step on a GPU", "torchtitan 0.2.2's own trainer, on one GPU"),
     "convert": (
         "Hugging Face conversion",

@@ -85,15 +85,17 @@ def start(
     log: Path,
     *,
     program: Sequence[str] = PROGRAM,
+    prefix: Sequence[str] = (),
     **variables: str,
 ) -> subprocess.Popen[bytes]:
-    """Start a run with `variables` added to its environment, and write its output to `log`."""
+    """Start a run with `variables` added to its environment, and write its output to `log`. A
+    command line `prefix` runs the command that follows it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
     with log.open("ab") as file:
         return subprocess.Popen(
-            command(num_processes, arguments, program),
+            [*prefix, *command(num_processes, arguments, program)],
             cwd=REPOSITORY,
             env=environment,
             stdout=file,

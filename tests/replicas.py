@@ -1,24 +1,25 @@
 """Replicas in real processes, started as by a user's torchrun, and a lighthouse."""
 
-import json
 import secrets
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from torchft.coordination import LighthouseServer
 
 from tests import launch
 from tests.tolerances import FAULTS_FLOAT64
 from torchtitan_lite.checkpoint.save_context import replica_run_id
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, free_run, list_runs
+from torchtitan_lite.lighthouse.rules import QuorumSettings
+from torchtitan_lite.lighthouse.server import LighthouseService
+from torchtitan_lite.report import check_samples
 
-HEARTBEAT_TIMEOUT_MS = 1500
+HEARTBEAT_TIMEOUT_MS = 2500
 ENDLESS: tuple[str, ...] = (
     *launch.SMALL,
     "--training.dtype=float64",
@@ -35,10 +36,12 @@ ENDLESS: tuple[str, ...] = (
 class Replicas:
     """The replicas of a run, by number."""
 
-    def __init__(self, folder: Path, num_ranks: int, arguments: Sequence[str], url: str) -> None:
+    def __init__(
+        self, folder: Path, num_ranks: int, arguments: Sequence[str], url: str, secret: str
+    ) -> None:
         self.folder = folder
         self._num_ranks, self._arguments, self._url = num_ranks, arguments, url
-        self._token = secrets.token_hex(16)
+        self.token = secret
         self.running: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(
@@ -57,9 +60,20 @@ class Replicas:
             self.log(number),
             program=launch.FAULTY_PROGRAM if faults else launch.PROGRAM,
             FAULTS=faults,
-            TORCHFT_LIGHTHOUSE=self._url,
-            TORCHTITAN_LITE_TOKEN=self._token,
+            prefix=self.prefix(number),
+            TORCHFT_LIGHTHOUSE=self.lighthouse_url(number),
+            TORCHTITAN_LITE_TOKEN=self.token,
         )
+
+    def prefix(self, number: int) -> Sequence[str]:
+        """Return the start of a replica's command line."""
+        del number
+        return ()
+
+    def lighthouse_url(self, number: int) -> str:
+        """Return the URL of a replica's lighthouse."""
+        del number
+        return self._url
 
     def start_together(self, faults: Mapping[int, str]) -> None:
         """Start the replicas with these faults, so that all train together from the first step."""
@@ -153,36 +167,38 @@ class Replicas:
     def wait(self, number: int, timeout_s: float = 120) -> int:
         return self.running[number].wait(timeout=timeout_s)
 
-
-@contextmanager
-def replicas(folder: Path, num_ranks: int, arguments: Sequence[str]) -> Iterator[Replicas]:
-    """Start a lighthouse for replicas of `num_ranks` processes. On exit, all processes and shared
-    memory are removed."""
-    lighthouse = LighthouseServer(
-        bind="127.0.0.1:0",
-        min_replicas=1,
-        join_timeout_ms=1000,
-        quorum_tick_ms=50,
-        heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS,
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    port = lighthouse.address().rpartition(":")[2]
-    started = Replicas(folder, num_ranks, arguments, f"http://127.0.0.1:{port}")
-    try:
-        yield started
-    finally:
-        for number, process in started.running.items():
+    def remove(self) -> None:
+        """Kill all processes, and remove the shared memory of the run."""
+        for number, process in self.running.items():
             if process.poll() is None:
-                started.kill(number)
-        lighthouse.shutdown()
-        if (folder / "run_id").exists():
-            run_id = (folder / "run_id").read_text().strip()
-            own = {replica_run_id(run_id, number) for number in started.running}
+                self.kill(number)
+        if (self.folder / "run_id").exists():
+            run_id = (self.folder / "run_id").read_text().strip()
+            own = {replica_run_id(run_id, number) for number in self.running}
             for existing in list_runs():
                 if existing.run_id in own:
                     for rank in existing.ranks:
                         RankLock(existing.path, rank).wait(20)
                     free_run(existing.run_id)
+
+
+@contextmanager
+def replicas(folder: Path, num_ranks: int, arguments: Sequence[str]) -> Iterator[Replicas]:
+    """Start a lighthouse for replicas of `num_ranks` processes. On exit, all processes and shared
+    memory are removed."""
+    secret = secrets.token_hex(16)
+    settings = QuorumSettings(
+        min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS
+    )
+    lighthouse = LighthouseService("127.0.0.1:0", settings, secret).start()
+    folder.mkdir(parents=True, exist_ok=True)
+    url = f"http://{lighthouse.address}"
+    started = Replicas(folder, num_ranks, arguments, url, secret)
+    try:
+        yield started
+    finally:
+        started.remove()
+        lighthouse.stop()
 
 
 def check_against_undisturbed_run(
@@ -192,11 +208,9 @@ def check_against_undisturbed_run(
     tmp_path: Path,
     *,
     faults: str = "",
-    num_incomplete: int = 1,
 ) -> None:
     """Check that the losses of all replicas equal those of an undisturbed run, which has only the
-    `faults` in its data, and that each step used its samples. At most `num_incomplete` steps may
-    lack records of samples, because a killed process may commit a step without recording it."""
+    `faults` in its data, and that each step used its samples, by the ledgers alone."""
     actual = [run.losses(number) for number in run.running]
     last = max(step for losses in actual for step in losses)
     undisturbed = tmp_path / "undisturbed"
@@ -210,18 +224,8 @@ def check_against_undisturbed_run(
     for losses in actual:
         for step, loss in losses.items():
             assert loss == pytest.approx(expected[step], rel=FAULTS_FLOAT64), step
-    used = _samples(run.folder.glob("replica_*/samples_rank_*.jsonl"))
-    expected_samples = _samples(undisturbed.glob("samples_rank_*.jsonl"))
-    assert all(samples <= expected_samples[step] for step, samples in used.items())
-    incomplete = [step for step, samples in used.items() if samples != expected_samples[step]]
-    assert len(incomplete) <= num_incomplete, incomplete
-
-
-def _samples(ledgers: Iterable[Path]) -> dict[int, set[int]]:
-    """Return the recorded samples of each step, over all ranks."""
-    samples: dict[int, set[int]] = {}
-    for path in ledgers:
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            samples.setdefault(record["step"], set()).update(record["samples"])
-    return samples
+    checked = check_samples(run.folder)
+    assert checked.problems == [], checked.summary()
+    expected_samples = check_samples(undisturbed).samples
+    for step, used in checked.samples.items():
+        assert used == expected_samples.get(step, used), step

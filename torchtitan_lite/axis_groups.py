@@ -4,15 +4,24 @@
 each gloo group has threads that wake a hundred times a second. Layer: above torch_compat.
 """
 
+import gc
 import math
 from datetime import timedelta
-from functools import cache
+from functools import _lru_cache_wrapper, cache
+from threading import Lock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.torch_compat import flatten_axes, new_local_group, set_group_timeout
+from torchtitan_lite.network import cut_connections
+from torchtitan_lite.torch_compat import (
+    abort_groups,
+    clear_mesh_caches,
+    flatten_axes,
+    new_local_group,
+    set_group_timeout,
+)
 
 
 class AxisGroups:
@@ -100,3 +109,40 @@ def group_of_ranks(
 def _groups(world: dist.ProcessGroup) -> dict[tuple[tuple[int, ...], str], dist.ProcessGroup]:
     """Groups created by this rank in a world, by ranks and axis."""
     return {}
+
+
+def leave_groups() -> None:
+    """Destroy all process groups of this process, unless they were aborted."""
+    with _leaving:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _groups.cache_clear()
+
+
+def abort_all_groups() -> None:
+    """Abort the process groups of this process, and cut its TCP connections, so that every
+    collective and every look-up in a store fails that it waits in. Any thread may call it.
+
+    A connection to a storage or a metrics service is cut as well; its client opens another one.
+    """
+    with _leaving:
+        if dist.is_initialized():
+            abort_groups()
+        _groups.cache_clear()
+    cut_connections()
+
+
+def forget_groups() -> None:
+    """Free what refers to process groups that were left or aborted, so that this process can join
+    another world."""
+    leave_groups()
+    clear_mesh_caches()
+    for found in gc.get_objects():
+        # Some of these caches have a group or a mesh as their key.
+        if type(found) is _lru_cache_wrapper and (found.__module__ or "").startswith(_CACHING):
+            found.cache_clear()
+    gc.collect()
+
+
+_leaving = Lock()
+_CACHING = ("torch.distributed.", "torchtitan_lite.")

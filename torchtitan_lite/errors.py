@@ -68,3 +68,13 @@ class ReplicaError(UserError):
 
 class LighthouseError(UserError):
     """A lighthouse that cannot be started or reached, or that rejects a request."""
+
+
+class RpcError(UserError):
+    """A remote call that failed, or a server of such calls that cannot start."""
+
+    def __init__(self, message: str, code: object = None, *, is_final: bool = False) -> None:
+        """`code` is the gRPC status; None if there is none. `is_final`: the server, which has
+        proved itself, would reject the call again."""
+        super().__init__(message)
+        self.code, self.is_final = code, is_final

@@ -1,4 +1,4 @@
-"""Hooks after each step: metrics, goodput, validation, samples. They read the state and never
+"""Hooks after each step: metrics, goodput, validation. They read the state and never
 modify it.
 
 Layer: above trainer.
@@ -15,7 +15,6 @@ from torchtitan_lite.data import ValidationData
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics import Event, GoodputTracker, Metrics, StepRecord
 from torchtitan_lite.metrics.goodput import process_age_s
-from torchtitan_lite.metrics.jsonl import JsonLines
 from torchtitan_lite.metrics.record import mfu
 from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.spec import ModelCost, ModelSpec, PipelineSchedule
@@ -160,15 +159,3 @@ def validation_hook(
                 metrics.event(Event(name="sample", step=state.step, values=texts))
 
     return hook
-
-
-def sample_ledger_hook(path: Path, resume_step: int) -> tuple[Hook, JsonLines]:
-    """Write the samples that this rank used in each committed step, as JSON lines."""
-    lines = JsonLines(path, resume_step)
-
-    def hook(state: TrainState, report: StepReport) -> None:
-        if report.committed:
-            values = {"samples": list(report.samples)}
-            lines.event(Event(name="samples", step=report.number, values=values))
-
-    return hook, lines

@@ -24,10 +24,11 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan_lite.axis_groups import AxisGroups
+from torchtitan_lite.axis_groups import AxisGroups, leave_groups
 from torchtitan_lite.device import Device
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.host_collectives import all_gather_ints
+from torchtitan_lite.network import let_gloo_listen_toward_master
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.torch_compat import as_dtensor
@@ -241,6 +242,7 @@ def start_mesh(
         _configure_flight_recorder(comm, dump_folder, is_nccl="nccl" in device.backend)
         timeout = timedelta(seconds=comm.init_timeout_seconds)
         if world_size > 1:
+            let_gloo_listen_toward_master()
             dist.init_process_group(device.backend, timeout=timeout)
             check_own_gpus(device.uuid)
         else:
@@ -252,7 +254,7 @@ def start_mesh(
         yield Mesh(device, degrees, comm.init_timeout_seconds)
     finally:
         if not joined_before:
-            dist.destroy_process_group()
+            leave_groups()
 
 
 def check_own_gpus(uuid: str) -> None:

@@ -4,6 +4,12 @@ from pathlib import Path
 
 METRICS = "metrics.jsonl"
 GOODPUT_FILE = "books.json"
+LEDGER_SESSION, LEDGER_PLACED = "session", "placed"
+"""Lines of the sample ledger: start of a process of the replica, and a received state."""
+LEDGER_SAMPLES, LEDGER_OUTCOME = "samples", "outcome"
+"""Lines of the sample ledger: an attempt at a step, and its outcome."""
+LEDGER_COMMITTED = "commit"
+"""Outcome of a committed step: the value of `anomalies.Action.COMMIT`."""
 LAUNCH_LOGS = "launch_logs"
 """The launcher's folder, below the run's."""
 LAUNCH_EVENTS = "events.jsonl"
@@ -19,6 +25,11 @@ STARTING = "Starting: "
 """Prefix of the leader's log lines during startup under the launcher."""
 PARTICIPATES = "Number of participating replicas from sample"
 """Prefix of the leader's log line when it participates in a quorum."""
+
+
+def sample_ledger(folder: Path, rank: int) -> Path:
+    """Return the sample ledger of a rank, in the folder of its replica."""
+    return folder / f"samples_rank_{rank}.jsonl"
 
 
 def replica_folder(dump_folder: Path, replica: int) -> Path:

@@ -17,7 +17,7 @@ from torchtitan_lite.commands import program, torchtitan_lite, with_steps
 from torchtitan_lite.config import Config
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher import goodput
-from torchtitan_lite.log import wrapped
+from torchtitan_lite.log import logger, wrapped
 from torchtitan_lite.mesh import AXES
 from torchtitan_lite.metrics import Event
 from torchtitan_lite.outputs import SAMPLE
@@ -92,10 +92,13 @@ def report_at_exit(built: Built) -> Iterator[None]:
         values = None if built.goodput_tracker is None else built.goodput_tracker.totals().values()
         if values is not None:
             metrics.event(Event(name="books", step=job.state.step, values=values))
+        metrics.report_outages(job.state.step)
         # The live bar wraps long lines, which makes them hard to copy.
         metrics.close()
         if values is not None:
             print("\n" + "\n".join(goodput.table(values)), flush=True)
+        for line in built.faults.summary():
+            logger.warning("%s", line)
 
 
 def _record_events(built: Built) -> None:

@@ -83,6 +83,32 @@ def new_local_group(ranks: Sequence[int], timeout: timedelta, name: str) -> dist
 _naming = Lock()
 
 
+def abort_groups() -> None:
+    """Abort all process groups of this process from any thread, and forget them.
+
+    `destroy_process_group` waits for pending work in NCCL, whose communicators are aborted here.
+    gloo's `abort` does not wake a collective that waits (2.13): its connections must be cut, too.
+    Needed until there is a public function.
+    """
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._abort_process_group()
+
+
+def clear_mesh_caches() -> None:
+    """Clear the caches of DTensor. They keep the meshes of a world that has ended, and thereby its
+    process groups, and would return them for equal meshes of the next world.
+
+    Only a debugging function clears the cache of sharding propagation (2.13). Needed until
+    `destroy_process_group` clears it.
+    """
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+
+
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float) -> None:
     """Multiply many tensors in place in one call instead of one call per tensor.
 

@@ -7,7 +7,7 @@ alike, because they decide on the same numbers. Layer: above config and replica.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
@@ -20,6 +20,7 @@ from torchtitan_lite.data import microbatch_indices
 from torchtitan_lite.errors import MachineFault, TrainingDiverged
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
+from torchtitan_lite.metrics.sample_ledger import NoLedger, StepLedger
 from torchtitan_lite.parallel.expert import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
@@ -99,6 +100,7 @@ class Job:
     max_norm: float
     monitor: StepMonitor
     train_timeout_s: float
+    ledger: StepLedger = field(default_factory=NoLedger)
     step_context: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Returns the context of a step, given its number."""
 
@@ -166,11 +168,16 @@ def train_step(job: Job) -> StepReport:
     state, phases = job.state, job.phases
     parameters = list(state.model.parameters())
     with phases.enter(Phase.QUORUM):
+        before = state.step, state.cursor
         share = job.replicas.agree()
+        if (state.step, state.cursor) != before:
+            # It has healed.
+            job.ledger.placed(state.step, state.cursor)
         job.checkpoints.set_writer_group(job.replicas.writer_group)
     with job.monitor.observe():
         with phases.enter(Phase.DATA):
             microbatches, data_time_s = _load(job, share)
+            _record_attempt(job, share, microbatches)
         loss = _forward_backward(job, microbatches, parameters)
     values = _local_values(job, share, microbatches, loss)
     with phases.enter(Phase.COMMUNICATION):
@@ -192,6 +199,7 @@ def train_step(job: Job) -> StepReport:
     if decision.action is Action.COMMIT and not is_updated:
         _update(job, totals)
     router_loads, events, fatal_error = _apply(job, decision, totals, share)
+    job.ledger.end(decision.action.value, state.step, state.cursor)
     committed = decision.action is Action.COMMIT
     stop_requested = totals.num_stop_requests > 0
     is_last = stop_requested or fatal_error is not None or state.step >= job.steps
@@ -210,7 +218,7 @@ def train_step(job: Job) -> StepReport:
         num_tokens=share.step_size(job.global_batch_size) * job.seq_len,
         num_replicas=share.count,
         router_loads=router_loads,
-        samples=tuple(sample for mb in microbatches for sample in mb.samples),
+        samples=_samples_of(microbatches),
         data_time_s=data_time_s,
         events=(*job.replicas.events(), *slow_ranks, *events),
         fatal_error=fatal_error,
@@ -234,6 +242,21 @@ def _load(job: Job, share: Share) -> tuple[list[Microbatch], float]:
         following = state.cursor + share.step_size(job.global_batch_size)
         state.loader.prefetch(indices(following), state.step + 2)
     return microbatches, time.perf_counter() - started
+
+
+def _record_attempt(job: Job, share: Share, microbatches: Sequence[Microbatch]) -> None:
+    job.ledger.begin(
+        job.state.step + 1,
+        job.state.cursor,
+        share.step_size(job.global_batch_size),
+        share=(share.index, share.count),
+        token=job.replicas.writer_group.token,
+        samples=_samples_of(microbatches),
+    )
+
+
+def _samples_of(microbatches: Sequence[Microbatch]) -> tuple[int, ...]:
+    return tuple(sample for mb in microbatches for sample in mb.samples)
 
 
 def _forward_backward(

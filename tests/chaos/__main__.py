@@ -146,9 +146,7 @@ def disturb(
         for fault in faults
         if fault.repeated_steps > _MAX_REPEATED_STEPS
     ]
-    # A fault interrupts at most one step per replica.
-    max_incomplete_steps = len(faults) * spec.num_replicas
-    problems += sample_differences(spec.folder, reference_folder, max_incomplete_steps)
+    problems += sample_differences(spec.folder, reference_folder)
     problems += step_differences(follower.steps, reference, _LOSS_TOLERANCE)
     state_problems, state_difference = state_differences(
         spec.folder, reference_folder, last, _STATE_TOLERANCE

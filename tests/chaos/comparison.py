@@ -5,7 +5,6 @@ compared. A loss is a sum over all samples of a step, so a sample that is lost, 
 in another step changes it.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from torchtitan_lite.checkpoint import StoredSnapshot, read_tensor, verify
 from torchtitan_lite.checkpoint.storage import open_storage, parse_step_name
 from torchtitan_lite.launcher.logs import records
 from torchtitan_lite.outputs import METRICS
+from torchtitan_lite.report import check_samples
 
 _MAX_SHOWN = 5
 _TIMEOUT_S = 3600.0
@@ -98,33 +98,15 @@ def largest_loss_difference(
     )
 
 
-def recorded_samples(folder: Path) -> dict[int, list[int]]:
-    """Return the samples of each step, from the sample ledgers of a run and of its replicas.
-    `folder` is the dump folder."""
-    samples: dict[int, set[int]] = {}
-    for path in (*folder.glob("samples_rank_*.jsonl"), *folder.glob("*/samples_rank_*.jsonl")):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            samples.setdefault(record["step"], set()).update(record["samples"])
-    return {step: sorted(numbers) for step, numbers in samples.items()}
-
-
-def sample_differences(disturbed: Path, undisturbed: Path, max_incomplete_steps: int) -> list[str]:
-    """Describe the steps that used other samples than those of the undisturbed run. A process that
-    dies may lose its newest lines, so that some steps are recorded incompletely."""
-    actual, expected = recorded_samples(disturbed), recorded_samples(undisturbed)
-    foreign = [
-        step for step, used in actual.items() if not set(used) <= set(expected.get(step, ()))
-    ]
-    incomplete = [step for step, used in expected.items() if actual.get(step, []) != used]
-    problems = []
-    if foreign:
-        problems.append(f"steps that used samples of other steps: {foreign[:_MAX_SHOWN]}")
-    if len(incomplete) > max_incomplete_steps:
-        problems.append(
-            f"{len(incomplete)} steps did not use all their samples, for example "
-            f"{incomplete[:_MAX_SHOWN]}"
-        )
+def sample_differences(disturbed: Path, undisturbed: Path) -> list[str]:
+    """Describe the samples that a run lost or used twice, by its ledgers, and the steps that used
+    other samples than those of the undisturbed run."""
+    checked = check_samples(disturbed)
+    actual, expected = checked.samples, check_samples(undisturbed).samples
+    different = [step for step, used in expected.items() if actual.get(step) != used]
+    problems = list(checked.problems[:_MAX_SHOWN])
+    if different:
+        problems.append(f"steps that used other samples: {different[:_MAX_SHOWN]}")
     return problems
 
 

@@ -19,6 +19,7 @@ from tests.snapshots import sessions_of
 from tests.tolerances import PARITY_FLOAT64
 from torchtitan_lite.checkpoint.shared_memory import folder as shared
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.report import check_samples
 
 _RANKS = 2
 _BETWEEN = 8
@@ -86,6 +87,7 @@ def _arguments(folder: Path, steps: int) -> list[str]:
         f"--training.steps={steps}",
         "--checkpoint.interval=5",
         "--checkpoint.ram_interval=1",
+        "--debug.sample_ledger=true",
     ]
 
 
@@ -118,6 +120,8 @@ def _check_crashes(kills: list[str], run: Path, tmp_path: Path, seed: int) -> No
     # All committed steps are kept, except for one or two before each kill.
     assert accounting["lost_s"] < accounting["compute_s"] + accounting["communication_s"]
     assert 0 < accounting["goodput"] < 1
+    checked = check_samples(run)
+    assert checked.problems == [] and max(checked.samples) == last, checked.summary()
     run_id = (run / "run_id").read_text().strip()
     assert run_id not in [left.run_id for left in shared.list_runs()]
 
@@ -169,6 +173,9 @@ def test_killed_at_a_point_of_a_step(
     text = launch.run(_RANKS, arguments, tmp_path / "after.log")
     match = re.search(r"Resumed from .* at step (\d+)", text)
     assert match is not None and reached - 1 <= int(match[1]) <= reached + 1, text[-3000:]
+    checked = check_samples(run)
+    assert checked.problems == [], checked.summary()
+    assert checked.samples == check_samples(undisturbed).samples
     expected, after = (
         launch.saved_tensors(folder / "checkpoint" / f"step-{_LAST}")
         for folder in (undisturbed, run)

@@ -1,6 +1,5 @@
 """The launcher: a replica loses a rank, restarts and heals, and the run finishes."""
 
-import json
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ import pytest
 from tests import launch
 from tests.launch import RankFailed
 from tests.tolerances import FAULTS_FLOAT64
+from torchtitan_lite.report import check_samples
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the launcher needs Linux")
 
@@ -209,12 +209,9 @@ def test_a_resized_run_has_the_losses_of_an_undisturbed_one(
     assert "resize to 2 ranks each: slots are available again" in text
     assert len(list(folder.glob("launch_logs/*/attempt_*/rank_*.log"))) == 5 * replicas
     assert losses(folder) == pytest.approx(undisturbed_losses, rel=FAULTS_FLOAT64)
-    used: dict[int, list[int]] = {}
-    for path in folder.glob("replica_*/samples_rank_*.jsonl"):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            used.setdefault(record["step"], []).extend(record["samples"])
-    assert {step: sorted(samples) for step, samples in used.items()} == {
+    checked = check_samples(folder)
+    assert checked.problems == [], checked.summary()
+    assert checked.samples == {
         step: list(range(4 * (step - 1), 4 * step)) for step in range(1, MANY_STEPS + 1)
     }
 
@@ -242,3 +239,43 @@ def test_a_replica_that_loses_a_rank_recovers_and_all_finish(tmp_path: Path) -> 
     last_step = f"step {FEW_STEPS}/{FEW_STEPS}"
     assert last_step in (logs / REPLICAS[1] / "attempt_01" / "rank_0.log").read_text()
     assert not any("torchft::" in path.read_text() for path in logs.rglob("*.log"))
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("replicas", "ranks"), [(1, "2"), (2, "1")])
+def test_a_replica_that_others_ask_to_stop_saves_and_is_started_again(
+    tmp_path: Path, undisturbed_losses: dict[int, float], replicas: int, ranks: str
+) -> None:
+    """The signal of a memory daemon or a scheduler to one rank is not a wish of the user."""
+    folder, log, last = tmp_path / "run", tmp_path / "log", replicas - 1
+    more = [f"--training.steps={MANY_STEPS}", "--checkpoint.enable=true"]
+    process = start(folder, log, *EXACT, *more, replicas=replicas, ranks=ranks)
+    with killed_at_exit(process, folder):
+        launch.wait_for_step(folder / REPLICAS[last], 3, process, log)
+        rank_of(folder, last).send_signal(signal.SIGTERM)
+        text = output_of(process, log)
+    assert f"replica {last}: saved and left, because a process other than the launcher" in text
+    assert f"replica {last}: restarts in" in text
+    if replicas == 1:
+        assert (
+            "Resumed from"
+            in (folder / "launch_logs" / REPLICAS[0] / "attempt_01" / "rank_0.log").read_text()
+        )
+        assert launch.steps_of(folder / REPLICAS[0])[-1]["step"] == MANY_STEPS
+    assert losses(folder) == pytest.approx(undisturbed_losses, rel=FAULTS_FLOAT64)
+
+
+@pytest.mark.timeout(200)
+def test_a_replica_is_not_started_again_if_the_launcher_is_asked_to_stop_too(
+    tmp_path: Path,
+) -> None:
+    """As when a machine shuts down: all processes receive the signal, the launcher among them."""
+    folder, log = tmp_path / "run", tmp_path / "log"
+    more = ["--training.steps=100000", "--checkpoint.enable=true"]
+    process = start(folder, log, *more, replicas=1)
+    with killed_at_exit(process, folder):
+        launch.wait_for_step(folder / REPLICAS[0], 3, process, log)
+        rank_of(folder, 0).send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        text = output_of(process, log)
+    assert "replica 0: left" in text and "restarts" not in text

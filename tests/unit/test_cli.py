@@ -71,6 +71,8 @@ def test_help_of_one_section(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--nproc", "0", "--config", "x.toml"], 1, '--nproc is "0"'),
         (["train", "--nproc=two", "--config", "x.toml"], 1, '--nproc is "two"'),
         (["train", "--nproc", "2", "--config", "x.toml"], 1, "x.toml"),
+        (["train", "--nproc=2", "--spares=-1", "--config", "x.toml"], 1, '--spares is "-1"'),
+        (["train", "--nproc=2", "--spares", "1", "--config", "x.toml"], 1, "x.toml"),
     ],
 )
 def test_an_invalid_command_line_is_one_line(
@@ -82,12 +84,13 @@ def test_an_invalid_command_line_is_one_line(
     assert not error or len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("option", ["--nproc=2", "--spares=1"])
 def test_nproc_under_torchrun_is_rejected(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["train", "--nproc=2", "--config=configs/llama3_debug.toml"]) == 1
+    assert main(["train", option, "--config=configs/llama3_debug.toml"]) == 1
     assert "torchrun has already started the processes" in capsys.readouterr().err
 
 

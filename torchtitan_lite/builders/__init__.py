@@ -30,6 +30,7 @@ from torchtitan_lite.metrics import (
     open_goodput_tracker,
     open_metrics,
 )
+from torchtitan_lite.output_files import OutputFaults
 from torchtitan_lite.outputs import replica_folder
 from torchtitan_lite.parallel.pipeline_stages import join_stages
 from torchtitan_lite.phases import PhaseListener, Phases
@@ -56,6 +57,8 @@ class Built:
     """Location of the loaded checkpoint or snapshot; None for new weights."""
     text_generator: TextGenerator | None
     """The copy of the model that generates text for validation, if configured."""
+    faults: OutputFaults
+    """Failures of output files."""
 
 
 @contextmanager
@@ -69,8 +72,9 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         # Checkpoints are shared by all replicas; metrics and logs are not.
         folder = replica_folder(folder, config.fault_tolerance.replica_id)
     run_on_all_ranks(lambda: _make_folder(folder))
+    faults = OutputFaults()
     with ExitStack() as stack:
-        tracker = _open_goodput_tracker(config, folder, stack) if mesh.is_leader else None
+        tracker = _open_goodput_tracker(config, folder, stack, faults) if mesh.is_leader else None
         phases = Phases(_phase_listeners(config, mesh, tracker, folder, stack))
         announce("reading data")
         data = _build_data(config, spec, mesh)
@@ -81,7 +85,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         stack.callback(restored.checkpoints.close)
         state = restored.state
         phases.follow(lambda: state.step)
-        metrics = stack.enter_context(_open_metrics(config, mesh, folder, restored))
+        metrics = stack.enter_context(_open_metrics(config, mesh, folder, restored, faults))
         has_samples = config.validation.enable and config.validation.samples > 0
         text_generator = build_text_generator(config, spec, data, mesh) if has_samples else None
         job = build_job(
@@ -98,10 +102,12 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             goodput_tracker=tracker,
             text_generator=text_generator,
             folder=folder,
+            faults=faults,
         )
         _report_origin(restored, job, metrics)
         if mesh.is_leader:
-            _write_config(config, folder)
+            with faults.tolerating("config.toml"):
+                _write_config(config, folder)
         if config.fault_tolerance.enable and state.step < job.steps:
             # The last action of all, because the other replicas wait for a replica that has joined.
             replicas = stack.enter_context(join_replicas(config, mesh, stop, restored, phases))
@@ -115,6 +121,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
             goodput_tracker=tracker,
             restored_from=restored.restored_from,
             text_generator=text_generator,
+            faults=faults,
         )
 
 
@@ -132,15 +139,20 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if is_restarted():
+            # The run has begun; its outputs are recorded as failing.
+            return
         raise UserError(
             f"job.dump_folder cannot be written: {error}. Choose another folder."
         ) from None
 
 
-def _open_goodput_tracker(config: Config, folder: Path, stack: ExitStack) -> GoodputTracker:
+def _open_goodput_tracker(
+    config: Config, folder: Path, stack: ExitStack, faults: OutputFaults
+) -> GoodputTracker:
     """Continue the record of an earlier attempt if the run can resume."""
     resumes = config.checkpoint.enable or config.fault_tolerance.enable
-    tracker = open_goodput_tracker(folder, resumes=resumes)
+    tracker = open_goodput_tracker(folder, resumes=resumes, faults=faults)
     stack.callback(tracker.close)
     return tracker
 
@@ -168,7 +180,9 @@ def _build_data(config: Config, spec: ModelSpec, mesh: Mesh) -> OpenedData:
     )
 
 
-def _open_metrics(config: Config, mesh: Mesh, folder: Path, restored: RestoredState) -> Metrics:
+def _open_metrics(
+    config: Config, mesh: Mesh, folder: Path, restored: RestoredState, faults: OutputFaults
+) -> Metrics:
     return run_on_all_ranks(
         lambda: open_metrics(
             config.metrics,
@@ -181,6 +195,7 @@ def _open_metrics(config: Config, mesh: Mesh, folder: Path, restored: RestoredSt
             run_config=config.model_dump(),
             world_size=mesh.world_size,
             replica=config.fault_tolerance.replica,
+            faults=faults,
         )
     )
 

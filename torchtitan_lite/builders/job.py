@@ -4,6 +4,8 @@ restored state.
 Layer: above hooks, trainer, builders.model and builders.state.
 """
 
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -14,6 +16,7 @@ from torch import nn
 from torchtitan_lite.anomalies import AnomalyDetector
 from torchtitan_lite.builders.model import model_on_meta
 from torchtitan_lite.builders.state import RestoredState
+from torchtitan_lite.checkpoint import shared_run_id
 from torchtitan_lite.config import Config, config_fingerprint
 from torchtitan_lite.data import OpenedData
 from torchtitan_lite.debug import (
@@ -27,15 +30,17 @@ from torchtitan_lite.hooks import (
     goodput_hook,
     metrics_hook,
     registered_hooks,
-    sample_ledger_hook,
     validation_hook,
 )
-from torchtitan_lite.launcher.supervised import announce
+from torchtitan_lite.launcher.supervised import LAUNCHER_PID, announce, is_restarted
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics import GoodputTracker, Metrics
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.metrics.profiler import StepProfiler
+from torchtitan_lite.metrics.sample_ledger import NoLedger, SampleLedger, StepLedger
+from torchtitan_lite.output_files import OutputFaults
+from torchtitan_lite.outputs import sample_ledger
 from torchtitan_lite.parallel import build_pipeline_schedule
 from torchtitan_lite.parallel.expert import RouterBalance, routers_of
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
@@ -68,12 +73,13 @@ def build_job(
     goodput_tracker: GoodputTracker | None,
     text_generator: TextGenerator | None,
     folder: Path,
+    faults: OutputFaults,
 ) -> Job:
     """Build the job of a single replica around `restored`. `parts` are this rank's parts of the
     model, `folder` is for outputs; `stack` closes what is opened."""
     state, training = restored.state, config.training
     schedule = _build_schedule(config, spec, mesh, parts)
-    schedule, step_context = _debug_schedule(config, mesh, parts, schedule, state, folder)
+    schedule, step_context = _debug_schedule(config, mesh, parts, schedule, state, folder, faults)
     names = list(routers_of(model_on_meta(config, spec)))
     balance = RouterBalance(state.model, names, spec.num_experts, mesh, config.parallelism)
     garbage = stack.enter_context(ScheduledGarbageCollection(training.gc_freq, training.gc_debug))
@@ -89,6 +95,7 @@ def build_job(
         state=state,
         mesh=mesh,
         folder=folder,
+        faults=faults,
     )
     global_batch_size = training.global_batch_size
     if global_batch_size == -1:
@@ -107,6 +114,7 @@ def build_job(
         monitor=_build_monitor(config, mesh, state, schedule, phases),
         garbage=garbage,
         hooks=hooks,
+        ledger=_open_ledger(config, mesh, restored, folder, stack, faults),
         stop=stop,
         steps=training.steps,
         global_batch_size=global_batch_size,
@@ -140,6 +148,7 @@ def _debug_schedule(
     schedule: PipelineSchedule,
     state: TrainState,
     folder: Path,
+    faults: OutputFaults,
 ) -> tuple[PipelineSchedule, StepContext]:
     """Wrap the schedule in what `[debug]` asks for. Returns the context of a step, too."""
     if config.debug.explicit_redistribution:
@@ -151,7 +160,9 @@ def _debug_schedule(
         resume_step=state.step,
         last_step=config.training.steps,
     )
-    trace = StepTrace(parts, mesh, traced_step=number, folder=folder, tensors=state.tensors)
+    trace = StepTrace(
+        parts, mesh, traced_step=number, folder=folder, tensors=state.tensors, faults=faults
+    )
     return ScheduleInside(schedule, trace.in_schedule), trace.step
 
 
@@ -181,6 +192,7 @@ def _build_hooks(
     state: TrainState,
     mesh: Mesh,
     folder: Path,
+    faults: OutputFaults,
 ) -> list[Hook]:
     """Build the hooks in the order in which they run after each step."""
     total_steps = config.training.steps
@@ -197,11 +209,6 @@ def _build_hooks(
         hooks.append(
             validation_hook(freq, total_steps, data.validation, schedule, metrics, mesh, texts)
         )
-    if config.debug.sample_ledger:
-        path = folder / f"samples_rank_{mesh.rank}.jsonl"
-        hook, lines = sample_ledger_hook(path, state.step)
-        stack.callback(lines.close)
-        hooks.append(hook)
     if config.profiling.enable_profiling or config.profiling.enable_memory_snapshot:
         profiler = StepProfiler(
             config.profiling,
@@ -209,11 +216,38 @@ def _build_hooks(
             rank=mesh.rank,
             resume_step=state.step,
             device_kind=mesh.device.kind,
+            faults=faults,
         )
         stack.enter_context(profiler)
         hooks.append(lambda state, report: profiler.step(report.number))
     context = HookContext(config=config, mesh=mesh, spec=spec, metrics=metrics, folder=folder)
     return [*hooks, *registered_hooks(context)]
+
+
+def _open_ledger(
+    config: Config,
+    mesh: Mesh,
+    restored: RestoredState,
+    folder: Path,
+    stack: ExitStack,
+    faults: OutputFaults,
+) -> StepLedger:
+    if not config.debug.sample_ledger:
+        return NoLedger()
+    # Without the launcher nobody knows whether a replica that begins anew joins a run.
+    by_hand = config.fault_tolerance.enable and LAUNCHER_PID not in os.environ
+    ledger = SampleLedger(
+        sample_ledger(folder, mesh.rank),
+        faults,
+        continues=restored.is_resumed or is_restarted() or by_hand,
+        session=f"{mesh.broadcast_int(time.time_ns()):x}",
+        step=restored.state.step,
+        cursor=restored.state.cursor,
+        rank=mesh.rank,
+        batch_rank=(mesh.batch_rank, mesh.degrees.batch),
+    )
+    stack.callback(ledger.close)
+    return ledger
 
 
 def build_text_generator(
@@ -257,6 +291,7 @@ def join_replicas(
             config.fault_tolerance,
             restored.state,
             mesh,
+            run_id=shared_run_id(Path(config.job.dump_folder)) if mesh.is_leader else "",
             config_fingerprint=config_fingerprint(config, mesh.world_size),
             newest_stored_step=checkpoints.newest_stored,
             wait_until_modifiable=checkpoints.wait_for_snapshot,

@@ -14,10 +14,12 @@ from torchtitan_lite.launcher.plan import LaunchPlan, training_plan
 from torchtitan_lite.launcher.resize import parse_ranks
 from torchtitan_lite.launcher.status_view import RecordedView, open_view
 from torchtitan_lite.outputs import LAUNCH_LOGS
+from torchtitan_lite.standard_streams import make_streams_patient
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
     """Launch the replicas; `others` are the arguments of `train`. Returns the exit status."""
+    make_streams_patient()
     try:
         ranks = parse_ranks(options.nproc_per_replica)
         _check(options, ranks)

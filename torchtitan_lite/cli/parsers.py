@@ -64,13 +64,19 @@ def _train(commands) -> None:
         commands,
         "train",
         "Train a model from one TOML file.",
-        "torchtitan-lite train [--nproc N] --config FILE [--section.key value ...]\n"
+        "torchtitan-lite train [--nproc N] [--spares K] --config FILE [--section.key value ...]\n"
         "torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]",
         module="train",
         passes_on=True,
     )
     # Read by cli.train, because every other argument belongs to the configuration.
     train.add_argument("--nproc", metavar="N", help="processes to start on this machine")
+    train.add_argument(
+        "--spares",
+        metavar="K",
+        help="warm processes that wait to take the place of a rank that dies, while the other "
+        "ranks keep their processes (default 0: a dead rank ends the run)",
+    )
     train.add_argument("--config", metavar="FILE", help="the TOML file")
 
 
@@ -349,8 +355,8 @@ def _report(commands) -> None:
         "report",
         "Write one self-contained HTML page about one or more runs.",
         "torchtitan-lite report RUN [RUN ...]\n\n"
-        "Exit status 1: the runs differ by more than --fail-above or end at different steps; "
-        "2: there is no report.",
+        "Exit status 1: the runs differ by more than --fail-above or end at different steps, or a "
+        "sample was lost or used twice; 2: there is no report.",
         module="report",
     )
     add = report.add_argument
@@ -368,6 +374,12 @@ def _report(commands) -> None:
         metavar="X",
         help="exit with status 1 if loss or gradient norm of any run differ from the first by more "
         "than X, relative, at any common step, or if their last committed steps differ",
+    )
+    add(
+        "--check-samples",
+        action="store_true",
+        help="write no page, but check from the sample ledgers of each RUN (debug.sample_ledger = "
+        "true) that every sample was used exactly once, and exit with status 1 if not",
     )
 
 

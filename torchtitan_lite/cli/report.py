@@ -4,10 +4,12 @@ above report; torch-free, so that it starts fast."""
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.report import (
     Comparison,
+    check_samples,
     compare,
     encodable,
     read_run,
@@ -20,10 +22,12 @@ _DIFFERS, _FAILED = 1, 2
 
 
 def run(options: argparse.Namespace, others: Sequence[str]) -> int:
-    """Write the page. Returns 0, 1 if the runs differ by more than --fail-above or end at
-    different steps, 2 for errors."""
+    """Write the page, or check the samples. Returns 0, 1 if the runs differ by more than
+    --fail-above or end at different steps, or if a sample was lost or used twice, 2 for errors."""
     try:
         _check(options)
+        if options.check_samples:
+            return _check_samples(options.runs)
         runs = unique_labels([read_run(folder) for folder in options.runs])
         comparisons = [compare(runs[0], other) for other in runs[1:]]
         output = options.output or options.runs[0] / "report.html"
@@ -38,6 +42,16 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
         print(f"report: {count}, the first: {first}", file=sys.stderr)
     print(f"Wrote {encodable(str(output))}")
     return 0 if options.fail_above is None else _verdict(comparisons, options.fail_above)
+
+
+def _check_samples(folders: Sequence[Path]) -> int:
+    """Print the result of each run. Returns the exit status. Raises UserError."""
+    status = 0
+    for folder in folders:
+        result = check_samples(folder)
+        print(f"{encodable(str(folder))}: {result.summary()}")
+        status = _DIFFERS if result.problems else status
+    return status
 
 
 def _verdict(comparisons: Sequence[Comparison], limit: float) -> int:

@@ -2,7 +2,7 @@
 
 With --nproc the configuration is checked once, before any process starts; ranks are started by
 torch's own process context, as torchrun does, and receive Ctrl-C as SIGINT, so that they save and
-exit.
+exit. With --spares an agent starts them (`rank_recovery`), which replaces a rank that dies.
 """
 
 import logging
@@ -10,39 +10,63 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchtitan_lite.config import Config, parse_command_line
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite.launcher.heartbeat import report_early_stop
 from torchtitan_lite.launcher.processes import die_with_parent
+from torchtitan_lite.launcher.supervised import is_restarted
 from torchtitan_lite.log import configure_logging, log_once, logger
+from torchtitan_lite.standard_streams import make_streams_patient
+
+if TYPE_CHECKING:
+    from torchtitan_lite.rank_recovery.worker import Recovery
+    from torchtitan_lite.trainer import Job
 
 _PARENT = "TORCHTITAN_LITE_PARENT_PID"
 """Environment variable: the process of --nproc; its ranks die with it."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.1
+_CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
+"""Environment variable that `rank_recovery` sets for its processes; its modules import torch."""
+_MAX_RESTARTS = 10
+"""Replacements of ranks in a row, without 20 s of progress between them."""
 
 
 def train(argv: Sequence[str]) -> int:
     """Train according to `argv`, in this process or in --nproc processes. Returns the exit
     status."""
     configure_logging()
+    if _CHANNEL in os.environ:
+        return _serve(argv)
     try:
-        num_processes, arguments = _split_nproc(argv)
-        if num_processes == 1 or "RANK" in os.environ:
+        num_processes, num_spares, arguments = _split_nproc(argv)
+        if "RANK" in os.environ or (num_processes == 1 and not num_spares):
             return train_rank(arguments)
         config, _ = _checked(arguments, num_processes)
+        if num_spares and config.fault_tolerance.enable:
+            raise ConfigError(
+                "--spares and fault_tolerance.enable are not supported together: omit --spares, "
+                "and a dead rank restarts its replica."
+            )
     except UserError as error:
         log_once(error)
         return error.exit_status
+    if num_spares:
+        return _train_with_spares(arguments, num_processes, num_spares)
     return _train_ranks(arguments, num_processes, config)
 
 
-def train_rank(argv: Sequence[str]) -> int:
-    """Train as one rank of the world that the environment describes, or alone. Returns the exit
-    status."""
+def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
+    """Train as one rank of the world that the environment describes, or alone. `recovery` is that
+    of a process which an agent supervises. Returns the exit status."""
+    make_streams_patient()
     configure_logging()
     _die_with_nproc()
     try:
@@ -69,12 +93,17 @@ def train_rank(argv: Sequence[str]) -> int:
         stop = StopRequest()
         with (
             start_mesh(config.parallelism, config.comm, device, config.job.dump_folder) as mesh,
+            recovery.report_failure() if recovery else nullcontext(),
             build(config, mesh, stop) as built,
             stop_on_signals(stop),
         ):
-            print_start(built, config)
-            with report_at_exit(built):
-                finished = train_job(built.job)
+            if recovery is None or not is_restarted():
+                print_start(built, config)
+            interruptible = recovery.interruptible() if recovery else nullcontext()
+            with report_at_exit(built), interruptible:
+                finished = train_job(_reporting(built.job, recovery))
+            if not finished:
+                report_early_stop()
             print_end(built, config, argv, finished=finished)
         if finished and config.checkpoint.last_save_in_hf and mesh.is_leader:
             # After the other ranks have exited, because they would wait too long.
@@ -84,6 +113,30 @@ def train_rank(argv: Sequence[str]) -> int:
         logger.error("%s", error)
         return error.exit_status
     return 0
+
+
+def _reporting(job: "Job", recovery: "Recovery | None") -> "Job":
+    """Return the job with a hook that reports its first step to the agent, if there is one."""
+    if recovery is None:
+        return job
+    return replace(job, hooks=[*job.hooks, lambda state, report: recovery.step_committed()])
+
+
+def _serve(argv: Sequence[str]) -> int:
+    """Train as the rank that the agent assigns to this process. Returns the exit status."""
+    _die_with_nproc()
+    from torchtitan_lite.rank_recovery.worker import serve
+
+    return serve(lambda recovery: train_rank(argv, recovery), _import_training)
+
+
+def _import_training() -> None:
+    """Import what `train_rank` does."""
+    for name in ("config.constraints", "builders", "final_export", "summary", "trainer"):
+        import_module(f"torchtitan_lite.{name}")
+    # Of the data and of checkpoints, which import them when they need them.
+    for name in ("safetensors.torch", "tokenizers"):
+        import_module(name)
 
 
 def _checked(argv: Sequence[str], world_size: int) -> tuple[Config, Path]:
@@ -109,32 +162,38 @@ def _log_about_keys(config: Config, file: Path) -> None:
             logger.info("%s", line)
 
 
-def _split_nproc(argv: Sequence[str]) -> tuple[int, list[str]]:
-    """Return the number of processes, and the arguments without it. Raises ConfigError."""
-    rest, nproc = [], None
+def _split_nproc(argv: Sequence[str]) -> tuple[int, int, list[str]]:
+    """Return the numbers of processes and of spares, and the arguments without them. Raises
+    ConfigError."""
+    rest: list[str] = []
+    given: dict[str, str] = {}
     arguments = iter(argv)
     for word in arguments:
         name, has_value, value = word.partition("=")
-        if name not in ("--nproc", "--nproc-per-node", "--nproc_per_node"):
-            rest.append(word)
+        if name in ("--nproc", "--nproc-per-node", "--nproc_per_node"):
+            given["--nproc"] = value if has_value else next(arguments, "")
+        elif name == "--spares":
+            given[name] = value if has_value else next(arguments, "")
         else:
-            nproc = value if has_value else next(arguments, "")
-    if nproc is None:
-        return 1, rest
-    if "RANK" in os.environ:
+            rest.append(word)
+    if given and "RANK" in os.environ:
         raise ConfigError(
-            "--nproc is given, but torchrun has already started the processes: omit it."
+            f"{next(iter(given))} is given, but torchrun has already started the processes: omit "
+            "it."
         )
+    nproc, spares = given.get("--nproc", "1"), given.get("--spares", "0")
+    if not spares.isdecimal():
+        raise ConfigError(f'--spares is "{spares}", but must be a number of at least 0.')
     if nproc == "auto":
         import torch
 
-        return max(1, torch.cuda.device_count()), rest
+        return max(1, torch.cuda.device_count()), int(spares), rest
     if not nproc.isdecimal() or int(nproc) < 1:
         raise ConfigError(
             f'--nproc is "{nproc}", but must be a number of at least 1, or "auto" for one process '
             "per GPU."
         )
-    return int(nproc), rest
+    return int(nproc), int(spares), rest
 
 
 def _die_with_nproc() -> None:
@@ -191,6 +250,28 @@ def _train_ranks(arguments: Sequence[str], num_processes: int, config: Config) -
     elif not received:
         logger.error("Rank %d failed with exit status %d; see above.", rank, first.exitcode)
     return first.exitcode if first.exitcode > 0 else 1
+
+
+def _train_with_spares(arguments: Sequence[str], num_processes: int, num_spares: int) -> int:
+    """Start an agent with the ranks and the spares. Returns the exit status."""
+    from torchtitan_lite.launcher.restart_policy import RestartPolicy
+    from torchtitan_lite.rank_recovery.agent import RankAgent
+    from torchtitan_lite.rank_recovery.rank_process import RankProcess
+
+    environment = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        _PARENT: str(os.getpid()),
+    }
+    with _received_signals() as received:
+        agent = RankAgent(
+            lambda: RankProcess(arguments, environment),
+            num_processes,
+            num_spares,
+            policy=RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=1.0),
+            requests=received,
+        )
+        agent.run()
+    return agent.exit_status
 
 
 def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:

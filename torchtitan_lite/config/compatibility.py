@@ -52,6 +52,7 @@ _MAY_DIFFER = {
         "process_group_timeout_ms",
         "quorum_timeout_s",
         "hang_timeout_s",
+        "lighthouse",
         "heal_interface",
         "heal_connections",
     ),

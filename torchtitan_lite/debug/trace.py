@@ -24,6 +24,7 @@ from torchtitan_lite.debug.modules import ROOT, ModuleTracker
 from torchtitan_lite.debug.table import folded, table
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.output_files import OutputFaults
 from torchtitan_lite.torch_compat import (
     Operations,
     entered_record_function,
@@ -66,7 +67,9 @@ class StepTrace:
         traced_step: int,
         folder: Path,
         tensors: Callable[[], Mapping[str, torch.Tensor]],
+        faults: OutputFaults | None = None,
     ) -> None:
+        self._faults = faults or OutputFaults()
         self._parts = parts
         self._mesh = mesh
         self._traced_step: int | None = traced_step
@@ -115,17 +118,18 @@ class StepTrace:
             "grouped": folded(collectives),
             "peak_memory_bytes": peaks.by_module(names, ROOT),
         }
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"communication_rank_{self._mesh.rank}.json"
-        path.write_text(json.dumps(trace, indent=1))
-        if self._mesh.is_leader:
-            path = self._folder / "communication.txt"
-            path.write_text(table(trace))
-            logger.info(
-                "Wrote what travels in step %d, and the peak memory of each module: %s",
-                number,
-                path,
-            )
+        with self._faults.tolerating("communication trace"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"communication_rank_{self._mesh.rank}.json"
+            path.write_text(json.dumps(trace, indent=1))
+            if self._mesh.is_leader:
+                path = self._folder / "communication.txt"
+                path.write_text(table(trace))
+                logger.info(
+                    "Wrote what travels in step %d, and the peak memory of each module: %s",
+                    number,
+                    path,
+                )
 
 
 class _Recorder:

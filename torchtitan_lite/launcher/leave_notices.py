@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_lite.errors import UserError
+from torchtitan_lite.launcher.logs import open_log
 from torchtitan_lite.launcher.processes import kill_process_group, spawn
 
 _TIMEOUT_S = 2.0
@@ -42,7 +43,7 @@ class LeaveNotifier:
         self.kill()
         end, self._input = os.pipe()
         try:
-            with self._log.open("ab") as log:
+            with open_log(self._log) as log:
                 self._process = spawn(
                     self._command(address), self._environment, stdout=log.fileno(), stdin=end
                 )

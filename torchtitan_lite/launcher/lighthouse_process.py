@@ -5,10 +5,11 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtitan_lite.launcher.logs import TorchftLogFilter
+from torchtitan_lite.launcher.logs import TorchftLogFilter, open_log
 from torchtitan_lite.launcher.processes import ExitStatus, kill_process_group, spawn
 from torchtitan_lite.launcher.restart_policy import GiveUp, RestartPolicy, failure_of
 
@@ -68,8 +69,7 @@ class LighthouseProcess:
     def start(self) -> None:
         """Start the lighthouse. Raises OSError."""
         self._policy.attempt_started()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._log.open("ab", buffering=0)
+        self._file = open_log(self._log)
         ends = []
         for _ in range(2):
             descriptor, end = os.pipe()
@@ -135,7 +135,8 @@ class LighthouseProcess:
             except BlockingIOError:
                 continue
         if lines and self._file is not None:
-            self._file.write(b"\n".join(lines) + b"\n")
+            with suppress(OSError):
+                self._file.write(b"\n".join(lines) + b"\n")
         return lines
 
     def _close(self) -> None:

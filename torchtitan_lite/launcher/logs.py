@@ -3,11 +3,13 @@ outputs."""
 
 import json
 import math
+import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torchtitan_lite.durations import recent_steps, time_left_s
 from torchtitan_lite.outputs import PARTICIPATES, RECEIVES_STATE, STARTING
@@ -66,6 +68,28 @@ class ReplicaProgress:
                     self._recent_step_s.append(taken_s)
             elif record.get("event") == "start" and isinstance(record.get("steps"), int):
                 self.total_steps = record["steps"]
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a log to append to it, without a buffer. If its disk is full or gone, its content is
+    discarded, because a run must not end for lack of a log."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab", buffering=0)
+    except OSError:
+        return open(os.devnull, "ab", buffering=0)
+
+
+def make_log_folder(folder: Path) -> Path:
+    """Create the folder of an attempt's logs, and return it; if its disk is full or gone, return a
+    temporary one."""
+    try:
+        folder.mkdir(parents=True)
+        return folder
+    except FileExistsError:
+        raise
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="torchtitan_lite_logs_"))
 
 
 class Tail:

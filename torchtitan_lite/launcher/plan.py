@@ -43,7 +43,7 @@ _TORCHRUN_MARGIN_S = 10
 """Margin after which torchrun kills ranks that do not leave: the launcher kills them first, and
 reports it."""
 _DEFAULT_DUMP_FOLDER = "./outputs"
-_OF_THE_LAUNCHER = ("enable", "no_enable", "replica_id", "group_size")
+_OF_THE_LAUNCHER = ("enable", "no_enable", "replica_id", "group_size", "lighthouse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +150,8 @@ def training_plan(
 
     def of_replica(replica: int) -> list[str]:
         own = {"enable": "true", "replica_id": str(replica), "group_size": str(num_replicas)}
+        if lighthouse == "torchft":
+            own["lighthouse"] = "torchft"
         added = [text for k, v in own.items() for text in (f"--fault_tolerance.{k}", v)]
         return [*arguments, *added]
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from torchtitan_lite.launcher.hang_diagnosis import HangMonitor
 from torchtitan_lite.launcher.logs import ReplicaProgress, last_lines
-from torchtitan_lite.launcher.restart_policy import GiveUp, RestartAfter, RestartPolicy
+from torchtitan_lite.launcher.restart_policy import Failure, GiveUp, RestartAfter, RestartPolicy
 from torchtitan_lite.launcher.worker_group import WorkerGroup
 
 _MAX_LINE_CHARS = 300
+_STOPPED_BY_OTHERS = "saved and left, because a process other than the launcher asked it to stop"
 _READ_INTERVAL_S = 0.25
 """Interval between reads of a replica's files."""
 
@@ -125,7 +126,7 @@ class ReplicaProcess:
         self.leader_log = self._group.leader_log
         self.progress = ReplicaProgress(self._metrics, self._group.leader_log)
         self.state = ReplicaState.STARTING
-        self._report(f"started, logs in {folder}")
+        self._report(f"started, logs in {self._group.folder}")
 
     def poll(self, now_s: float) -> None:
         """Check the processes and files of the attempt, and act on changes."""
@@ -239,8 +240,14 @@ class ReplicaProcess:
             self._report("left")
         elif self.state is ReplicaState.RESIZING:
             self._report("left to resize")
-        elif self.state is ReplicaState.ENDING:
-            decision = self._policy.attempt_failed(group.failure(), now_s)
+        elif self.state is ReplicaState.ENDING or group.stopped_early:
+            if self.state is ReplicaState.ENDING:
+                failure = group.failure()
+            else:
+                # The launcher and its user still want this replica.
+                failure = Failure(_STOPPED_BY_OTHERS, "", group.leader_log)
+                self._report(failure.description)
+            decision = self._policy.attempt_failed(failure, now_s)
             if isinstance(decision, RestartAfter) and self._is_resizing:
                 self.state = ReplicaState.RESIZING
             elif isinstance(decision, RestartAfter):

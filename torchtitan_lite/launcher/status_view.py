@@ -14,6 +14,7 @@ from torchtitan_lite.durations import clock
 from torchtitan_lite.launcher.lighthouse_process import LighthouseProcess
 from torchtitan_lite.launcher.replica_process import ReplicaProcess, ReplicaState
 from torchtitan_lite.log import is_live_terminal, wrapped
+from torchtitan_lite.output_files import OutputFaults, RecordFile
 from torchtitan_lite.outputs import LAUNCHER_STARTED
 
 if TYPE_CHECKING:
@@ -116,13 +117,13 @@ class LiveTable:
 class RecordedView:
     """Wrapper that also appends the events of another view to a JSON Lines file.
 
-    The report of a run reads faults and recoveries from this file. A file that cannot be written is
-    reported once and has no other effect.
+    The report of a run reads faults and recoveries from this file. If it cannot be written, events
+    wait in memory.
     """
 
     def __init__(self, view: StatusView, path: Path) -> None:
-        self._view, self._path = view, path
-        self._has_failed = False
+        self._view = view
+        self._file = RecordFile(path, OutputFaults(view.report_event))
         self._record(LAUNCHER_STARTED)
 
     def report_event(self, event: str) -> None:
@@ -134,17 +135,11 @@ class RecordedView:
 
     def close(self) -> None:
         self._view.close()
+        self._file.close()
 
     def _record(self, event: str) -> None:
         line = json.dumps({"time": time.time(), "text": event})
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(line + "\n")
-        except OSError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                self._view.report_event(f"events are not recorded: {error}")
+        self._file.append(line.encode() + b"\n")
 
 
 def status_table(

@@ -8,9 +8,11 @@ its torchrun.
 import faulthandler
 import os
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
-from torchtitan_lite.launcher.processes import die_with_parent, parent_of
+from torchtitan_lite.launcher.processes import command_line, die_with_parent, parent_of
 from torchtitan_lite.log import logger
 from torchtitan_lite.outputs import STARTING
 
@@ -21,6 +23,9 @@ RANK_LOGS = "TORCHTITAN_LITE_RANK_LOGS"
 
 ATTEMPT = "TORCHTITAN_LITE_ATTEMPT"
 """Environment variable: the number of earlier attempts of this replica."""
+ATTEMPT_STARTED = "TORCHTITAN_LITE_ATTEMPT_STARTED"
+"""Environment variable: when an attempt in a process of an earlier one started, by
+time.monotonic(), which has one origin for all processes of a machine."""
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a rank print the Python stacks of all its threads (faulthandler)."""
@@ -40,15 +45,22 @@ def is_restarted() -> bool:
     return os.environ.get(ATTEMPT, "0") != "0"
 
 
+def attempt_age_s() -> float | None:
+    """Return the seconds since the start of this attempt, if the process is older than that."""
+    started = os.environ.get(ATTEMPT_STARTED)
+    return None if started is None else time.monotonic() - float(started)
+
+
 def rank_log(folder: Path, rank: int) -> Path:
     """Return the file that holds the output of a rank."""
     return folder / f"rank_{rank}.log"
 
 
 def attach_to_launcher() -> None:
-    """Die with torchrun, and print into this rank's own file. Does nothing without a launcher."""
+    """Die with torchrun; under the launcher, also print into this rank's own file."""
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is None:
+        _die_with_torchrun()
         return
     die_with_parent()
     if parent_of(os.getppid()) != int(launcher):
@@ -56,11 +68,43 @@ def attach_to_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     # A file rather than a pipe, so that the rank and its writer never block on the launcher.
     path = rank_log(Path(os.environ[RANK_LOGS]), int(os.environ["RANK"]))
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    os.close(file)
+    # Without it (a full disk), the output goes to torchrun's log.
+    with suppress(OSError):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (1, 2):
+            os.dup2(file, stream)
+        os.close(file)
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     # Done before other threads exist: in a thread that does not block it, the signal would kill the
     # process.
     signal.pthread_sigmask(signal.SIG_BLOCK, {FLIGHT_SIGNAL})
+
+
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+"""Environment variable that a torchrun sets for its ranks."""
+_TORCHRUN = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
+
+
+def _die_with_torchrun() -> None:
+    """Die with a torchrun that a user or a scheduler started, because a rank that outlives it would
+    take part in the next run.
+
+    Other parents have no effect: a shell between torchrun and the rank may exit before the rank,
+    and an agent in another program may fork its ranks from a thread that ends before them.
+    """
+    if "RANK" not in os.environ or _RUN_ID not in os.environ:
+        return
+    parent = os.getppid()
+    if not _is_torchrun(parent):
+        # Adopted by init: torchrun has died already. In a container, process 1 may be a Python
+        # program with an agent of its own.
+        if parent == 1 and not any("python" in word for word in command_line(parent)[:1]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+    die_with_parent()
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_torchrun(pid: int) -> bool:
+    return any(os.path.basename(word) in _TORCHRUN for word in command_line(pid))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torchtitan_lite.launcher.hang_detection import RankStatus
 from torchtitan_lite.launcher.heartbeat import HEARTBEATS, HeartbeatMemory
-from torchtitan_lite.launcher.logs import last_lines
+from torchtitan_lite.launcher.logs import last_lines, make_log_folder, open_log
 from torchtitan_lite.launcher.processes import (
     ExitStatus,
     children_of,
@@ -49,10 +49,10 @@ class WorkerGroup:
         folder: Path,
     ) -> None:
         """Start `command`; logs go to `folder`, which is created. Raises OSError."""
+        folder = make_log_folder(folder)
         self._num_ranks, self.folder, self.environment = num_ranks, folder, environment
-        folder.mkdir(parents=True)
         self._heartbeats = HeartbeatMemory(num_ranks)
-        with self._torchrun_log.open("wb") as log:
+        with open_log(self._torchrun_log) as log:
             self._torchrun = spawn(
                 command,
                 {
@@ -69,6 +69,9 @@ class WorkerGroup:
         """Rank (None for torchrun), exit status and log of the first failure."""
         self._hang: Failure | None = None
         self._num_clean = 0
+        self.stopped_early = False
+        """Whether its ranks were asked to stop and exited before the last step; known after
+        `close`."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -171,6 +174,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Release the shared memory, after the group has ended."""
+        self.stopped_early = self._heartbeats.any_stopped_early()
         self._heartbeats.close()
 
     @property

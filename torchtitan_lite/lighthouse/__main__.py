@@ -1,8 +1,8 @@
 """`python -m torchtitan_lite.lighthouse`: a lighthouse in a process of its own.
 
 It prints the address on which it listens, and exits with status 0 on SIGTERM and SIGINT. The
-environment variable TORCHTITAN_LITE_TOKEN authenticates leave notices. Layer: above the rest of
-lighthouse/.
+environment variable TORCHTITAN_LITE_TOKEN is the secret of its replicas. Without it the lighthouse
+serves torchft's managers, and anybody. Layer: above the rest of lighthouse/.
 """
 
 import argparse
@@ -13,7 +13,8 @@ import time
 
 from torchtitan_lite.errors import LighthouseError
 from torchtitan_lite.lighthouse.rules import QuorumSettings
-from torchtitan_lite.log import configure_logging
+from torchtitan_lite.log import configure_logging, logger
+from torchtitan_lite.rpc.authentication import MIN_SECRET_CHARS
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -33,6 +34,17 @@ def main(arguments: list[str] | None = None) -> int:
             given.min_replicas, given.join_timeout_ms, given.heartbeat_timeout_ms
         )
         token = os.environ.get("TORCHTITAN_LITE_TOKEN", "")
+        if not token:
+            logger.warning(
+                "TORCHTITAN_LITE_TOKEN is not set: this lighthouse serves torchft's managers, and "
+                "anybody who reaches %s.",
+                given.bind,
+            )
+        elif len(token) < MIN_SECRET_CHARS:
+            raise LighthouseError(
+                f"TORCHTITAN_LITE_TOKEN has {len(token)} characters of at least "
+                f"{MIN_SECRET_CHARS}: set it to the output of `openssl rand -hex 16`."
+            )
         # Replicas outlive a lighthouse, and so do the process groups named after its quorum ids: a
         # repeated id would be taken for the same group. Quorums are rarer than one per microsecond.
         first_id = time.time_ns() // 1000
@@ -49,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     default = QuorumSettings()
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_lite.lighthouse",
-        description="Form the quorums of replicas. TORCHTITAN_LITE_TOKEN authenticates notices "
-        "that a replica has left.",
+        description="Form the quorums of replicas. TORCHTITAN_LITE_TOKEN is the secret that they "
+        "share; without it, torchft's managers are served.",
     )
     parser.add_argument(
         "--bind",

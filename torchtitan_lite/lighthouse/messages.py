@@ -1,9 +1,8 @@
-"""Protobuf messages and service names of the lighthouse.
+"""Service names of the lighthouse, and torchft's protobuf messages.
 
-Invariants: messages of the package torchft have the names, numbers and types of torchft.proto
-(0.2.0); the others are this project's own. The classes are created at import, in a descriptor pool
-of their own, so that they do not conflict with other definitions. Layer: imports nothing of the
-project.
+Invariant: the messages have the names, numbers and types of torchft.proto (0.2.0). The classes are
+created at import, in a descriptor pool of their own, so that they do not conflict with other
+definitions. Layer: imports nothing of the project.
 """
 
 from typing import Any
@@ -12,8 +11,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, ti
 
 TORCHFT_SERVICE = "torchft.LighthouseService"
 """Service with the calls Quorum and Heartbeat."""
-OWN_SERVICE = "torchtitan_lite.Lighthouse"
-"""Service with the calls Left and Status."""
+SERVICE = "torchtitan_lite.Lighthouse"
+"""This project's service, see `servicer`."""
+PURPOSE = "lighthouse"
+"""Purpose of its sessions, see `rpc.authentication`."""
 
 _Field = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {
@@ -44,12 +45,6 @@ _TORCHFT = {
     "LighthouseHeartbeatRequest": {"replica_id": (1, "string")},
     "LighthouseHeartbeatResponse": {},
 }
-_OWN = {
-    "LeftRequest": {"token": (1, "string"), "replica_id": (2, "string")},
-    "LeftResponse": {"replica_ids": (1, "repeated string")},
-    "StatusRequest": {"token": (1, "string")},
-    "StatusResponse": {"json": (1, "string")},
-}
 
 
 def _file(
@@ -76,8 +71,7 @@ def _file(
 
 _pool = descriptor_pool.DescriptorPool()
 _pool.AddSerializedFile(timestamp_pb2.DESCRIPTOR.serialized_pb)
-for _package, _messages in (("torchft", _TORCHFT), ("torchtitan_lite", _OWN)):
-    _pool.AddSerializedFile(_file(_package, _messages).SerializeToString())
+_pool.AddSerializedFile(_file("torchft", _TORCHFT).SerializeToString())
 
 
 def _message_class(name: str) -> Any:
@@ -89,7 +83,3 @@ LighthouseQuorumRequest = _message_class("torchft.LighthouseQuorumRequest")
 LighthouseQuorumResponse = _message_class("torchft.LighthouseQuorumResponse")
 LighthouseHeartbeatRequest = _message_class("torchft.LighthouseHeartbeatRequest")
 LighthouseHeartbeatResponse = _message_class("torchft.LighthouseHeartbeatResponse")
-LeftRequest = _message_class("torchtitan_lite.LeftRequest")
-LeftResponse = _message_class("torchtitan_lite.LeftResponse")
-StatusRequest = _message_class("torchtitan_lite.StatusRequest")
-StatusResponse = _message_class("torchtitan_lite.StatusResponse")

@@ -6,9 +6,10 @@ from torchtitan_lite.lighthouse.rules import QuorumRules
 
 
 def describe(rules: QuorumRules, now_s: float, quorum_made_s: float | None) -> dict[str, Any]:
-    """Return the last quorum, the waiting and the live replicas, and the reason why there is no
-    next quorum yet, all as JSON values. Ages and waits are in seconds before `now_s`."""
-    quorum = rules.quorum
+    """Return the last quorum, the waiting and the live replicas, the broken links, the replicas
+    left out because of them, and the reason why there is no next quorum yet, all as JSON values.
+    Ages and waits are in seconds before `now_s`."""
+    quorum, decision = rules.quorum, rules.evaluate(now_s)
     return {
         "quorum_id": quorum.quorum_id if quorum else 0,
         "quorum_age_s": None if quorum_made_s is None else now_s - quorum_made_s,
@@ -25,7 +26,9 @@ def describe(rules: QuorumRules, now_s: float, quorum_made_s: float | None) -> d
             }
             for replica_id, last_s in sorted(rules.heartbeats.items())
         ],
-        "verdict": rules.evaluate(now_s).reason,
+        "broken_links": [list(link) for link in rules.broken_links(now_s)],
+        "left_out": list(decision.left_out),
+        "verdict": decision.reason,
         "min_replicas": rules.settings.min_replicas,
         "join_timeout_ms": rules.settings.join_timeout_ms,
         "heartbeat_timeout_ms": rules.settings.heartbeat_timeout_ms,

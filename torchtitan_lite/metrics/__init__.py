@@ -5,8 +5,7 @@ them. Metrics read and never change the run, and no call of theirs waits for ano
 packages (TensorBoard, rich, wandb, prometheus_client, the profiler) are imported on first use.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +21,7 @@ from torchtitan_lite.metrics.sink import Cadence, Sink
 from torchtitan_lite.metrics.tensorboard import TensorBoard
 from torchtitan_lite.metrics.wandb import WeightsAndBiases
 from torchtitan_lite.optional_dependencies import require
+from torchtitan_lite.output_files import OutputFaults
 from torchtitan_lite.outputs import METRICS
 from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.schema.metrics import MetricsConfig
@@ -54,30 +54,53 @@ class SinkContext:
 
 
 class Metrics:
-    """The open sinks of this rank, created by `open_metrics`; a context manager that closes
-    them."""
+    """The open sinks of this rank, created by `open_metrics`; a context manager that closes them.
 
-    def __init__(self, every_step: Sequence[Sink], when_due: Sequence[Sink], cadence: Cadence):
+    A sink that raises OSError loses the record; nothing else happens. The event `outputs_failed`
+    follows when all outputs of the run work again.
+    """
+
+    def __init__(
+        self,
+        every_step: Sequence[Sink],
+        when_due: Sequence[Sink],
+        cadence: Cadence,
+        faults: OutputFaults | None = None,
+    ):
         self._every_step = every_step
         self._when_due = when_due
         self._cadence = cadence
+        self._faults = faults or OutputFaults()
         self._saved_step: int | None = None
-        self._open = ExitStack()
-        for sink in (*every_step, *when_due):
-            self._open.callback(sink.close)
+        self._is_closed = False
 
     def step(self, record: StepRecord) -> None:
         """Record a completed step."""
         for sink in self._every_step:
-            sink.step(record)
+            self._guarded(sink, lambda sink=sink: sink.step(record))
         if self._cadence.is_due(record.step):
             for sink in self._when_due:
-                sink.step(record)
+                self._guarded(sink, lambda sink=sink: sink.step(record))
+        self.report_outages(record.step)
 
     def event(self, event: Event) -> None:
         """Record an event."""
         for sink in (*self._every_step, *self._when_due):
-            sink.event(event)
+            self._guarded(sink, lambda sink=sink: sink.event(event))
+
+    def _guarded(self, sink: Sink, record: Callable[[], None]) -> None:
+        name = type(sink).__name__
+        try:
+            record()
+        except OSError as error:
+            self._faults.failed(name, error, lost=1)
+        else:
+            self._faults.works(name)
+
+    def report_outages(self, step: int) -> None:
+        """Record the outages of outputs that have ended since the last call."""
+        for values in self._faults.ended_outages():
+            self.event(Event(name="outputs_failed", step=step, values=values))
 
     def saved(self, checkpoint_step: int | None, step: int) -> None:
         """Record that the checkpoint of `checkpoint_step` (None: there is none) is durable after
@@ -88,8 +111,11 @@ class Metrics:
             self.event(Event(name="saved", step=step, values=values))
 
     def close(self) -> None:
-        """Close every sink, even if one of them fails. Idempotent."""
-        self._open.close()
+        """Close every sink. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            for sink in (*self._every_step, *self._when_due):
+                self._guarded(sink, sink.close)
 
     def __enter__(self) -> Self:
         return self
@@ -110,6 +136,7 @@ def open_metrics(
     run_config: Mapping[str, Any],
     world_size: int = 1,
     replica: int | None = None,
+    faults: OutputFaults | None = None,
 ) -> Metrics:
     """Open the sinks of this rank: on the leader `folder/metrics.jsonl`, the console and those
     enabled in `config`; on the others nothing, or the same files with the rank in their names if
@@ -119,13 +146,15 @@ def open_metrics(
     that `continues` the one whose files are there (if omitted: one that resumes) drops their
     records after that step; any other run keeps them under another name. Weights & Biases shows
     `run_config`. `world_size` (ranks per replica) and `replica` (None without replicas) determine
-    the Prometheus port of each rank. Raises UserError if wandb or prometheus_client is needed and
-    missing, on every rank, and if the port for Prometheus cannot be opened.
+    the Prometheus port of each rank. `faults` records failures of disks. Raises UserError
+    if wandb or prometheus_client is needed and missing, on every rank, and if the port for
+    Prometheus cannot be opened.
     """
     if config.enable_wandb:
         require("wandb", "metrics.enable_wandb = true")
     if config.prometheus_port:
         require("prometheus_client", f"metrics.prometheus_port = {config.prometheus_port}")
+    faults = faults or OutputFaults()
     cadence = Cadence(log_freq=config.log_freq, first_step=resume_step + 1, last_step=total_steps)
     every_step: list[Sink] = []
     when_due: list[Sink] = []
@@ -143,9 +172,11 @@ def open_metrics(
             )
         if config.prometheus_port:
             every_step.append(Prometheus(config, rank=rank, world_size=world_size, replica=replica))
-        every_step.append(JsonLines(folder / name, resume_step, continues=continues))
+        every_step.append(JsonLines(folder / name, resume_step, continues=continues, faults=faults))
         if config.enable_tensorboard:
-            when_due.append(TensorBoard(folder / config.save_tb_folder / label, resume_step))
+            when_due.append(
+                TensorBoard(folder / config.save_tb_folder / label, resume_step, faults)
+            )
     if is_leader:
         context = SinkContext(
             folder=folder,
@@ -155,4 +186,4 @@ def open_metrics(
         )
         every_step += [make(context) for make in REGISTRY.sinks]
         every_step.append(open_console(cadence, color=not config.disable_color_printing))
-    return Metrics(every_step, when_due, cadence)
+    return Metrics(every_step, when_due, cadence, faults)

@@ -11,13 +11,16 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from torchtitan_lite.launcher.supervised import attempt_age_s
 from torchtitan_lite.log import logger
+from torchtitan_lite.output_files import OutputFaults
 from torchtitan_lite.outputs import GOODPUT_FILE
 from torchtitan_lite.phases import Phase
 from torchtitan_lite.torch_compat import compile_time_ns
@@ -172,10 +175,13 @@ class GoodputTracker:
         resumes: bool,
         clock: Callable[[], int],
         compiled_ns: Callable[[], int] = compile_time_ns,
+        faults: OutputFaults | None = None,
     ) -> None:
         """Continue the record at `path` if this process `resumes` its run, otherwise start a new
         one. `started_ns` is the start of the process by `clock`, nanoseconds since 1970 that
-        never decrease; `compiled_ns` is the compiler's time so far."""
+        never decrease; `compiled_ns` is the compiler's time so far; `faults` records failures of
+        the disk."""
+        self._faults = faults or OutputFaults()
         self._path, self._clock, self._compiled_ns = path, clock, compiled_ns
         self._ledger, first_ns, until_ns = TimeLedger(), started_ns, started_ns
         if resumes and path.exists():
@@ -193,7 +199,6 @@ class GoodputTracker:
         self._entered_ns = self._since_ns
         self._compiled_before = compiled_ns()
         self._step = 0
-        self._has_failed = False
         self._write()
 
     def entered(self, phase: Phase, step: int) -> None:
@@ -282,14 +287,19 @@ class GoodputTracker:
             temporary.write_text(json.dumps(content))
             os.replace(temporary, self._path)
         except OSError as error:
-            if not self._has_failed:
-                logger.warning("The goodput file cannot be written: %s", error)
-            self._has_failed = True
+            self._faults.failed(self._path.name, error)
+            with suppress(OSError):
+                # It may be what fills the disk.
+                temporary.unlink()
+        else:
+            self._faults.works(self._path.name)
 
 
-def open_goodput_tracker(folder: Path, *, resumes: bool) -> GoodputTracker:
+def open_goodput_tracker(
+    folder: Path, *, resumes: bool, faults: OutputFaults | None = None
+) -> GoodputTracker:
     """Return the tracker of the record in `folder`, of a run that this process started or, if
-    `resumes`, continues."""
+    `resumes`, continues. `faults` records failures of the disk."""
     began_ns = time.time_ns() - time.monotonic_ns()
     return GoodputTracker(
         folder / GOODPUT_FILE,
@@ -297,11 +307,15 @@ def open_goodput_tracker(folder: Path, *, resumes: bool) -> GoodputTracker:
         resumes=resumes,
         # Monotonic within a process.
         clock=lambda: began_ns + time.monotonic_ns(),
+        faults=faults,
     )
 
 
 def process_age_s() -> float:
-    """Return the seconds since the process was started, interpreter start and imports included."""
+    """Return the seconds since the process was started, interpreter start and imports included; in
+    a process that trains again after another rank was lost, the seconds since that loss."""
+    if (age_s := attempt_age_s()) is not None:
+        return age_s
     created_s = psutil.Process().create_time()
     if hasattr(time, "CLOCK_BOOTTIME"):
         # psutil adds the boot time, which Linux reports in whole seconds only.

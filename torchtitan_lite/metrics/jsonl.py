@@ -3,33 +3,37 @@
 Invariant: the file contains one history. A run that resumes at step N first drops the lines that an
 earlier process wrote after N, so every step is in it once and in order; another run renames an
 earlier run's file to `metrics.1.jsonl`, or the next free number. Each line is passed to the
-operating system in one write, so a killed process loses at most the line in progress.
+operating system in one write, so that it survives a killed process; `output_files` has what happens
+if the disk fails.
 """
 
 import json
 import os
-from io import FileIO
+from functools import partial
 from pathlib import Path
 
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.record import Event, StepRecord
+from torchtitan_lite.output_files import OutputFaults, RecordFile
 
 
 class JsonLines:
     """Appends to the file at `path`. A run that `continues` the one that wrote it first drops
     the lines after `resume_step`, if it resumes from a step; any other run renames the file."""
 
-    def __init__(self, path: Path, resume_step: int, *, continues: bool | None = None) -> None:
-        """Open the file. `continues` is by default whether `resume_step` is above 0."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int,
+        *,
+        continues: bool | None = None,
+        faults: OutputFaults | None = None,
+    ) -> None:
+        """Open the file. `continues` is by default whether `resume_step` is above 0. `faults`
+        records failures of the disk."""
         continues = resume_step > 0 if continues is None else continues
-        is_there = path.exists() and path.stat().st_size > 0
-        if is_there and not continues:
-            _rotate(path)
-        elif is_there and resume_step > 0:
-            _truncate(path, resume_step)
-        # Unbuffered: one line is one write.
-        self._file = FileIO(path, "a")
+        prepare = partial(_prepare, path, resume_step, continues=continues)
+        self._file = RecordFile(path, faults or OutputFaults(), prepare)
 
     def step(self, record: StepRecord) -> None:
         self._append(record.to_json())
@@ -41,10 +45,33 @@ class JsonLines:
         self._file.close()
 
     def _append(self, line: str) -> None:
-        self._file.write(line.encode() + b"\n")
+        self._file.append(line.encode() + b"\n")
 
 
-def _rotate(path: Path) -> None:
+def _prepare(path: Path, resume_step: int, *, continues: bool) -> None:
+    is_there = path.exists() and path.stat().st_size > 0
+    if is_there and not continues:
+        rotate(path)
+    elif is_there and resume_step > 0:
+        _truncate(path, resume_step)
+    elif is_there:
+        cut_torn_line(path)
+
+
+def cut_torn_line(path: Path) -> None:
+    """Complete or cut a last line without an end."""
+    with open(path, "rb+") as file:
+        content = file.read()
+        line = content[content.rfind(b"\n") + 1 :]
+        if not line:
+            return
+        if _step_of(line) is None:
+            file.truncate(len(content) - len(line))
+        else:
+            file.write(b"\n")
+
+
+def rotate(path: Path) -> None:
     """Rename an earlier run's file to the next free number."""
     numbers = (other.name.split(".")[-2] for other in path.parent.glob(f"{path.stem}.*.jsonl"))
     highest = max((int(number) for number in numbers if number.isdecimal()), default=0)

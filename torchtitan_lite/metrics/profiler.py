@@ -15,6 +15,7 @@ import torch
 
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.log import logger
+from torchtitan_lite.output_files import OutputFaults
 from torchtitan_lite.schema.profiling import ProfilingConfig
 from torchtitan_lite.torch_compat import dump_cuda_memory_snapshot, record_cuda_memory_history
 
@@ -27,7 +28,8 @@ class StepProfiler:
 
     Writes `folder/SAVE_TRACES_FOLDER/iteration_N/rankR_trace.json`, and snapshots likewise. If the
     block ends during a recording, or with an out-of-memory error of the GPU, the partial recording
-    is written to `iteration_N_exit`. `device_kind` is "cpu" or "cuda". Raises UserError if memory
+    is written to `iteration_N_exit`. `device_kind` is "cpu" or "cuda"; `faults` records failures of
+    the disk. Raises UserError if memory
     snapshots are requested on a CPU.
     """
 
@@ -39,7 +41,9 @@ class StepProfiler:
         rank: int,
         resume_step: int,
         device_kind: str,
+        faults: OutputFaults | None = None,
     ) -> None:
+        self._faults = faults or OutputFaults()
         if config.enable_memory_snapshot and device_kind != "cuda":
             raise UserError(
                 "[profiling] enable_memory_snapshot = true needs a GPU: it records the allocator "
@@ -110,7 +114,8 @@ class StepProfiler:
 
     def _write(self, what: str, folder: Path, name: str, write: Callable[[str], object]) -> None:
         path = folder / f"iteration_{self._step}{self._suffix}" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         start_s = time.perf_counter()
-        write(str(path))
-        logger.info(f"Wrote the {what} {path} in {time.perf_counter() - start_s:.1f} s.")
+        with self._faults.tolerating(name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(str(path))
+            logger.info(f"Wrote the {what} {path} in {time.perf_counter() - start_s:.1f} s.")

@@ -41,6 +41,10 @@ _MAX_HEALS = 5
 _POLL_S = 0.5
 _CHECK_INTERVAL_S = 5.0
 """Interval at which a waiting replica checks for a stop request and for newer checkpoints."""
+_BEHIND_AFTER_S = 30.0
+"""Time for which the lighthouse must have answered without interruption before a newer checkpoint
+ends a waiting replica. After a cut of the network, the replicas that wrote it are about to return,
+and it heals from them."""
 
 
 class FaultTolerantReplicas:
@@ -139,8 +143,8 @@ class FaultTolerantReplicas:
 
     def _report_waiting(self, why: str) -> None:
         """Log why there is no quorum yet. Raises ReplicaError on the leader if storage holds a
-        newer step."""
-        if self._mesh.is_leader:
+        newer step, and the replicas that wrote it do not return."""
+        if self._manager.connected_s() >= _BEHIND_AFTER_S:
             self._check_not_behind_storage(self._newest_stored_step())
         logger.warning("No quorum yet, %s.", why)
 

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torchtitan_lite.errors import LighthouseError, ReplicaError
 from torchtitan_lite.host_collectives import broadcast_bytes
 from torchtitan_lite.lighthouse.client import notify_left
+from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.network import address_for_others
 from torchtitan_lite.phases import Phases
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.replica.healing import HealingTransport
@@ -24,11 +26,11 @@ from torchtitan_lite.replica.participation import Replicas
 from torchtitan_lite.replica.quorum_checks import ProgressFloor
 from torchtitan_lite.replica.semi_synchronous import Averaging, SemiSynchronousReplicas
 from torchtitan_lite.replica.torchft_manager import QuorumManager
+from torchtitan_lite.rpc.authentication import MIN_SECRET_CHARS
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 TOKEN = "TORCHTITAN_LITE_TOKEN"
-_MIN_TOKEN_CHARS = 16
 _LEAVE_TIMEOUT_S = 1.0
 
 
@@ -38,6 +40,7 @@ def join(
     state: HealableState,
     mesh: Mesh,
     *,
+    run_id: str,
     config_fingerprint: str,
     newest_stored_step: Callable[[], int],
     wait_until_modifiable: Callable[[], None],
@@ -48,15 +51,22 @@ def join(
 ) -> Iterator[Replicas]:
     """Join the replicas of a run whose state is ready, and leave at the end of the block. Every
     rank must call it, as the last thing before the first step, because the other replicas wait for
-    a replica that has joined. With `averaging`, replicas are averaged every few steps.
-    `config_fingerprint` identifies the settings that all replicas must share; the other arguments
-    are those of `FaultTolerantReplicas`.
+    a replica that has joined. With `averaging`, replicas are averaged every few steps. `run_id`
+    identifies the run, and is needed on the leader only; `config_fingerprint` identifies the
+    settings that all replicas must share; the other arguments are those of `FaultTolerantReplicas`.
 
     Raises ReplicaError if the environment does not name the lighthouse, or the lighthouse does not
     answer.
     """
     lighthouse, token = environment()
     address = address_for(config.heal_interface, lighthouse)
+    _check_not_loopback(address, config.heal_interface, lighthouse)
+    if config.lighthouse == "torchft" and mesh.is_leader:
+        logger.warning(
+            "torchft's lighthouse authenticates nobody: whoever reaches %s can prevent quorums, "
+            "though not join one. Use it on a private network only.",
+            lighthouse,
+        )
     # A store of its own, because torchrun's may hold the manager address of an earlier attempt.
     store = _store(address) if mesh.is_leader else None
     payload = f"{address} {store.port}" if store is not None else ""
@@ -74,12 +84,14 @@ def join(
             config,
             transport,
             floor,
+            run_id=run_id,
             config_fingerprint=config_fingerprint,
             lighthouse=lighthouse,
+            secret=token,
             store=(host, int(port)),
             rank=mesh.rank,
             world_size=mesh.world_size,
-            hostname=address,
+            address=address,
         )
     except ReplicaError:
         transport.shutdown()
@@ -114,9 +126,17 @@ def join(
 
 
 def _store(address: str) -> dist.TCPStore:  # pyright: ignore[reportPrivateImportUsage]
-    return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        address, 0, is_master=True, wait_for_workers=False
-    )
+    """Return a store that listens at `address` only; by itself it would on all interfaces."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
+        port = listener.getsockname()[1]
+        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
 def _leave(lighthouse: str, replica_id: str, token: str) -> None:
@@ -134,10 +154,10 @@ def environment() -> tuple[str, str]:
             f"fault_tolerance.enable is true, and {LIGHTHOUSE} is not set: it names the "
             "lighthouse, such as http://10.0.0.1:29510. `torchtitan-lite launch` starts one."
         )
-    if len(token) < _MIN_TOKEN_CHARS:
+    if len(token) < MIN_SECRET_CHARS:
         raise ReplicaError(
             f"fault_tolerance.enable is true, and {TOKEN} has {len(token)} characters of at least "
-            f"{_MIN_TOKEN_CHARS}: it is a secret that all replicas share. "
+            f"{MIN_SECRET_CHARS}: it is a secret that all replicas share. "
             "`torchtitan-lite launch` generates one; elsewhere set it to the output of "
             "`openssl rand -hex 16`."
         )
@@ -165,11 +185,19 @@ def address_for(interface: str, lighthouse: str) -> str:
             ) from None
     parts = urlsplit(lighthouse if "://" in lighthouse else f"http://{lighthouse}")
     try:
-        host, port = parts.hostname or "", parts.port or 80
-        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            # Connecting a datagram socket sends nothing; it only selects the route.
-            probe.connect(place)
-            return probe.getsockname()[0]
+        return address_for_others(parts.hostname or "", parts.port or 80)
     except (OSError, ValueError) as error:
         raise ReplicaError(f"{LIGHTHOUSE} = {lighthouse} cannot be reached: {error}") from None
+
+
+def _check_not_loopback(address: str, interface: str, lighthouse: str) -> None:
+    """Raise ReplicaError if the other replicas, which reach the lighthouse, cannot reach
+    `address`."""
+    if not ipaddress.ip_address(address).is_loopback or not interface:
+        return
+    if not ipaddress.ip_address(address_for("", lighthouse)).is_loopback:
+        raise ReplicaError(
+            f"fault_tolerance.heal_interface = {interface!r} is a loopback interface, but the "
+            f"lighthouse {lighthouse} is on another machine: leave it empty, or name the interface "
+            "that the other replicas reach."
+        )

@@ -1,17 +1,18 @@
 """torchft's manager with this project's quorum checks and error handling, and the filter of
 torchft's logs. The only module that uses private parts of torchft's manager (0.2.0). Layer: above
-quorum_checks.
+coordinator and quorum_checks.
 
 Healing is only noted here; the main thread fetches the state once nothing reads the old one.
 torchft would load it in the thread that requests the quorum.
 """
 
 import logging
-import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,13 +21,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchft.manager
 from torchft.checkpointing import CheckpointTransport
-from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode
+from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode, extract_trailing_digits
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft.work import _DummyWork
 
-from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.launcher.logs import TORCHFT_INFO
+from torchtitan_lite.network import connections, cut_connections
+from torchtitan_lite.replica.coordinator import Coordinator, CoordinatorClient, ReplicaIdentity
+from torchtitan_lite.replica.lighthouse_link import AuthenticatedLighthouse, TorchftLighthouse
 from torchtitan_lite.replica.quorum_checks import (
     ProgressFloor,
     check_compatibility,
@@ -35,11 +39,11 @@ from torchtitan_lite.replica.quorum_checks import (
 )
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
-_RETRY_CALL_S = 2.0
-"""Delay before a failed call to the lighthouse is repeated. By then a restarted lighthouse has
-received the heartbeats of all replicas, and forms a quorum of all."""
-_RETRY_S = 0.5
-_PROCESS_GROUPS = {"gloo": ProcessGroupGloo, "nccl": ProcessGroupNCCL}
+_WATCH_INTERVAL_S = 0.1
+_CONNECT_S = 5.0
+"""Time limit of a connection between the process groups of a quorum. gloo waits up to five times as
+long for a member that does not connect (2.13)."""
+_construction = threading.Lock()
 _FILTER_EXIT_S = 1.0
 """Time for the filter to forward the rest. It survives as long as a process that inherited its
 input."""
@@ -57,67 +61,76 @@ class QuorumManager(Manager):
         transport: CheckpointTransport[Any],
         floor: ProgressFloor,
         *,
+        run_id: str,
         config_fingerprint: str,
         lighthouse: str,
+        secret: str,
         store: tuple[str, int],
         rank: int,
         world_size: int,
-        hostname: str,
+        address: str,
     ) -> None:
-        """`config_fingerprint` identifies the settings that all replicas must share, and contains
-        no colon; `store` is the address of this replica's TCPStore. Raises ReplicaError if
-        `lighthouse` does not answer within `quorum_timeout_s`."""
+        """`run_id` is needed on rank 0; `config_fingerprint` identifies the settings that all
+        replicas must share, and contains no colon; `secret` is that of all replicas; `store` is the
+        address of this replica's TCPStore; `address` is that of the interface to the other
+        replicas. Raises ReplicaError if `lighthouse` does not answer within `quorum_timeout_s`."""
         _silence_torchft_loggers()
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
-        group: ProcessGroup = _PROCESS_GROUPS[config.process_group](timeout=timeout)
-        deadline = time.monotonic() + config.quorum_timeout_s
-        while True:
-            try:
-                super().__init__(
-                    pg=group,
-                    load_state_dict=None,
-                    state_dict=None,
-                    min_replica_size=config.min_replica_size,
-                    use_async_quorum=False,
-                    timeout=timeout,
-                    quorum_timeout=timedelta(seconds=config.quorum_timeout_s),
-                    # All ranks request the quorum, and torchft makes one call to the lighthouse for
-                    # them. If it gives that call up, it reports so to no rank, and makes another
-                    # only after all ranks have requested again. Therefore its retries must outlast
-                    # the requests; their delays add up to the time limit.
-                    quorum_retries=math.ceil(config.quorum_timeout_s / _RETRY_CALL_S),
-                    connect_timeout=timeout,
-                    rank=rank,
-                    world_size=world_size,
-                    world_size_mode=(
-                        WorldSizeMode.FIXED_WITH_SPARES
-                        if config.world_size_mode == "fixed_with_spares"
-                        else WorldSizeMode.DYNAMIC
-                    ),
-                    store_addr=store[0],
-                    store_port=store[1],
-                    lighthouse_addr=lighthouse,
-                    # torchft orders the participants by these ids.
-                    replica_id=replica_id_for(
-                        f"replica_{config.replica_id:05d}", config_fingerprint
-                    ),
-                    hostname=hostname,
-                    checkpoint_transport=transport,
-                    init_sync=False,
-                )
-                break
-            except Exception as error:
-                # The lighthouse may start after its replicas.
-                self._executor.shutdown()
-                if time.monotonic() >= deadline:
-                    raise ReplicaError(
-                        f"No lighthouse answers at TORCHFT_LIGHTHOUSE = {lighthouse}: {error} "
-                        "Start one (`torchtitan-lite launch` does) or correct the address."
-                    ) from None
-                time.sleep(_RETRY_S)
-        self.register_state_dict_fn("state", lambda given: None, lambda: None)
+        group: ProcessGroup = (
+            ProcessGroupNCCL(timeout=timeout)
+            if config.process_group == "nccl"
+            else _GlooAtAddress(address, timeout)
+        )
+
+        def serve(*, replica_id: str, store_addr: str, **unused: Any) -> _ManagerServer:
+            identity = ReplicaIdentity(run_id, replica_id, store_addr, world_size)
+            link = TorchftLighthouse if config.lighthouse == "torchft" else AuthenticatedLighthouse
+            coordinator = Coordinator(
+                identity, lambda: link(lighthouse, secret, run_id), secret=secret, host=address
+            )
+            coordinator.start(config.quorum_timeout_s)
+            return _ManagerServer(coordinator)
+
+        def call(given: str, **unused: Any) -> CoordinatorClient:
+            return CoordinatorClient(given, secret, self.full_id)
+
+        self._group_lock = threading.Lock()
+        """Held while a broken quorum is compared with the current one."""
+        self._broken_id: int | None = None
+        """Id of the last quorum that broke."""
+        with _replaced_server_and_client(serve, call):
+            super().__init__(
+                pg=group,
+                load_state_dict=None,
+                state_dict=None,
+                min_replica_size=config.min_replica_size,
+                use_async_quorum=False,
+                timeout=timeout,
+                quorum_timeout=timedelta(seconds=config.quorum_timeout_s),
+                connect_timeout=timeout,
+                rank=rank,
+                world_size=world_size,
+                world_size_mode=(
+                    WorldSizeMode.FIXED_WITH_SPARES
+                    if config.world_size_mode == "fixed_with_spares"
+                    else WorldSizeMode.DYNAMIC
+                ),
+                store_addr=store[0],
+                store_port=store[1],
+                lighthouse_addr=lighthouse,
+                # torchft orders the participants by these ids.
+                replica_id=replica_id_for(f"replica_{config.replica_id:05d}", config_fingerprint),
+                hostname=address,
+                checkpoint_transport=transport,
+                init_sync=False,
+            )
         self.group = group
-        self._client = _CheckedClient(self._client, floor, config_fingerprint)
+        self._floor, self._config_fingerprint = floor, config_fingerprint
+        self._ranks_client: Any = self._client
+        """The same `CoordinatorClient`, with its own methods."""
+        self._last_quorum: Any = None
+        self._is_shut_down = False
+        self._watcher = threading.Thread(target=self._watch, name="quorum watcher", daemon=True)
 
     @property
     def full_id(self) -> str:
@@ -127,12 +140,116 @@ class QuorumManager(Manager):
 
     @property
     def quorum(self) -> Any:
-        """Last QuorumResult."""
-        return self._client.last
+        """Last quorum, with the fields of `quorum_for_rank`."""
+        return self._last_quorum
+
+    def connected_s(self) -> float:
+        """Return for how long the lighthouse has answered without interruption, on rank 0; 0 on
+        the other ranks."""
+        server: Any = self._manager
+        return 0.0 if server is None else server.coordinator.connected_s()
 
     def set_progress(self, progress: int) -> None:
         """Set the progress of this replica's state; 0 if it has no valid state."""
         self.load_state_dict({"step": progress, "batches_committed": 0})
+
+    def _async_quorum(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, allow_heal: bool, shrink_only: bool, quorum_timeout: timedelta, curr_device: int
+    ) -> None:
+        """Request a quorum and connect to its replicas. In place of torchft's, which fetches the
+        state of the donor here, and asks the donor's manager for its address."""
+        if curr_device >= 0:
+            torch.accelerator.set_device_index(curr_device)
+        quorum = self._ranks_client._quorum(
+            group_rank=self._group_rank,
+            step=self._step,
+            checkpoint_metadata=self._checkpoint_transport.metadata(),
+            shrink_only=shrink_only,
+            timeout=quorum_timeout,
+            # The process group of a broken quorum is gone, even if its last step was committed.
+            commit_failures=max(self._commit_failures, self._broken_id == self._quorum_id),
+            init_sync=False,
+        )
+        check_compatibility(self._config_fingerprint, quorum)
+        self._floor.check(quorum.max_step)
+        is_new = self._last_quorum is None or quorum.quorum_id != self._last_quorum.quorum_id
+        if is_new:
+            check_descriptors()
+        self._last_quorum = quorum
+        self._participating_replica_rank = quorum.replica_rank
+        self._participating_replica_world_size = quorum.replica_world_size
+        if self._replica_world_size_mode == WorldSizeMode.FIXED_WITH_SPARES:
+            self._participating_replica_world_size = min(
+                quorum.replica_world_size, self._min_replica_size
+            )
+            if quorum.replica_rank >= self._min_replica_size:
+                self._participating_replica_rank = None
+        if is_new:
+            with self._group_lock:
+                self._quorum_id = quorum.quorum_id
+            if not self._watcher.is_alive():
+                self._watcher.start()
+            try:
+                self._connect(quorum)
+                with self._group_lock:
+                    if self._broken_id == quorum.quorum_id:
+                        self.group.abort()
+                        raise RuntimeError("The quorum broke while its replicas connected.")
+            except Exception as error:
+                self.report_error(error)
+                return
+        if quorum.recover_dst_replica_ranks:
+            self._checkpoint_transport.send_checkpoint(
+                dst_ranks=quorum.recover_dst_replica_ranks,
+                step=quorum.max_step,
+                state_dict={},
+                timeout=self._timeout,
+            )
+        if quorum.heal:
+            self._checkpoint_transport.recv_checkpoint(
+                src_rank=quorum.recover_src_replica_rank,
+                metadata=quorum.state_url,
+                step=quorum.max_step,
+                timeout=self._timeout,
+            )
+            self._step = quorum.max_step
+
+    def _connect(self, quorum: Any) -> None:
+        """Connect the process group of a new quorum."""
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        numbers = [extract_trailing_digits(one.partition(":")[0]) for one in quorum.replica_ids]
+        self._pg.configure(
+            f"{quorum.store_address}/torchft/{quorum.quorum_id}/{self._group_rank}",
+            self._replica_id or "0",
+            quorum.replica_rank,
+            quorum.replica_world_size,
+            quorum.quorum_id,
+            self._group_rank,
+            self._group_world_size,
+            [number * self._group_world_size + self._group_rank for number in numbers],
+        )
+
+    def _watch(self) -> None:
+        """Abort the process group of each quorum that the coordinator reports as broken."""
+        handled = None
+        while not self._is_shut_down:
+            quorum_id = self._quorum_id
+            if quorum_id == handled:
+                time.sleep(_WATCH_INTERVAL_S)
+                continue
+            is_broken = bool(self._ranks_client.wait_until_broken(quorum_id))
+            with self._group_lock:
+                if is_broken and quorum_id == self._quorum_id:
+                    # What waits for the other replicas fails now. A group that is still connecting
+                    # is aborted afterwards.
+                    handled = self._broken_id = quorum_id
+                    self.group.abort()
+
+    def shutdown(self, wait: bool = True) -> None:
+        self._is_shut_down = True
+        super().shutdown(wait=wait)
+        self._ranks_client.close()
 
     def forget_failed_quorum(self) -> None:
         """Discard the exception of a failed quorum, which torchft would raise again at the next
@@ -207,24 +324,65 @@ def same_device_in_thread() -> Callable[[], None]:
     return lambda: torch.accelerator.set_device_index(index)
 
 
-class _CheckedClient:
-    """The manager's client, which checks its quorums."""
+class _ManagerServer:
+    """Coordinator with the methods of torchft's ManagerServer that its manager calls."""
 
-    def __init__(self, client: Any, floor: ProgressFloor, config_fingerprint: str) -> None:
-        self._client, self._floor, self._config_fingerprint = client, floor, config_fingerprint
-        self.last: Any = None
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
 
-    def _quorum(self, **asked: Any) -> Any:
-        found = self._client._quorum(**asked)
-        check_compatibility(self._config_fingerprint, found)
-        self._floor.check(found.max_step)
-        if self.last is None or found.quorum_id != self.last.quorum_id:
-            check_descriptors()
-        self.last = found
-        return found
+    def address(self) -> str:
+        return self.coordinator.address
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
+    def shutdown(self) -> None:
+        self.coordinator.stop()
+
+
+@contextmanager
+def _replaced_server_and_client(server: Any, client: Any) -> Iterator[None]:
+    """Replace the names by which torchft's manager creates its server and its client, as torchft's
+    own tests do: 0.2.0 has no other way."""
+    with _construction:
+        before = torchft.manager.ManagerServer, torchft.manager.ManagerClient
+        torchft.manager.ManagerServer, torchft.manager.ManagerClient = server, client
+        try:
+            yield
+        finally:
+            torchft.manager.ManagerServer, torchft.manager.ManagerClient = before
+
+
+class _GlooAtAddress(ProcessGroupGloo):
+    """torchft's gloo group, listening at one address. torchft's listens at that of the host name,
+    which may be a loopback address."""
+
+    def __init__(self, address: str, timeout: timedelta) -> None:
+        super().__init__(timeout=timeout)
+        self._address = address
+        self._connections: set[int] = set()
+
+    def abort(self, errored: bool = True) -> None:
+        super().abort(errored)
+        # gloo's own abort does not wake a collective that waits (torch 2.13).
+        cut, self._connections = self._connections, set()
+        cut_connections(cut)
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
+        options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
+        # Members that are gone must not block the others for the time limit of a collective.
+        options._timeout = min(self._timeout, timedelta(seconds=_CONNECT_S))
+        before = connections()
+        backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+        # Another thread may have opened one meanwhile, for a call that it repeats if it is cut.
+        self._connections = connections() - before
+        backend._set_default_timeout(self._timeout)
+        backend._set_sequence_number_for_group()
+        group = dist.ProcessGroup(store, rank, world_size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            group._register_backend(
+                torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend
+            )
+        return group
 
 
 @contextmanager
@@ -242,9 +400,12 @@ def filter_torchft_logs() -> Iterator[None]:
         return
     sys.stderr.flush()
     before = os.dup(2)
-    # A session of its own, so that a Ctrl-C does not kill the filter before the trainer exits.
+    # grep exits with status 2 if its output is on a full disk; without a reader, torchft would
+    # panic. A session of its own, so that a Ctrl-C does not kill the filter before the trainer
+    # exits.
+    command = shlex.join([grep, "--line-buffered", "-v", "-a", "-F", TORCHFT_INFO])
     filter_ = subprocess.Popen(
-        [grep, "--line-buffered", "-v", "-a", "-F", TORCHFT_INFO],
+        ["/bin/sh", "-c", f"until {command} 2>/dev/null; do [ $? -gt 1 ] || exit 0; sleep 1; done"],
         stdin=subprocess.PIPE,
         stdout=before,
         start_new_session=True,

@@ -18,7 +18,8 @@ class DebugConfig(Section):
     moe_force_load_balance: Annotated[bool, only(False, "forced balance of experts")] = False
     """Send every expert the same number of tokens."""
     sample_ledger: bool = False
-    """Write the ids of the samples that each rank used in each committed step, as JSON lines."""
+    """Write the ids of the samples of each rank and step as JSON lines, before the step is
+    committed. `torchtitan-lite report RUN --check-samples` checks that each was used once."""
     explicit_redistribution: bool = False
     """Raise an error naming operation and module if forward or backward redistributes a DTensor
     implicitly. Not with `compile.enable`."""

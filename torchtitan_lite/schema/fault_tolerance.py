@@ -12,6 +12,9 @@ class FaultToleranceConfig(Section):
     """Train with other replicas, which may fail and rejoin. The environment variable
     TORCHFT_LIGHTHOUSE is the address of the lighthouse, and TORCHTITAN_LITE_TOKEN a secret shared
     by all replicas; `torchtitan-lite launch` sets both."""
+    lighthouse: Literal["torchtitan_lite", "torchft"] = "torchtitan_lite"
+    """Kind of the lighthouse. "torchft": torchft's own, for compatibility on a private network. It
+    serves anybody who reaches its port: a stranger can prevent quorums, but not join one."""
     process_group: Literal["gloo", "nccl"] = "gloo"
     """Backend between replicas."""
     process_group_timeout_ms: Annotated[int, at_least(1)] = 60000

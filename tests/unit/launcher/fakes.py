@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from torchtitan_lite.errors import MACHINE_FAULT
+from torchtitan_lite.launcher.heartbeat import report_early_stop
 from torchtitan_lite.launcher.launcher import Launcher
 from torchtitan_lite.launcher.plan import LaunchPlan
 from torchtitan_lite.launcher.processes import WRITER_MODULE
@@ -128,6 +129,7 @@ def rank(folder: Path, mode: str, replica: int) -> int:
         time.sleep(0.05)
         if leaves:
             (folder / f"saved-{replica}.{number}").touch()
+            report_early_stop()
             return 0
         if mode == "dies" and f"{replica}.{number}" == "1.1":
             os.kill(os.getpid(), signal.SIGKILL)

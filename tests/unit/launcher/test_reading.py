@@ -70,7 +70,7 @@ def test_plan(config: str) -> None:
     assert command.endswith(
         f"-m torchtitan_lite train --config {config} --training.steps=3 "
         "--fault_tolerance.enable true --fault_tolerance.replica_id 1 "
-        "--fault_tolerance.group_size 2"
+        "--fault_tolerance.group_size 2 --fault_tolerance.lighthouse torchft"
     )
     options = "--bind a:1 --min-replicas 2 --join-timeout-ms 2000"
     assert " ".join(plan.lighthouse_command("a:1")).endswith(options)

@@ -131,5 +131,5 @@ def test_unwritable_events_are_reported_once(
     view.report_event("replica 0: started")
     view.report_event("replica 0: finished")
     shown = capsys.readouterr().out
-    assert shown.count("events are not recorded") == 1
+    assert shown.count("events.jsonl cannot be written") == 1
     assert "replica 0: started" in shown and "replica 0: finished" in shown

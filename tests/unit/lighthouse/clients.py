@@ -1,4 +1,4 @@
-"""Replicas that call a lighthouse through torchft's client, all in this process."""
+"""Replicas in this process that call a lighthouse, with this project's client or torchft's."""
 
 import threading
 from collections.abc import Iterator
@@ -6,9 +6,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 from torchft.coordination import LighthouseClient
+
+from torchtitan_lite.errors import RpcError
+from torchtitan_lite.lighthouse import messages
+from torchtitan_lite.lighthouse.member import Member
+from torchtitan_lite.rpc.client import RpcClient
 
 _CONNECT = timedelta(seconds=30)
 _HEARTBEAT_S = 0.05
@@ -31,9 +38,9 @@ class ReceivedQuorum:
 class LighthouseClients:
     """Replicas of one lighthouse, with one client each."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._clients: dict[str, LighthouseClient] = {}
+    def __init__(self, url: str, secret: str | None = None) -> None:
+        self._url, self._secret = url, secret
+        self._clients: dict[str, Any] = {}
         self._alive: set[str] = set()
         self._beat_lock = threading.Lock()
         self._ended = threading.Event()
@@ -81,9 +88,13 @@ class LighthouseClients:
         members = tuple((one.replica_id, one.step) for one in quorum.participants)
         return ReceivedQuorum(int(quorum.quorum_id), members)
 
-    def _client(self, replica_id: str) -> LighthouseClient:
+    def _client(self, replica_id: str) -> Any:
         if replica_id not in self._clients:
-            self._clients[replica_id] = LighthouseClient(self._url, _CONNECT)
+            self._clients[replica_id] = (
+                LighthouseClient(self._url, _CONNECT)
+                if self._secret is None
+                else AuthenticatedClient(self._url, self._secret)
+            )
         return self._clients[replica_id]
 
     def _beat(self) -> None:
@@ -93,10 +104,44 @@ class LighthouseClients:
                     self._clients[replica_id].heartbeat(replica_id)
 
 
+class AuthenticatedClient:
+    """This project's client, with the methods of torchft's."""
+
+    def __init__(self, url: str, secret: str, run_id: str = "a run") -> None:
+        self._secret, self._run_id = secret, run_id
+        self._client = RpcClient(url, messages.SERVICE, secret, messages.PURPOSE)
+
+    def heartbeat(self, replica_id: str) -> None:
+        request = {"run_id": self._run_id, "replica_id": replica_id, "unreachable": []}
+        self._client.call("Heartbeat", request, 30)
+
+    def quorum(self, replica_id: str, timeout: timedelta, step: int = 0, **options: Any) -> Any:
+        member = Member(
+            run_id=self._run_id,
+            replica_id=replica_id,
+            address="",
+            store_address="",
+            step=step,
+            world_size=1,
+            state_urls=("",),
+            **options,
+        )
+        request = {"member": member.seal(self._secret), "unreachable": []}
+        try:
+            answer = self._client.call("Quorum", request, timeout.total_seconds())
+        except RpcError as error:
+            if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TimeoutError from None
+            raise
+        members = [Member.unseal(one, self._secret) for one in answer["members"]]
+        return SimpleNamespace(quorum_id=answer["quorum_id"], participants=members)
+
+
 @contextmanager
-def connect_clients(address: str) -> Iterator[LighthouseClients]:
-    """Return replicas of the lighthouse at `address` ("HOST:PORT")."""
-    clients = LighthouseClients(f"http://{address}")
+def connect_clients(address: str, secret: str | None = None) -> Iterator[LighthouseClients]:
+    """Return replicas of the lighthouse at `address` ("HOST:PORT"); torchft's if there is no
+    secret."""
+    clients = LighthouseClients(f"http://{address}", secret)
     try:
         yield clients
     finally:

@@ -54,7 +54,7 @@ def test_it_prints_its_address_and_exits_on_a_signal(number: signal.Signals) -> 
 def test_quorum_ids_are_not_reused_after_a_restart() -> None:
     ids: set[int] = set()
     for _ in range(2):
-        with _lighthouse() as (_, address), connect_clients(address) as clients:
+        with _lighthouse() as (_, address), connect_clients(address, TOKEN) as clients:
             # Each replica that joins causes another quorum.
             for replica_id in map(str, range(8)):
                 clients.start_heartbeats(replica_id)
@@ -65,10 +65,11 @@ def test_quorum_ids_are_not_reused_after_a_restart() -> None:
                 client.notify_left(address, replica_id, TOKEN, 30)
 
 
-def _fails(*arguments: str) -> str:
+def _fails(*arguments: str, token: str = TOKEN) -> str:
     done = subprocess.run(
         [*_COMMAND, *arguments],
         cwd=REPOSITORY,
+        env={**os.environ, "TORCHTITAN_LITE_TOKEN": token},
         capture_output=True,
         text=True,
         timeout=100,
@@ -82,6 +83,7 @@ def test_errors_that_users_can_correct_are_one_line() -> None:
     with _lighthouse() as (_, address):
         assert "another process listens there" in _fails("--bind", address)
     assert "min_replicas = 0 is too small" in _fails("--min-replicas", "0")
+    assert "has 5 characters of at least 16" in _fails(token="short")
 
 
 def test_no_torch_is_imported() -> None:

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from torchft.coordination import ManagerClient, ManagerServer
 
-from torchtitan_lite.lighthouse import client
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.lighthouse.server import LighthouseService
 
-TOKEN = "a secret of the tests"
 _TIMEOUT = timedelta(seconds=30)
 
 
@@ -57,7 +55,7 @@ class Replica:
 def service() -> Iterator[LighthouseService]:
     # Longer than any call: no quorum forms because of a timeout.
     settings = QuorumSettings(min_replicas=2, join_timeout_ms=60_000, heartbeat_timeout_ms=60_000)
-    with LighthouseService("127.0.0.1:0", settings, TOKEN) as service:
+    with LighthouseService("127.0.0.1:0", settings) as service:
         yield service
 
 
@@ -110,7 +108,7 @@ def test_a_replica_that_has_left_is_not_waited_for(
     time.sleep(0.3)
     assert not any(answer.done() for answer in waiting)
     started_s = time.monotonic()
-    client.notify_left(service.address, "replica_2", TOKEN, 30)
+    service.mark_left("replica_2")
     actual = [answer.result() for answer in waiting]
     assert time.monotonic() - started_s < 10
     assert [(one.quorum_id, one.replica_world_size) for one in actual] == [(2, 2), (2, 2)]

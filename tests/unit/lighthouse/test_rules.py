@@ -20,6 +20,7 @@ class Replica:
     replica_id: str
     shrink_only: bool = False
     commit_failures: int = 0
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Case:
     """Id -> time since the request, in seconds; with a "!" at the end of the id, no newcomers are
     accepted."""
     silent: dict[str, float] = field(default_factory=dict)
-    """Heartbeats of replicas that do not request a quorum, or that sent one after their request."""
+    """Heartbeats of replicas that do not request a quorum but did before, or that sent one after
+    their request."""
     previous: tuple[str, ...] | None = None
     reason: str = ""
     changes_in_s: float | None = None
@@ -276,6 +278,57 @@ def test_the_last_quorum_of_a_replica_that_has_left_cannot_be_repeated() -> None
     assert (quorum.quorum_id, quorum.ids) == (2, ("b:1",))
 
 
+def test_ids_that_only_send_heartbeats_stop_counting() -> None:
+    rules = QuorumRules(SETTINGS)
+    assert _request(rules, 0, "a", "b", "c")
+    rules.mark_left("c")
+    for tenth in range(100):
+        for stranger in ("x", "y", "z"):
+            rules.heartbeat(stranger, 10 + tenth / 10)
+        quorum = _request(rules, 10 + tenth / 10, "a", "b")
+        if tenth == 0:
+            assert quorum is None
+            verdict = rules.evaluate(10)
+            assert (verdict.reason[:10], verdict.until_s) == ("2 of 5 liv", 13)
+        assert (quorum is not None) == (tenth >= 30)
+
+
+def test_an_id_that_has_requested_a_quorum_counts_as_long_as_it_lives() -> None:
+    rules = QuorumRules(SETTINGS)
+    assert _request(rules, 0, "a", "b", "c", "d")
+    for second in range(1, 30):
+        for one in "abcd":
+            rules.heartbeat(one, second)
+        assert _request(rules, second, "a", "b") is None
+        assert "2 of 4 live" in rules.evaluate(second).reason
+
+
+def test_a_newer_process_replaces_the_older_one() -> None:
+    rules = QuorumRules(QuorumSettings(1, 3000, 5000))
+    assert _request(rules, 0, "a:f:1", "b:f:1", "c:f:1")
+    assert _request(rules, 1, "b:f:1") is None
+    rules.heartbeat("b:f:2", 1)
+    assert "b:f:1" in rules.waiting
+    # The dead process of c is waited for until the new one asks.
+    assert _request(rules, 1, "a:f:1", "b:f:2") is None
+    quorum = _request(rules, 1, "c:f:2")
+    assert quorum is not None
+    assert quorum.ids == ("a:f:1", "b:f:2", "c:f:2")
+    assert rules.departure("b:f:1") == "was replaced by a newer process of the same replica id"
+    assert rules.departure("b:f:2") is None
+    assert not rules.request_quorum(Replica("b:f:1"), 2)
+    assert not rules.heartbeat("c:f:1", 2)
+    assert rules.heartbeats.keys() == {"a:f:1", "b:f:2", "c:f:2"}
+
+
+def test_other_replicas_are_not_replaced() -> None:
+    rules = QuorumRules(SETTINGS)
+    ids = ("a:f:1", "a:g:2", "a:3", "b:f:1", "a", "b")
+    quorum = _request(rules, 0, *ids)
+    assert quorum is not None
+    assert quorum.ids == tuple(sorted(ids))
+
+
 def test_long_silent_replicas_are_forgotten() -> None:
     rules = QuorumRules(SETTINGS)
     rules.heartbeat("old", 0)
@@ -298,12 +351,23 @@ _AGES_S = st.floats(0, 8)
     asking=st.dictionaries(st.sampled_from(["a", "b!", "c", "d", "e!"]), _AGES_S),
     silent=st.dictionaries(st.sampled_from("abcdefgh"), _AGES_S),
     previous=st.none() | st.sets(st.sampled_from("abcd"), min_size=1).map(tuple),
+    unreachable=st.dictionaries(st.sampled_from("abcde"), st.sets(st.sampled_from("abcdef"))),
+    new=st.lists(st.floats(0, 4), max_size=4),
     part=st.floats(0, 1, exclude_max=True),
 )
 def test_nothing_changes_before_the_reported_time(
-    asking: dict[str, float], silent: dict[str, float], previous: tuple[str, ...], part: float
+    asking: dict[str, float],
+    silent: dict[str, float],
+    previous: tuple[str, ...],
+    unreachable: dict[str, set[str]],
+    new: list[float],
+    part: float,
 ) -> None:
     rules = _rules(Case("", None, asking, silent, previous))
+    for reporter, others in unreachable.items():
+        rules.report_links(reporter, others)
+    for number, age_s in enumerate(new):
+        rules.heartbeat(f"new_{number}", NOW_S - age_s)
     verdict = rules.evaluate(NOW_S)
     until_s = NOW_S + 1000 if verdict.until_s is None else verdict.until_s
     assert until_s > NOW_S

@@ -49,12 +49,14 @@ class Replica:
                 FaultToleranceConfig(replica_id=number, **settings),
                 self.transport,
                 ProgressFloor(run.cursor),
+                run_id="a run",
                 config_fingerprint=config_fingerprint,
                 lighthouse=f"http://{lighthouse}",
+                secret=_TOKEN,
                 store=(_HOST, self._store.port),
                 rank=0 if leader is None else 1,
                 world_size=num_ranks,
-                hostname=_HOST,
+                address=_HOST,
             )
         except BaseException:
             self.transport.shutdown()

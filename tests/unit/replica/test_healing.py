@@ -1,15 +1,20 @@
 """Transfer of the state from one replica to another: real servers, real sockets."""
 
+import http.client
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import torch
 
+from tests.launch import wait_until
 from tests.unit.checkpoint.conftest import SmallState
 from torchtitan_lite import rng
 from torchtitan_lite.errors import ReplicaError
@@ -22,6 +27,7 @@ from torchtitan_lite.replica.healing.client import (
 )
 from torchtitan_lite.replica.healing.live_state import LiveState
 from torchtitan_lite.replica.healing.transport import HealingTransport, StateServer
+from torchtitan_lite.rpc.authentication import ClientSession
 
 _TOKEN = "a secret of all replicas"
 
@@ -52,7 +58,7 @@ def server() -> Iterator[StateServer]:
 
 
 def endpoint(server: StateServer, **changes: Any) -> PeerEndpoint:
-    settings = {"url": server.url, "token": _TOKEN, "timeout_s": 30.0, "connections": 3}
+    settings = {"url": server.url, "secret": _TOKEN, "timeout_s": 30.0, "connections": 3}
     return PeerEndpoint(**(settings | changes))
 
 
@@ -90,8 +96,8 @@ def test_a_request_before_the_donor_is_notified_waits(donor: Run, server: StateS
 def test_the_token_is_required(donor: Run, server: StateServer) -> None:
     server.offer(8, LiveState.of(donor))
     fresh, untouched = Run(), Run()
-    with pytest.raises(IncompatibleState, match="TORCHTITAN_LITE_TOKEN"):
-        receive_state(endpoint(server, token="another one, as long"), 8, fresh)
+    with pytest.raises(ReplicaError, match="TORCHTITAN_LITE_TOKEN"):
+        receive_state(endpoint(server, secret="another one, as long"), 8, fresh)
     assert same(fresh, untouched)
 
 
@@ -168,7 +174,7 @@ def test_bytes_corrupted_in_transfer_are_detected(
         return count
 
     monkeypatch.setattr(client.http.client.HTTPResponse, "readinto", flipping)
-    with pytest.raises(TornState, match="do not match their checksum"):
+    with pytest.raises(TornState, match="do not match their MAC"):
         receive_state(endpoint(server), 8, Run())
 
 
@@ -229,3 +235,66 @@ def test_the_transport_offers_and_records(donor: Run) -> None:
     finally:
         giving.shutdown()
         taking.shutdown()
+
+
+def test_the_secret_is_not_sent_to_a_stranger() -> None:
+    """Whoever answered as a donor received the token before."""
+    received: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                received.append(connection.recv(1 << 16))
+                connection.sendall(
+                    b"HTTP/1.1 200 OK\r\nX-Ticket: "
+                    + b"00" * 40
+                    + b"\r\nX-Proof: "
+                    + b"00" * 32
+                    + b"\r\nContent-Length: 0\r\n\r\n"
+                )
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(ReplicaError, match="has another TORCHTITAN_LITE_TOKEN"):
+            receive_state(PeerEndpoint(url, _TOKEN, 5.0, 1), 8, Run())
+        thread.join()
+    assert received and _TOKEN.encode() not in received[0]
+
+
+def test_strangers_take_no_threads_and_block_nobody(donor: Run, server: StateServer) -> None:
+    server.offer(8, LiveState.of(donor))
+    before = psutil.Process().num_threads()
+    address = urlsplit(server.url)
+    strangers = [
+        socket.create_connection((address.hostname or "", address.port or 0)) for _ in range(200)
+    ]
+    try:
+        for stranger in strangers:
+            stranger.sendall(b"GET /state/8 HTTP/1.1\r\n")
+        wait_until(lambda: psutil.Process().num_threads() <= before + 40, 30)
+        receive_state(endpoint(server), 8, Run())
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_recorded_request_is_rejected(donor: Run, server: StateServer) -> None:
+    server.offer(8, LiveState.of(donor))
+    sent: list[str] = []
+
+    class Recorded(ClientSession):
+        def sign(self, *content: bytes) -> Any:
+            proof = super().sign(*content)
+            sent.append(str(proof))
+            return proof
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "ClientSession", Recorded)
+        receive_state(endpoint(server), 8, Run())
+    address = urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=10)
+    connection.request("GET", "/state/8", headers={"Authorization": sent[0], "Range": "bytes=0-7"})
+    assert connection.getresponse().status == HTTPStatus.UNAUTHORIZED
+    connection.close()

@@ -1,7 +1,11 @@
 """What a replica needs to join the others: one clear error for each missing item."""
 
+import socket
+from typing import Any
+
 import pytest
 
+from torchtitan_lite import network
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.joining import LIGHTHOUSE, TOKEN, address_for, environment
 
@@ -48,3 +52,20 @@ def test_an_interface_or_the_route_gives_the_address() -> None:
 def test_an_invalid_address_is_an_error(interface: str, lighthouse: str, message: str) -> None:
     with pytest.raises(ReplicaError, match=message):
         address_for(interface, lighthouse)
+
+
+def test_a_name_that_means_loopback_here_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian names this machine 127.0.1.1 in /etc/hosts, which others cannot reach."""
+    try:
+        expected = network.address_toward("192.0.2.1", 80)
+    except OSError:
+        pytest.skip("this machine has no default route")
+    real = socket.getaddrinfo
+
+    def names_loopback(host: str, *arguments: Any, **options: Any) -> Any:
+        return real("127.0.1.1" if host == "node0" else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", names_loopback)
+    assert address_for("", "http://node0:29510") == expected
+    assert address_for("", "http://localhost:29510").startswith("127.")
+    assert address_for("", "http://127.0.1.1:29510").startswith("127.")

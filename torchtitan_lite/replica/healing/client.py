@@ -4,6 +4,7 @@ Invariant: nothing is modified before the whole state is known to fit. After a l
 is torn and must not be used.
 """
 
+import hmac
 import http.client
 import time
 from collections.abc import Sequence
@@ -14,13 +15,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-import xxhash
 
 from torchtitan_lite import rng
 from torchtitan_lite.checkpoint import copy_back, local_tensors, tensor_bytes
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.healing.live_state import HealableState, parse_header, tensor_ranges
-from torchtitan_lite.replica.healing.transport import CHECKSUM
+from torchtitan_lite.replica.healing.transport import (
+    MAC,
+    NONCE,
+    PROOF,
+    PURPOSE,
+    SESSION_PATH,
+    TICKET,
+)
+from torchtitan_lite.rpc.authentication import AuthenticationError, ClientSession
 
 _CHUNK_BYTES = 8 << 20
 _PIECE_BYTES = 1 << 20
@@ -33,7 +41,7 @@ class PeerEndpoint:
     """URL, secret and limits of a connection to a peer."""
 
     url: str
-    token: str
+    secret: str
     timeout_s: float
     connections: int
 
@@ -89,12 +97,6 @@ class _NotReady(ReplicaError):
 
 class TornState(ReplicaError):
     """Partially received state."""
-
-
-_ERRORS: dict[int, type[ReplicaError]] = {
-    HTTPStatus.SERVICE_UNAVAILABLE: _NotReady,
-    HTTPStatus.UNAUTHORIZED: IncompatibleState,
-}
 
 
 def _allocate(run: HealableState, shapes: dict[str, Any]) -> None:
@@ -161,6 +163,7 @@ class _Connection:
         self._http = http.client.HTTPConnection(
             parts.hostname, parts.port, timeout=endpoint.timeout_s
         )
+        self._session = ClientSession(endpoint.secret, PURPOSE)
 
     def fetch_when_ready(self, start: int, targets: Sequence[memoryview]) -> None:
         """Fetch as `fetch` does, as soon as the peer serves the state."""
@@ -177,18 +180,20 @@ class _Connection:
     def fetch(self, start: int, targets: Sequence[memoryview]) -> None:
         """Fill `targets` with the bytes from `start` on. Raises ReplicaError."""
         length = sum(map(len, targets))
-        headers = {
-            "Authorization": f"Bearer {self._endpoint.token}",
-            "Range": f"bytes={start}-{start + length - 1}",
-        }
+        span = f"bytes={start}-{start + length - 1}"
         try:
+            if not self._session.is_open:
+                self._open_session()
+            proof = self._session.sign(self._path.encode(), span.encode())
+            headers = {"Authorization": str(proof), "Range": span}
             self._http.request("GET", self._path, headers=headers)
             answer = self._http.getresponse()
             if answer.status != HTTPStatus.PARTIAL_CONTENT or answer.length != length:
                 answer.read()
-                kind = _ERRORS.get(answer.status, ReplicaError)
+                is_late = answer.status == HTTPStatus.SERVICE_UNAVAILABLE
+                kind = _NotReady if is_late else ReplicaError
                 raise kind(_rejection_message(answer.status, self._endpoint.url))
-            digest = xxhash.xxh3_64()
+            digest = self._session.response_digest(proof)
             for target in targets:
                 for first in range(0, len(target), _PIECE_BYTES):
                     piece = target[first : first + _PIECE_BYTES]
@@ -201,8 +206,21 @@ class _Connection:
                     digest.update(piece)
         except (OSError, http.client.HTTPException) as error:
             raise ReplicaError(f"{self._endpoint.url} cannot be read: {error!r}") from error
-        if digest.hexdigest() != answer.headers.get(CHECKSUM):
-            raise ReplicaError(f"The data from {self._endpoint.url} do not match their checksum.")
+        if not hmac.compare_digest(digest.hexdigest(), answer.headers.get(MAC) or ""):
+            raise ReplicaError(f"The data from {self._endpoint.url} do not match their MAC.")
+
+    def _open_session(self) -> None:
+        """Prove to the peer, and let it prove, that it has the secret. Raises ReplicaError."""
+        self._http.request("GET", SESSION_PATH, headers={NONCE: self._session.nonce.hex()})
+        answer = self._http.getresponse()
+        answer.read()
+        try:
+            ticket, proof = (bytes.fromhex(answer.headers.get(n) or "") for n in (TICKET, PROOF))
+            self._session.open(ticket, proof)
+        except (AuthenticationError, ValueError):
+            raise ReplicaError(
+                _rejection_message(HTTPStatus.UNAUTHORIZED, self._endpoint.url)
+            ) from None
 
     def close(self) -> None:
         self._http.close()

@@ -1,0 +1,40 @@
+"""Faults in a rank of `torchtitan-lite train`, which the variable RANK_FAULTS names; a module for
+`experimental.custom_import`.
+
+`RANK_FAULTS="slow=0.1 raises=1:5"`: each step takes 0.1 s longer, and rank 1 raises an exception
+after step 5 and each later one. `computes=0:5`: rank 0 computes without end after step 5, until
+it is interrupted.
+"""
+
+import os
+import time
+
+from torchtitan_lite.hooks import HookContext
+from torchtitan_lite.registry import register_hook
+from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.trainer import Hook, StepReport
+
+_FAULTS = dict(fault.split("=") for fault in os.environ.get("RANK_FAULTS", "").split())
+
+
+class InjectedError(Exception):
+    """The exception of `raises`."""
+
+
+def faults(context: HookContext) -> Hook:
+    """Return the hook with the faults of this rank."""
+
+    def hook(state: TrainState, report: StepReport) -> None:
+        time.sleep(float(_FAULTS.get("slow", "0")))
+        rank, first = map(int, _FAULTS.get("raises", "-1:0").split(":"))
+        if rank == context.mesh.rank and report.number >= first:
+            raise InjectedError(f"after step {report.number}")
+        if _FAULTS.get("computes") == f"{context.mesh.rank}:{report.number}":
+            _FAULTS.clear()
+            while True:
+                sum(range(1000))
+
+    return hook
+
+
+register_hook(faults)

@@ -1,0 +1,1 @@
+"""Replicas on a real network of namespaces whose links fail."""

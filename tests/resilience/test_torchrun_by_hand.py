@@ -1,0 +1,64 @@
+"""Ranks of a torchrun that was started by hand die with it."""
+
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import launch
+
+_ENDLESS = (*launch.SMALL, "--training.steps=100000", "--checkpoint.enable=false")
+_TORCHRUN = {
+    "console script": [str(Path(sys.executable).with_name("torchrun"))],
+    "module": [sys.executable, "-m", "torch.distributed.run"],
+}
+
+
+@pytest.mark.parametrize("kind", _TORCHRUN)
+def test_ranks_die_with_a_killed_torchrun(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    own = [*_TORCHRUN[kind], "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    own += ["--rdzv-endpoint=localhost:0", "train.py", *_ENDLESS, f"--job.dump_folder={run}"]
+    monkeypatch.setattr(launch, "command", lambda *ignored: own)
+    process = launch.start(2, (), log)
+    ranks: list[psutil.Process] = []
+    try:
+        launch.wait_for_step(run, 3, process, log)
+        ranks = launch.ranks_of(process)
+        assert len(ranks) == 2
+        process.send_signal(signal.SIGKILL)
+        launch.wait_until(lambda: not any(map(_runs, ranks)), 1)
+    finally:
+        launch.kill(ranks)
+        launch.end(process)
+
+
+def test_ranks_die_if_torchrun_is_killed_while_they_start(tmp_path: Path) -> None:
+    """At the earliest time at which the ranks exist: most have not set PR_SET_PDEATHSIG yet."""
+    log = tmp_path / "log"
+    ranks: list[psutil.Process] = []
+    process = launch.start(2, [*_ENDLESS, f"--job.dump_folder={tmp_path / 'run'}"], log)
+    try:
+        launch.wait_until(lambda: launch.ranks_of(process), 60)
+        # Stopped first, so that it starts no further rank.
+        process.send_signal(signal.SIGSTOP)
+        ranks = launch.ranks_of(process)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert ranks
+        launch.wait_until(lambda: not any(map(_runs, ranks)), 5)
+    finally:
+        launch.kill(ranks)
+        launch.end(process)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return whether a process has not exited. Process 1 of a container may reap nothing."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,375 @@
+"""Coordinators of replicas: quorums as torchft's managers compute them, votes, links, strangers."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchft.coordination import ManagerClient, ManagerServer
+
+from tests.launch import wait_until
+from tests.unit.lighthouse.clients import AuthenticatedClient
+from torchtitan_lite.errors import ReplicaError, RpcError
+from torchtitan_lite.lighthouse.member import Member
+from torchtitan_lite.lighthouse.rules import QuorumSettings
+from torchtitan_lite.lighthouse.server import LighthouseService
+from torchtitan_lite.replica import coordinator as module
+from torchtitan_lite.replica.coordinator import (
+    SERVICE,
+    Coordinator,
+    CoordinatorClient,
+    ReplicaIdentity,
+    quorum_for_rank,
+)
+from torchtitan_lite.replica.lighthouse_link import (
+    AgreedQuorum,
+    AuthenticatedLighthouse,
+    TorchftLighthouse,
+)
+from torchtitan_lite.rpc.authentication import AuthenticationError
+from torchtitan_lite.rpc.client import RpcClient
+
+SECRET = "a secret of the tests"
+_HOST = "127.0.0.1"
+_TIMEOUT = timedelta(seconds=30)
+
+
+def _settings(num_replicas: int, heartbeat_timeout_ms: int = 30_000) -> QuorumSettings:
+    return QuorumSettings(
+        min_replicas=num_replicas,
+        join_timeout_ms=30_000,
+        heartbeat_timeout_ms=heartbeat_timeout_ms,
+    )
+
+
+class Replica:
+    """A coordinator and the clients of its ranks."""
+
+    def __init__(
+        self,
+        lighthouse: str,
+        replica_id: str,
+        *,
+        num_ranks: int = 1,
+        run_id: str = "a run",
+        secret: str = SECRET,
+        link: Any = AuthenticatedLighthouse,
+    ) -> None:
+        identity = ReplicaIdentity(run_id, replica_id, f"store of {replica_id}", num_ranks)
+        self.coordinator = Coordinator(
+            identity, lambda: link(lighthouse, secret, run_id), secret=secret, host=_HOST
+        )
+        self.coordinator.start(5)
+        self.ranks = [
+            CoordinatorClient(self.coordinator.address, secret, replica_id)
+            for _ in range(num_ranks)
+        ]
+
+    def quorum(self, rank: int = 0, step: int = 0, commit_failures: int = 0) -> Any:
+        return self.ranks[rank]._quorum(
+            group_rank=rank,
+            step=step,
+            checkpoint_metadata=f"{self.coordinator.address} {rank}",
+            shrink_only=False,
+            timeout=_TIMEOUT,
+            commit_failures=commit_failures,
+            init_sync=False,
+        )
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.coordinator.stop()
+
+
+@contextmanager
+def _replicas(address: str, *ids: str, **options: Any) -> Iterator[list[Replica]]:
+    made = [Replica(address, one, **options) for one in ids]
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.close()
+
+
+def _together(calls: list[Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [one.result(timeout=60) for one in [threads.submit(call) for call in calls]]
+
+
+@given(
+    steps=st.lists(st.sampled_from([0, 1, 7, 9]), min_size=1, max_size=4),
+    failures=st.integers(0, 2),
+)
+@settings(max_examples=8)
+def test_quorums_are_those_of_torchft(steps: list[int], failures: int) -> None:
+    ids = [f"replica_{i}" for i in range(len(steps))]
+    num_ranks = 2
+    with LighthouseService(f"{_HOST}:0", _settings(len(ids))) as service:
+        servers = [
+            ManagerServer(
+                replica_id=one,
+                lighthouse_addr=f"http://{service.address}",
+                hostname=_HOST,
+                bind=f"{_HOST}:0",
+                store_addr=f"store of {one}",
+                world_size=num_ranks,
+                heartbeat_interval=timedelta(milliseconds=50),
+                connect_timeout=_TIMEOUT,
+                quorum_retries=0,
+            )
+            for one in ids
+        ]
+
+        def request(replica: int, rank: int) -> Any:
+            return ManagerClient(servers[replica].address(), _TIMEOUT)._quorum(
+                group_rank=rank,
+                step=steps[replica],
+                checkpoint_metadata="",
+                shrink_only=False,
+                timeout=_TIMEOUT,
+                commit_failures=failures,
+                init_sync=False,
+            )
+
+        pairs = [(i, rank) for i in range(len(ids)) for rank in range(num_ranks)]
+        theirs = _together([lambda i=i, rank=rank: request(i, rank) for i, rank in pairs])
+        for server in servers:
+            server.shutdown()
+    quorum = AgreedQuorum(theirs[0].quorum_id, tuple(map(_member, ids, steps)))
+    for (i, rank), expected in zip(pairs, theirs, strict=True):
+        actual = SimpleNamespace(**quorum_for_rank(quorum, ids[i], rank))
+        for name in (
+            "quorum_id",
+            "replica_rank",
+            "replica_world_size",
+            "replica_ids",
+            "store_address",
+            "max_step",
+            "max_replica_rank",
+            "max_world_size",
+            "heal",
+            "recover_src_replica_rank",
+            "recover_dst_replica_ranks",
+        ):
+            assert getattr(actual, name) == getattr(expected, name), name
+
+
+def _member(replica_id: str, step: Any, **changes: Any) -> Member:
+    values: dict[str, Any] = {
+        "run_id": "a run",
+        "replica_id": replica_id,
+        "address": "",
+        "store_address": f"store of {replica_id}",
+        "step": step,
+        "world_size": 2,
+        "state_urls": ("http://first", "http://second"),
+    }
+    return Member(**(values | changes))
+
+
+def test_all_ranks_of_all_replicas_get_one_quorum_and_one_outcome() -> None:
+    with (
+        LighthouseService(f"{_HOST}:0", _settings(2), SECRET) as service,
+        _replicas(service.address, "a:f:1", "b:f:2", num_ranks=2) as replicas,
+    ):
+        calls = [
+            lambda r=r, i=i: r.quorum(i, 7 if r is replicas[0] else 3)
+            for r in replicas
+            for i in (0, 1)
+        ]
+        quorums = _together(calls)
+        assert len({one.quorum_id for one in quorums}) == 1
+        assert [one.heal for one in quorums] == [False, False, True, True]
+        urls = [f"{replicas[0].coordinator.address} {rank}" for rank in (0, 1)]
+        assert [one.state_url for one in quorums] == [None, None, *urls]
+        for votes in ((True, True), (True, False)):
+            outcomes = _together(
+                [
+                    lambda rank=rank, vote=vote: (
+                        replicas[0].ranks[rank].should_commit(rank, 7, vote, _TIMEOUT)
+                    )
+                    for rank, vote in enumerate(votes)
+                ]
+            )
+            assert outcomes == [all(votes)] * 2
+
+
+def test_another_run_is_rejected() -> None:
+    with LighthouseService(f"{_HOST}:0", _settings(1), SECRET) as service:
+        with _replicas(service.address, "a:f:1") as (first,):
+            first.quorum()
+            with (
+                _replicas(service.address, "b:f:2", run_id="another") as (second,),
+                pytest.raises(ReplicaError, match="serves run a run, and b:f:2 is of run another"),
+            ):
+                second.quorum()
+        service.mark_left("a")
+        with _replicas(service.address, "b:f:2", run_id="another") as (second,):
+            assert second.quorum().replica_ids == ["b:f:2"]
+
+
+def test_an_older_process_of_a_replica_ends_when_a_newer_one_joins() -> None:
+    with (
+        LighthouseService(f"{_HOST}:0", _settings(1), SECRET) as service,
+        _replicas(service.address, "a:f:1") as (older,),
+    ):
+        older.quorum()
+        with _replicas(service.address, "a:f:2") as (newer,):
+            assert newer.quorum().replica_ids == ["a:f:2"]
+        with pytest.raises(ReplicaError, match="replaced by a newer process"):
+            older.quorum()
+
+
+def test_another_secret_is_rejected_at_once() -> None:
+    with LighthouseService(f"{_HOST}:0", _settings(1), SECRET) as service:
+        started_s = time.monotonic()
+        with pytest.raises(ReplicaError, match="TORCHTITAN_LITE_TOKEN must be the same"):
+            Replica(service.address, "a:f:1", secret="another secret of them")
+        assert time.monotonic() - started_s < 4
+        assert service.status()["replicas"] == []
+
+
+def test_an_unauthenticated_lighthouse_must_be_chosen() -> None:
+    with LighthouseService(f"{_HOST}:0", _settings(1)) as service:
+        with pytest.raises(ReplicaError, match='fault_tolerance.lighthouse = "torchft"'):
+            Replica(service.address, "a:f:1")
+        with _replicas(service.address, "a:f:1", link=TorchftLighthouse) as (replica,):
+            assert replica.quorum().replica_ids == ["a:f:1"]
+
+
+@pytest.mark.parametrize("data", ["", "{}", '{"member": "{}", "seal": "00"}'])
+def test_no_quorum_with_a_stranger_at_an_unauthenticated_lighthouse(data: str) -> None:
+    """Whoever claims the highest step would be the donor of all others."""
+    with (
+        LighthouseService(f"{_HOST}:0", _settings(2)) as service,
+        _replicas(service.address, "a:f:1", link=TorchftLighthouse) as (replica,),
+        ThreadPoolExecutor(1) as threads,
+    ):
+        from torchft.coordination import LighthouseClient
+
+        request = threads.submit(replica.quorum, step=4)
+        stranger = LighthouseClient(f"http://{service.address}", _TIMEOUT)
+        stranger.heartbeat("stranger:f:1")
+        stranger.quorum("stranger:f:1", _TIMEOUT, step=1 << 40, data={"sealed": data})
+        time.sleep(1)
+        assert not request.done()
+        replica.close()
+        with pytest.raises((ReplicaError, RpcError, ValueError)):
+            request.result(timeout=60)
+
+
+def test_a_stranger_is_nobody_to_a_lighthouse_with_a_secret() -> None:
+    from torchft.coordination import LighthouseClient
+
+    with (
+        LighthouseService(f"{_HOST}:0", _settings(1), SECRET) as service,
+        _replicas(service.address, "a:f:1") as (replica,),
+    ):
+        assert replica.quorum(step=5).max_step == 5
+        stranger = LighthouseClient(f"http://{service.address}", _TIMEOUT)
+        with pytest.raises(RuntimeError, match="Unimplemented"):
+            stranger.heartbeat("stranger")
+        with pytest.raises(RuntimeError, match="Unimplemented"):
+            stranger.quorum("stranger", _TIMEOUT, step=1 << 40)
+        with pytest.raises(RpcError, match="cannot be trusted"):
+            AuthenticatedClient(service.address, "another secret of them").heartbeat("stranger")
+        assert [one["replica_id"] for one in service.status()["replicas"]] == ["a:f:1"]
+        assert replica.quorum(step=6).max_step == 6
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"member": 1, "seal": 2}', _member("a", 1).seal("another secret of them")],
+)
+def test_an_unsealed_statement_is_rejected(text: str) -> None:
+    with pytest.raises(AuthenticationError):
+        Member.unseal(text, SECRET)
+
+
+def test_a_sealed_statement_cannot_be_altered() -> None:
+    member = _member("replica_00001:f:1", 41, shrink_only=True, commit_failures=3)
+    sealed = member.seal(SECRET)
+    assert Member.unseal(sealed, SECRET) == member
+    with pytest.raises(AuthenticationError, match="wrong seal"):
+        Member.unseal(sealed.replace("41", "42"), SECRET)
+    for changes in ({"step": -1}, {"step": 1 << 62}, {"step": True}, {"world_size": "2"}):
+        with pytest.raises(AuthenticationError, match="invalid"):
+            Member.unseal(_member("a", **{"step": 1} | changes).seal(SECRET), SECRET)
+
+
+def test_a_quorum_breaks_when_the_lighthouse_reports_a_dead_member() -> None:
+    with (
+        LighthouseService(f"{_HOST}:0", _settings(2), SECRET) as service,
+        _replicas(service.address, "a:f:1", "b:f:2") as (first, second),
+    ):
+        quorum, _ = _together([first.quorum, second.quorum])
+        with ThreadPoolExecutor(1) as threads:
+            watch = threads.submit(first.ranks[0].wait_until_broken, quorum.quorum_id)
+            time.sleep(0.5)
+            assert not watch.done()
+            service.mark_left("b:f:2")
+            assert "b sends no heartbeats" in watch.result(timeout=10)
+        assert first.ranks[0].wait_until_broken(quorum.quorum_id)
+        assert first.ranks[0].wait_until_broken(quorum.quorum_id - 1) == ""
+
+
+def test_a_quorum_breaks_when_a_member_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lighthouse still receives its heartbeats, so that only its peers can tell."""
+    monkeypatch.setattr(module, "_LINK_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(module, "_PING_INTERVAL_S", 0.2)
+    with (
+        LighthouseService(f"{_HOST}:0", _settings(1), SECRET) as service,
+        _replicas(service.address, "a:f:1") as (first,),
+        _replicas(service.address, "b:f:2") as (second,),
+    ):
+        quorum, _ = _together([lambda: first.quorum(step=9), lambda: second.quorum(step=9)])
+        second.coordinator.stop()
+        peer = AuthenticatedClient(service.address, SECRET)
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(0.1):
+                peer.heartbeat("b:f:2")
+
+        thread = threading.Thread(target=beat)
+        thread.start()
+        try:
+            assert "b cannot be reached" in first.ranks[0].wait_until_broken(quorum.quorum_id)
+            links = [["a:f:1", "b:f:2"]]
+            wait_until(lambda: [*map(list, service.status()["broken_links"])] == links, 30)
+        finally:
+            ended.set()
+            thread.join()
+
+
+def test_the_coordinator_listens_at_one_address_only() -> None:
+    with (
+        LighthouseService(f"{_HOST}:0", _settings(1), SECRET) as service,
+        _replicas(service.address, "a:f:1") as (replica,),
+    ):
+        port = int(replica.coordinator.address.rpartition(":")[2])
+        listening = {
+            one.laddr.ip
+            for one in psutil.Process().net_connections()
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+        }
+        assert {one.removeprefix("::ffff:") for one in listening} == {_HOST}
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.2", port), timeout=2)
+        with (
+            RpcClient(
+                replica.coordinator.address, SERVICE, "another secret of them", "replica"
+            ) as stranger,
+            pytest.raises(RpcError, match="cannot be trusted"),
+        ):
+            stranger.call("Vote", {"rank": 0, "commit": True}, 10)

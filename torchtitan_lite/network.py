@@ -1,0 +1,92 @@
+"""Addresses of this machine on the routes to others, and TCP connections of this process. Layer:
+imports nothing of the project.
+"""
+
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Collection
+from contextlib import suppress
+
+import psutil
+
+
+def address_toward(host: str, port: int) -> str:
+    """Return the address of the interface that routes to `host`. Raises OSError."""
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # Connecting a datagram socket sends nothing; it only selects the route.
+        probe.connect(place)
+        return probe.getsockname()[0]
+
+
+def address_for_others(host: str, port: int) -> str:
+    """Return the address of this machine on the route to `host` that other machines can reach too:
+    the name of this machine may resolve to a loopback address, which they cannot. Raises
+    OSError."""
+    found = address_toward(host, port)
+    is_meant = host == "localhost" or host.startswith("127.") or host == "::1"
+    if not ipaddress.ip_address(found).is_loopback or is_meant:
+        return found
+    # The interface of the default route: no packet is sent to this address (RFC 5737).
+    return address_toward("192.0.2.1", port)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface with `address`; None if there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (one.address.partition("%")[0] for one in addresses):
+            return name
+    return None
+
+
+def let_gloo_listen_toward_master() -> None:
+    """Make gloo groups of processes on several machines listen on the interface that routes to
+    MASTER_ADDR, unless the user has chosen one. By itself gloo takes the address to which the host
+    name resolves, which on many machines is a loopback address, and torch passes it no other."""
+    spans_machines = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+    master = os.environ.get("MASTER_ADDR")
+    if not spans_machines or not master or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        interface = interface_of(
+            address_for_others(master, int(os.environ.get("MASTER_PORT", "1")))
+        )
+    except (OSError, ValueError):
+        # Connecting to the master reports it.
+        return
+    if interface is not None and interface != "lo":
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def connections() -> set[int]:
+    """Return the TCP connections of this process, each by the inode of its socket."""
+    found: set[int] = set()
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        # Another thread may close it at any time.
+        with suppress(OSError):
+            if _is_connection(descriptor):
+                found.add(os.fstat(descriptor).st_ino)
+    return found
+
+
+def cut_connections(which: Collection[int] | None = None) -> None:
+    """Cut the TCP connections of this process, so that whatever waits for them fails; all, or those
+    with the given inodes."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if which is not None and os.fstat(descriptor).st_ino not in which:
+                continue
+            if _is_connection(descriptor):
+                with socket.socket(fileno=os.dup(descriptor)) as one:
+                    one.shutdown(socket.SHUT_RDWR)
+
+
+def _is_connection(descriptor: int) -> bool:
+    """Return whether a descriptor is a TCP socket that does not listen. Raises OSError."""
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as one:
+        is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+        return is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

@@ -1,0 +1,288 @@
+"""The agent of one machine: a torchelastic agent that replaces a dead rank by a spare and restarts
+the training in the processes of the others.
+
+torchelastic's base class runs the rendezvous, assigns the ranks and loops; this one says what it
+means to start, stop and watch the ranks. Layer: above rank_process, launcher.restart_policy.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from torchtitan_lite.launcher.logs import mask_numbers
+from torchtitan_lite.launcher.restart_policy import Failure, GiveUp, RestartPolicy
+from torchtitan_lite.launcher.supervised import ATTEMPT, ATTEMPT_STARTED
+from torchtitan_lite.log import logger
+from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
+
+_POLL_S = 0.02
+_CAUSE_S = 0.5
+"""After a rank reported an exception, time in which the death of another is found to be its
+cause."""
+_PARK_S = 5.0
+"""Time in which a surviving process must leave its training; then it is killed and replaced."""
+_EXIT_S = 10.0
+_UNLIMITED = 1 << 30
+"""Restarts according to torchelastic, which counts them only; the restart policy decides."""
+_ADDRESS = "127.0.0.1"
+
+
+class MachineRendezvous(RendezvousHandler):
+    """Rendezvous of one machine: a new store for each attempt, on a port that the kernel chooses.
+
+    torch's static rendezvous keeps one store, in which a second attempt finds the addresses of the
+    first (2.13)."""
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return "machine"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return a new store; the earlier one closes with its last reference."""
+        self._store = store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_ADDRESS, store.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: no other machine waits."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return "machine"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class RankAgent(SimpleElasticAgent):
+    """Runs the ranks of one machine."""
+
+    def __init__(
+        self,
+        start_process: Callable[[], RankProcess],
+        num_ranks: int,
+        num_spares: int,
+        *,
+        policy: RestartPolicy,
+        requests: Sequence[int],
+    ) -> None:
+        """`start_process` starts a process that parks. `requests` receives the numbers of signals
+        to forward to the ranks."""
+        spec = WorkerSpec(
+            role="trainer",
+            local_world_size=num_ranks,
+            rdzv_handler=MachineRendezvous(),
+            entrypoint="train",
+            max_restarts=_UNLIMITED,
+            monitor_interval=_POLL_S,
+        )
+        super().__init__(spec)
+        self._start_process, self._num_spares = start_process, num_spares
+        self._policy, self._requests, self._num_forwarded = policy, requests, 0
+        self._ranks: dict[int, RankProcess] = {}
+        """Processes by local rank."""
+        self._spares: list[RankProcess] = []
+        self._lost: set[int] = set()
+        """Ranks whose process is to be replaced."""
+        self._failed_at_s = self._restart_at_s = self._ended_at_s = 0.0
+        self.exit_status = 0
+        """Exit status of the run."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Give each rank a process: its own if that lives, else a spare, else a new one."""
+        time.sleep(max(0.0, self._restart_at_s - time.monotonic()))
+        ranks = {worker.local_rank: worker for worker in worker_group.workers}
+        for number in ranks.keys() - self._ranks.keys():
+            self._ranks[number] = self._take_spare() or self._start_process()
+        self._policy.attempt_started()
+        self._ended_at_s = 0.0
+        waiting = set(ranks)
+        while waiting:
+            for number in sorted(waiting):
+                process = self._ranks[number]
+                process.poll()
+                if process.state in (RankState.PARKED, RankState.ENDED):
+                    process.start_training(self._environment(ranks[number], worker_group))
+                if process.state is not RankState.STARTING:
+                    # One that died is found by `_monitor_workers`.
+                    waiting.discard(number)
+            time.sleep(_POLL_S if waiting else 0.0)
+        return {number: process.pid for number, process in self._ranks.items()}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Poll the processes. Returns FAILED as soon as the cause of a failure is known."""
+        for number in self._requests[self._num_forwarded :]:
+            self._num_forwarded += 1
+            for process in self._ranks.values():
+                process.signal(_forwarded(number))
+        for process in (*self._ranks.values(), *self._spares):
+            process.poll()
+        self._spares = [one for one in self._spares if one.state is not RankState.EXITED]
+        failure = self._failure()
+        if failure is not None:
+            return self._decide(failure)
+        if all(process.state is RankState.ENDED for process in self._ranks.values()):
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._ranks))
+        if all(process.has_progress for process in self._ranks.values()):
+            self._policy.made_progress(time.monotonic())
+            # Only now, because their imports would compete with the start of the ranks.
+            while len(self._spares) < self._num_spares:
+                self._spares.append(self._start_process())
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Abort the training of the ranks that live, and end the processes of lost ranks."""
+        if self.exit_status:
+            self._shutdown()
+            return
+        deadline = time.monotonic() + _PARK_S
+        surviving = {n: one for n, one in self._ranks.items() if n not in self._lost}
+        for process in surviving.values():
+            process.abort_training()
+        for number in self._lost:
+            self._end(self._ranks.pop(number), deadline)
+        self._lost.clear()
+        while any(not _is_idle(one) for one in surviving.values()):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_S)
+            for process in surviving.values():
+                process.poll()
+        for number, process in surviving.items():
+            if not _is_idle(process) or process.state is RankState.EXITED:
+                logger.warning("Rank %d did not leave its training: it is replaced.", number)
+                process.kill()
+                del self._ranks[number]
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """End all processes."""
+        processes = (*self._ranks.values(), *self._spares)
+        for process in processes:
+            if self.exit_status:
+                process.abort_training()
+            process.exit(0)
+        deadline = time.monotonic() + (_PARK_S if self.exit_status else _EXIT_S)
+        for process in processes:
+            self._end(process, deadline, status=None)
+
+    def _failure(self) -> Failure | None:
+        """Return the first failure whose cause is known, and mark its rank as lost."""
+        gone = {n: p for n, p in self._ranks.items() if p.state is RankState.EXITED}
+        if gone:
+            self._lost = set(gone)
+            rank, process = min(gone.items())
+            assert process.status is not None
+            text, status = f"rank {rank}: {process.status}", process.status
+            signature = "" if status.is_signal else str(status)
+            return Failure(text, signature, Path(os.devnull), rank, max(0, status.code))
+        failed = {n: p for n, p in self._ranks.items() if p.error}
+        ended = {n: p for n, p in self._ranks.items() if p.status and not p.status.is_clean}
+        if ended:
+            # An error that a user must correct, which has been logged. All ranks end with it.
+            self._ended_at_s = self._ended_at_s or time.monotonic()
+            is_late = time.monotonic() >= self._ended_at_s + _EXIT_S
+            if not is_late and not all(p.error or _is_idle(p) for p in self._ranks.values()):
+                return None
+            rank, process = min(ended.items())
+            assert process.status is not None
+            return Failure(f"rank {rank}", "", Path(os.devnull), rank, process.status.code)
+        first = min((p.failed_at_s for p in failed.values()), default=0.0)
+        if failed and time.monotonic() >= first + _CAUSE_S:
+            rank = min(failed, key=lambda number: failed[number].failed_at_s)
+            self._lost = {rank}
+            error = failed[rank].error
+            signature = mask_numbers(error)
+            return Failure(f"rank {rank}: {error}", signature, Path(os.devnull), rank, 1)
+        return None
+
+    def _decide(self, failure: Failure) -> RunResult:
+        """Restart the training, or give up."""
+        assert failure.rank is not None
+        process, now_s = self._ranks[failure.rank], time.monotonic()
+        has_ended = process.state is RankState.ENDED
+        decision = None if has_ended else self._policy.attempt_failed(failure, now_s)
+        if decision is None or isinstance(decision, GiveUp) or self._requests:
+            self.exit_status = failure.status or 1
+            self._remaining_restarts = 0
+            if process.error:
+                process.exit(self.exit_status)
+                self._end(process, now_s + _EXIT_S, status=None)
+            if decision is not None:
+                is_final = isinstance(decision, GiveUp)
+                why = decision.reason if is_final else "it was asked to stop"
+                logger.error("Training ends, %s: %s.", failure.description, why)
+        else:
+            self._failed_at_s, self._restart_at_s = now_s, now_s + decision.delay_s
+            logger.warning("Lost %s. The other ranks return to the last step.", failure.description)
+        return RunResult(state=WorkerState.FAILED)
+
+    def _take_spare(self) -> RankProcess | None:
+        """Return a spare, one that is parked if possible."""
+        for spare in self._spares:
+            spare.poll()
+        self._spares.sort(key=lambda spare: spare.state is not RankState.PARKED)
+        living = [one for one in self._spares if one.state is not RankState.EXITED]
+        if not living:
+            return None
+        self._spares.remove(living[0])
+        return living[0]
+
+    def _end(self, process: RankProcess, deadline: float, status: int | None = 1) -> None:
+        """Order a process to exit unless `status` is None, and kill it after the deadline."""
+        if status is not None:
+            process.exit(status)
+        while process.state is not RankState.EXITED and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            process.poll()
+        process.kill()
+
+    def _environment(self, worker: Worker, worker_group: WorkerGroup) -> Mapping[str, str]:
+        """Return the environment variables that torchrun sets for a rank."""
+        attempt = str(_UNLIMITED - self._remaining_restarts)
+        return {
+            "RANK": str(worker.global_rank),
+            "LOCAL_RANK": str(worker.local_rank),
+            "GROUP_RANK": str(worker_group.group_rank),
+            "WORLD_SIZE": str(worker.world_size),
+            "LOCAL_WORLD_SIZE": str(worker_group.spec.local_world_size),
+            "MASTER_ADDR": str(worker_group.master_addr),
+            "MASTER_PORT": str(worker_group.master_port),
+            # A prefix in the store for each attempt.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": attempt,
+            ATTEMPT: attempt,
+            **({ATTEMPT_STARTED: str(self._failed_at_s)} if self._failed_at_s else {}),
+        }
+
+
+def _is_idle(process: RankProcess) -> bool:
+    return process.state in (RankState.PARKED, RankState.ENDED, RankState.EXITED)
+
+
+def _forwarded(number: int) -> signal.Signals:
+    """Return the signal to forward: a closed terminal (SIGHUP) is a request to save, too."""
+    return signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)

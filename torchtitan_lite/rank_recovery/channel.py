@@ -1,0 +1,45 @@
+"""Messages between the agent and its processes: JSON lines over a socket. Layer: imports nothing of
+the project."""
+
+import json
+import socket
+from contextlib import suppress
+from typing import Any
+
+_READ_BYTES = 1 << 16
+
+
+class Channel:
+    """One end of a socket pair."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._partial = b""
+        self.has_ended = False
+        """Whether the other end is closed."""
+
+    def send(self, **message: Any) -> None:
+        """Send a message; without effect once the other end is closed."""
+        with suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, *, wait: bool) -> list[dict[str, Any]]:
+        """Return the messages that have arrived. `wait`: block until there is one, or the other end
+        is closed."""
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        while not self.has_ended:
+            try:
+                content = self._socket.recv(_READ_BYTES, flags)
+            except BlockingIOError:
+                break
+            except OSError:
+                content = b""
+            self.has_ended = not content
+            *lines, self._partial = (self._partial + content).split(b"\n")
+            if lines:
+                return [json.loads(line) for line in lines]
+        return []
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
