@@ -2,7 +2,7 @@
 
 It prints the address on which it listens, and exits with status 0 on SIGTERM and SIGINT. The
 environment variable TORCHTITAN_LITE_TOKEN is the secret of its replicas. Without it the lighthouse
-serves torchft's managers, and anybody. Layer: above the rest of lighthouse/.
+serves torchft's managers, unauthenticated. Layer: above the rest of lighthouse/.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not token:
             logger.warning(
                 "TORCHTITAN_LITE_TOKEN is not set: this lighthouse serves torchft's managers, and "
-                "anybody who reaches %s.",
+                "accepts unauthenticated clients at %s.",
                 given.bind,
             )
         elif len(token) < MIN_SECRET_CHARS:

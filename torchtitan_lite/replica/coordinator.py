@@ -2,8 +2,8 @@
 ranks, asks the lighthouse for quorums, sends heartbeats, and watches the links to the other
 replicas. Layer: above lighthouse_link.
 
-It takes the place of torchft's ManagerServer (0.2.0), which listens on all interfaces and serves
-anybody, also the call that ends the process. Who heals from whom is decided as there.
+It takes the place of torchft's ManagerServer (0.2.0), which listens on all interfaces and
+accepts unauthenticated calls, among them one that ends the process. Donors are assigned as there.
 
 Invariants: all ranks of a replica receive the same quorum and the same outcome of a vote; a quorum
 is broken at most once, and never one that is not the last.
@@ -84,7 +84,7 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._quorum: AgreedQuorum | None = None
         self._broken: str | None = None
-        """Why the last quorum cannot go on."""
+        """Reason why the last quorum is broken; None if it is not."""
         self._unreachable: set[str] = set()
         self._answered_s: dict[str, float] = {}
         """Time of the last answer of each member of the last quorum to a ping."""
@@ -358,8 +358,9 @@ def _purpose(replica_id: str) -> str:
 
 
 def quorum_for_rank(quorum: AgreedQuorum, own_id: str, rank: int) -> dict[str, Any]:
-    """Return a quorum as one rank of the replica `own_id` uses it: its position, and who heals from
-    whom. As compute_quorum_results of torchft (0.2.0, src/manager.rs), without its initial sync."""
+    """Return a quorum as one rank of the replica `own_id` uses it: its position, and the donor of
+    each healing replica. As compute_quorum_results of torchft (0.2.0, src/manager.rs), without its
+    initial sync."""
     members = quorum.members
     ids = [one.replica_id for one in members]
     own = ids.index(own_id)

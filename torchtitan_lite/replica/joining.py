@@ -63,8 +63,8 @@ def join(
     _check_not_loopback(address, config.heal_interface, lighthouse)
     if config.lighthouse == "torchft" and mesh.is_leader:
         logger.warning(
-            "torchft's lighthouse authenticates nobody: whoever reaches %s can prevent quorums, "
-            "though not join one. Use it on a private network only.",
+            "torchft's lighthouse accepts unauthenticated clients: each host that reaches %s can "
+            "prevent quorums, but not join one. Use it on a private network only.",
             lighthouse,
         )
     # A store of its own, because torchrun's may hold the manager address of an earlier attempt.

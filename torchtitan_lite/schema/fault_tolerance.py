@@ -14,7 +14,7 @@ class FaultToleranceConfig(Section):
     by all replicas; `torchtitan-lite launch` sets both."""
     lighthouse: Literal["torchtitan_lite", "torchft"] = "torchtitan_lite"
     """Kind of the lighthouse. "torchft": torchft's own, for compatibility on a private network. It
-    serves anybody who reaches its port: a stranger can prevent quorums, but not join one."""
+    accepts unauthenticated clients, which can prevent quorums, but not join one."""
     process_group: Literal["gloo", "nccl"] = "gloo"
     """Backend between replicas."""
     process_group_timeout_ms: Annotated[int, at_least(1)] = 60000
