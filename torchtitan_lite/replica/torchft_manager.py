@@ -167,7 +167,7 @@ class QuorumManager(Manager):
             shrink_only=shrink_only,
             timeout=quorum_timeout,
             # The process group of a broken quorum is gone, even if its last step was committed.
-            commit_failures=max(self._commit_failures, self._broken_id == self._quorum_id),
+            commit_failures=max(self._commit_failures, int(self._broken_id == self._quorum_id)),
             init_sync=False,
         )
         check_compatibility(self._config_fingerprint, quorum)
