@@ -168,14 +168,12 @@ class Coordinator:
         watched = request["quorum_id"]
 
         def is_over() -> bool:
-            is_current = self._quorum is not None and self._quorum.quorum_id == watched
-            return not is_current or self._broken is not None
+            return not self._is_current(watched) or self._broken is not None
 
         async with self._changed:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait_for(is_over), _WATCH_S)
-        is_current = self._quorum is not None and self._quorum.quorum_id == watched
-        return {"reason": (self._broken or "") if is_current else ""}
+        return {"reason": (self._broken or "") if self._is_current(watched) else ""}
 
     async def _collect(
         self,
@@ -273,7 +271,7 @@ class Coordinator:
         await asyncio.gather(*map(probe, silent))
 
     async def _adopt(self, quorum: AgreedQuorum) -> None:
-        if self._quorum is not None and self._quorum.quorum_id == quorum.quorum_id:
+        if self._is_current(quorum.quorum_id):
             return
         async with self._changed:
             self._quorum, self._broken = quorum, None
@@ -286,7 +284,7 @@ class Coordinator:
 
     async def _break(self, quorum_id: int, reason: str) -> None:
         """Break the quorum, so that the ranks abort what waits for the other replicas."""
-        if self._quorum is None or self._quorum.quorum_id != quorum_id or self._broken is not None:
+        if not self._is_current(quorum_id) or self._broken is not None:
             return
         logger.warning("Quorum broken: %s", reason)
         async with self._changed:

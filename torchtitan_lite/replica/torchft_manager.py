@@ -232,10 +232,9 @@ class QuorumManager(Manager):
 
     def _watch(self) -> None:
         """Abort the process group of each quorum that the coordinator reports as broken."""
-        handled = None
         while not self._is_shut_down:
             quorum_id = self._quorum_id
-            if quorum_id == handled:
+            if quorum_id == self._broken_id:
                 time.sleep(_WATCH_INTERVAL_S)
                 continue
             is_broken = bool(self._ranks_client.wait_until_broken(quorum_id))
@@ -243,7 +242,7 @@ class QuorumManager(Manager):
                 if is_broken and quorum_id == self._quorum_id:
                     # What waits for the other replicas fails now. A group that is still connecting
                     # is aborted afterwards.
-                    handled = self._broken_id = quorum_id
+                    self._broken_id = quorum_id
                     self.group.abort()
 
     def shutdown(self, wait: bool = True) -> None:
