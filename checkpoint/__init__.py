@@ -12,6 +12,13 @@ from torchtitan_lite._links import refuse_other_name
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.collective import run_on_all_ranks
+    from torchtitan_lite.checkpoint.history import (
+        HistoryClaim,
+        RunHistory,
+        history_name,
+        replica_name,
+        superseded_message,
+    )
     from torchtitan_lite.checkpoint.loading import load, open_snapshot, reject_external
     from torchtitan_lite.checkpoint.manager import CheckpointManager
     from torchtitan_lite.checkpoint.manifest import Manifest, layouts_of, read_manifest_alone
@@ -40,11 +47,14 @@ __all__ = [
     "NUM_SAVE_SIGNALS",
     "CheckpointManager",
     "Checkpointable",
+    "HistoryClaim",
     "Manifest",
+    "RunHistory",
     "SavedValues",
     "Snapshot",
     "StoredSnapshot",
     "copy_back",
+    "history_name",
     "layouts_of",
     "load",
     "local_tensors",
@@ -52,9 +62,11 @@ __all__ = [
     "read_manifest_alone",
     "read_tensor",
     "reject_external",
+    "replica_name",
     "replica_run_id",
     "run_on_all_ranks",
     "shared_run_id",
+    "superseded_message",
     "tensor_bytes",
     "verify",
 ]
@@ -62,6 +74,13 @@ __all__ = [
 _MODULES = {
     "collective": ("run_on_all_ranks",),
     "loading": ("load", "open_snapshot", "reject_external"),
+    "history": (
+        "HistoryClaim",
+        "RunHistory",
+        "history_name",
+        "replica_name",
+        "superseded_message",
+    ),
     "manager": ("CheckpointManager",),
     "manifest": ("Manifest", "layouts_of", "read_manifest_alone"),
     "save_context": ("NUM_SAVE_SIGNALS", "Checkpointable", "replica_run_id", "shared_run_id"),

@@ -116,6 +116,7 @@ def _open(context: SaveContext, origin: SnapshotOrigin | None) -> AsynchronousSa
         keep_latest_k=config.keep_latest_k,
         keep_every=config.keep_every,
         recovers=not context.is_shared,
+        shared_run_folder="" if context.history is None else str(context.history.run_folder),
     )
     region = _region(context, origin, plan.slot_bytes, context.describe(plan).to_dict())
     copier = None

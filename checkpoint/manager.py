@@ -5,6 +5,7 @@ Invariant: the newest complete checkpoint is never deleted. Layer: above the res
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.async_setup import open_async_saver, wait_for_earlier_writers
 from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.checkpoint.format import step_name
+from torchtitan_lite.checkpoint.history import RunHistory, history_name, superseded_message
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.restore import Restorer
 from torchtitan_lite.checkpoint.save_context import (
@@ -66,9 +68,10 @@ class CheckpointManager:
             identity=agree_on_identity(dump_folder, mesh, replica or 0),
             run_config=run_config,
             spec=spec,
-            is_shared=replica is not None,
+            history=None if replica is None else RunHistory(dump_folder),
             last_step=last_step,
         )
+        self._replica = replica or 0
         self._writer_group = SINGLE_REPLICA
         self._is_save_pending = False
         self.stored_before = -1
@@ -87,7 +90,8 @@ class CheckpointManager:
     def restore(self) -> str | None:
         """Load the state that this run resumes from and return its location; None to start from
         scratch. Raises as `Restorer.restore` does."""
-        restorer = Restorer(self._context, repairs=self._can_save, has_snapshots=self._may_be_async)
+        has_snapshots = not self._discard_superseded_snapshots() and self._may_be_async
+        restorer = Restorer(self._context, repairs=self._can_save, has_snapshots=has_snapshots)
         restored = restorer.restore()
         self.stored_before = restorer.newest_seen
         if restored is None:
@@ -98,6 +102,26 @@ class CheckpointManager:
         if restored.is_saved:
             self._synchronous.record_saved(self._state.step, self._state.values())
         return restored.where
+
+    def _discard_superseded_snapshots(self) -> bool:
+        """Remove this replica's snapshots if other replicas have taken the run over since. Return
+        whether they have."""
+        history, name = self._context.history, history_name(self._replica)
+        if history is None:
+            return False
+        newest = None
+        if self._mesh.is_leader:
+            with suppress(OSError):
+                newest = history.superseded_by(history.last_token(name))
+        if not self._mesh.broadcast_int(0 if newest is None else newest.token):
+            return False
+        remove_regions(self._context.identity.run_id)
+        # On all machines, before the replica counts as up to date.
+        self._mesh.any(False)
+        if newest is not None:
+            logger.warning("%s", superseded_message(newest, history.last_token(name)))
+            history.record_token(name, newest.token)
+        return True
 
     def set_writer_group(self, writer_group: WriterGroup) -> None:
         """Set the replicas that take part from now on: they write checkpoints together, or the

@@ -16,6 +16,7 @@ import torch
 from torchtitan_lite import __version__, rng
 from torchtitan_lite.checkpoint.background.save import attempt_token
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
+from torchtitan_lite.checkpoint.history import RunHistory
 from torchtitan_lite.checkpoint.save_plan import SavePlan, layouts_json
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.storage.base import Storage
@@ -82,10 +83,15 @@ class SaveContext:
     run_config: Mapping[str, Any]
     spec: ModelSpec | None = None
     """The model, if it may be loaded from a Hugging Face folder."""
-    is_shared: bool = False
-    """Whether other replicas save to the same storage."""
+    history: RunHistory | None = None
+    """Fencing tokens of the run, if other replicas save to the same storage."""
     last_step: int | None = None
     """Final step of the run, if known."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other replicas save to the same storage."""
+        return self.history is not None
 
     def describe(self, plan: SavePlan) -> RegionDescription:
         """Describe the tensors that this rank holds and the boxes that it writes."""

@@ -165,6 +165,8 @@ class SynchronousSaver:
         def commit() -> None:
             if committed is not None:
                 _wait_for_parts(storage, committed, step, token)
+                if context.history is not None:
+                    context.history.check(self._writer_group.fencing_token)
                 commit_parts(storage, committed, step, token)
 
         failed, problem = self._together(write)

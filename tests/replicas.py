@@ -151,6 +151,13 @@ class Replicas:
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
 
+    def resume(self, pid: int) -> None:
+        """Resume a suspended process and its descendants."""
+        first = psutil.Process(pid)
+        for process in [*first.children(recursive=True), first]:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
     def _processes(self, number: int) -> list[psutil.Process]:
         first = psutil.Process(self.running[number].pid)
         return [first, *first.children(recursive=True)]

@@ -40,6 +40,8 @@ class WriterSettings:
     """Number of newest checkpoints to keep; 0 keeps all."""
     keep_every: int = 0
     """Checkpoints of steps divisible by this are kept, too; 0 for none."""
+    shared_run_folder: str = ""
+    """Folder of the run, which has its fencing tokens; empty without other replicas."""
     recovers: bool = True
     """Remove leftovers of other processes: no other run saves there."""
 

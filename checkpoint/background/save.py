@@ -9,6 +9,7 @@ from copy import copy
 from typing import Any
 
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup, rank_share
+from torchtitan_lite.checkpoint.history import RunHistory
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
 from torchtitan_lite.checkpoint.storage.base import Storage
@@ -41,6 +42,10 @@ class RankSave:
         self.region, self.storage = region, storage
         self.about = RegionDescription.from_dict(region.description, slot_bytes=region.slot_bytes)
         self._writes_values = True
+        self.history: RunHistory | None = None
+        """History of the run, if it has other replicas."""
+        self.fencing_token = 0
+        """Fencing token of this rank's snapshots."""
         self._announced: set[tuple[int, str]] = set()
         """Step and token of the parts written by this process."""
 
@@ -49,6 +54,7 @@ class RankSave:
         found = copy(self)
         found.about = rank_share(self.about, writer_group)
         found._writes_values = writer_group.index == 0
+        found.fencing_token = writer_group.fencing_token or self.fencing_token
         return found
 
     def complete_slots(self) -> dict[int, int]:
@@ -123,7 +129,10 @@ class RankSave:
                 self.region.store_digests(slot, digests)
 
     def commit(self, step: int, token: str) -> None:
-        """Merge the parts, which must all be present, and commit the step. For the leader."""
+        """Merge the parts, which must all be present, and commit the step. For the leader. Raises
+        CheckpointError if the step does not belong to the run any more."""
+        if self.history is not None:
+            self.history.check(self.fencing_token)
         commit_parts(self.storage, self.about, step, token)
 
     def is_complete(self, step: int, token: str) -> bool:

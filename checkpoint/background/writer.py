@@ -11,6 +11,7 @@ import platform
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.background.channel import Channel, WriterSettings
@@ -28,6 +29,7 @@ from torchtitan_lite.checkpoint.background.save import (
     log_to_stderr,
 )
 from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
+from torchtitan_lite.checkpoint.history import RunHistory
 from torchtitan_lite.checkpoint.storage.base import Storage
 from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket, WriteAbandoned
 from torchtitan_lite.errors import CheckpointError
@@ -64,6 +66,8 @@ class Writer:
     def __init__(self, save: RankSave, settings: WriterSettings, channel: Channel) -> None:
         self._save, self._settings, self._channel = save, settings, channel
         self._storage: Storage = save.storage
+        if settings.shared_run_folder:
+            save.history = RunHistory(Path(settings.shared_run_folder))
         self._rate = TokenBucket(settings.bytes_per_s)
         self._ranks = VisibleRanks(save)
         self._pending: dict[str, _Attempt] = {}
@@ -109,6 +113,8 @@ class Writer:
                 if "writer_group" in save
                 else SINGLE_REPLICA
             )
+            # The flush after the trainer's death has no order.
+            self._save.fencing_token = writer_group.fencing_token
             step = int(save["step"])
             token = save.get("token") or attempt_token(self._save.about.session, step)
             self._write(int(save["slot"]), step, str(token), writer_group)

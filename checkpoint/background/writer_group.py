@@ -22,6 +22,8 @@ class WriterGroup:
     token: str = ""
     """Hexadecimal digits, equal on all replicas of the group and unique to the period in which they
     train together. Empty if one replica writes alone."""
+    fencing_token: int = 0
+    """Fencing token of the quorum, see `history`; 0 without one."""
     same_state: bool = True
     """Whether all replicas hold the same state now, so that a save is not specific to one of
     them."""
@@ -29,7 +31,7 @@ class WriterGroup:
     @property
     def active(self) -> "WriterGroup":
         """The group that writes together: this one, or a single replica without a token."""
-        return self if self.token else SINGLE_REPLICA
+        return self if self.token else replace(SINGLE_REPLICA, fencing_token=self.fencing_token)
 
     @property
     def writes(self) -> bool:
@@ -39,7 +41,12 @@ class WriterGroup:
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "WriterGroup":
         """Parse the form of `to_json`. Raises ValueError or TypeError."""
-        found = cls(int(given["index"]), int(given["count"]), str(given["token"]))
+        found = cls(
+            int(given["index"]),
+            int(given["count"]),
+            str(given["token"]),
+            int(given.get("fencing_token", 0)),
+        )
         if not 0 <= found.index < found.count:
             raise ValueError(f"replica {found.index} of {found.count}")
         return found

@@ -16,7 +16,7 @@ from torch import nn
 from torchtitan_lite.anomalies import AnomalyDetector
 from torchtitan_lite.builders.model import model_on_meta
 from torchtitan_lite.builders.state import RestoredState
-from torchtitan_lite.checkpoint import shared_run_id
+from torchtitan_lite.checkpoint import RunHistory, shared_run_id
 from torchtitan_lite.config import Config, config_fingerprint
 from torchtitan_lite.data import OpenedData
 from torchtitan_lite.debug import (
@@ -292,6 +292,7 @@ def join_replicas(
             restored.state,
             mesh,
             run_id=shared_run_id(Path(config.job.dump_folder)) if mesh.is_leader else "",
+            history=RunHistory(Path(config.job.dump_folder)),
             config_fingerprint=config_fingerprint(config, mesh.world_size),
             newest_stored_step=checkpoints.newest_stored,
             wait_until_modifiable=checkpoints.wait_for_snapshot,

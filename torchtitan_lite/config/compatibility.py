@@ -51,6 +51,7 @@ _MAY_DIFFER = {
         "group_size",
         "process_group_timeout_ms",
         "quorum_timeout_s",
+        "join_timeout_s",
         "hang_timeout_s",
         "lighthouse",
         "heal_interface",

@@ -33,6 +33,8 @@ class Member:
     """Number of its ranks."""
     state_urls: tuple[str, ...]
     """URL at which each rank serves its state."""
+    token: int = 0
+    """Last fencing token under which it took part, see `checkpoint.history`; 0 if there is none."""
     shrink_only: bool = False
     commit_failures: int = 0
 
@@ -74,6 +76,7 @@ def _parse(content: dict[str, Any]) -> Member:
     urls = values["state_urls"]
     if not (
         0 <= values["step"] < _MAX_STEP
+        and 0 <= values["token"] < _MAX_STEP
         and len(urls) == values["world_size"]
         and all(type(url) is str for url in urls)
     ):

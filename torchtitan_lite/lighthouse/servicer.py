@@ -7,6 +7,7 @@ rules, messages, member and status.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ class LighthouseServicer:
         self._loop = loop
         self._rules = QuorumRules(settings, first_id)
         self._secret = secret
+        self._instance = secrets.token_hex(8)
         self._run_id: str | None = None
         """Run of the live replicas."""
         self._waiting: dict[asyncio.Future[Any], str] = {}
@@ -107,7 +109,11 @@ class LighthouseServicer:
         if self._sealed is None or self._sealed[0] is not quorum:
             members = [one for one in quorum.members if isinstance(one, Member)]
             self._sealed = quorum, [one.seal(self._secret) for one in members]
-        return {"quorum_id": quorum.quorum_id, "members": self._sealed[1]}
+        return {
+            "lighthouse": self._instance,
+            "quorum_id": quorum.quorum_id,
+            "members": self._sealed[1],
+        }
 
     async def _heartbeat(self, request: dict[str, Any]) -> dict[str, Any]:
         """Record a heartbeat. Return the last quorum, and which of its members are dead."""

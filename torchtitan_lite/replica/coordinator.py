@@ -221,6 +221,7 @@ class Coordinator:
             step=min(request["step"] for request in asked),
             world_size=self._identity.world_size,
             state_urls=tuple(request["state_url"] for request in asked),
+            token=max(request["token"] for request in asked),
             shrink_only=any(request["shrink_only"] for request in asked),
             commit_failures=max(request["commit_failures"] for request in asked),
         )
@@ -369,7 +370,9 @@ def quorum_for_rank(quorum: AgreedQuorum, own_id: str, rank: int) -> dict[str, A
     donors = {healing: ahead[(i + rank) % len(ahead)] for i, healing in enumerate(behind)}
     donor = donors.get(own)
     return {
+        "lighthouse": quorum.lighthouse,
         "quorum_id": quorum.quorum_id,
+        "tokens": [one.token for one in members],
         "replica_rank": own,
         "replica_world_size": len(members),
         "replica_ids": ids,
@@ -386,7 +389,7 @@ def quorum_for_rank(quorum: AgreedQuorum, own_id: str, rank: int) -> dict[str, A
 
 class CoordinatorClient:
     """A rank's client of its coordinator. `_quorum` and `should_commit` have the signatures of
-    torchft's ManagerClient (0.2.0)."""
+    torchft's ManagerClient (0.2.0); `token` is that of the leader's fence."""
 
     def __init__(self, address: str, secret: str, replica_id: str) -> None:
         self._client = RpcClient(address, SERVICE, secret, _purpose(replica_id))
@@ -402,6 +405,7 @@ class CoordinatorClient:
         timeout: timedelta,
         commit_failures: int,
         init_sync: bool,
+        token: int = 0,
     ) -> Any:
         """Request a quorum and return it as an object with the fields of `quorum_for_rank`. Raises
         ReplicaError if this replica cannot take part, RpcError if the request may be repeated."""
@@ -412,6 +416,7 @@ class CoordinatorClient:
             "state_url": checkpoint_metadata,
             "shrink_only": shrink_only,
             "commit_failures": commit_failures,
+            "token": token,
         }
         try:
             return SimpleNamespace(**self._client.call("Quorum", request, timeout.total_seconds()))

@@ -12,19 +12,23 @@ Layer: above torchft_manager, gradient_reducer, healing and quorum_checks.
 """
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint.background import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.host_collectives import broadcast_bytes
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.outputs import PARTICIPATES, RECEIVES_STATE
 from torchtitan_lite.phases import Phase, Phases
+from torchtitan_lite.replica.fencing import Fence
 from torchtitan_lite.replica.gradient_reducer import GradientReducer
 from torchtitan_lite.replica.healing import HealingTransport, StateSource
 from torchtitan_lite.replica.healing.client import IncompatibleState, PeerEndpoint, receive_state
@@ -59,6 +63,7 @@ class FaultTolerantReplicas:
         manager: QuorumManager,
         transport: HealingTransport,
         floor: ProgressFloor,
+        fence: Fence | None,
         endpoint: Callable[[str], PeerEndpoint],
         newest_stored_step: Callable[[], int],
         wait_until_modifiable: Callable[[], None],
@@ -67,13 +72,15 @@ class FaultTolerantReplicas:
         initial_stored_step: int,
         phases: Phases,
     ) -> None:
-        """Use `join`. `endpoint` maps a peer's URL to its endpoint; `newest_stored_step` returns
-        the newest step of the run in storage, as the leader sees it; `wait_until_modifiable` blocks
-        until the state may be modified; `leave` notifies the lighthouse that the replica with this
-        id leaves; `stop_requested` returns whether this process must stop; `initial_stored_step` is
-        the newest step in storage when this replica restored its state."""
+        """Use `join`. `fence` decides on the leader whether a quorum may continue the run;
+        `endpoint` maps a peer's URL to its endpoint; `newest_stored_step` returns the newest step
+        of the run in storage, as the leader sees it; `wait_until_modifiable` blocks until the state
+        may be modified; `leave` notifies the lighthouse that the replica with this id leaves;
+        `stop_requested` returns whether this process must stop; `initial_stored_step` is the newest
+        step in storage when this replica restored its state."""
         self._config, self._state, self._mesh = config, state, mesh
         self._manager, self._transport, self._floor = manager, transport, floor
+        self._fence, self._token = fence, 0
         self._endpoint, self._newest_stored_step = endpoint, newest_stored_step
         self._wait_until_modifiable, self._leave = wait_until_modifiable, leave
         self._has_left = False
@@ -99,7 +106,7 @@ class FaultTolerantReplicas:
         self._pending_quorum = self._quorum_executor.submit(self._manager.start_quorum)
 
     def agree(self) -> Share:
-        started_s, has_warned = time.monotonic(), False
+        started_s, has_warned, waits_for = time.monotonic(), False, ""
         while True:
             if self._pending_quorum is None:
                 self._request_quorum()
@@ -114,6 +121,12 @@ class FaultTolerantReplicas:
                 has_warned = True
                 self._check_timeout(started_s, "too few replicas joined")
                 time.sleep(_POLL_S)
+                continue
+            if reason := self._reason_to_wait():
+                self._check_timeout(started_s, reason)
+                if reason != waits_for:
+                    logger.warning("This quorum does not train yet: %s.", reason)
+                waits_for = reason
                 continue
             if self._join_quorum():
                 self._writer_group = self._quorum_writers()
@@ -160,6 +173,37 @@ class FaultTolerantReplicas:
                 f"fault_tolerance.quorum_timeout_s = {self._config.quorum_timeout_s:g} seconds: "
                 f"{reason}"
             )
+
+    def _reason_to_wait(self) -> str:
+        """Return why a new quorum may not continue the run yet; empty if it may. Raises
+        ReplicaError on all ranks if this replica may never."""
+        quorum = self._manager.quorum
+        if quorum.quorum_id == self._quorum_id:
+            return ""
+        outcome: dict[str, Any] = {}
+        if self._fence is not None:
+            try:
+                reason = self._fence.admit(
+                    quorum_id=quorum.quorum_id,
+                    lighthouse=quorum.lighthouse,
+                    members=quorum.replica_ids,
+                    own_id=self._manager.full_id,
+                    tokens=quorum.tokens,
+                    progress=quorum.max_step,
+                )
+                outcome = {"wait": reason, "token": self._fence.token}
+            except ReplicaError as error:
+                outcome = {"end": str(error)}
+        outcome = json.loads(broadcast_bytes(json.dumps(outcome).encode()))
+        if "end" in outcome:
+            raise ReplicaError(outcome["end"])
+        self._token = outcome["token"]
+        return outcome["wait"]
+
+    def _abort_if_superseded(self) -> None:
+        """Abort this step if another quorum has taken the run over."""
+        if self._fence is not None and self._fence.is_superseded():
+            self._manager.abort_step("other replicas have taken the run over")
 
     def _join_quorum(self) -> bool:
         """Prepare for the first step of a new quorum, and return whether all ranks of this replica
@@ -244,7 +288,9 @@ class FaultTolerantReplicas:
         quorum = self._manager.quorum
         named = " ".join([*sorted(quorum.replica_ids), str(quorum.quorum_id)])
         token = hashlib.blake2b(named.encode(), digest_size=6).hexdigest()
-        return WriterGroup(quorum.replica_rank, quorum.replica_world_size, token)
+        return WriterGroup(
+            quorum.replica_rank, quorum.replica_world_size, token, fencing_token=self._token
+        )
 
     def _check_not_behind_storage(self, stored: int) -> None:
         """Raise ReplicaError if storage holds a newer step than this replica."""
@@ -273,6 +319,7 @@ class FaultTolerantReplicas:
             # equal.
             manager.abort_step("a rank was at another step at the same position in the data")
             self._has_valid_state = manager.participating_rank() == 0
+        self._abort_if_superseded()
         committed = manager.should_commit()
         # A replica that joins and cannot take part leaves by itself, and must not end the others.
         self._record_outcome("steps", committed=committed, is_excused=self._is_first_step)

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import psutil
 import torch.distributed as dist
 
+from torchtitan_lite.checkpoint import RunHistory, history_name
 from torchtitan_lite.errors import LighthouseError, ReplicaError
 from torchtitan_lite.host_collectives import broadcast_bytes
 from torchtitan_lite.lighthouse.client import notify_left
@@ -19,6 +20,7 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.network import address_for_others
 from torchtitan_lite.phases import Phases
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
+from torchtitan_lite.replica.fencing import Fence
 from torchtitan_lite.replica.healing import HealingTransport
 from torchtitan_lite.replica.healing.client import PeerEndpoint
 from torchtitan_lite.replica.healing.live_state import HealableState
@@ -41,6 +43,7 @@ def join(
     mesh: Mesh,
     *,
     run_id: str,
+    history: RunHistory,
     config_fingerprint: str,
     newest_stored_step: Callable[[], int],
     wait_until_modifiable: Callable[[], None],
@@ -52,7 +55,8 @@ def join(
     """Join the replicas of a run whose state is ready, and leave at the end of the block. Every
     rank must call it, as the last thing before the first step, because the other replicas wait for
     a replica that has joined. With `averaging`, replicas are averaged every few steps. `run_id`
-    identifies the run, and is needed on the leader only; `config_fingerprint` identifies the
+    identifies the run, and is needed on the leader only; `history` is that of the run;
+    `config_fingerprint` identifies the
     settings that all replicas must share; the other arguments are those of `FaultTolerantReplicas`.
 
     Raises ReplicaError if the environment does not name the lighthouse, or the lighthouse does not
@@ -71,6 +75,9 @@ def join(
     store = _store(address) if mesh.is_leader else None
     payload = f"{address} {store.port}" if store is not None else ""
     host, port = broadcast_bytes(payload.encode()).decode().split()
+    fence = None
+    if mesh.is_leader:
+        fence = Fence(history, history_name(config.replica_id), config.join_timeout_s)
     floor = ProgressFloor(state.cursor if averaging is None else averaging.progress(state.step))
     try:
         transport = HealingTransport(state, address, token)
@@ -92,9 +99,12 @@ def join(
             rank=mesh.rank,
             world_size=mesh.world_size,
             address=address,
+            fencing_token=lambda: 0 if fence is None else fence.token,
         )
     except ReplicaError:
         transport.shutdown()
+        if fence is not None:
+            fence.close()
         raise
     kind = (
         FaultTolerantReplicas
@@ -108,6 +118,7 @@ def join(
         manager=manager,
         transport=transport,
         floor=floor,
+        fence=fence,
         endpoint=lambda url: PeerEndpoint(
             url, token, config.process_group_timeout_ms / 1000, config.heal_connections
         ),
@@ -120,7 +131,12 @@ def join(
     )
     try:
         yield replicas
+        if fence is not None:
+            # The state is saved: the others need not wait for this replica.
+            fence.release(manager.full_id)
     finally:
+        if fence is not None:
+            fence.close()
         replicas.close()
         del store
 

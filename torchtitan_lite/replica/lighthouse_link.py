@@ -30,6 +30,8 @@ _RETRY_S = 0.1
 class AgreedQuorum:
     """A quorum whose members have proved themselves."""
 
+    lighthouse: str
+    """Identity of the lighthouse's process; of torchft's, its address."""
     quorum_id: int
     members: tuple[Member, ...]
     """Members, in the order of their ids."""
@@ -65,7 +67,9 @@ class AuthenticatedLighthouse:
     async def quorum(self, member: Member, unreachable: Collection[str]) -> AgreedQuorum:
         request = {"member": member.seal(self._secret), "unreachable": sorted(unreachable)}
         answer = await self._client.call("Quorum", request, _QUORUM_CALL_S)
-        return _agreed(answer["quorum_id"], answer["members"], member, self._secret)
+        return _agreed(
+            answer["lighthouse"], answer["quorum_id"], answer["members"], member, self._secret
+        )
 
     async def heartbeat(
         self, replica_id: str, unreachable: Collection[str]
@@ -88,7 +92,7 @@ class TorchftLighthouse:
 
     def __init__(self, address: str, secret: str, run_id: str) -> None:
         del run_id
-        self._secret = secret
+        self._secret, self._address = secret, address
         self._channel = grpc.aio.insecure_channel(host_and_port(address), options=OPTIONS)
 
     async def quorum(self, member: Member, unreachable: Collection[str]) -> AgreedQuorum:
@@ -102,7 +106,7 @@ class TorchftLighthouse:
         response = messages.LighthouseQuorumResponse
         answer = await self._call("Quorum", request, response, _QUORUM_CALL_S)
         sealed = [one.data for one in answer.quorum.participants]
-        return _agreed(answer.quorum.quorum_id, sealed, member, self._secret)
+        return _agreed(self._address, answer.quorum.quorum_id, sealed, member, self._secret)
 
     async def heartbeat(
         self, replica_id: str, unreachable: Collection[str]
@@ -132,7 +136,9 @@ def _serialized(message: Any) -> bytes:
     return message.SerializeToString()
 
 
-def _agreed(quorum_id: int, sealed: Sequence[str], own: Member, secret: str) -> AgreedQuorum:
+def _agreed(
+    lighthouse: str, quorum_id: int, sealed: Sequence[str], own: Member, secret: str
+) -> AgreedQuorum:
     """Check the members of a quorum. Raises RpcError if one of them cannot prove itself."""
     try:
         members = tuple(sorted((Member.unseal(one, secret) for one in sealed), key=_id_of))
@@ -148,7 +154,7 @@ def _agreed(quorum_id: int, sealed: Sequence[str], own: Member, secret: str) -> 
         )
     if len(set(ids)) != len(ids) or own.replica_id not in ids:
         raise RpcError("The lighthouse formed a quorum without this replica, or with one twice.")
-    return AgreedQuorum(quorum_id, members)
+    return AgreedQuorum(lighthouse, quorum_id, members)
 
 
 def _id_of(member: Member) -> str:

@@ -189,11 +189,15 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
             manager.abort_step("the reduction over replicas failed")
         elif (present, steps) != (count, count * state.step) or not weights:
             manager.abort_step("a replica was at another step")
+        self._abort_if_superseded()
         # Either all ranks know the highest position in the data, or none moves to it.
         is_known = not self._mesh.any(manager.errored() is not None)
         self._wait_until_modifiable()
         index = manager.quorum.replica_rank
-        self._interval_share, self._writer_group = share, WriterGroup(index, count)
+        self._interval_share, self._writer_group = (
+            share,
+            WriterGroup(index, count, fencing_token=self._token),
+        )
         if self._averaging.is_due(state.step):
             outcome = self._averaging.start(state.step, weight * count / max(weights, 1.0))
         else:

@@ -27,6 +27,7 @@ from torchft.manager import REPLICA_ID_KEY, Manager, WorldSizeMode, extract_trai
 from torchft.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft.work import _DummyWork
 
+from torchtitan_lite.checkpoint import history_name
 from torchtitan_lite.launcher.logs import TORCHFT_INFO
 from torchtitan_lite.network import connections, cut_connections
 from torchtitan_lite.replica.coordinator import Coordinator, CoordinatorClient, ReplicaIdentity
@@ -69,11 +70,13 @@ class QuorumManager(Manager):
         rank: int,
         world_size: int,
         address: str,
+        fencing_token: Callable[[], int] = lambda: 0,
     ) -> None:
         """`run_id` is needed on rank 0; `config_fingerprint` identifies the settings that all
         replicas must share, and contains no colon; `secret` is that of all replicas; `store` is the
         address of this replica's TCPStore; `address` is that of the interface to the other
-        replicas. Raises ReplicaError if `lighthouse` does not answer within `quorum_timeout_s`."""
+        replicas; `fencing_token` returns the last token under which this replica took part, on the
+        leader. Raises ReplicaError if `lighthouse` does not answer within `quorum_timeout_s`."""
         _silence_torchft_loggers()
         timeout = timedelta(milliseconds=config.process_group_timeout_ms)
         group: ProcessGroup = (
@@ -119,13 +122,14 @@ class QuorumManager(Manager):
                 store_port=store[1],
                 lighthouse_addr=lighthouse,
                 # torchft orders the participants by these ids.
-                replica_id=replica_id_for(f"replica_{config.replica_id:05d}", config_fingerprint),
+                replica_id=replica_id_for(history_name(config.replica_id), config_fingerprint),
                 hostname=address,
                 checkpoint_transport=transport,
                 init_sync=False,
             )
         self.group = group
         self._floor, self._config_fingerprint = floor, config_fingerprint
+        self._fencing_token = fencing_token
         self._ranks_client: Any = self._client
         """The same `CoordinatorClient`, with its own methods."""
         self._last_quorum: Any = None
@@ -169,6 +173,7 @@ class QuorumManager(Manager):
             # The process group of a broken quorum is gone, even if its last step was committed.
             commit_failures=max(self._commit_failures, int(self._broken_id == self._quorum_id)),
             init_sync=False,
+            token=self._fencing_token(),
         )
         check_compatibility(self._config_fingerprint, quorum)
         self._floor.check(quorum.max_step)

@@ -33,6 +33,9 @@ class FaultToleranceConfig(Section):
     while the others are spares and contribute nothing."""
     quorum_timeout_s: Annotated[float, above(0)] = 600
     """Time that a replica waits for a quorum (seconds)."""
+    join_timeout_s: Annotated[float, at_least(0)] = 60
+    """Time for which a quorum waits, if all processes of the last one have ended, for replicas of
+    it that are missing, because they may have a newer state (seconds)."""
     hang_timeout_s: Annotated[float, at_least(0)] = 600
     """Seconds without progress after which a process writes the stacks of all its threads and
     exits, to be restarted; three times as long while it waits for other replicas. `torchtitan-lite

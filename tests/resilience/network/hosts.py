@@ -80,6 +80,8 @@ class NetworkReplicas(Replicas):
         self.network = network
         self._num_replicas, self._num_lighthouses = num_replicas, num_lighthouses
         self.lighthouses: list[subprocess.Popen[bytes]] = []
+        self.lighthouse_of: dict[int, int] = {}
+        """Lighthouses of replicas, where they differ from the replica's number."""
         self.hostnames: dict[int, str] = {}
         """Host names of replicas, where they differ from those of their hosts."""
 
@@ -87,7 +89,7 @@ class NetworkReplicas(Replicas):
         return self.network.command(replica(number), self.hostnames.get(number))
 
     def lighthouse_url(self, number: int) -> str:
-        host = lighthouse(number % self._num_lighthouses)
+        host = lighthouse(self.lighthouse_of.get(number, number) % self._num_lighthouses)
         return f"http://{self.network.address(host)}:{_PORT}"
 
     def start_lighthouses(self) -> None:

@@ -145,7 +145,7 @@ def test_quorums_are_those_of_torchft(steps: list[int], failures: int) -> None:
         theirs = _together([lambda i=i, rank=rank: request(i, rank) for i, rank in pairs])
         for server in servers:
             server.shutdown()
-    quorum = AgreedQuorum(theirs[0].quorum_id, tuple(map(_member, ids, steps)))
+    quorum = AgreedQuorum("a lighthouse", theirs[0].quorum_id, tuple(map(_member, ids, steps)))
     for (i, rank), expected in zip(pairs, theirs, strict=True):
         actual = SimpleNamespace(**quorum_for_rank(quorum, ids[i], rank))
         for name in (

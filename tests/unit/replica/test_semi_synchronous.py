@@ -68,6 +68,7 @@ def _replicas(
         manager=untyped,
         transport=unused,
         floor=ProgressFloor(0),
+        fence=None,
         endpoint=unused,
         newest_stored_step=unused,
         wait_until_modifiable=lambda: None,

@@ -1,0 +1,100 @@
+"""Fencing tokens: one claim per token, leases by the clock of the filesystem, takeovers."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchtitan_lite.checkpoint import HistoryClaim, RunHistory
+from torchtitan_lite.errors import CheckpointError
+
+FIRST = HistoryClaim(
+    token=1,
+    lighthouse="a lighthouse",
+    quorum_id=7,
+    members=("replica_00000:f:u", "replica_00001:f:v"),
+    last_takeover=0,
+    progress=12,
+)
+
+
+def test_a_token_is_claimed_once(tmp_path: Path) -> None:
+    histories = [RunHistory(tmp_path) for _ in range(8)]
+    claims = [replace(FIRST, quorum_id=number) for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        won = list(threads.map(RunHistory.try_claim, histories, claims))
+    assert sum(won) == 1
+    assert histories[0].newest() == claims[won.index(True)]
+    assert [path.name for path in histories[0].folder.iterdir()] == ["00000001.json"]
+
+
+def test_only_the_newest_claims_are_kept(tmp_path: Path) -> None:
+    history, claim = RunHistory(tmp_path), FIRST
+    for _ in range(40):
+        assert history.try_claim(claim)
+        claim = claim.next("another", claim.quorum_id + 1, claim.members[:1], claim.progress + 1)
+    newest = history.newest()
+    assert newest is not None
+    assert (newest.token, newest.progress, newest.quorum_id) == (40, 51, 46)
+    assert len(list(history.folder.iterdir())) == 16
+
+
+def test_a_lease_has_the_age_of_its_renewal(tmp_path: Path) -> None:
+    history = RunHistory(tmp_path)
+    assert history.try_claim(FIRST)
+    assert history.seconds_since_renewal(FIRST) < 5
+    past = time.time() - 100
+    os.utime(history.folder / "00000001.json", (past, past))
+    assert 99 < history.seconds_since_renewal(FIRST) < 105
+    history.renew(FIRST)
+    assert history.seconds_since_renewal(FIRST) < 5
+
+
+def test_a_takeover_supersedes_older_tokens(tmp_path: Path) -> None:
+    history = RunHistory(tmp_path)
+    second = FIRST.next("another", 1, ("replica_00002:f:w",), 13)
+    takeover = replace(second, last_takeover=2)
+    third = takeover.next("another", 2, FIRST.members, 14)
+    for claim in (FIRST, takeover, third):
+        assert history.try_claim(claim)
+    assert history.superseded_by(1) == third
+    for token in (0, 2, 3):
+        assert history.superseded_by(token) is None
+        history.check(token)
+    with pytest.raises(CheckpointError, match=r"continued the run without it, under token 2\."):
+        history.check(1)
+
+
+def test_the_last_token_of_a_replica(tmp_path: Path) -> None:
+    history = RunHistory(tmp_path)
+    assert history.last_token("replica_00000") == 0
+    assert history.try_claim(FIRST)
+    history.record_token("replica_00000", 1)
+    history.record_token("replica_00000", 12)
+    assert history.last_token("replica_00000") == 12
+    assert history.newest() == FIRST
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"[1]",
+        b'{"token": 2, "lighthouse": "a", "quorum_id": 1, "members": [], "last_takeover": 0, '
+        b'"progress": 0}',
+        b'{"token": 1, "lighthouse": "a", "quorum_id": "1", "members": [], "last_takeover": 0, '
+        b'"progress": 0}',
+        b'{"token": 1, "lighthouse": "a", "quorum_id": 1, "members": [3], "last_takeover": 0, '
+        b'"progress": 0}',
+    ],
+)
+def test_a_damaged_claim_is_named(content: bytes, tmp_path: Path) -> None:
+    history = RunHistory(tmp_path)
+    history.folder.mkdir()
+    (history.folder / "00000001.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"00000001.json is damaged.*delete the folder"):
+        history.newest()

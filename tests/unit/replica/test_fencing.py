@@ -1,0 +1,212 @@
+"""Which quorum may continue a run: processes of the last one, or anybody after its lease."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.checkpoint import RunHistory, history_name
+from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.replica import fencing
+from torchtitan_lite.replica.fencing import Fence
+
+JOIN_TIMEOUT_S = 0.4
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fencing, "_WAIT_S", 0.1)
+    monkeypatch.setattr(fencing, "_POLL_S", 0.01)
+
+
+class Run:
+    """The fences of a run's replicas."""
+
+    def __init__(self, folder: Path) -> None:
+        self.history = RunHistory(folder)
+        self._fences: list[Fence] = []
+
+    def fence(self, replica: int, history: RunHistory | None = None) -> Fence:
+        made = Fence(history or self.history, history_name(replica), JOIN_TIMEOUT_S)
+        self._fences.append(made)
+        return made
+
+    def admit(
+        self,
+        fence: Fence,
+        members: Sequence[str],
+        *,
+        own: int = 0,
+        lighthouse: str = "first",
+        **changes: Any,
+    ) -> str:
+        """Ask for the quorum of these processes, such as "0:a" for replica 0."""
+        ids = [_process(one) for one in members]
+        given: dict[str, Any] = {
+            "quorum_id": 1,
+            "tokens": [fence.token] * len(ids),
+            "progress": 5,
+        } | changes
+        return fence.admit(lighthouse=lighthouse, members=ids, own_id=ids[own], **given)
+
+    def expire(self) -> None:
+        """Let the newest lease expire."""
+        newest = self.history.newest()
+        assert newest is not None
+        past = time.time() - 2 * fencing.LEASE_S
+        os.utime(self.history.folder / f"{newest.token:08d}.json", (past, past))
+
+    def close(self) -> None:
+        for one in self._fences:
+            one.close()
+
+
+def _process(text: str) -> str:
+    number, _, uuid = text.partition(":")
+    return f"{history_name(int(number))}:f:{uuid}"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    made.close()
+
+
+def test_all_replicas_of_a_quorum_share_one_claim(run: Run) -> None:
+    fences = [run.fence(0), run.fence(1)]
+    for number, fence in enumerate(fences):
+        assert run.admit(fence, ["0:a", "1:a"], own=number) == ""
+    assert [fence.token for fence in fences] == [1, 1]
+    # A replica leaves and returns as another process.
+    assert run.admit(fences[0], ["0:a"], quorum_id=2) == ""
+    later = run.fence(1)
+    for number, fence in enumerate((fences[0], later)):
+        assert run.admit(fence, ["0:a", "1:b"], own=number, quorum_id=3) == ""
+    assert (fences[0].token, later.token) == (3, 3)
+    newest = run.history.newest()
+    assert newest is not None
+    assert newest.last_takeover == 0
+
+
+def test_one_side_of_a_partition_waits(run: Run) -> None:
+    fences = [run.fence(0), run.fence(1)]
+    for number, fence in enumerate(fences):
+        assert run.admit(fence, ["0:a", "1:a"], own=number) == ""
+    # Both have a process of the last quorum; the first to claim continues.
+    assert run.admit(fences[1], ["1:a"], lighthouse="second") == ""
+    reason = run.admit(fences[0], ["0:a"], quorum_id=2)
+    assert "trained 0 s ago with another lighthouse" in reason
+    # After the partition it heals, and does not have to restart.
+    assert run.admit(fences[0], ["0:a", "1:a"], lighthouse="second", quorum_id=2) == ""
+
+
+def test_a_takeover_needs_an_expired_lease_and_time_for_the_missing(run: Run) -> None:
+    assert run.admit(run.fence(0), ["0:a", "1:a"]) == ""
+    stranger = run.fence(2)
+    assert "need the same lighthouse" in run.admit(stranger, ["2:a"], lighthouse="second")
+    run.expire()
+    reason = run.admit(stranger, ["2:a"], lighthouse="second")
+    assert "replica_00000, replica_00001 may have a newer state" in reason
+    time.sleep(JOIN_TIMEOUT_S)
+    assert run.admit(stranger, ["2:a"], lighthouse="second") == ""
+    newest = run.history.newest()
+    assert newest is not None
+    assert (newest.token, newest.last_takeover) == (2, 2)
+
+
+def test_a_superseded_replica_ends(run: Run) -> None:
+    suspended = run.fence(0)
+    assert run.admit(suspended, ["0:a"]) == ""
+    assert not suspended.is_superseded()
+    run.expire()
+    other = run.fence(1)
+    run.admit(other, ["1:a"], lighthouse="second")
+    time.sleep(JOIN_TIMEOUT_S)
+    assert run.admit(other, ["1:a"], lighthouse="second") == ""
+    # It was suspended, so its last check is old.
+    suspended._checked_s -= 2 * fencing.LEASE_S
+    assert suspended.is_superseded()
+    with pytest.raises(ReplicaError, match=r"replica_00001 could not reach .* under token 2\."):
+        run.admit(suspended, ["0:a", "1:a"], quorum_id=5)
+    # The others wait until it is gone, and train with its next process.
+    reason = run.admit(other, ["0:a", "1:a"], own=1, quorum_id=5, tokens=[1, 2])
+    assert "must restart" in reason
+    run.history.record_token(history_name(0), 2)
+    restarted = run.fence(0)
+    assert run.admit(restarted, ["0:b", "1:a"], quorum_id=6) == ""
+
+
+def test_all_processes_of_all_replicas_are_new(run: Run) -> None:
+    assert run.admit(run.fence(0), ["0:a", "1:a"]) == ""
+    first, second = run.fence(0), run.fence(1)
+    # The first to return waits for the other, which may have a newer state.
+    assert "trained 0 s ago" in run.admit(first, ["0:b"], quorum_id=2)
+    # The lighthouse has removed the older processes.
+    for number, fence in enumerate((first, second)):
+        assert run.admit(fence, ["0:b", "1:b"], own=number, quorum_id=3) == ""
+    newest = run.history.newest()
+    assert newest is not None
+    assert newest.last_takeover == 0
+
+
+def test_nobody_waits_for_replicas_that_left_with_their_state_saved(run: Run) -> None:
+    fences = [run.fence(0), run.fence(1)]
+    for number, fence in enumerate(fences):
+        assert run.admit(fence, ["0:a", "1:a"], own=number) == ""
+    for number, fence in enumerate(fences):
+        fence.release(_process(f"{number}:a"))
+    assert run.admit(run.fence(2), ["2:a"], lighthouse="second") == ""
+
+
+def test_another_folder_is_noticed(run: Run) -> None:
+    assert run.admit(run.fence(0), ["0:a", "1:a"]) == ""
+    reason = run.admit(run.fence(1), ["0:a", "1:a"], own=1, quorum_id=2, tokens=[9, 0])
+    assert "all replicas need the same job.dump_folder" in reason
+
+
+class _BrokenHistory(RunHistory):
+    """A history on a disk that is full, or gone."""
+
+    is_gone = False
+
+    def try_claim(self, claim: Any) -> bool:
+        raise OSError(28, "No space left on device")
+
+    def newest(self) -> Any:
+        if self.is_gone:
+            raise OSError(5, "Input/output error")
+        return super().newest()
+
+
+def test_a_quorum_continues_without_its_disk_and_a_new_one_does_not_begin(run: Run) -> None:
+    fence, broken = run.fence(0), _BrokenHistory(run.history.run_folder)
+    assert run.admit(fence, ["0:a", "1:a"]) == ""
+    fence._history = broken
+    assert run.admit(fence, ["0:a"], quorum_id=2) == ""
+    # A replica that returns agrees with it.
+    assert run.admit(run.fence(1, broken), ["0:a", "1:b"], own=1, quorum_id=3) == ""
+    assert "No space left" in run.admit(run.fence(2, broken), ["0:b", "1:b"], quorum_id=4)
+    broken.is_gone = True
+    assert run.admit(fence, ["0:a"], quorum_id=5) == ""
+    assert "Input/output error" in run.admit(run.fence(2, broken), ["0:a"], quorum_id=6)
+
+
+def test_leases_are_renewed_until_the_fence_is_closed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fencing, "_RENEW_EVERY_S", 0.02)
+    fence = run.fence(0)
+    assert run.admit(fence, ["0:a"]) == ""
+    newest = run.history.newest()
+    assert newest is not None
+    run.expire()
+    time.sleep(0.2)
+    assert run.history.seconds_since_renewal(newest) < 5
+    fence.close()
+    run.expire()
+    time.sleep(0.2)
+    assert run.history.seconds_since_renewal(newest) > fencing.LEASE_S
