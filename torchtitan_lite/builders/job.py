@@ -244,7 +244,7 @@ def _open_ledger(
         step=restored.state.step,
         cursor=restored.state.cursor,
         rank=mesh.rank,
-        batch_rank=(mesh.batch_rank, mesh.degrees.batch),
+        batch_rank=mesh.batch_rank,
     )
     stack.callback(ledger.close)
     return ledger

@@ -22,7 +22,7 @@ Invariants: no clock and no I/O, the time is an argument (seconds of any monoton
 events at the same times give the same quorums. Layer: above links.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,8 @@ _FORGET_AFTER_S = 600.0
 """Time after its last heartbeat for which a replica is still shown."""
 LEFT = "was reported to have left: restart it under a new id"
 """Predicate of the error of a replica that was reported to have left."""
+_MAX_DEPARTURES = 4096
+"""Number of replicas that have left for good of which the reason is kept."""
 _REPLACED = "was replaced by a newer process of the same replica id"
 
 
@@ -152,7 +154,7 @@ class QuorumRules:
             for one in sorted(self._known() - {replica_id} - self._first_heartbeats.keys()):
                 if one.rpartition(":")[:2] == (name, colon):
                     self._forget(one)
-                    self._departures[one] = _REPLACED
+                    self._record_departures([one], _REPLACED)
         since_s = self._since_s.setdefault(replica_id, now_s)
         self.waiting[replica_id] = WaitingReplica(member, since_s)
         return True
@@ -197,7 +199,7 @@ class QuorumRules:
         for one in found:
             self._forget(one)
         # A heartbeat may still be in transit. An id without a UUID may return.
-        self._departures.update((one, LEFT) for one in (*found, replica_id) if ":" in one)
+        self._record_departures([one for one in (*found, replica_id) if ":" in one], LEFT)
         return found
 
     def is_healthy(self, replica_id: str, now_s: float) -> bool:
@@ -310,6 +312,11 @@ class QuorumRules:
 
     def _known(self) -> set[str]:
         return self.heartbeats.keys() | self.waiting.keys()
+
+    def _record_departures(self, ids: Iterable[str], reason: str) -> None:
+        self._departures.update(dict.fromkeys(ids, reason))
+        while len(self._departures) > _MAX_DEPARTURES:
+            del self._departures[next(iter(self._departures))]
 
     def _forget(self, replica_id: str) -> None:
         for by_id in (self.heartbeats, self.waiting, self._since_s, self._first_heartbeats):

@@ -83,18 +83,16 @@ class SampleLedger:
         step: int,
         cursor: int,
         rank: int,
-        batch_rank: tuple[int, int],
+        batch_rank: int,
     ) -> None:
         """A run that does not continue the one whose file is there renames it. `session` is unique
         to this start of the replica and equal on its ranks; `step` and `cursor` are the position of
-        the restored state; ranks with the same index in `batch_rank`, of as many as its second
-        number, read the same samples."""
+        the restored state; ranks with the same `batch_rank` read the same samples."""
         self._session = session
         self._file = RecordFile(path, faults, partial(_prepare, path, continues=continues))
-        index, count = batch_rank
         self._append(
             LEDGER_SESSION, step, cursor=cursor, session=session, rank=rank,
-            batch_rank=index, batch_ranks=count,
+            batch_rank=batch_rank,
         )  # fmt: skip
 
     def placed(self, step: int, cursor: int) -> None:

@@ -212,6 +212,28 @@ class Coordinator:
     async def _form_quorum(
         self, requests: list[tuple[dict[str, Any], "asyncio.Future[Any]"]]
     ) -> None:
+        try:
+            quorum = await self._request_from_lighthouse(requests)
+        except Exception as error:
+            if not isinstance(error, RpcError):
+                logger.exception("A request for a quorum failed")
+            for _, future in requests:
+                if not future.done():
+                    future.set_exception(
+                        CallError(grpc.StatusCode.FAILED_PRECONDITION, str(error) or repr(error))
+                    )
+            return
+        if quorum is None:
+            return
+        await self._adopt(quorum)
+        for rank, (_, future) in enumerate(requests):
+            if not future.done():
+                future.set_result(quorum_for_rank(quorum, self._identity.replica_id, rank))
+
+    async def _request_from_lighthouse(
+        self, requests: list[tuple[dict[str, Any], "asyncio.Future[Any]"]]
+    ) -> AgreedQuorum | None:
+        """Return the next quorum; None if no rank waits for it any more. Raises RpcError."""
         asked = [request for request, _ in requests]
         member = Member(
             run_id=self._identity.run_id,
@@ -225,29 +247,18 @@ class Coordinator:
             shrink_only=any(request["shrink_only"] for request in asked),
             commit_failures=max(request["commit_failures"] for request in asked),
         )
-        try:
-            if member.commit_failures:
-                await self._probe_silent_members()
-            while True:
-                try:
-                    quorum = await self._link.quorum(member, self._unreachable)
-                    break
-                except RpcError as error:
-                    if error.is_final:
-                        raise
-                    if all(future.done() for _, future in requests):
-                        return
-                    logger.warning("No quorum: %s", error)
-                await wait_until_settled(self._answered)
-        except RpcError as error:
-            for _, future in requests:
-                if not future.done():
-                    future.set_exception(CallError(grpc.StatusCode.FAILED_PRECONDITION, str(error)))
-            return
-        await self._adopt(quorum)
-        for rank, (_, future) in enumerate(requests):
-            if not future.done():
-                future.set_result(quorum_for_rank(quorum, member.replica_id, rank))
+        if member.commit_failures:
+            await self._probe_silent_members()
+        while True:
+            try:
+                return await self._link.quorum(member, self._unreachable)
+            except RpcError as error:
+                if error.is_final:
+                    raise
+                if all(future.done() for _, future in requests):
+                    return None
+                logger.warning("No quorum: %s", error)
+            await wait_until_settled(self._answered)
 
     async def _probe_silent_members(self) -> None:
         """Find out which members of the last quorum cannot be reached, so that the next one does

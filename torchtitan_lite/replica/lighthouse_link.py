@@ -186,9 +186,9 @@ async def wait_until_it_answers(link: LighthouseLink, replica_id: str, timeout_s
         await asyncio.sleep(_RETRY_S)
 
 
-async def wait_until_settled(last_answer_s: "asyncio.Event") -> None:
-    """Block until the lighthouse answers heartbeats again, and other replicas have had time to send
-    theirs."""
-    last_answer_s.clear()
-    await last_answer_s.wait()
+async def wait_until_settled(answered: asyncio.Event) -> None:
+    """Block until a heartbeat is answered, which sets `answered`, and other replicas have had time
+    to send theirs."""
+    answered.clear()
+    await answered.wait()
     await asyncio.sleep(_SETTLE_S)

@@ -71,7 +71,6 @@ class _Attempt:
     shares: int
     time: float
     by_batch_rank: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    batch_ranks: int = 1
     outcome: str | None = None
     after: tuple[int, int] | None = None
     """Step and position after it."""
@@ -207,7 +206,7 @@ class _RankReader:
         self._sessions, self._attempts, self._problems = sessions, attempts, problems
         self._session: _Session | None = None
         self._session_id = ""
-        self._batch_rank, self._batch_ranks = 0, 1
+        self._batch_rank = 0
         self._position = (0, 0)
         self._open: _Attempt | None = None
         self._misplaced: str | None = None
@@ -239,7 +238,7 @@ class _RankReader:
 
     def _begin_session(self, line: Mapping[str, Any], step: int, cursor: int) -> None:
         self._session_id, self._open = str(line["session"]), None
-        self._batch_rank, self._batch_ranks = int(line["batch_rank"]), int(line["batch_ranks"])
+        self._batch_rank = int(line["batch_rank"])
         self._position = step, cursor
         self._tries.clear()
         if self._is_leader:
@@ -263,7 +262,6 @@ class _RankReader:
         if name not in self._attempts:
             share, shares = int(line["share"]), int(line["shares"])
             made = _Attempt(key, int(line["size"]), share, shares, float(line["time"]))
-            made.batch_ranks = self._batch_ranks
             self._attempts[name] = made
             self._session.happened.append(made)
         self._open = self._attempts[name]

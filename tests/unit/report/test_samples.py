@@ -46,7 +46,7 @@ class Replica:
                 step=step,
                 cursor=self.cursor,
                 rank=rank,
-                batch_rank=(rank, ranks),
+                batch_rank=rank,
             )
             for rank in range(ranks)
         ]
