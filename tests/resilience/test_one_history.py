@@ -22,6 +22,7 @@ def _wait_for_text(run: Replicas, number: int, text: str, timeout_s: float = 120
         time.sleep(0.05)
 
 
+@pytest.mark.matrix
 def test_the_newest_snapshot_wins_if_the_older_one_returns_first(tmp_path: Path) -> None:
     with replicas(tmp_path / "run", 1, _ARGUMENTS) as run:
         # Replica 0 has a snapshot of each step, replica 1 of every 200th.
