@@ -28,9 +28,11 @@ from benchmarks.harness import Comparison, Result
 from benchmarks.processes import CHECKOUT, ENVIRONMENT, ChildFailed
 from benchmarks.worker import alternate, timed
 from torchtitan_lite.checkpoint import tensor_bytes
-from torchtitan_lite.replica.healing.client import PeerEndpoint, receive_state
+from torchtitan_lite.replica.healing.client import receive_state
 from torchtitan_lite.replica.healing.live_state import LiveState
-from torchtitan_lite.replica.healing.transport import StateServer
+from torchtitan_lite.replica.healing.transport import PURPOSE
+from torchtitan_lite.rpc.state_client import PeerEndpoint
+from torchtitan_lite.rpc.state_server import StateServer
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 _PROGRESS = 1
@@ -109,7 +111,7 @@ def measure_heal(case: HealCase) -> Result:
         donor = json.loads(line)
         state = FixedState(case.num_tensors, case.rows, seed=None)
         connections = FaultToleranceConfig().heal_connections
-        endpoint = PeerEndpoint(donor["url"], token, _TIMEOUT_S, connections)
+        endpoint = PeerEndpoint(donor["url"], token, PURPOSE, _TIMEOUT_S, connections)
         buffer = memoryview(bytearray(state.num_bytes))
         variants = {
             "ours": partial(receive_state, endpoint, _PROGRESS, state),
@@ -162,7 +164,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, required=True)
     given = parser.parse_args()
     state = FixedState(given.tensors, given.rows, seed=0)
-    server = StateServer(_ADDRESS, os.environ["TORCHTITAN_LITE_TOKEN"])
+    server = StateServer(_ADDRESS, os.environ["TORCHTITAN_LITE_TOKEN"], PURPOSE)
     server.offer(_PROGRESS, LiveState.of(state))
     listener = socket.create_server((_ADDRESS, 0))
     threading.Thread(target=_serve_bytes, args=(listener, state), daemon=True).start()

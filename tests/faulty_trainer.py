@@ -55,7 +55,7 @@ CRASH_POINTS = [f"{name}.{when}" for name in _CALLS for when in ("before", "afte
 
 def heal_interrupted(rank: str) -> None:
     """Interrupt the first state transfer to this rank halfway."""
-    fetch_all, calls = client._fetch_all, []
+    fetch_all, calls = client.fetch_all, []
 
     def interrupted(link: Any, progress: int, chunks: Any) -> None:
         calls.append(progress)
@@ -66,7 +66,7 @@ def heal_interrupted(rank: str) -> None:
         raise OSError("the network is gone")
 
     if int(rank) == _RANK:
-        client._fetch_all = interrupted
+        client.fetch_all = interrupted
 
 
 def donor_killed(unused: str) -> None:

@@ -31,11 +31,12 @@ from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.replica.fencing import Fence
 from torchtitan_lite.replica.gradient_reducer import GradientReducer
 from torchtitan_lite.replica.healing import HealingTransport, StateSource
-from torchtitan_lite.replica.healing.client import IncompatibleState, PeerEndpoint, receive_state
+from torchtitan_lite.replica.healing.client import IncompatibleState, receive_state
 from torchtitan_lite.replica.healing.live_state import HealableState
 from torchtitan_lite.replica.participation import LeaveRequested, ReplicaEvent, Share
 from torchtitan_lite.replica.quorum_checks import ProgressFloor
 from torchtitan_lite.replica.torchft_manager import QuorumManager, same_device_in_thread
+from torchtitan_lite.rpc.state_client import PeerEndpoint
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 _MAX_ABORTED_STEPS = 20

@@ -22,13 +22,14 @@ from torchtitan_lite.phases import Phases
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
 from torchtitan_lite.replica.fencing import Fence
 from torchtitan_lite.replica.healing import HealingTransport
-from torchtitan_lite.replica.healing.client import PeerEndpoint
 from torchtitan_lite.replica.healing.live_state import HealableState
+from torchtitan_lite.replica.healing.transport import PURPOSE
 from torchtitan_lite.replica.participation import Replicas
 from torchtitan_lite.replica.quorum_checks import ProgressFloor
 from torchtitan_lite.replica.semi_synchronous import Averaging, SemiSynchronousReplicas
 from torchtitan_lite.replica.torchft_manager import QuorumManager
 from torchtitan_lite.rpc.authentication import MIN_SECRET_CHARS
+from torchtitan_lite.rpc.state_client import PeerEndpoint
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
@@ -120,7 +121,7 @@ def join(
         floor=floor,
         fence=fence,
         endpoint=lambda url: PeerEndpoint(
-            url, token, config.process_group_timeout_ms / 1000, config.heal_connections
+            url, token, PURPOSE, config.process_group_timeout_ms / 1000, config.heal_connections
         ),
         newest_stored_step=newest_stored_step,
         wait_until_modifiable=wait_until_modifiable,

@@ -18,16 +18,17 @@ from tests.launch import wait_until
 from tests.unit.checkpoint.conftest import SmallState
 from torchtitan_lite import rng
 from torchtitan_lite.errors import ReplicaError
-from torchtitan_lite.replica.healing import client
 from torchtitan_lite.replica.healing.client import (
     IncompatibleState,
-    PeerEndpoint,
     TornState,
     receive_state,
 )
 from torchtitan_lite.replica.healing.live_state import LiveState
-from torchtitan_lite.replica.healing.transport import HealingTransport, StateServer
+from torchtitan_lite.replica.healing.transport import PURPOSE, HealingTransport
+from torchtitan_lite.rpc import state_client
 from torchtitan_lite.rpc.authentication import ClientSession
+from torchtitan_lite.rpc.state_client import PeerEndpoint
+from torchtitan_lite.rpc.state_server import StateServer
 
 _TOKEN = "a secret of all replicas"
 
@@ -52,13 +53,19 @@ def donor() -> Run:
 
 @pytest.fixture
 def server() -> Iterator[StateServer]:
-    made = StateServer("127.0.0.1", _TOKEN)
+    made = StateServer("127.0.0.1", _TOKEN, PURPOSE)
     yield made
     made.close()
 
 
 def endpoint(server: StateServer, **changes: Any) -> PeerEndpoint:
-    settings = {"url": server.url, "secret": _TOKEN, "timeout_s": 30.0, "connections": 3}
+    settings = {
+        "url": server.url,
+        "secret": _TOKEN,
+        "purpose": PURPOSE,
+        "timeout_s": 30.0,
+        "connections": 3,
+    }
     return PeerEndpoint(**(settings | changes))
 
 
@@ -165,7 +172,7 @@ def test_bytes_corrupted_in_transfer_are_detected(
     donor: Run, server: StateServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.offer(8, LiveState.of(donor))
-    received = client.http.client.HTTPResponse.readinto
+    received = http.client.HTTPResponse.readinto
 
     def flipping(self: Any, buffer: memoryview) -> int:
         count = received(self, buffer)
@@ -173,7 +180,7 @@ def test_bytes_corrupted_in_transfer_are_detected(
             buffer[12345] ^= 4
         return count
 
-    monkeypatch.setattr(client.http.client.HTTPResponse, "readinto", flipping)
+    monkeypatch.setattr(http.client.HTTPResponse, "readinto", flipping)
     with pytest.raises(TornState, match="do not match their MAC"):
         receive_state(endpoint(server), 8, Run())
 
@@ -208,14 +215,14 @@ def _serving(content: bytes) -> Iterator[str]:
 def test_a_malformed_response_is_an_error_and_changes_nothing(content: bytes) -> None:
     fresh, untouched = Run(), Run()
     with _serving(content) as url, pytest.raises(ReplicaError) as caught:
-        receive_state(PeerEndpoint(url, _TOKEN, 1.0, 2), 8, fresh)
+        receive_state(PeerEndpoint(url, _TOKEN, PURPOSE, 1.0, 2), 8, fresh)
     assert not isinstance(caught.value, TornState)
     assert same(fresh, untouched)
 
 
 def test_a_missing_server_is_an_error() -> None:
     with pytest.raises(ReplicaError, match="cannot be read"):
-        receive_state(PeerEndpoint("http://127.0.0.1:1", _TOKEN, 1.0, 2), 8, Run())
+        receive_state(PeerEndpoint("http://127.0.0.1:1", _TOKEN, PURPOSE, 1.0, 2), 8, Run())
 
 
 def test_the_transport_offers_and_records(donor: Run) -> None:
@@ -227,11 +234,11 @@ def test_the_transport_offers_and_records(donor: Run) -> None:
         assert message["torchft"]["step"] == 8
         assert taking.source is not None and taking.source.progress == 8
         fresh = Run()
-        receive_state(PeerEndpoint(taking.source.url, _TOKEN, 30.0, 2), 8, fresh)
+        receive_state(PeerEndpoint(taking.source.url, _TOKEN, PURPOSE, 30.0, 2), 8, fresh)
         assert same(fresh, donor)
         giving.disallow_checkpoint()
         with pytest.raises(ReplicaError):
-            receive_state(PeerEndpoint(taking.source.url, _TOKEN, 0.2, 2), 8, fresh)
+            receive_state(PeerEndpoint(taking.source.url, _TOKEN, PURPOSE, 0.2, 2), 8, fresh)
     finally:
         giving.shutdown()
         taking.shutdown()
@@ -258,7 +265,7 @@ def test_the_secret_is_not_sent_to_a_stranger() -> None:
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ReplicaError, match="has another TORCHTITAN_LITE_TOKEN"):
-            receive_state(PeerEndpoint(url, _TOKEN, 5.0, 1), 8, Run())
+            receive_state(PeerEndpoint(url, _TOKEN, PURPOSE, 5.0, 1), 8, Run())
         thread.join()
     assert received and _TOKEN.encode() not in received[0]
 
@@ -291,7 +298,7 @@ def test_a_recorded_request_is_rejected(donor: Run, server: StateServer) -> None
             return proof
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "ClientSession", Recorded)
+        patch.setattr(state_client, "ClientSession", Recorded)
         receive_state(endpoint(server), 8, Run())
     address = urlsplit(server.url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=10)

@@ -1,0 +1,170 @@
+"""Client of the bulk state that `state_server` serves: ranges of bytes, received into given memory
+and checked. Layer: above authentication; imports neither gRPC nor torch."""
+
+import hmac
+import http.client
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+from torchtitan_lite.errors import RpcError
+from torchtitan_lite.rpc.authentication import AuthenticationError, ClientSession
+from torchtitan_lite.rpc.state_server import MAC, NONCE, PROOF, SESSION_PATH, TICKET
+
+_CHUNK_BYTES = 8 << 20
+_PIECE_BYTES = 1 << 20
+_POLL_S = 0.01
+_MAX_HEADER_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class PeerEndpoint:
+    """URL, secret and limits of a connection to a peer."""
+
+    url: str
+    secret: str
+    purpose: str
+    timeout_s: float
+    connections: int = 1
+
+
+class _NotReady(RpcError):
+    """State that the peer does not serve yet."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Contiguous bytes of the file, and the memory that receives them."""
+
+    start: int
+    targets: Sequence[memoryview]
+
+
+def split_into_chunks(targets: Sequence[tuple[int, memoryview]]) -> list[Chunk]:
+    """Split `targets` into chunks of similar size: small tensors together, large ones in pieces."""
+    chunks: list[Chunk] = []
+    start, size, views = 0, 0, []
+    for position, view in targets:
+        for first in range(0, len(view), _CHUNK_BYTES):
+            piece = view[first : first + _CHUNK_BYTES]
+            if views and size + len(piece) > _CHUNK_BYTES:
+                chunks.append(Chunk(start, views))
+                size, views = 0, []
+            if not views:
+                start = position + first
+            views.append(piece)
+            size += len(piece)
+    return [*chunks, Chunk(start, views)] if views else chunks
+
+
+def fetch_all(endpoint: PeerEndpoint, version: int, chunks: Sequence[Chunk]) -> None:
+    """Fetch chunks over several connections, each of which takes the next chunk when it is free."""
+    left = iter(chunks)
+
+    def work() -> None:
+        connection = StateConnection(endpoint, version)
+        try:
+            # `next` on an iterator is atomic under the GIL.
+            for chunk in left:
+                connection.fetch(chunk.start, chunk.targets)
+        finally:
+            connection.close()
+
+    count = min(endpoint.connections, len(chunks))
+    with ThreadPoolExecutor(max(1, count), "state-client") as pool:
+        for future in [pool.submit(work) for _ in range(count)]:
+            future.result()
+
+
+class StateConnection:
+    """Connection to one peer, for one state."""
+
+    def __init__(self, endpoint: PeerEndpoint, version: int) -> None:
+        parts = urlsplit(endpoint.url)
+        assert parts.hostname is not None
+        self._endpoint, self._path = endpoint, f"/state/{version}"
+        self._http = http.client.HTTPConnection(
+            parts.hostname, parts.port, timeout=endpoint.timeout_s
+        )
+        self._session = ClientSession(endpoint.secret, endpoint.purpose)
+
+    def fetch_header(self) -> bytes:
+        """Return the header, with which a state begins after 8 bytes of its length, as soon as the
+        peer serves it. Raises RpcError."""
+        length = bytearray(8)
+        self.fetch_when_ready(0, [memoryview(length)])
+        size = int.from_bytes(length, "little")
+        if not 0 < size <= _MAX_HEADER_BYTES:
+            raise RpcError(f"{self._endpoint.url} sent an invalid header of {size} bytes.")
+        content = bytearray(size)
+        self.fetch(8, [memoryview(content)])
+        return bytes(content)
+
+    def fetch_when_ready(self, start: int, targets: Sequence[memoryview]) -> None:
+        """Fetch as `fetch` does, as soon as the peer serves the state."""
+        deadline = time.monotonic() + self._endpoint.timeout_s
+        while True:
+            try:
+                self.fetch(start, targets)
+                return
+            except _NotReady:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_POLL_S)
+
+    def fetch(self, start: int, targets: Sequence[memoryview]) -> None:
+        """Fill `targets` with the bytes from `start` on. Raises RpcError."""
+        length = sum(map(len, targets))
+        span = f"bytes={start}-{start + length - 1}"
+        try:
+            if not self._session.is_open:
+                self._open_session()
+            proof = self._session.sign(self._path.encode(), span.encode())
+            headers = {"Authorization": str(proof), "Range": span}
+            self._http.request("GET", self._path, headers=headers)
+            answer = self._http.getresponse()
+            if answer.status != HTTPStatus.PARTIAL_CONTENT or answer.length != length:
+                answer.read()
+                is_late = answer.status == HTTPStatus.SERVICE_UNAVAILABLE
+                kind = _NotReady if is_late else RpcError
+                raise kind(_rejection_message(answer.status, self._endpoint.url))
+            digest = self._session.response_digest(proof)
+            for target in targets:
+                for first in range(0, len(target), _PIECE_BYTES):
+                    piece = target[first : first + _PIECE_BYTES]
+                    filled = 0
+                    while filled < len(piece):
+                        count = answer.readinto(piece[filled:])
+                        if count == 0:
+                            raise RpcError(f"{self._endpoint.url} closed the connection early.")
+                        filled += count
+                    digest.update(piece)
+        except (OSError, http.client.HTTPException) as error:
+            raise RpcError(f"{self._endpoint.url} cannot be read: {error!r}") from error
+        if not hmac.compare_digest(digest.hexdigest(), answer.headers.get(MAC) or ""):
+            raise RpcError(f"The data from {self._endpoint.url} do not match their MAC.")
+
+    def _open_session(self) -> None:
+        """Prove to the peer, and let it prove, that it has the secret. Raises RpcError."""
+        self._http.request("GET", SESSION_PATH, headers={NONCE: self._session.nonce.hex()})
+        answer = self._http.getresponse()
+        answer.read()
+        try:
+            ticket, proof = (bytes.fromhex(answer.headers.get(n) or "") for n in (TICKET, PROOF))
+            self._session.open(ticket, proof)
+        except (AuthenticationError, ValueError):
+            raise RpcError(
+                _rejection_message(HTTPStatus.UNAUTHORIZED, self._endpoint.url)
+            ) from None
+
+    def close(self) -> None:
+        self._http.close()
+
+
+def _rejection_message(status: int, url: str) -> str:
+    if status == HTTPStatus.UNAUTHORIZED:
+        return f"{url} has another TORCHTITAN_LITE_TOKEN: it must be the same for all."
+    return f"{url} does not serve this state: HTTP {status}."
