@@ -1,13 +1,13 @@
-"""Snapshots that ended processes left in shared memory, and the search for the newest common step.
+"""Snapshots that ended processes left in shared memory, their own or copies for other machines, and
+the search for the newest common step.
 
 Two gathers suffice even for thousands of ranks: first, once per machine, the steps of its regions;
-then, once per tensor, its layout. Layer: above snapshots.
+then, once per tensor, its layout. Layer: above snapshots and snapshot_index.
 """
 
 import json
 import os
-import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,23 @@ from typing import Any
 import torch
 import xxhash
 
+from torchtitan_lite.checkpoint.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.shared_memory.description import HeldTensor, RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.folder import (
+    COPY,
+    OWN,
     SHARED_MEMORY,
     existing_run_folder,
+    machine_number,
     region_files,
 )
-from torchtitan_lite.checkpoint.shared_memory.region import Region
+from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotHeader, SlotState
+from torchtitan_lite.checkpoint.snapshot_index import (
+    HeldRegion,
+    Position,
+    SnapshotIndex,
+    newest_common,
+)
 from torchtitan_lite.checkpoint.snapshots import SavedValues, model_dims
 from torchtitan_lite.checkpoint.tensors import DTYPES, tensor_from_bytes
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, DamagedSnapshot, LayoutError
@@ -41,6 +51,8 @@ class SnapshotOrigin:
     session: str
     """Session of the run that took it."""
     step: int
+    segment: int = 0
+    """Segment of the run's history, see `lineage`."""
 
 
 class LeftoverSnapshot:
@@ -53,11 +65,16 @@ class LeftoverSnapshot:
         tensors: Mapping[str, TensorSpec],
         regions: Mapping[Holder, tuple[Region, int]],
         reach: Mapping[Holder, Sequence[int]],
+        copies: Collection[int] = (),
     ) -> None:
         """The holders of `tensors` are `region_name`s; `regions` has those that this rank can open,
-        as (region, slot). `saved` has the RNG state of this rank only."""
+        as (region, slot). `saved` has the RNG state of this rank only; the parts of `copies` are
+        read from buddy copies."""
         self.origin = origin
         self.where = f"step {saved.step} in shared memory"
+        if copies:
+            ranks = ", ".join(map(str, sorted(copies)))
+            self.where += f", with the buddy copies of ranks {ranks}"
         self.saved, self.tensors = saved, tensors
         self._regions, self._reach = regions, reach
         self._contents: dict[Holder, _Content] = {}
@@ -66,7 +83,7 @@ class LeftoverSnapshot:
         """Raise DamagedCheckpoint if a region no longer holds the step: a second process of the
         same run is active and has overwritten it."""
         for region, slot in self._regions.values():
-            if region.complete_slots().get(self.origin.step) != slot:
+            if region.slots()[slot] != SlotHeader(self.origin.step, SlotState.COMPLETE):
                 raise DamagedCheckpoint(
                     f"{region.path} changed while it was read: the run is active twice."
                 )
@@ -112,26 +129,32 @@ class _Content:
         self.held: Mapping[str, HeldTensor] = {held.name: held for held in about.tensors}
 
 
-def newest_leftover(run_id: str, rank: int, at_most: int | None = None) -> LeftoverSnapshot | None:
-    """Return the newest step of a run, at most `at_most`, that all saving ranks completed, on any
-    machines of this run; None if there is none. Every rank must call it."""
-    machines = all_gather_ints(_machine())
+def newest_leftover(
+    run_id: str, rank: int, lineage: SnapshotLineage, at_most: int | None = None
+) -> LeftoverSnapshot | None:
+    """Return the newest step of a run's history, at most `at_most`, that all saving ranks
+    completed, on any machines of this run; None if there is none. Every rank must call it."""
+    machines = all_gather_ints(machine_number())
     regions = _regions(run_id)
     # All ranks of a machine see the same regions.
     is_reported = machines.index(machines[rank]) == rank
-    seen = all_gather_bytes(
-        _encoded({saver: one.to_json() for saver, one in regions.items()}, is_reported)
-    )
-    found = newest_common([json.loads(text or "{}") for text in seen], machines, at_most)
+    held = [one.held(saver, is_copy) for (saver, is_copy), one in regions.items()]
+    texts = all_gather_bytes(_encoded([one.to_json() for one in held], is_reported))
+    seen = [[HeldRegion.from_json(one) for one in json.loads(text or "[]")] for text in texts]
+    found = newest_common(seen, machines, at_most, lineage.permitted())
     if found is None:
         _close(regions)
         return None
     mine = {
         saver: one
-        for saver, one in regions.items()
-        if rank in found.reach[saver] and found.session in one.sessions and found.step in one.slots
+        for (saver, is_copy), one in regions.items()
+        if rank in found.reach[saver]
+        and is_copy == (saver in found.copies)
+        and found.session in one.sessions
+        and found.position in one.slots
     }
-    _close({saver: one for saver, one in regions.items() if saver not in mine})
+    kept = {id(one) for one in mine.values()}
+    _close({key: one for key, one in regions.items() if id(one) not in kept})
     own: dict[str, Any] = {}
     try:
         report = _describe(found, mine, rank)
@@ -154,44 +177,12 @@ def newest_leftover(run_id: str, rank: int, at_most: int | None = None) -> Lefto
 
 
 @dataclass(frozen=True)
-class SnapshotIndex:
-    """The newest step that all ranks of a session have, and the ranks that can read it."""
-
-    session: str
-    step: int
-    reach: Mapping[int, Sequence[int]]
-    """Ranks that can open the region of each saving rank."""
-
-    def reporter(self, saver: int) -> int:
-        """Return the rank that reports a region: its own rank if possible."""
-        able = self.reach[saver]
-        return saver if saver in able else able[saver % len(able)]
-
-
-def newest_common(
-    seen: Sequence[Mapping[str, Any]], machines: Sequence[int], at_most: int | None = None
-) -> SnapshotIndex | None:
-    """Return the newest step, at most `at_most`, of the regions `seen` on the ranks' `machines`;
-    one rank reports per machine. A machine that was reassigned to other ranks may still hold
-    regions of an earlier session."""
-    sessions = sorted(
-        {s for by_saver in seen for one in by_saver.values() for s in one["sessions"]}
-    )
-    known = [
-        found
-        for session in sessions
-        if (found := _newest_of_session(session, seen, machines, at_most))
-    ]
-    return max(known, key=lambda one: one.step, default=None)
-
-
-@dataclass(frozen=True)
 class _OpenRegion:
     """A region on this machine."""
 
     region: Region
-    slots: Mapping[int, int]
-    """Step -> slot, for steps with intact values."""
+    slots: Mapping[Position, int]
+    """Position -> slot, for steps with intact values."""
 
     @property
     def sessions(self) -> list[str]:
@@ -199,12 +190,10 @@ class _OpenRegion:
         and others have not."""
         return self.region.sessions
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "sessions": self.sessions,
-            "world_size": self.region.description.get("world_size"),
-            "steps": list(self.slots),
-        }
+    def held(self, saver: int, is_copy: bool) -> HeldRegion:
+        """Return the report of the region."""
+        world_size = int(self.region.description.get("world_size", 0))
+        return HeldRegion(saver, is_copy, self.sessions, world_size, list(self.slots))
 
 
 def region_name(rank: Holder) -> Holder:
@@ -212,40 +201,26 @@ def region_name(rank: Holder) -> Holder:
     return f"memory of rank {rank}"
 
 
-def _newest_of_session(
-    session: str, seen: Sequence[Mapping[str, Any]], machines: Sequence[int], at_most: int | None
-) -> SnapshotIndex | None:
-    """Return None if a rank of the session is missing, its ranks disagree on the world size, or
-    have no common step."""
-    regions: dict[int, Mapping[str, Any]] = {}
-    reach: dict[int, Sequence[int]] = {}
-    for by_saver, machine in zip(seen, machines, strict=True):
-        for saver, region in by_saver.items():
-            if session in region["sessions"] and int(saver) not in regions:
-                regions[int(saver)] = region
-                reach[int(saver)] = [r for r, other in enumerate(machines) if other == machine]
-    if {region["world_size"] for region in regions.values()} != {len(regions)}:
-        return None
-    common = set.intersection(*(set(region["steps"]) for region in regions.values()))
-    step = max((step for step in common if at_most is None or step <= at_most), default=None)
-    return None if step is None else SnapshotIndex(session, step, reach)
-
-
-def _regions(run_id: str) -> dict[int, _OpenRegion]:
-    """Return the regions by saving rank. Never raises, because the other ranks continue."""
-    found: dict[int, _OpenRegion] = {}
+def _regions(run_id: str) -> dict[tuple[int, bool], _OpenRegion]:
+    """Return the regions by saving rank and whether they are copies. Never raises, because the
+    other ranks continue."""
+    found: dict[tuple[int, bool], _OpenRegion] = {}
     if not SHARED_MEMORY.is_dir() or not os.access(SHARED_MEMORY, os.W_OK):
         return found
+    paths: dict[tuple[int, bool], Path] = {}
     try:
         folder = existing_run_folder(run_id)
-        paths = {} if folder is None else region_files(folder)
+        if folder is not None:
+            for kind in (OWN, COPY):
+                for rank, path in region_files(folder, kind).items():
+                    paths[rank, kind == COPY] = path
     except (CheckpointError, OSError) as error:
         logger.warning("Shared memory cannot be listed: %s", error)
         return found
-    for rank, path in paths.items():
+    for key, path in paths.items():
         try:
             # Opened writable only because torch warns about read-only memory.
-            found[rank] = _seen(Region.open(path, writable=True))
+            found[key] = _seen(Region.open(path, writable=True))
         except (DamagedSnapshot, OSError) as error:
             logger.warning("%s", error)
     return found
@@ -253,11 +228,14 @@ def _regions(run_id: str) -> dict[int, _OpenRegion]:
 
 def _seen(region: Region) -> _OpenRegion:
     slots = {}
-    for step, slot in region.complete_slots().items():
+    for slot, header in enumerate(region.slots()):
+        if header.state != SlotState.COMPLETE:
+            continue
         try:
-            if {"values", "rng"} <= region.values(slot).keys():
-                slots[step] = slot
-        except DamagedSnapshot as error:
+            values = region.values(slot)
+            if {"values", "rng"} <= values.keys():
+                slots[Position(int(values.get("segment", 0)), header.step)] = slot
+        except (DamagedSnapshot, TypeError, ValueError) as error:
             logger.warning("%s", error)
     return _OpenRegion(region, slots)
 
@@ -272,7 +250,7 @@ def _describe(found: SnapshotIndex, mine: Mapping[int, _OpenRegion], rank: int) 
         if found.reporter(saver) != rank:
             continue
         seen = mine[saver]
-        region, slot = seen.region, seen.slots[found.step]
+        region, slot = seen.region, seen.slots[found.position]
         about = RegionDescription.from_dict(region.description, slot_bytes=region.slot_bytes)
         texts = [
             json.dumps(given) if layout_from_json(given).mesh.holders[0] == saver else None
@@ -298,7 +276,7 @@ def _generators(found: SnapshotIndex, mine: Mapping[int, _OpenRegion], rank: int
     if rank not in mine:
         return {}
     seen = mine[rank]
-    return {str(rank): seen.region.values(seen.slots[found.step])["rng"]}
+    return {str(rank): seen.region.values(seen.slots[found.position])["rng"]}
 
 
 def _snapshot(
@@ -316,14 +294,19 @@ def _snapshot(
             tensors[name] = TensorSpec(layouts[layout], tuple(shape), DTYPES[dtype])
         rng |= one.get("rng", {})
     first = next(one for one in reports if "values" in one)
+    step = found.position.step
+    slots = {
+        region_name(saver): (one.region, one.slots[found.position]) for saver, one in mine.items()
+    }
     return LeftoverSnapshot(
-        SnapshotOrigin(found.session, found.step),
+        SnapshotOrigin(found.session, step, found.position.segment),
         SavedValues(
-            found.step, first["values"], rng, first["mesh"], model_only=False, dims=first["dims"]
+            step, first["values"], rng, first["mesh"], model_only=False, dims=first["dims"]
         ),
         tensors,
-        {region_name(saver): (one.region, one.slots[found.step]) for saver, one in mine.items()},
+        slots,
         {region_name(saver): able for saver, able in found.reach.items()},
+        found.copies,
     )
 
 
@@ -331,18 +314,10 @@ def _on_regions(layout: Layout) -> Layout:
     return layout.with_holders([region_name(rank) for rank in layout.mesh.holders])
 
 
-def _encoded(report: Mapping[Any, Any], is_reported: bool) -> bytes:
+def _encoded(report: Any, is_reported: bool) -> bytes:
     return json.dumps(report).encode() if is_reported else b""
 
 
-def _close(regions: Mapping[int, _OpenRegion]) -> None:
+def _close(regions: Mapping[Any, _OpenRegion]) -> None:
     for one in regions.values():
         one.region.close()
-
-
-def _machine() -> int:
-    """Return a hash that is equal for processes that see the same shared memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    device = os.stat(SHARED_MEMORY).st_dev if SHARED_MEMORY.is_dir() else 0
-    identity = f"{platform.node()}-{boot.read_text().strip() if boot.is_file() else ''}-{device}"
-    return xxhash.xxh3_64_intdigest(identity.encode()) >> 1

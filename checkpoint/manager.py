@@ -17,6 +17,7 @@ from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, W
 from torchtitan_lite.checkpoint.format import step_name
 from torchtitan_lite.checkpoint.history import RunHistory, history_name, superseded_message
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
+from torchtitan_lite.checkpoint.lineage import SnapshotLineage, lineage_name
 from torchtitan_lite.checkpoint.restore import Restorer
 from torchtitan_lite.checkpoint.save_context import (
     Checkpointable,
@@ -66,6 +67,7 @@ class CheckpointManager:
             mesh=mesh,
             storage=open_storage(self.root),
             identity=agree_on_identity(dump_folder, mesh, replica or 0),
+            lineage=SnapshotLineage(dump_folder / lineage_name(replica or 0), mesh),
             run_config=run_config,
             spec=spec,
             history=None if replica is None else RunHistory(dump_folder),
@@ -84,6 +86,8 @@ class CheckpointManager:
         self._has_tried_async = False
         """Whether starting the asynchronous saver was attempted."""
         self._origin: SnapshotOrigin | None = None
+        self._has_segment = False
+        """Whether the snapshots that are taken now belong to a segment of the history."""
         self._is_final = False
         self._step_ended = time.perf_counter()
 
@@ -155,6 +159,9 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         step, config = self._state.step, self._config
+        if not self._has_segment:
+            # Not before the first step, so that a start that fails abandons nothing.
+            self._begin_segment(self._origin)
         due = step % config.interval == 0 or (step == 1 and config.enable_first_step_checkpoint)
         if self._asynchronous is not None and self._asynchronous.needs_larger_region:
             due = self._release_memory()
@@ -201,13 +208,21 @@ class CheckpointManager:
         )
         if found is None:
             return None
+        self._begin_segment(found.origin)
         self._saver.rewind_to(found.origin)
         return found.where
 
     def discard_snapshots(self) -> None:
         """Discard this replica's snapshots: the run resumes from an earlier step, which the replica
         receives by healing."""
+        self._begin_segment(None)
         self._saver.rewind_to(None)
+
+    def _begin_segment(self, origin: SnapshotOrigin | None) -> None:
+        """Abandon the snapshots that do not belong to the history of the restored state."""
+        if self._can_save:
+            self._context.lineage.begin_segment(origin and (origin.segment, origin.step))
+        self._has_segment = True
 
     def wait_for_saves(self) -> None:
         """Block until no save is in progress. Every rank must call it."""

@@ -96,7 +96,9 @@ class Restorer:
                 )
             steps = [config.load_step]
         elif self._has_snapshots:
-            leftover = newest_leftover(self._context.identity.run_id, self._mesh.rank)
+            leftover = newest_leftover(
+                self._context.identity.run_id, self._mesh.rank, self._context.lineage
+            )
         candidates = self._newest_first(steps, leftover)
         is_initial = False
         if not candidates and config.initial_load_path is not None:
@@ -136,7 +138,7 @@ class Restorer:
         leftover = None
         if self._has_snapshots:
             run_id = self._context.identity.run_id
-            leftover = newest_leftover(run_id, self._mesh.rank, newest)
+            leftover = newest_leftover(run_id, self._mesh.rank, self._context.lineage, newest)
         storage = self._context.storage
         steps = [step for step in self._stored_steps() if step <= newest]
         candidates = self._newest_first(steps, leftover)

@@ -17,6 +17,7 @@ from torchtitan_lite import __version__, rng
 from torchtitan_lite.checkpoint.background.save import attempt_token
 from torchtitan_lite.checkpoint.background.writer_group import WriterGroup
 from torchtitan_lite.checkpoint.history import RunHistory
+from torchtitan_lite.checkpoint.lineage import SnapshotLineage
 from torchtitan_lite.checkpoint.save_plan import SavePlan, layouts_json
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.storage.base import Storage
@@ -80,6 +81,7 @@ class SaveContext:
     mesh: Mesh
     storage: Storage
     identity: RunIdentity
+    lineage: SnapshotLineage
     run_config: Mapping[str, Any]
     spec: ModelSpec | None = None
     """The model, if it may be loaded from a Hugging Face folder."""
@@ -114,7 +116,11 @@ class SaveContext:
 
     def values(self) -> dict[str, Any]:
         """Return the current non-tensor state."""
-        return {"values": self.state.values(), "rng": rng.capture()}
+        return {
+            "values": self.state.values(),
+            "rng": rng.capture(),
+            "segment": self.lineage.segment,
+        }
 
 
 @dataclass

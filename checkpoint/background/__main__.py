@@ -5,13 +5,15 @@ The first line of standard input holds the settings. One order per line follows,
 means that the trainer died. Layer: above the rest of background/.
 """
 
-import os
-import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.background.channel import Channel, WriterSettings
+from torchtitan_lite.checkpoint.background.channel import (
+    Channel,
+    WriterSettings,
+    ignore_stop_signals,
+    own_output,
+)
 from torchtitan_lite.checkpoint.background.flush import max_wait_s
 from torchtitan_lite.checkpoint.background.save import RankSave
 from torchtitan_lite.checkpoint.background.writer import Writer, lower_priority
@@ -24,10 +26,8 @@ from torchtitan_lite.errors import CheckpointError
 
 def main(region_path: str, files: Files | None = None) -> int:
     """Run a writer to its end and return the exit status. Tests pass `files`."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # Meant for the trainer: the writer ends after it, once everything is saved.
-        signal.signal(number, signal.SIG_IGN)
-    channel = Channel(outgoing=_own_output())
+    ignore_stop_signals()
+    channel = Channel(outgoing=own_output())
     given = channel.next_order()
     if given is None:
         return 0
@@ -48,18 +48,6 @@ def main(region_path: str, files: Files | None = None) -> int:
         return 1
     Writer(save, settings, channel).run()
     return 0
-
-
-def _own_output() -> int:
-    """Return a descriptor of the pipe to the trainer that only the writer uses: output of libraries
-    is redirected to standard error."""
-    own = os.dup(1)
-    os.dup2(2, 1)
-    # Earlier output may have left an incomplete line.
-    with suppress(BrokenPipeError):
-        # A dead trainer is detected at the end of the orders.
-        os.write(own, b"\n")
-    return own
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import select
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -123,3 +124,21 @@ class Channel:
         except OSError:
             # The trainer is dead; the writer continues without it.
             return
+
+
+def ignore_stop_signals() -> None:
+    """Ignore signals that are meant for the trainer: its background processes end after it."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def own_output() -> int:
+    """Return a descriptor of the pipe to the trainer that nothing else uses: output of libraries is
+    redirected to standard error."""
+    own = os.dup(1)
+    os.dup2(2, 1)
+    # Earlier output may have left an incomplete line.
+    with suppress(BrokenPipeError):
+        # A dead trainer is detected at the end of the orders.
+        os.write(own, b"\n")
+    return own

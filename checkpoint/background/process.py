@@ -1,6 +1,6 @@
-"""The trainer's handle of its writer process. Layer: above channel.
+"""The trainer's handles of its background processes. Layer: above channel.
 
-Invariant: only `close` waits for the writer. A dead writer is a state, not an error: `alive` is
+Invariant: only `close` waits for a process. A dead process is a state, not an error: `alive` is
 False, and `start` starts a new one.
 """
 
@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,19 +26,15 @@ _READ_BYTES = 1 << 16
 _POLL_S = 0.01
 
 
-class WriterProcess:
-    """Writer process of one rank."""
+class BackgroundProcess:
+    """Process that serves one rank: JSON orders in, JSON responses out."""
 
-    def __init__(
-        self, region: Path, settings: WriterSettings, command: Sequence[str] | None = None
-    ) -> None:
-        """`command` replaces the interpreter's command line, up to the region's path."""
-        self._region, self._settings = region, settings
-        self._command = list(command or (sys.executable, "-m", _MODULE))
+    def __init__(self, command: Sequence[str], settings: Mapping[str, Any]) -> None:
+        """`settings` is its first order."""
+        self._command, self._given = list(command), dict(settings)
         self._process: subprocess.Popen[bytes] | None = None
-        self._signals_read, self.signals_fd = os.pipe()
-        """Write end of a pipe that forwards the trainer's signals to the writer."""
-        os.set_blocking(self.signals_fd, False)
+        self._inherited: tuple[int, ...] = ()
+        """Descriptors that the process inherits."""
         self._partial = b""
         self._warned_of_noise = False
         self._unsent: deque[bytes] = deque()
@@ -46,13 +42,13 @@ class WriterProcess:
     def start(self) -> None:
         """Start the process, or replace a dead one. Raises OSError."""
         self._reap()
-        # A new session, so that signals to the trainer's process group do not reach the writer.
+        # A new session, so that signals to the trainer's process group do not reach the process.
         self._process = subprocess.Popen(
-            [*self._command, str(self._region)],
+            self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=(self._signals_read,),
+            pass_fds=self._inherited,
             env=_environment(),
         )
         for pipe in (self._process.stdin, self._process.stdout):
@@ -60,7 +56,7 @@ class WriterProcess:
             os.set_blocking(pipe.fileno(), False)
         self._partial = b""
         self._unsent.clear()
-        self._send(replace(self._settings, signals_fd=self._signals_read).to_json())
+        self._send(self._given)
 
     @property
     def alive(self) -> bool:
@@ -72,30 +68,8 @@ class WriterProcess:
         """Id of the process that was started last."""
         return None if self._process is None else self._process.pid
 
-    def save(
-        self,
-        slot: int,
-        step: int,
-        token: str | None = None,
-        *,
-        urgent: bool = False,
-        writer_group: WriterGroup = SINGLE_REPLICA,
-    ) -> bool:
-        """Order a save of `slot`, which is complete with `step`. `token` identifies the attempt and
-        is equal on all ranks of the group; None for the first attempt of a single replica. `urgent`
-        lifts all rate limits, because training waits. Returns False if the writer is dead."""
-        order: dict[str, Any] = {"slot": slot, "step": step, "urgent": urgent}
-        order |= {"token": token, "writer_group": writer_group.to_json()}
-        return self._send({"save": order})
-
-    def abandon(self, step: int) -> bool:
-        """Order to abandon a save. Returns False if the writer is dead."""
-        return self._send({"abandon": step})
-
     def responses(self) -> list[dict[str, Any]]:
-        """Return the writer's new responses without blocking: {"ready": pid}, or, with the
-        attempt's token in "token", {"written": step}, {"committed": step}, {"abandoned": step} or
-        {"failed": step, "error": text}."""
+        """Return the new responses without blocking."""
         if self._process is None or self._process.stdout is None:
             return []
         self._flush_unsent()
@@ -114,11 +88,11 @@ class WriterProcess:
                 return message
         if not self._warned_of_noise:
             self._warned_of_noise = True
-            logger.warning("The checkpoint writer printed %r, which is not a response.", line[:200])
+            logger.warning("A checkpoint process printed %r, which is not a response.", line[:200])
         return None
 
     def wait_for(self, key: str, timeout_s: float) -> list[dict[str, Any]]:
-        """Return all responses up to the first with `key`, or until the timeout or the writer's
+        """Return all responses up to the first with `key`, or until the timeout or the process's
         death."""
         deadline, on_token = time.monotonic() + timeout_s, []
         while True:
@@ -130,8 +104,8 @@ class WriterProcess:
             time.sleep(_POLL_S)
 
     def close(self, *, free: bool = False, timeout_s: float = 60.0) -> list[dict[str, Any]]:
-        """Let the writer finish, and return its last responses. `free` removes the region of a
-        completed run. A writer that exceeds the timeout is killed."""
+        """Let the process finish, and return its last responses. `free` removes what it holds in
+        shared memory. A process that exceeds the timeout is killed."""
         if self._process is None:
             return []
         self._send({"stop": True, "free": free})
@@ -144,17 +118,23 @@ class WriterProcess:
         self._process.wait()
         on_token += self.responses()
         self._reap()
-        self._close_signals()
+        self._release()
         return on_token
 
     def detach(self) -> None:
-        """Leave the writer to flush and exit on its own, as after a trainer's death."""
+        """Leave the process to finish and exit on its own, as after a trainer's death."""
         self._reap()
         with warnings.catch_warnings():
             # The process keeps running on purpose.
             warnings.simplefilter("ignore", ResourceWarning)
             self._process = None
-        self._close_signals()
+        self._release()
+
+    def _release(self) -> None:
+        """Close what the process inherits."""
+        for descriptor in self._inherited:
+            with suppress(OSError):
+                os.close(descriptor)
 
     def _send(self, order: dict[str, Any]) -> bool:
         self._unsent.append(json.dumps(order).encode() + b"\n")
@@ -177,11 +157,6 @@ class WriterProcess:
         except (BrokenPipeError, ValueError):
             self._unsent.clear()
 
-    def _close_signals(self) -> None:
-        for descriptor in (self._signals_read, self.signals_fd):
-            with suppress(OSError):
-                os.close(descriptor)
-
     def _reap(self) -> None:
         if self._process is not None:
             for pipe in (self._process.stdin, self._process.stdout):
@@ -189,9 +164,53 @@ class WriterProcess:
                     with suppress(OSError):
                         pipe.close()
             if self._process.poll() is None:
-                # Without its pipe the writer flushes and exits; the lock delays its successor.
+                # Without its pipe the process finishes and exits; the lock delays its successor.
                 return
             self._process = None
+
+
+class WriterProcess(BackgroundProcess):
+    """Writer process of one rank. Its responses: {"ready": pid}, or, with the attempt's token in
+    "token", {"written": step}, {"committed": step}, {"abandoned": step} or {"failed": step,
+    "error": text}."""
+
+    def __init__(
+        self, region: Path, settings: WriterSettings, command: Sequence[str] | None = None
+    ) -> None:
+        """`command` replaces the interpreter's command line, up to the region's path."""
+        signals_read, self.signals_fd = os.pipe()
+        """Write end of a pipe that forwards the trainer's signals to the writer."""
+        super().__init__(
+            [*(command or (sys.executable, "-m", _MODULE)), str(region)],
+            replace(settings, signals_fd=signals_read).to_json(),
+        )
+        self._inherited = (signals_read,)
+        os.set_blocking(self.signals_fd, False)
+
+    def save(
+        self,
+        slot: int,
+        step: int,
+        token: str | None = None,
+        *,
+        urgent: bool = False,
+        writer_group: WriterGroup = SINGLE_REPLICA,
+    ) -> bool:
+        """Order a save of `slot`, which is complete with `step`. `token` identifies the attempt and
+        is equal on all ranks of the group; None for the first attempt of a single replica. `urgent`
+        lifts all rate limits, because training waits. Returns False if the writer is dead."""
+        order: dict[str, Any] = {"slot": slot, "step": step, "urgent": urgent}
+        order |= {"token": token, "writer_group": writer_group.to_json()}
+        return self._send({"save": order})
+
+    def abandon(self, step: int) -> bool:
+        """Order to abandon a save. Returns False if the writer is dead."""
+        return self._send({"abandon": step})
+
+    def _release(self) -> None:
+        super()._release()
+        with suppress(OSError):
+            os.close(self.signals_fd)
 
 
 def _environment() -> dict[str, str]:

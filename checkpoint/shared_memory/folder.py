@@ -1,12 +1,14 @@
 """The folder of a run in shared memory, its rank locks, and cleanup of leftovers.
 
-`/dev/shm/torchtitan_lite-UID/RUN_ID` holds `rank-R.snapshots` and `rank-R.lock` per rank.
+`/dev/shm/torchtitan_lite-UID/RUN_ID` holds `rank-R.snapshots` and `rank-R.lock` per rank, and
+`buddy-R.snapshots` and `buddy-R.lock` for the copies of a rank of another machine.
 Invariants: only folders owned by this user and private to it are used; lock files are never removed
 while a run may use them, because a lock on an unlinked file has no effect.
 """
 
 import fcntl
 import os
+import platform
 import re
 import stat
 import time
@@ -15,11 +17,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from torchtitan_lite.errors import CheckpointError
 
 SHARED_MEMORY = Path("/dev/shm")
 _RUN_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_SNAPSHOTS = re.compile(r"rank-([0-9]{5})\.snapshots", re.ASCII)
+OWN, COPY = "rank", "buddy"
+"""Kinds of regions: a rank's own snapshots, and copies of those of a rank of another machine."""
+_SNAPSHOTS = re.compile(r"(rank|buddy)-([0-9]{5})\.snapshots", re.ASCII)
 _POLL_S = 0.02
 
 
@@ -55,8 +61,13 @@ def run_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path:
     return folder / run_id
 
 
-def region_files(folder: Path) -> dict[int, Path]:
-    """Return the snapshot files in a run's folder, by rank."""
+def region_path(folder: Path, rank: int, kind: str = OWN) -> Path:
+    """Return the path of a rank's snapshots in a run's folder."""
+    return folder / f"{kind}-{rank:05d}.snapshots"
+
+
+def region_files(folder: Path, kind: str = OWN) -> dict[int, Path]:
+    """Return the snapshot files of a kind in a run's folder, by rank."""
     found: dict[int, Path] = {}
     try:
         names = os.listdir(folder)
@@ -65,8 +76,8 @@ def region_files(folder: Path) -> dict[int, Path]:
         return found
     for name in names:
         match = _SNAPSHOTS.fullmatch(name)
-        if match:
-            found[int(match[1])] = folder / name
+        if match and match[1] == kind:
+            found[int(match[2])] = folder / name
     return dict(sorted(found.items()))
 
 
@@ -77,15 +88,23 @@ def existing_run_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path | No
     return run_folder(run_id, base=base)
 
 
-def remove_regions(run_id: str, *, keep: Container[int] = (), base: Path = SHARED_MEMORY) -> None:
-    """Remove the unneeded snapshot files of all ranks except `keep`, and the folder if it is empty
-    then. Safe to call concurrently. Raises CheckpointError as `run_folder` does."""
+def remove_regions(
+    run_id: str,
+    *,
+    keep: Container[int] = (),
+    keep_copies: Container[int] = (),
+    base: Path = SHARED_MEMORY,
+) -> None:
+    """Remove the unneeded snapshot files of all ranks except `keep`, the copies of those of all
+    ranks except `keep_copies`, and the folder if it is empty then. Safe to call concurrently.
+    Raises CheckpointError as `run_folder` does."""
     folder = existing_run_folder(run_id, base=base)
     if folder is None:
         return
-    for rank, path in region_files(folder).items():
-        if rank not in keep:
-            path.unlink(missing_ok=True)
+    for kind, kept in ((OWN, keep), (COPY, keep_copies)):
+        for rank, path in region_files(folder, kind).items():
+            if rank not in kept:
+                path.unlink(missing_ok=True)
     if not keep:
         # Writers that are still finishing hold locks in it.
         with suppress(OSError):
@@ -125,6 +144,7 @@ def free_run(run_id: str, *, base: Path = SHARED_MEMORY) -> int:
     if run is None:
         raise CheckpointError(f"No run {run_id!r} holds shared memory in {_user_folder(base)}.")
     locks = [RankLock(run.path, rank) for rank in {*run.ranks, *_locked_ranks(run.path)}]
+    locks += [RankLock(run.path, rank, COPY) for rank in region_files(run.path, COPY)]
     try:
         for lock in locks:
             if not lock.try_acquire():
@@ -167,14 +187,23 @@ def release_rank(folder: Path, rank: int) -> None:
     lock.release()
 
 
+def machine_number() -> int:
+    """Return a number below 2**63 that is equal for processes that see the same shared memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    device = os.stat(SHARED_MEMORY).st_dev if SHARED_MEMORY.is_dir() else 0
+    identity = f"{platform.node()}-{boot.read_text().strip() if boot.is_file() else ''}-{device}"
+    return xxhash.xxh3_64_intdigest(identity.encode()) >> 1
+
+
 class RankLock:
-    """Lock of one rank in the run's folder; its holder may write the rank's part.
+    """Lock of one rank in the run's folder; its holder may write the rank's part, or the copy of
+    its snapshots.
 
     It is a flock, which the kernel releases when the holder ends for any reason.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.path = folder / f"rank-{rank:05d}.lock"
+    def __init__(self, folder: Path, rank: int, kind: str = OWN) -> None:
+        self.path = folder / f"{kind}-{rank:05d}.lock"
         self._descriptor: int | None = None
 
     def try_acquire(self) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 
 import xxhash
 
+from torchtitan_lite.checkpoint.shared_memory.folder import COPY, OWN, region_path
 from torchtitan_lite.checkpoint.shared_memory.region_file import (
     ALIGNMENT,
     CHECKSUM_BYTES,
@@ -107,6 +108,7 @@ class Region:
         slot_bytes: int,
         values_bytes: int = 1 << 20,
         num_slots: int = 3,
+        kind: str = OWN,
     ) -> "Region":
         """Allocate the region of `rank` in `folder`, replacing that of an earlier process.
 
@@ -132,9 +134,10 @@ class Region:
             description_sum=xxhash.xxh3_64_intdigest(encoded),
             token=secrets.token_bytes(16),
         )
-        path = folder / f"rank-{rank:05d}.snapshots"
+        path = region_path(folder, rank, kind)
         path.unlink(missing_ok=True)
-        what = f"The snapshots of rank {rank} ({num_slots} slots of {slot_bytes / 2**20:.1f} MiB)"
+        whose = "The copies of snapshots" if kind == COPY else "The snapshots"
+        what = f"{whose} of rank {rank} ({num_slots} slots of {slot_bytes / 2**20:.1f} MiB)"
         check_capacity(folder, block.file_bytes, what)
         mapped = allocate_file(path, block.file_bytes, what)
         region = cls(path, mapped, block)
@@ -167,6 +170,7 @@ class Region:
         num_slots: int = 3,
         values_bytes: int = 0,
         session: str | None = None,
+        kind: str = OWN,
     ) -> "Region | None":
         """Take over the region of an earlier session of the same run, with its steps, if it differs
         from `description` at most in `session` and `config` and has `values_bytes` for values; None
@@ -175,7 +179,7 @@ class Region:
         Until `finish_takeover` it also belongs to the earlier session: `session`, or else its last
         owner. A successor therefore finds the steps even if not all ranks came this far.
         """
-        path = folder / f"rank-{rank:05d}.snapshots"
+        path = region_path(folder, rank, kind)
         try:
             region = cls.open(path, writable=True)
         except DamagedSnapshot:

@@ -404,7 +404,7 @@ def test_output_of_libraries_in_the_writer_is_not_a_response(
         assert 1 in _steps_of(run.writers[0].wait_for("committed", 60), "committed")
     logger.removeHandler(caplog.handler)
     output = [r.getMessage() for r in caplog.records]
-    assert output == ["The checkpoint writer printed b'a line', which is not a response."]
+    assert output == ["A checkpoint process printed b'a line', which is not a response."]
     assert "from a library\nand past Python\n" in capfd.readouterr().err
 
 

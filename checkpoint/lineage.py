@@ -1,0 +1,81 @@
+"""Lineage of a run's snapshots: which of those that still exist belong to the run's history.
+
+A run that resumes from an older checkpoint, rolls back, or begins anew abandons the steps after it,
+whose snapshots may survive on some machine. So each stretch of training that continues one state is
+a *segment* with a number, which each snapshot records, and a file in the run's folder has the
+segments of the history with their last steps. A later segment has a higher number.
+
+Invariant: the file is written before the first snapshot of a segment. Layer: above save_context's
+inputs; imports nothing of the rest of checkpoint/.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from torchtitan_lite.host_collectives import broadcast_bytes
+from torchtitan_lite.log import logger
+from torchtitan_lite.mesh import Mesh
+
+_KEPT = 64
+"""Number of newest segments that are kept."""
+
+
+def lineage_name(replica: int) -> str:
+    """Return the name of a replica's file in the run's folder."""
+    return f"snapshot_lineage-{replica:03d}.json"
+
+
+class SnapshotLineage:
+    """Segments of one run's history. Every rank must call every method."""
+
+    def __init__(self, path: Path, mesh: Mesh) -> None:
+        self._path, self._mesh = path, mesh
+        self.segment = 0
+        """Number of the current segment."""
+
+    def permitted(self) -> Mapping[int, int | None] | None:
+        """Return the segments of the history, each with its last step, None for no limit; None if
+        nothing is recorded, so that all snapshots count."""
+        content = b""
+        if self._mesh.is_leader:
+            with suppress(OSError):
+                content = self._path.read_bytes()
+        content = broadcast_bytes(content)
+        if not content:
+            return None
+        try:
+            return {int(number): last for number, last in json.loads(content)}
+        except (ValueError, TypeError, RecursionError) as error:
+            # The same on all ranks. Without the history no snapshot can be trusted.
+            logger.warning("%s is damaged, so snapshots are not used: %s", self._path, error)
+            return {}
+
+    def begin_segment(self, origin: tuple[int, int] | None) -> None:
+        """Begin a segment that continues from a snapshot, `origin` = (segment, step), whose later
+        steps are abandoned; or, with None, from a state that is no snapshot, which abandons all."""
+        history = self.permitted() or {}
+        # The time keeps numbers increasing if the file is lost.
+        self.segment = self._mesh.broadcast_int(max(int(time.time()), max(history, default=0) + 1))
+        if origin is None:
+            history = {}
+        else:
+            segment, step = origin
+            history = {one: last for one, last in history.items() if one < segment}
+            history[segment] = step
+        if not self._mesh.is_leader:
+            return
+        kept = [*history.items(), (self.segment, None)][-_KEPT:]
+        try:
+            temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(kept))
+            os.replace(temporary, self._path)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written: %s. After a restart, an abandoned snapshot may be used.",
+                self._path,
+                error,
+            )
