@@ -14,10 +14,12 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.background.process import WriterProcess
 from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
+from torchtitan_lite.checkpoint.buddies import BuddyCopies, CopySignals
 from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.save_context import (
@@ -33,7 +35,8 @@ from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 
 NUM_SLOTS = 3
-"""Slots per region: the newest complete one, the one being filled, and the one being written."""
+"""Slots per region: the newest complete one, the one being filled, and the one being written.
+Buddy copies add `buddies.NUM_EXTRA_SLOTS`."""
 _HEARTBEAT_S = 0.02
 _WARNING_S = 30.0
 MAX_STEP_FRACTION = 0.03
@@ -65,6 +68,8 @@ class AsynchronousSaver:
     ) -> None:
         """Use `async_setup.open_async_saver` instead."""
         self._context, self._region, self._copier, self._writer = context, region, copier, writer
+        self.buddies: BuddyCopies | None = None
+        """Copies on other machines, if they are enabled."""
         self._interval = SnapshotInterval(context.config.ram_interval)
         self._newest_slot: int | None = None
         """Slot of the newest snapshot, complete or being filled."""
@@ -86,6 +91,11 @@ class AsynchronousSaver:
         self.saved_step: int | None = None
         self.saved_values: dict[str, Any] = {}
         _forward_signals(writer.signals_fd)
+
+    @property
+    def region_path(self) -> Path:
+        """Path of this rank's snapshots."""
+        return self._region.path
 
     @property
     def consecutive_failures(self) -> int:
@@ -114,6 +124,8 @@ class AsynchronousSaver:
             elif header.state != SlotState.EMPTY:
                 self._region.begin(slot, header.step)
         self._region.confirm(-1 if step is None or self._common_slot is None else step)
+        if self.buddies is not None:
+            self.buddies.resume_from(self._common_slot, origin)
         self._snapshot_step = (
             self._context.state.step - 1 if self._common_slot is None else step or 0
         )
@@ -162,6 +174,7 @@ class AsynchronousSaver:
         if save is not None and save.ordered and not save.failed and not self._writer.alive:
             logger.error("The checkpoint writer of rank %d has died.", self._context.mesh.rank)
             save.failed = True
+        copies = CopySignals() if self.buddies is None else self.buddies.signals()
         may_retry = self._backoff.may_retry(self._context.state.step + 1)
         return SaveSignals(
             failed=float(save is not None and save.failed),
@@ -170,6 +183,8 @@ class AsynchronousSaver:
             copy_s=self._copier.seconds,
             step_s=step_s,
             snapshot_failed=float(bool(self._problem)),
+            buddy_pending=copies.pending,
+            buddy_failed=copies.failed,
         )
 
     def apply_signals(self, all_ranks: SaveSignals) -> None:
@@ -177,10 +192,14 @@ class AsynchronousSaver:
         if all_ranks.snapshot_failed > 0:
             # The snapshot counts on no rank; the previous common one stays.
             self._newest_slot, self._problem, self.needs_larger_region = self._common_slot, "", True
+            if self.buddies is not None:
+                self.buddies.cancel()
         elif self._step_to_confirm is not None:
             self._region.confirm(self._step_to_confirm)
             self._common_slot = self._newest_slot
         self._step_to_confirm = None
+        if self.buddies is not None:
+            self.buddies.apply(CopySignals(all_ranks.buddy_pending, all_ranks.buddy_failed))
         self._interval.update(all_ranks.copy_s, all_ranks.step_s)
         save = self._save
         if save is None:
@@ -207,12 +226,16 @@ class AsynchronousSaver:
         # The next save does not interrupt a save in progress.
         self._save_pending = self._save_pending or save_due
         saves = save_due and self._save is None
+        copies = self.buddies is not None and self.buddies.is_due(step)
         # On a different mesh than before, shared memory holds no usable snapshot.
         is_first = (
             self._common_slot is None and self._newest_slot is None and self._interval.enabled
         )
-        if saves or is_first or self._interval.due(step - self._snapshot_step):
+        if saves or copies or is_first or self._interval.due(step - self._snapshot_step):
             self._snapshot(saves=saves)
+            if copies:
+                assert self.buddies is not None and self._newest_slot is not None
+                self.buddies.begin(self._newest_slot, step)
 
     def finish(self) -> None:
         """Save the current step and block until it is durable. Every rank must call it.
@@ -240,6 +263,8 @@ class AsynchronousSaver:
         """Let the writer finish. `free`: the state is durable, so its shared memory is released."""
         self._copier.close()
         _forward_signals(-1)
+        if self.buddies is not None:
+            self.buddies.close(free=free)
         if free:
             self._writer.close(free=True)
             # Needed if the writer could not remove it.
@@ -252,7 +277,9 @@ class AsynchronousSaver:
     def _snapshot(self, *, saves: bool, urgent: bool = False) -> None:
         state = self._context.state
         busy = {self._common_slot, self._save.slot if self._save else None}
-        slot = next(slot for slot in range(NUM_SLOTS) if slot not in busy)
+        if self.buddies is not None:
+            busy |= self.buddies.slots
+        slot = next(slot for slot in range(self._region.num_slots) if slot not in busy)
         values, step = self._context.values(), state.step
         self._region.begin(slot, step)
         self._copier.start(

@@ -13,6 +13,7 @@ from torchtitan_lite.checkpoint.async_saver import NUM_SLOTS, AsynchronousSaver
 from torchtitan_lite.checkpoint.background.channel import WriterSettings
 from torchtitan_lite.checkpoint.background.flush import max_wait_s
 from torchtitan_lite.checkpoint.background.process import WriterProcess
+from torchtitan_lite.checkpoint.buddies import NUM_EXTRA_SLOTS, open_buddies, pair_buddies
 from torchtitan_lite.checkpoint.collective import first_message
 from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
@@ -77,11 +78,17 @@ def open_async_saver(
     rank must call it, after `wait_for_earlier_writers`.
     """
     mesh, saver, problem = context.mesh, None, ""
+    pairing = pair_buddies(context)
+    num_slots = NUM_SLOTS + NUM_EXTRA_SLOTS if pairing else NUM_SLOTS
     try:
         # Regions of ranks that an earlier session ran here, and this one runs elsewhere, waste
         # memory.
-        remove_regions(context.identity.run_id, keep=_ranks_here(mesh))
-        saver = _open(context, origin)
+        remove_regions(
+            context.identity.run_id,
+            keep=_ranks_here(mesh),
+            keep_copies=pairing.sources_here if pairing else (),
+        )
+        saver = _open(context, origin, num_slots)
     except (OSError, RuntimeError, CheckpointError) as error:
         problem = str(error) or repr(error)
     problem = first_message(problem)
@@ -92,6 +99,8 @@ def open_async_saver(
             logger.warning("Snapshots are disabled, and saves are synchronous: %s", problem)
         return None
     assert saver is not None
+    if pairing is not None:
+        saver.buddies = open_buddies(context, pairing, saver.region_path)
     # If only some ranks resumed with an old snapshot, ranks would take the next ones at different
     # steps.
     has_it = origin is not None and saver.holds(origin)
@@ -105,7 +114,7 @@ def _ranks_here(mesh: Mesh) -> range:
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size)))
 
 
-def _open(context: SaveContext, origin: SnapshotOrigin | None) -> AsynchronousSaver:
+def _open(context: SaveContext, origin: SnapshotOrigin | None, num_slots: int) -> AsynchronousSaver:
     """Allocate the region and start the writer. Raises OSError, RuntimeError or CheckpointError and
     releases everything."""
     config, plan = context.config, plan_save(context.state.tensors(), context.mesh)
@@ -118,10 +127,10 @@ def _open(context: SaveContext, origin: SnapshotOrigin | None) -> AsynchronousSa
         recovers=not context.is_shared,
         shared_run_folder="" if context.history is None else str(context.history.run_folder),
     )
-    region = _region(context, origin, plan.slot_bytes, context.describe(plan).to_dict())
+    region = _region(context, origin, plan.slot_bytes, context.describe(plan).to_dict(), num_slots)
     copier = None
     try:
-        slots = [region.data(slot) for slot in range(NUM_SLOTS)]
+        slots = [region.data(slot) for slot in range(num_slots)]
         copier = Copier(plan, slots, context.mesh.device.torch_device)
         writer = WriterProcess(region.path, settings)
         writer.start()
@@ -139,13 +148,14 @@ def _region(
     origin: SnapshotOrigin | None,
     slot_bytes: int,
     description: dict[str, Any],
+    num_slots: int,
 ) -> Region:
     """Return the region of an earlier session if this run continues it unchanged; else a new one.
     Raises OSError or CheckpointError."""
     limit = context.config.snapshot_gib
-    if limit and NUM_SLOTS * slot_bytes > limit * 2**30:
+    if limit and num_slots * slot_bytes > limit * 2**30:
         raise CheckpointError(
-            f"Three snapshots of {slot_bytes / 2**30:.2f} GiB exceed "
+            f"{num_slots} snapshots of {slot_bytes / 2**30:.2f} GiB exceed "
             f"checkpoint.snapshot_gib = {limit} per rank."
         )
     folder = run_folder(context.identity.run_id)
@@ -155,7 +165,7 @@ def _region(
         context.mesh.rank,
         description,
         slot_bytes,
-        num_slots=NUM_SLOTS,
+        num_slots=num_slots,
         values_bytes=present,
         session=None if origin is None else origin.session,
     )
@@ -166,5 +176,5 @@ def _region(
     # Serialized, so that each rank sees what the ranks before it have allocated.
     with lock_run_folder(folder):
         return Region.create(
-            folder, context.mesh.rank, description, slot_bytes, values_bytes, num_slots=NUM_SLOTS
+            folder, context.mesh.rank, description, slot_bytes, values_bytes, num_slots=num_slots
         )

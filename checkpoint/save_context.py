@@ -139,6 +139,10 @@ class SaveSignals:
     """Seconds of the last step."""
     snapshot_failed: float = 0.0
     """Nonzero if the last snapshot is incomplete."""
+    buddy_pending: float = 0.0
+    """Nonzero if this rank has not received all buddy copies of the step being copied."""
+    buddy_failed: float = 0.0
+    """Nonzero if it cannot receive them."""
 
     def to_list(self) -> list[float]:
         """Return the fields in order."""

@@ -37,6 +37,8 @@ _MAY_DIFFER = {
     "checkpoint": (
         "folder",
         "ram_interval",
+        "buddy_interval",
+        "buddy_mib_per_s",
         "snapshot_gib",
         "preemption_grace_s",
         "writer_nice",

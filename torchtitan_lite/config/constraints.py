@@ -223,6 +223,7 @@ def _checkpoint(config: Config) -> Iterator[str]:
             "checkpoint.last_save_in_hf = true exports the last checkpoint, and none is saved. Set "
             "checkpoint.enable = true and checkpoint.load_only = false."
         )
+    yield from _buddies(config)
     if checkpoint.enable or checkpoint.load_only:
         return
     asked = []
@@ -235,6 +236,23 @@ def _checkpoint(config: Config) -> Iterator[str]:
             f"{' and '.join(asked)} {'have' if len(asked) > 1 else 'has'} no effect while "
             "checkpoint.enable is false. Set checkpoint.enable = true, or checkpoint.load_only = "
             "true to save nothing."
+        )
+
+
+def _buddies(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    asked = f"checkpoint.buddy_interval = {checkpoint.buddy_interval}"
+    if checkpoint.buddy_interval == 0:
+        return
+    if not checkpoint.enable or checkpoint.load_only or checkpoint.async_mode == "disabled":
+        yield (
+            f"{asked} copies snapshots, and this run takes none. Set checkpoint.enable = true, "
+            'load_only = false and async_mode = "async", or buddy_interval = 0.'
+        )
+    if config.fault_tolerance.enable:
+        yield (
+            f"{asked} and fault_tolerance.enable = true: the other replicas already hold the state "
+            "of a lost machine. Set buddy_interval = 0."
         )
 
 

@@ -4,7 +4,7 @@ and checked. Layer: above authentication; imports neither gRPC nor torch."""
 import hmac
 import http.client
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -91,11 +91,11 @@ class StateConnection:
         )
         self._session = ClientSession(endpoint.secret, endpoint.purpose)
 
-    def fetch_header(self) -> bytes:
+    def fetch_header(self, tick: Callable[[], None] = lambda: None) -> bytes:
         """Return the header, with which a state begins after 8 bytes of its length, as soon as the
-        peer serves it. Raises RpcError."""
+        peer serves it. `tick` is called while waiting, and may raise. Raises RpcError."""
         length = bytearray(8)
-        self.fetch_when_ready(0, [memoryview(length)])
+        self._fetch_when_ready(0, [memoryview(length)], tick)
         size = int.from_bytes(length, "little")
         if not 0 < size <= _MAX_HEADER_BYTES:
             raise RpcError(f"{self._endpoint.url} sent an invalid header of {size} bytes.")
@@ -103,7 +103,9 @@ class StateConnection:
         self.fetch(8, [memoryview(content)])
         return bytes(content)
 
-    def fetch_when_ready(self, start: int, targets: Sequence[memoryview]) -> None:
+    def _fetch_when_ready(
+        self, start: int, targets: Sequence[memoryview], tick: Callable[[], None]
+    ) -> None:
         """Fetch as `fetch` does, as soon as the peer serves the state."""
         deadline = time.monotonic() + self._endpoint.timeout_s
         while True:
@@ -111,6 +113,7 @@ class StateConnection:
                 self.fetch(start, targets)
                 return
             except _NotReady:
+                tick()
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_POLL_S)

@@ -20,7 +20,13 @@ class CheckpointConfig(Section):
     often as possible at a cost of at most 3 % of a step; 0: only for saves."""
     snapshot_gib: Annotated[float, at_least(0)] = 0.0
     """Maximum shared memory per rank (GiB); a rank needs three times its state, and with less
-    training waits while a checkpoint is written. 0: no limit."""
+    training waits while a checkpoint is written. With `buddy_interval`, about seven times. 0: no
+    limit."""
+    buddy_interval: Annotated[int, at_least(0)] = 0
+    """Steps between copies of the snapshots in the memory of another machine, from which a run
+    resumes after the loss of a machine. A copy takes a snapshot if none is due. 0: none."""
+    buddy_mib_per_s: Annotated[float, at_least(1)] = 256.0
+    """Maximum rate at which a rank's snapshot is copied to another machine (MiB/s)."""
     enable_first_step_checkpoint: bool = True
     """Save after the first step too, so that a failing storage is found early."""
     keep_latest_k: Annotated[int, at_least(0)] = 10
