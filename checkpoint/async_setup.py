@@ -10,10 +10,16 @@ from contextlib import suppress
 from typing import Any
 
 from torchtitan_lite.checkpoint.async_saver import NUM_SLOTS, AsynchronousSaver
+from torchtitan_lite.checkpoint.background.buddy import NUM_COPIES
 from torchtitan_lite.checkpoint.background.channel import WriterSettings
 from torchtitan_lite.checkpoint.background.flush import max_wait_s
 from torchtitan_lite.checkpoint.background.process import WriterProcess
-from torchtitan_lite.checkpoint.buddies import NUM_EXTRA_SLOTS, open_buddies, pair_buddies
+from torchtitan_lite.checkpoint.buddies import (
+    NUM_EXTRA_SLOTS,
+    BuddyPairing,
+    open_buddies,
+    pair_buddies,
+)
 from torchtitan_lite.checkpoint.collective import first_message
 from torchtitan_lite.checkpoint.copier import Copier
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
@@ -79,7 +85,6 @@ def open_async_saver(
     """
     mesh, saver, problem = context.mesh, None, ""
     pairing = pair_buddies(context)
-    num_slots = NUM_SLOTS + NUM_EXTRA_SLOTS if pairing else NUM_SLOTS
     try:
         # Regions of ranks that an earlier session ran here, and this one runs elsewhere, waste
         # memory.
@@ -88,7 +93,7 @@ def open_async_saver(
             keep=_ranks_here(mesh),
             keep_copies=pairing.sources_here if pairing else (),
         )
-        saver = _open(context, origin, num_slots)
+        saver = _open(context, origin, pairing)
     except (OSError, RuntimeError, CheckpointError) as error:
         problem = str(error) or repr(error)
     problem = first_message(problem)
@@ -114,7 +119,9 @@ def _ranks_here(mesh: Mesh) -> range:
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size)))
 
 
-def _open(context: SaveContext, origin: SnapshotOrigin | None, num_slots: int) -> AsynchronousSaver:
+def _open(
+    context: SaveContext, origin: SnapshotOrigin | None, pairing: BuddyPairing | None
+) -> AsynchronousSaver:
     """Allocate the region and start the writer. Raises OSError, RuntimeError or CheckpointError and
     releases everything."""
     config, plan = context.config, plan_save(context.state.tensors(), context.mesh)
@@ -127,10 +134,10 @@ def _open(context: SaveContext, origin: SnapshotOrigin | None, num_slots: int) -
         recovers=not context.is_shared,
         shared_run_folder="" if context.history is None else str(context.history.run_folder),
     )
-    region = _region(context, origin, plan.slot_bytes, context.describe(plan).to_dict(), num_slots)
+    region = _region(context, origin, plan.slot_bytes, context.describe(plan).to_dict(), pairing)
     copier = None
     try:
-        slots = [region.data(slot) for slot in range(num_slots)]
+        slots = [region.data(slot) for slot in range(region.num_slots)]
         copier = Copier(plan, slots, context.mesh.device.torch_device)
         writer = WriterProcess(region.path, settings)
         writer.start()
@@ -148,14 +155,17 @@ def _region(
     origin: SnapshotOrigin | None,
     slot_bytes: int,
     description: dict[str, Any],
-    num_slots: int,
+    pairing: BuddyPairing | None,
 ) -> Region:
     """Return the region of an earlier session if this run continues it unchanged; else a new one.
     Raises OSError or CheckpointError."""
     limit = context.config.snapshot_gib
-    if limit and num_slots * slot_bytes > limit * 2**30:
+    num_slots = NUM_SLOTS + (0 if pairing is None else NUM_EXTRA_SLOTS)
+    # The states of other ranks are about as large.
+    num_held = num_slots + (0 if pairing is None else NUM_COPIES * len(pairing.sources))
+    if limit and num_held * slot_bytes > limit * 2**30:
         raise CheckpointError(
-            f"{num_slots} snapshots of {slot_bytes / 2**30:.2f} GiB exceed "
+            f"{num_held} snapshots of {slot_bytes / 2**30:.2f} GiB exceed "
             f"checkpoint.snapshot_gib = {limit} per rank."
         )
     folder = run_folder(context.identity.run_id)

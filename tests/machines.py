@@ -1,4 +1,4 @@
-"""Machines emulated on this one: each has its own shared memory, in a mount namespace. Needs root."""
+"""Machines emulated on this one: each has its own /dev/shm, in a mount namespace. Needs root."""
 
 import os
 import shutil

@@ -1,0 +1,66 @@
+"""Segments of a run's history: what a restart, a roll back and a new beginning abandon."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.checkpoint.conftest import Manage, SmallState, crash
+from torchtitan_lite.checkpoint.lineage import SnapshotLineage
+from torchtitan_lite.mesh import Mesh
+
+
+def test_segments_follow_the_history(tmp_path: Path, mesh: Mesh) -> None:
+    path = tmp_path / "lineage.json"
+    lineage = SnapshotLineage(path, mesh)
+    assert lineage.permitted() is None
+    lineage.begin_segment(None)
+    first = lineage.segment
+    assert lineage.permitted() == {first: None}
+    lineage.begin_segment((first, 40))
+    second = lineage.segment
+    assert second > first
+    assert lineage.permitted() == {first: 40, second: None}
+    # A roll back to a step of the first segment abandons the second.
+    lineage.begin_segment((first, 30))
+    third = lineage.segment
+    assert third > second
+    assert SnapshotLineage(path, mesh).permitted() == {first: 30, third: None}
+    # A resume from storage abandons all snapshots.
+    lineage.begin_segment(None)
+    assert lineage.permitted() == {lineage.segment: None}
+
+
+def test_a_damaged_history_permits_no_snapshot(tmp_path: Path, mesh: Mesh) -> None:
+    path = tmp_path / "lineage.json"
+    path.write_text("[[1")
+    lineage = SnapshotLineage(path, mesh)
+    assert lineage.permitted() == {}
+    lineage.begin_segment(None)
+    assert lineage.permitted() == {lineage.segment: None}
+
+
+def test_snapshots_of_an_abandoned_session_are_not_restored(
+    manage: Manage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The snapshots survive, as copies on another machine do."""
+    asynchronous = {"async_mode": "async", "ram_interval": 1, "interval": 2}
+    state = SmallState()
+    manager = manage(state, **asynchronous)
+    for _ in range(4):
+        state.take_step()
+        manager.after_step()
+        manager.wait_for_saves()
+    state.take_step()
+    manager.after_step()
+    crash(manager)
+    # The next session goes back, and takes no snapshot.
+    earlier = SmallState()
+    back = manage(earlier, load_step=2)
+    assert back.restore() == f"{back.root}/step-2"
+    newest = manage(SmallState(), **asynchronous)
+    assert newest.restore() == "step 5 in shared memory", "a session without a step abandons none"
+    earlier.take_step()
+    back.after_step()
+    last = manage(SmallState(), **asynchronous)
+    where = last.restore()
+    assert where is not None and where.startswith(last.root)
