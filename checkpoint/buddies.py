@@ -207,6 +207,7 @@ class BuddyCopies:
         self._begun_at: int | None = None
         """Step of the newest copy that was begun."""
         self._kept: _Kept | None = None
+        self._has_copied = False
 
     def start(self) -> None:
         """Start the process. Raises OSError."""
@@ -259,6 +260,9 @@ class BuddyCopies:
             self.cancel()
         elif all_ranks.pending == 0:
             order, self._copy = copy.order, None
+            if not self._has_copied and self._context.mesh.is_leader:
+                logger.info("Step %d is copied to the memory of other machines.", order.step)
+            self._has_copied = True
             self._kept = _Kept(order.slot, (order.segment, order.step))
 
     def cancel(self) -> None:

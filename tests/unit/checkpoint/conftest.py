@@ -128,6 +128,11 @@ def crash(manager: CheckpointManager) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     saver._writer.detach()
+    if saver.buddies is not None:
+        copying = saver.buddies.process._process
+        saver.buddies.close(free=False)
+        if copying is not None:
+            copying.wait(30)
     saver._region.close()
     manager._asynchronous = None
 

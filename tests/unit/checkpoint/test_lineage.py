@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.unit.checkpoint.conftest import Manage, SmallState, crash
+from tests.unit.checkpoint.test_asynchronous import complete, steps
 from torchtitan_lite.checkpoint.lineage import SnapshotLineage
 from torchtitan_lite.mesh import Mesh
 
@@ -39,19 +38,16 @@ def test_a_damaged_history_permits_no_snapshot(tmp_path: Path, mesh: Mesh) -> No
     assert lineage.permitted() == {lineage.segment: None}
 
 
-def test_snapshots_of_an_abandoned_session_are_not_restored(
-    manage: Manage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_snapshots_of_an_abandoned_session_are_not_restored(manage: Manage, mesh: Mesh) -> None:
     """The snapshots survive, as copies on another machine do."""
     asynchronous = {"async_mode": "async", "ram_interval": 1, "interval": 2}
     state = SmallState()
     manager = manage(state, **asynchronous)
-    for _ in range(4):
-        state.take_step()
-        manager.after_step()
-        manager.wait_for_saves()
-    state.take_step()
-    manager.after_step()
+    steps(manager, state, mesh, 2)
+    manager.wait_for_saves()
+    steps(manager, state, mesh, 3)
+    manager.wait_for_saves()
+    complete(manager, mesh)
     crash(manager)
     # The next session goes back, and takes no snapshot.
     earlier = SmallState()
@@ -59,8 +55,6 @@ def test_snapshots_of_an_abandoned_session_are_not_restored(
     assert back.restore() == f"{back.root}/step-2"
     newest = manage(SmallState(), **asynchronous)
     assert newest.restore() == "step 5 in shared memory", "a session without a step abandons none"
-    earlier.take_step()
-    back.after_step()
-    last = manage(SmallState(), **asynchronous)
-    where = last.restore()
-    assert where is not None and where.startswith(last.root)
+    steps(back, earlier, mesh, 1)
+    where = manage(SmallState(), **asynchronous).restore()
+    assert where == f"{back.root}/step-4"

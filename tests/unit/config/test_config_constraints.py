@@ -436,3 +436,17 @@ def test_an_unwritable_dump_folder_is_rejected(config, tmp_path: Path) -> None:
     text = config_error(config("--job.dump_folder", str(tmp_path / "file" / "run")))
     assert "cannot be written" in text and f"{tmp_path / 'file'} is not a folder" in text
     check_against(config("--job.dump_folder", str(tmp_path / "new" / "run")), 1)
+
+
+def test_buddy_copies_need_snapshots_and_no_replicas(config) -> None:
+    check_against(config("--checkpoint.enable", "--checkpoint.buddy_interval", "5"), 2)
+    copies = ["--checkpoint.buddy_interval", "5"]
+    assert "checkpoint.buddy_interval = 5 copies snapshots, and this run takes none" in (
+        config_error(config(*copies))
+    )
+    synchronous = ["--checkpoint.enable", "--checkpoint.async_mode", "disabled"]
+    assert "copies snapshots, and this run takes none" in config_error(
+        config(*synchronous, *copies)
+    )
+    replicas = ["--checkpoint.enable", "--fault_tolerance.enable", "true"]
+    assert "the other replicas already hold the state" in config_error(config(*replicas, *copies))
