@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.history import (
         HistoryClaim,
         RunHistory,
+        SupersededError,
         history_name,
         replica_name,
         superseded_message,
@@ -53,6 +54,7 @@ __all__ = [
     "SavedValues",
     "Snapshot",
     "StoredSnapshot",
+    "SupersededError",
     "copy_back",
     "history_name",
     "layouts_of",
@@ -77,6 +79,7 @@ _MODULES = {
     "history": (
         "HistoryClaim",
         "RunHistory",
+        "SupersededError",
         "history_name",
         "replica_name",
         "superseded_message",

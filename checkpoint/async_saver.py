@@ -153,6 +153,8 @@ class AsynchronousSaver:
             logger.info("Step %d is saved again: the group of replicas changed.", save.step)
             self._writer.abandon(save.step)
             self._save, self._save_pending = None, True
+        if writer_group.alone != self._writer_group.alone:
+            self._writer.set_writer_group(writer_group)
         self._writer_group = writer_group
 
     def wait_for_snapshot(self) -> None:

@@ -1,4 +1,4 @@
-"""Fencing tokens of a run: the quorums that have continued it, in order. Layer: above errors.
+"""Fencing tokens of a run: the quorums that have continued it, in order. Layer: above storage.
 
 Replicas that lose each other, their lighthouse or all their processes must not continue the run
 twice. Each quorum therefore claims the next token before its first step: a file with that number,
@@ -8,14 +8,17 @@ what older tokens did afterwards, in memory or on its way to storage, does not b
 Invariants: tokens increase by one; a token is claimed once; a claim is never visible in part.
 """
 
+import errno
 import json
 import os
 import re
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.errors import CheckpointError
 
 _FOLDER = "history"
@@ -23,6 +26,13 @@ _CLAIM = re.compile(r"([0-9]{8})\.json", re.ASCII)
 _CLOCK = "clock"
 _KEPT = 16
 """Number of newest claims that are kept."""
+_DRAFT = ".draft-"
+_STALE_DRAFT_S = 3600.0
+_NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+class SupersededError(CheckpointError):
+    """State that others have taken over: it does not belong to the run any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +47,13 @@ class HistoryClaim:
     """Ids of its processes, each beginning with the replica's name and a colon."""
     last_takeover: int
     """Token of the last takeover up to this claim; 0 if there was none."""
-    progress: int
-    """Progress at the claim."""
 
     @property
     def names(self) -> set[str]:
         """Names of the replicas."""
         return {replica_name(one) for one in self.members}
 
-    def next(
-        self, lighthouse: str, quorum_id: int, members: tuple[str, ...], progress: int
-    ) -> "HistoryClaim":
+    def next(self, lighthouse: str, quorum_id: int, members: tuple[str, ...]) -> "HistoryClaim":
         """Return the claim of a quorum that continues from this one."""
         return replace(
             self,
@@ -55,8 +61,12 @@ class HistoryClaim:
             lighthouse=lighthouse,
             quorum_id=quorum_id,
             members=members,
-            progress=progress,
         )
+
+    def is_of(self, lighthouse: str, quorum_id: int, members: tuple[str, ...]) -> bool:
+        """Return whether a quorum with these properties made the claim."""
+        given = (lighthouse, quorum_id, members)
+        return (self.lighthouse, self.quorum_id, self.members) == given
 
 
 def replica_name(process_id: str) -> str:
@@ -65,10 +75,13 @@ def replica_name(process_id: str) -> str:
 
 
 class RunHistory:
-    """The claims of a run, in a folder below `run_folder`, which all its replicas share."""
+    """The claims of a run, in a folder below `run_folder`, which all its replicas share, as one
+    replica sees them."""
 
-    def __init__(self, run_folder: Path) -> None:
-        self.run_folder = run_folder
+    def __init__(self, run_folder: Path, replica: int) -> None:
+        self.run_folder, self.replica = run_folder, replica
+        self.name = history_name(replica)
+        """The replica's name in the claims."""
         self.folder = run_folder / _FOLDER
 
     def newest(self) -> HistoryClaim | None:
@@ -78,16 +91,14 @@ class RunHistory:
             token = max(self._tokens(), default=0)
             if not token:
                 return None
-            path = self._path(token)
-            # Old claims are removed, so this one may be gone by now.
-            with suppress(FileNotFoundError):
-                return _parse(path.read_bytes(), token, path)
+            if (claim := self._read(token)) is not None:
+                return claim
 
     def try_claim(self, claim: HistoryClaim) -> bool:
         """Create a claim durably. Return whether no other process has claimed the token. Raises
-        OSError."""
+        OSError, or CheckpointError if the filesystem has no hard links."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path, draft = self._path(claim.token), self.folder / f".draft-{os.urandom(8).hex()}"
+        path, draft = self._path(claim.token), self.folder / f"{_DRAFT}{os.urandom(8).hex()}"
         try:
             with draft.open("xb") as file:
                 file.write(json.dumps(asdict(claim)).encode())
@@ -98,11 +109,17 @@ class RunHistory:
                 os.link(draft, path)
             except FileExistsError:
                 return False
+            except OSError as error:
+                if error.errno not in _NO_HARD_LINKS:
+                    raise
+                raise CheckpointError(
+                    f"The filesystem of {self.folder} has no hard links, which replicas need in "
+                    f"job.dump_folder: {error}"
+                ) from None
         finally:
             draft.unlink(missing_ok=True)
-        for token in self._tokens():
-            if token <= claim.token - _KEPT:
-                self._path(token).unlink(missing_ok=True)
+        Files().sync_folder(self.folder)
+        self._remove_old(claim.token)
         return True
 
     def renew(self, claim: HistoryClaim) -> None:
@@ -116,34 +133,68 @@ class RunHistory:
         clock.touch()
         return clock.stat().st_mtime - self._path(claim.token).stat().st_mtime
 
-    def last_token(self, name: str) -> int:
-        """Return the last token under which the replica `name` took part; 0 if there is none.
-        Raises OSError."""
+    def last_token(self) -> int:
+        """Return the last token under which this replica took part; 0 if there is none. Raises
+        OSError, or CheckpointError if a claim is damaged."""
+        recorded = 0
+        with suppress(FileNotFoundError):
+            text = (self.folder / self.name).read_text()
+            recorded = int(text) if text.isdecimal() else 0
+        # A full disk may have prevented the record of a claim that another replica made.
+        for token in sorted(self._tokens(), reverse=True):
+            if token <= recorded:
+                break
+            claim = self._read(token)
+            if claim is not None and self.name in claim.names:
+                return token
+        return recorded
+
+    def record_token(self, token: int) -> None:
+        """Record the token under which this replica takes part. Raises OSError."""
+        draft = self.folder / f"{_DRAFT}{os.urandom(8).hex()}"
         try:
-            text = (self.folder / name).read_text()
-        except FileNotFoundError:
-            return 0
-        return int(text) if text.isdigit() else 0
+            draft.write_text(str(token))
+            os.replace(draft, self.folder / self.name)
+        finally:
+            draft.unlink(missing_ok=True)
 
-    def record_token(self, name: str, token: int) -> None:
-        """Record the token under which the replica `name` takes part. Raises OSError."""
-        draft = self.folder / f".draft-{os.urandom(8).hex()}"
-        draft.write_text(str(token))
-        os.replace(draft, self.folder / name)
+    def superseded_by(self, token: int, *, is_claimed: bool = True) -> HistoryClaim | None:
+        """Return the newest claim if the state of `token` does not belong to the run any more:
+        because the claim descends from a takeover after it, or, for a quorum that continued under
+        `token` without a claim of its own (`is_claimed` is false), because other replicas made it.
+        Raises as `newest` does."""
+        newest = self.newest()
+        if newest is None:
+            return None
+        is_other = newest.token > token and self.name not in newest.names
+        is_superseded = token < newest.last_takeover or (not is_claimed and is_other)
+        return newest if is_superseded else None
 
-    def superseded_by(self, token: int) -> HistoryClaim | None:
-        """Return the newest claim if it descends from a takeover after `token`: the state of this
-        token, which is not 0, does not belong to the run any more. Raises as `newest` does."""
-        newest = self.newest() if token else None
-        return newest if newest is not None and token < newest.last_takeover else None
-
-    def check(self, token: int) -> None:
-        """Raise CheckpointError if `token` is superseded. If the folder cannot be read, it
-        counts as not superseded."""
+    def check(self, token: int, *, is_claimed: bool = True) -> None:
+        """Raise SupersededError if the state of `token` does not belong to the run any more, and
+        CheckpointError if a claim is damaged. If the folder cannot be read, it counts as part of
+        the run."""
         with suppress(OSError):
-            newest = self.superseded_by(token)
+            newest = self.superseded_by(token, is_claimed=is_claimed)
             if newest is not None:
-                raise CheckpointError(superseded_message(newest, token))
+                raise SupersededError(superseded_message(newest, token))
+
+    def _read(self, token: int) -> HistoryClaim | None:
+        path = self._path(token)
+        # Old claims are removed, so this one may be gone by now.
+        with suppress(FileNotFoundError):
+            return _parse(path.read_bytes(), token, path)
+        return None
+
+    def _remove_old(self, token: int) -> None:
+        """Remove claims that `token` makes obsolete, and drafts of processes that were killed."""
+        for older in self._tokens():
+            if older <= token - _KEPT:
+                self._path(older).unlink(missing_ok=True)
+        for draft in self.folder.glob(f"{_DRAFT}*"):
+            with suppress(FileNotFoundError):
+                if time.time() - draft.stat().st_mtime > _STALE_DRAFT_S:
+                    draft.unlink()
 
     def _tokens(self) -> list[int]:
         try:
@@ -166,7 +217,8 @@ def superseded_message(newest: HistoryClaim, token: int) -> str:
     names = ", ".join(sorted(newest.names)) or "others"
     return (
         f"{names} could not reach this replica and continued the run without it, under token "
-        f"{newest.last_takeover}. Its own steps since then, under token {token}, do not count."
+        f"{max(newest.last_takeover, token + 1)}. Its own steps since then, under token {token}, "
+        "do not count."
     )
 
 
@@ -174,7 +226,7 @@ def _parse(content: bytes, token: int, path: Path) -> HistoryClaim:
     try:
         given: dict[str, Any] = json.loads(content)
         claim = HistoryClaim(**{**given, "members": tuple(given["members"])})
-        numbers = (claim.token, claim.quorum_id, claim.last_takeover, claim.progress)
+        numbers = (claim.token, claim.quorum_id, claim.last_takeover)
         texts = (claim.lighthouse, *claim.members)
         if (
             claim.token != token

@@ -14,8 +14,9 @@ import torch
 from torchtitan_lite.checkpoint.async_saver import AsynchronousSaver
 from torchtitan_lite.checkpoint.async_setup import open_async_saver, wait_for_earlier_writers
 from torchtitan_lite.checkpoint.background.writer_group import SINGLE_REPLICA, WriterGroup
+from torchtitan_lite.checkpoint.collective import run_on_all_ranks
 from torchtitan_lite.checkpoint.format import step_name
-from torchtitan_lite.checkpoint.history import RunHistory, history_name, superseded_message
+from torchtitan_lite.checkpoint.history import HistoryClaim, RunHistory, superseded_message
 from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.lineage import SnapshotLineage, lineage_name
 from torchtitan_lite.checkpoint.restore import Restorer
@@ -70,10 +71,9 @@ class CheckpointManager:
             lineage=SnapshotLineage(dump_folder / lineage_name(replica or 0), mesh),
             run_config=run_config,
             spec=spec,
-            history=None if replica is None else RunHistory(dump_folder),
+            history=None if replica is None else RunHistory(dump_folder, replica),
             last_step=last_step,
         )
-        self._replica = replica or 0
         self._writer_group = SINGLE_REPLICA
         self._is_save_pending = False
         self.stored_before = -1
@@ -109,23 +109,38 @@ class CheckpointManager:
 
     def _discard_superseded_snapshots(self) -> bool:
         """Remove this replica's snapshots if other replicas have taken the run over since. Return
-        whether they have."""
-        history, name = self._context.history, history_name(self._replica)
+        whether they have. Raises CheckpointError on all ranks if the history is damaged."""
+        history = self._context.history
         if history is None:
             return False
-        newest = None
+        last, taken_over = run_on_all_ranks(lambda: self._last_tokens(history))
+        token = self._mesh.broadcast_int(last)
+        has_lost = bool(self._mesh.broadcast_int(int(taken_over is not None)))
+        if has_lost:
+            token = self._mesh.broadcast_int(0 if taken_over is None else taken_over.token)
+            remove_regions(self._context.identity.run_id)
+            # On all machines, before the replica counts as up to date.
+            self._mesh.any(False)
+        if taken_over is not None:
+            if last:
+                logger.warning("%s", superseded_message(taken_over, last))
+            # Without it the claims tell.
+            with suppress(OSError):
+                history.record_token(taken_over.token)
+        # Until the first quorum.
+        self.set_writer_group(WriterGroup(fencing_token=token))
+        return has_lost
+
+    def _last_tokens(self, history: RunHistory) -> tuple[int, HistoryClaim | None]:
+        """Return, on the leader, the last token of this replica, and the newest claim if a takeover
+        has superseded it. A folder that cannot be read supersedes nothing. Raises
+        CheckpointError."""
+        last = 0
         if self._mesh.is_leader:
             with suppress(OSError):
-                newest = history.superseded_by(history.last_token(name))
-        if not self._mesh.broadcast_int(0 if newest is None else newest.token):
-            return False
-        remove_regions(self._context.identity.run_id)
-        # On all machines, before the replica counts as up to date.
-        self._mesh.any(False)
-        if newest is not None:
-            logger.warning("%s", superseded_message(newest, history.last_token(name)))
-            history.record_token(name, newest.token)
-        return True
+                last = history.last_token()
+                return last, history.superseded_by(last)
+        return last, None
 
     def set_writer_group(self, writer_group: WriterGroup) -> None:
         """Set the replicas that take part from now on: they write checkpoints together, or the
@@ -250,7 +265,7 @@ class CheckpointManager:
         else:
             # If the first replica saves for all, the state of any other is private to it.
             others_save = not self._writer_group.writes
-        self.set_writer_group(SINGLE_REPLICA)
+        self.set_writer_group(self._writer_group.alone)
         if others_save or self._is_final:
             self._synchronous.record_saved(self._state.step, self._state.values())
         elif finished and self._config.last_save_model_only:

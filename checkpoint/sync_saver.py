@@ -166,7 +166,8 @@ class SynchronousSaver:
             if committed is not None:
                 _wait_for_parts(storage, committed, step, token)
                 if context.history is not None:
-                    context.history.check(self._writer_group.fencing_token)
+                    group = self._writer_group
+                    context.history.check(group.fencing_token, is_claimed=group.is_claimed)
                 commit_parts(storage, committed, step, token)
 
         failed, problem = self._together(write)

@@ -43,6 +43,8 @@ class WriterSettings:
     """Checkpoints of steps divisible by this are kept, too; 0 for none."""
     shared_run_folder: str = ""
     """Folder of the run, which has its fencing tokens; empty without other replicas."""
+    replica: int = 0
+    """Index of this replica in the run."""
     recovers: bool = True
     """Remove leftovers of other processes: no other run saves there."""
 

@@ -45,6 +45,7 @@ from pathlib import Path
 import xxhash
 
 from torchtitan_lite.checkpoint.background.save import RankSave, attempt_token, log_to_stderr
+from torchtitan_lite.checkpoint.history import SupersededError
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, region_files
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.checkpoint.storage.safetensors_file import WriteAbandoned
@@ -113,6 +114,7 @@ class VisibleRanks:
             if rank not in self.saves and rank < about.world_size:
                 with suppress(CheckpointError, OSError):
                     save = RankSave(Region.open(path), self.own.storage)
+                    save.history, save.writer_group = self.own.history, self.own.writer_group
                     if (save.about.session, save.about.rank) == (about.session, rank):
                         self.saves[rank] = save
         return len(self.saves) == about.world_size
@@ -172,12 +174,13 @@ def flush(
     others_s: float,
 ) -> list[int]:
     """Write what the death of this rank's trainer would lose, and return the steps that were
-    stored.
+    stored: none if the state does not belong to the run any more.
 
     `pending`: saves whose own part is written and that the leader has not committed yet.
     """
     ranks = VisibleRanks(own)
     try:
+        own.check_history()
         stored = _newest_stored(own)
         if ranks.refresh():
             wanted = _decide(ranks, pending, grace.since + others_s)
@@ -187,6 +190,9 @@ def flush(
         # Saves in progress are older or equal, and still better than nothing.
         under_way = {attempt for attempt in pending if attempt[0] > stored}
         return _Flush(ranks, grace, direct=direct).run(wanted, under_way)
+    except SupersededError as error:
+        log_to_stderr(f"Rank {own.about.rank} stores nothing: {error}")
+        return []
     finally:
         ranks.close()
 
@@ -281,6 +287,8 @@ class _Flush:
                 if leader.is_complete(step, token):
                     leader.commit(step, token)
                     return step
+            except SupersededError:
+                raise
             except (OSError, CheckpointError) as error:
                 log_to_stderr(
                     f"Step {step} could not be committed in {leader.storage.root}: {error}"

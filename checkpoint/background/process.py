@@ -203,6 +203,11 @@ class WriterProcess(BackgroundProcess):
         order |= {"token": token, "writer_group": writer_group.to_json()}
         return self._send({"save": order})
 
+    def set_writer_group(self, writer_group: WriterGroup) -> bool:
+        """Set the group whose fencing token applies to what is written without an order. Returns
+        False if the writer is dead."""
+        return self._send({"writer_group": writer_group.to_json()})
+
     def abandon(self, step: int) -> bool:
         """Order to abandon a save. Returns False if the writer is dead."""
         return self._send({"abandon": step})

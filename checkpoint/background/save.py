@@ -8,7 +8,11 @@ from contextlib import suppress
 from copy import copy
 from typing import Any
 
-from torchtitan_lite.checkpoint.background.writer_group import WriterGroup, rank_share
+from torchtitan_lite.checkpoint.background.writer_group import (
+    SINGLE_REPLICA,
+    WriterGroup,
+    rank_share,
+)
 from torchtitan_lite.checkpoint.history import RunHistory
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
@@ -44,8 +48,8 @@ class RankSave:
         self._writes_values = True
         self.history: RunHistory | None = None
         """History of the run, if it has other replicas."""
-        self.fencing_token = 0
-        """Fencing token of this rank's snapshots."""
+        self.writer_group = SINGLE_REPLICA
+        """Replicas that write with this one, and their fencing token."""
         self._announced: set[tuple[int, str]] = set()
         """Step and token of the parts written by this process."""
 
@@ -54,7 +58,7 @@ class RankSave:
         found = copy(self)
         found.about = rank_share(self.about, writer_group)
         found._writes_values = writer_group.index == 0
-        found.fencing_token = writer_group.fencing_token or self.fencing_token
+        found.writer_group = writer_group
         return found
 
     def complete_slots(self) -> dict[int, int]:
@@ -130,10 +134,15 @@ class RankSave:
 
     def commit(self, step: int, token: str) -> None:
         """Merge the parts, which must all be present, and commit the step. For the leader. Raises
-        CheckpointError if the step does not belong to the run any more."""
-        if self.history is not None:
-            self.history.check(self.fencing_token)
+        as `check_history`."""
+        self.check_history()
         commit_parts(self.storage, self.about, step, token)
+
+    def check_history(self) -> None:
+        """Raise SupersededError if other replicas have taken the run over from this one."""
+        if self.history is not None:
+            group = self.writer_group
+            self.history.check(group.fencing_token, is_claimed=group.is_claimed)
 
     def is_complete(self, step: int, token: str) -> bool:
         """Return whether all ranks have announced their parts."""

@@ -67,7 +67,7 @@ class Writer:
         self._save, self._settings, self._channel = save, settings, channel
         self._storage: Storage = save.storage
         if settings.shared_run_folder:
-            save.history = RunHistory(Path(settings.shared_run_folder))
+            save.history = RunHistory(Path(settings.shared_run_folder), settings.replica)
         self._rate = TokenBucket(settings.bytes_per_s)
         self._ranks = VisibleRanks(save)
         self._pending: dict[str, _Attempt] = {}
@@ -113,11 +113,13 @@ class Writer:
                 if "writer_group" in save
                 else SINGLE_REPLICA
             )
-            # The flush after the trainer's death has no order.
-            self._save.fencing_token = writer_group.fencing_token
+            self._save.writer_group = writer_group.alone
             step = int(save["step"])
             token = save.get("token") or attempt_token(self._save.about.session, step)
             self._write(int(save["slot"]), step, str(token), writer_group)
+        elif "writer_group" in order:
+            # For what is written without an order, such as the flush after the trainer's death.
+            self._save.writer_group = WriterGroup.from_json(order["writer_group"]).alone
         elif "abandon" in order:
             step, token = int(order["abandon"]), None
             for attempt in [a for a in self._pending.values() if a.step == step]:
@@ -128,9 +130,7 @@ class Writer:
         else:
             self._channel.send(failed=-1, error=f"Unknown order: {order}")
 
-    def _write(
-        self, slot: int, step: int, token: str, writer_group: WriterGroup = SINGLE_REPLICA
-    ) -> None:
+    def _write(self, slot: int, step: int, token: str, writer_group: WriterGroup) -> None:
         """Write this rank's part; the leader then waits for the others."""
         attempt = self._attempt(step, token, writer_group)
         self._writing = attempt
@@ -159,10 +159,10 @@ class Writer:
             self._writing = None
         self._is_written(attempt)
 
-    def _attempt(
-        self, step: int, token: str, writer_group: WriterGroup = SINGLE_REPLICA
-    ) -> _Attempt:
+    def _attempt(self, step: int, token: str, writer_group: WriterGroup | None = None) -> _Attempt:
+        """Return an attempt of `writer_group`; if omitted, of this replica alone."""
         deadline = time.monotonic() + self._settings.commit_timeout_s
+        writer_group = writer_group or self._save.writer_group
         save = self._save.for_group(writer_group)
         return _Attempt(save, step, token, deadline, is_joint=writer_group.count > 1)
 

@@ -24,6 +24,8 @@ class WriterGroup:
     train together. Empty if one replica writes alone."""
     fencing_token: int = 0
     """Fencing token of the quorum, see `history`; 0 without one."""
+    is_claimed: bool = True
+    """Whether that token is the quorum's own, and not one under which it continues."""
     same_state: bool = True
     """Whether all replicas hold the same state now, so that a save is not specific to one of
     them."""
@@ -31,7 +33,12 @@ class WriterGroup:
     @property
     def active(self) -> "WriterGroup":
         """The group that writes together: this one, or a single replica without a token."""
-        return self if self.token else replace(SINGLE_REPLICA, fencing_token=self.fencing_token)
+        return self if self.token else self.alone
+
+    @property
+    def alone(self) -> "WriterGroup":
+        """A single replica with the same right to write."""
+        return WriterGroup(fencing_token=self.fencing_token, is_claimed=self.is_claimed)
 
     @property
     def writes(self) -> bool:
@@ -46,6 +53,7 @@ class WriterGroup:
             int(given["count"]),
             str(given["token"]),
             int(given.get("fencing_token", 0)),
+            bool(given.get("is_claimed", True)),
         )
         if not 0 <= found.index < found.count:
             raise ValueError(f"replica {found.index} of {found.count}")

@@ -1,6 +1,8 @@
 """Ranks of a torchrun that was started by hand die with it."""
 
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -62,3 +64,43 @@ def _runs(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+_DYING_TORCHRUN = """
+import ctypes, subprocess, sys, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+print(rank.pid, flush=True)
+ctypes.CDLL(None).syscall(60, 0)  # The end of the main thread only.
+"""
+_RANK = """
+import os, time
+from pathlib import Path
+from torchtitan_lite.launcher.supervised import attach_to_launcher
+while Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
+    time.sleep(0.01)
+print("attaches", flush=True)
+attach_to_launcher()
+time.sleep(60)
+"""
+
+
+def test_a_rank_dies_that_starts_while_its_torchrun_is_dying(tmp_path: Path) -> None:
+    """The command line of a dying process is empty before its children are adopted. The end of
+    its main thread makes that moment last."""
+    script = tmp_path / "torchrun"
+    script.write_text(_DYING_TORCHRUN)
+    environment = {**os.environ, "RANK": "0", "TORCHELASTIC_RUN_ID": "run"}
+    with subprocess.Popen(
+        [sys.executable, script, _RANK], env=environment, stdout=subprocess.PIPE, text=True
+    ) as torchrun:
+        assert torchrun.stdout is not None
+        rank = psutil.Process(int(torchrun.stdout.readline()))
+        try:
+            assert torchrun.stdout.readline() == "attaches\n"
+            torchrun.kill()
+            torchrun.wait()
+            launch.wait_until(lambda: not _runs(rank), 5)
+        finally:
+            launch.kill([rank])
+            torchrun.kill()

@@ -292,7 +292,7 @@ def join_replicas(
             restored.state,
             mesh,
             run_id=shared_run_id(Path(config.job.dump_folder)) if mesh.is_leader else "",
-            history=RunHistory(Path(config.job.dump_folder)),
+            history=RunHistory(Path(config.job.dump_folder), config.fault_tolerance.replica_id),
             config_fingerprint=config_fingerprint(config, mesh.world_size),
             newest_stored_step=checkpoints.newest_stored,
             wait_until_modifiable=checkpoints.wait_for_snapshot,

@@ -310,6 +310,13 @@ def _replicas(config: Config) -> Iterator[str]:
             f'(fault_tolerance.world_size_mode = "{section.world_size_mode}"). Choose a '
             'pipeline_parallel_schedule by name, or world_size_mode = "dynamic".'
         )
+    if section.enable and section.join_timeout_s >= section.quorum_timeout_s:
+        yield (
+            f"fault_tolerance.join_timeout_s ({section.join_timeout_s:g}) is not below "
+            f"quorum_timeout_s ({section.quorum_timeout_s:g}), after which a replica ends, so that "
+            f"it would never train without one that is lost. Raise quorum_timeout_s, or lower "
+            f"join_timeout_s."
+        )
 
 
 def _dump_folder(config: Config) -> Iterator[str]:

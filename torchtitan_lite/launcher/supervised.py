@@ -80,6 +80,8 @@ def attach_to_launcher() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {FLIGHT_SIGNAL})
 
 
+_ADOPTED_WITHIN_S = 2.0
+"""Time in which the children of a dying process get another parent."""
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 """Environment variable that a torchrun sets for its ranks."""
 _TORCHRUN = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
@@ -95,10 +97,12 @@ def _die_with_torchrun() -> None:
     if "RANK" not in os.environ or _RUN_ID not in os.environ:
         return
     parent = os.getppid()
-    if not _is_torchrun(parent):
+    command = command_line(parent)
+    if not any(os.path.basename(word) in _TORCHRUN for word in command):
         # Adopted by init: torchrun has died already. In a container, process 1 may be a Python
         # program with an agent of its own.
-        if parent == 1 and not any("python" in word for word in command_line(parent)[:1]):
+        is_adopted = parent == 1 and not any("python" in word for word in command[:1])
+        if is_adopted or (not command and _dies(parent)):
             os.kill(os.getpid(), signal.SIGKILL)
         return
     die_with_parent()
@@ -106,5 +110,13 @@ def _die_with_torchrun() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _is_torchrun(pid: int) -> bool:
-    return any(os.path.basename(word) in _TORCHRUN for word in command_line(pid))
+def _dies(parent: int) -> bool:
+    """Return whether the parent, which has no command line, is a dying process.
+
+    The kernel frees the memory of such a process, and with it the command line, before its children
+    get another parent. The command line of another user's process may also be hidden.
+    """
+    deadline_s = time.monotonic() + _ADOPTED_WITHIN_S
+    while os.getppid() == parent and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return os.getppid() != parent

@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class FaultTolerantReplicas:
         step in storage when this replica restored its state."""
         self._config, self._state, self._mesh = config, state, mesh
         self._manager, self._transport, self._floor = manager, transport, floor
-        self._fence, self._token = fence, 0
+        self._fence, self._alone = fence, SINGLE_REPLICA
         self._endpoint, self._newest_stored_step = endpoint, newest_stored_step
         self._wait_until_modifiable, self._leave = wait_until_modifiable, leave
         self._has_left = False
@@ -190,15 +191,18 @@ class FaultTolerantReplicas:
                     members=quorum.replica_ids,
                     own_id=self._manager.full_id,
                     tokens=quorum.tokens,
-                    progress=quorum.max_step,
                 )
-                outcome = {"wait": reason, "token": self._fence.token}
+                outcome = {
+                    "wait": reason,
+                    "token": self._fence.token,
+                    "is_claimed": self._fence.is_claimed,
+                }
             except ReplicaError as error:
                 outcome = {"end": str(error)}
         outcome = json.loads(broadcast_bytes(json.dumps(outcome).encode()))
         if "end" in outcome:
             raise ReplicaError(outcome["end"])
-        self._token = outcome["token"]
+        self._alone = WriterGroup(fencing_token=outcome["token"], is_claimed=outcome["is_claimed"])
         return outcome["wait"]
 
     def _abort_if_superseded(self) -> None:
@@ -289,8 +293,8 @@ class FaultTolerantReplicas:
         quorum = self._manager.quorum
         named = " ".join([*sorted(quorum.replica_ids), str(quorum.quorum_id)])
         token = hashlib.blake2b(named.encode(), digest_size=6).hexdigest()
-        return WriterGroup(
-            quorum.replica_rank, quorum.replica_world_size, token, fencing_token=self._token
+        return replace(
+            self._alone, index=quorum.replica_rank, count=quorum.replica_world_size, token=token
         )
 
     def _check_not_behind_storage(self, stored: int) -> None:

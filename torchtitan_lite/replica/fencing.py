@@ -13,14 +13,21 @@ fencing token before its first step (`checkpoint.history`):
   they may hold a newer state. Its claim is a takeover.
 
 A replica whose token was superseded by a takeover ends, and restarts without its snapshots.
-If the folder is unreachable, a quorum with a process of the last known claim continues.
+
+If the folder does not answer or cannot be written, a quorum continues without a claim if it has
+most of the processes of the last one, so that only one side of a partition does. It claims as soon
+as it can; if another quorum was first, it ends.
+
+Invariant: a folder that does not answer blocks no thread of the training for longer than `_WAIT_S`.
 """
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from torchtitan_lite.checkpoint import (
     HistoryClaim,
@@ -34,8 +41,6 @@ from torchtitan_lite.log import logger
 LEASE_S = 20.0
 """Age of its lease at which a claim has expired."""
 _RENEW_EVERY_S = 4.0
-_NUM_RENEWING = 2
-"""Members of a quorum that renew its lease."""
 _CHECK_AFTER_S = LEASE_S / 2
 """Time without a check after which a step is not committed without one."""
 _POLL_S = 0.2
@@ -43,27 +48,59 @@ _CLAIM_WITHIN_S = 1.0
 _WAIT_S = 2.0
 """A replica that may not continue waits this long for the claim of another replica of its quorum,
 which claims in the first part of this time only. Then it requests a quorum again."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Quorum:
+    """A quorum that asks for admission."""
+
+    quorum_id: int
+    lighthouse: str
+    members: tuple[str, ...]
+    """Ids of its processes."""
+    own_id: str
+    tokens: tuple[int, ...]
+    """Last tokens of its replicas; 0: unknown."""
+
+    def has_most_of(self, claim: HistoryClaim) -> bool:
+        """Return whether most processes of a claim are members, or half of them and among these
+        the first."""
+        present = [one for one in claim.members if one in self.members]
+        surplus = 2 * len(present) - len(claim.members)
+        return surplus > 0 or (surplus == 0 and min(claim.members, default="") in present)
 
 
 class Fence:
     """The run's history, as the leader of one replica sees it."""
 
-    def __init__(self, history: RunHistory, name: str, join_timeout_s: float) -> None:
-        """`name` is that of the replica. Starts a thread that renews leases."""
-        self._history, self._name, self._join_timeout_s = history, name, join_timeout_s
+    def __init__(self, history: RunHistory, join_timeout_s: float) -> None:
+        """Starts a thread that renews leases."""
+        self._history, self._join_timeout_s = history, join_timeout_s
+        self._call: Future[Any] | None = None
+        """Access of the history that may still run."""
         self.token = 0
         """Last token under which this replica took part; 0 if there is none."""
-        with suppress(OSError):
-            self.token = history.last_token(name)
-        self._claim: HistoryClaim | None = None
-        """Claim of the present quorum."""
-        self._renews = False
+        self.is_claimed = True
+        """Whether the quorum has a claim of its own, and does not continue without one."""
+        self._newest: HistoryClaim | None = None
+        """Newest claim that is known."""
+        self._quorum: _Quorum | None = None
+        """Present quorum."""
         self._superseded: HistoryClaim | None = None
+        self._expired: tuple[int, float] | None = None
+        """Token of an expired claim, and since when this replica knows it."""
+        self._num_failures = 0
+        """Consecutive failures to access the history."""
+        self._is_closed = False
+        self._checks = threading.Condition()
         self._checked_s = time.monotonic()
-        self._waiting_since_s: float | None = None
-        self._is_closed = threading.Event()
-        self._lock = threading.Lock()
-        threading.Thread(target=self._renew_regularly, name="history", daemon=True).start()
+        """When the last check began."""
+        self._wanted_s = 0.0
+        """When a check was last wanted."""
+        with suppress(OSError, CheckpointError):
+            self.token = self._within_wait(history.last_token)
+        threading.Thread(target=self._check_regularly, name="history", daemon=True).start()
 
     def admit(
         self,
@@ -73,154 +110,227 @@ class Fence:
         members: Sequence[str],
         own_id: str,
         tokens: Sequence[int],
-        progress: int,
     ) -> str:
-        """Return "" if the quorum may continue the run, else why not yet, after at most `_WAIT_S`.
+        """Return "" if the quorum may continue the run, else why not yet, after at most two
+        `_WAIT_S`.
 
         `members` are the ids of its processes, `tokens` the last ones of their replicas (0:
         unknown). Raises ReplicaError if this replica has been superseded.
         """
+        quorum = _Quorum(
+            quorum_id=quorum_id,
+            lighthouse=lighthouse,
+            members=tuple(members),
+            own_id=own_id,
+            tokens=tuple(tokens),
+        )
         started_s = time.monotonic()
-        self._waiting_since_s = self._waiting_since_s or started_s
         while True:
-            may_claim = time.monotonic() - started_s < _CLAIM_WITHIN_S
             try:
-                claim = self._admitted(
-                    quorum_id, lighthouse, tuple(members), tokens, progress, may_claim=may_claim
-                )
+                found = self._within_wait(lambda: self._admitted(quorum, started_s))
+                self._report_success()
             except OSError as error:
-                known = self._claim
-                if known is None or not set(known.members) & set(members):
-                    claim = f"{self._history.folder} is needed to continue the run: {error}"
-                else:
-                    logger.warning("The history of the run cannot be read: %s", error)
-                    claim = known
+                if self._newest is None or not quorum.has_most_of(self._newest):
+                    problem = _text(error)
+                    return f"{self._history.folder} is needed to continue the run: {problem}"
+                self._report_failure(error)
+                found = self._newest
             except CheckpointError as error:
                 raise ReplicaError(str(error)) from None
-            if isinstance(claim, HistoryClaim):
-                self._adopt(claim, renews=list(members).index(own_id) < _NUM_RENEWING)
+            if isinstance(found, HistoryClaim):
+                self._expired = None
+                self._adopt(quorum, found)
                 return ""
-            if claim is not None:
+            if found is not None:
                 if time.monotonic() - started_s >= _WAIT_S:
-                    return claim
+                    return found
                 time.sleep(_POLL_S)
 
     def is_superseded(self) -> bool:
-        """Return whether a takeover has superseded this replica. Reads the history only if it was
-        not read lately, as after this process was suspended."""
-        if time.monotonic() - self._checked_s >= _CHECK_AFTER_S:
-            self._check()
+        """Return whether other replicas have taken the run over from this one. Waits, at most
+        `_WAIT_S`, for a check of the history if there was none lately, as after this process was
+        suspended."""
+        now_s = time.monotonic()
+        with self._checks:
+            # If an earlier wait was in vain, the folder does not answer.
+            if now_s - self._checked_s >= _CHECK_AFTER_S and self._wanted_s <= self._checked_s:
+                self._wanted_s = now_s
+                self._checks.notify_all()
+                self._checks.wait_for(lambda: self._checked_s >= now_s, _WAIT_S)
         return self._superseded is not None
 
     def release(self, own_id: str) -> None:
         """Record that this process leaves with its state saved, so that no one waits for it."""
         self.close()
-        with suppress(OSError, CheckpointError):
+
+        def remove() -> None:
             while (newest := self._history.newest()) is not None and own_id in newest.members:
                 left = tuple(one for one in newest.members if one != own_id)
-                claim = newest.next(newest.lighthouse, 0, left, newest.progress)
-                if self._history.try_claim(claim):
+                if self._history.try_claim(newest.next(newest.lighthouse, 0, left)):
                     return
+
+        with suppress(OSError, CheckpointError):
+            self._within_wait(remove)
 
     def close(self) -> None:
         """Stop renewing leases. Idempotent."""
-        self._is_closed.set()
-        with self._lock:
-            self._renews = False
+        with self._checks:
+            self._is_closed = True
+            self._checks.notify_all()
 
-    def _admitted(
-        self,
-        quorum_id: int,
-        lighthouse: str,
-        members: tuple[str, ...],
-        tokens: Sequence[int],
-        progress: int,
-        *,
-        may_claim: bool,
-    ) -> HistoryClaim | str | None:
-        """Return the claim of the quorum, or why it may not continue yet; None to be called again,
-        because another process claimed the token. Raises OSError, CheckpointError and
-        ReplicaError."""
+    def _admitted(self, quorum: _Quorum, started_s: float) -> HistoryClaim | str | None:
+        """Return the claim of the quorum and record its token, or why it may not continue yet; None
+        to be called again, because another process claimed the token. Raises OSError,
+        CheckpointError and ReplicaError."""
         newest = self._history.newest()
-        if newest is None:
-            first = HistoryClaim(
-                token=1,
-                lighthouse=lighthouse,
-                quorum_id=quorum_id,
-                members=members,
-                last_takeover=0,
-                progress=progress,
+        found = self._decide(quorum, newest, started_s)
+        self._newest = found if isinstance(found, HistoryClaim) else newest
+        if isinstance(found, HistoryClaim):
+            if found is not newest:
+                if time.monotonic() - started_s >= _CLAIM_WITHIN_S:
+                    return "this replica was about to continue the run"
+                self._newest = newest
+                if not self._history.try_claim(found):
+                    return None
+                self._newest = found
+            if found.token != self.token:
+                # The claim says the same, unless this replica joins it later.
+                with suppress(OSError):
+                    self._history.record_token(found.token)
+        return found
+
+    def _decide(
+        self, quorum: _Quorum, newest: HistoryClaim | None, started_s: float
+    ) -> HistoryClaim | str:
+        """Return the claim that the quorum needs, which is `newest` if it has made it already, or
+        why it may not continue yet. Raises OSError and ReplicaError."""
+        last = 0 if newest is None else newest.token
+        if max(quorum.tokens, default=0) > last:
+            return (
+                f"{self._history.folder} is at token {last}, and another replica has seen "
+                f"{max(quorum.tokens)}: all replicas need the same job.dump_folder"
             )
-            return self._try_claim(first, may_claim)
-        if (newest.lighthouse, newest.quorum_id, newest.members) == (
-            lighthouse,
-            quorum_id,
-            members,
-        ):
+        if newest is None:
+            return HistoryClaim(
+                token=1,
+                lighthouse=quorum.lighthouse,
+                quorum_id=quorum.quorum_id,
+                members=quorum.members,
+                last_takeover=0,
+            )
+        if newest.is_of(quorum.lighthouse, quorum.quorum_id, quorum.members):
             return newest
         if self.token and self.token < newest.last_takeover:
             raise ReplicaError(
                 f"{superseded_message(newest, self.token)} Restart it: it resumes from storage."
             )
-        if max(tokens) > newest.token:
-            return (
-                f"{self._history.folder} is at token {newest.token}, and another replica has seen "
-                f"{max(tokens)}: all replicas need the same job.dump_folder"
-            )
-        if any(0 < one < newest.last_takeover for one in tokens):
+        if any(0 < one < newest.last_takeover for one in quorum.tokens):
             return "another replica of the quorum must restart, because a takeover superseded it"
-        following = newest.next(lighthouse, quorum_id, members, progress)
-        if not newest.members or set(newest.members) & set(members):
-            try:
-                return self._try_claim(following, may_claim)
-            except OSError as error:
-                # A full disk does not end the training. Nobody else can claim the token there.
-                logger.warning("The quorum is not recorded in the run's history: %s", error)
-                return newest
-        missing = newest.names - {replica_name(one) for one in members}
-        if not missing and newest.lighthouse == lighthouse:
-            return self._try_claim(following, may_claim)
+        following = newest.next(quorum.lighthouse, quorum.quorum_id, quorum.members)
+        missing = newest.names - {replica_name(one) for one in quorum.members}
+        continues = not newest.members or set(newest.members) & set(quorum.members)
+        if continues or (not missing and newest.lighthouse == quorum.lighthouse):
+            return following
         age_s = self._history.seconds_since_renewal(newest)
         if age_s < LEASE_S:
+            self._expired = None
             return (
                 f"{', '.join(sorted(newest.names))} trained {age_s:.0f} s ago with another "
                 "lighthouse, or ended just now: all replicas need the same lighthouse"
             )
-        assert self._waiting_since_s is not None
-        waited_s = time.monotonic() - self._waiting_since_s
-        if missing and waited_s < self._join_timeout_s:
+        if self._expired is None or self._expired[0] != newest.token:
+            self._expired = newest.token, started_s
+        if missing and time.monotonic() - self._expired[1] < self._join_timeout_s:
             return (
                 f"{', '.join(sorted(missing))} may have a newer state: waiting for "
                 f"fault_tolerance.join_timeout_s = {self._join_timeout_s:g} s"
             )
-        return self._try_claim(replace(following, last_takeover=following.token), may_claim)
+        return replace(following, last_takeover=following.token)
 
-    def _try_claim(self, claim: HistoryClaim, may_claim: bool) -> HistoryClaim | str | None:
-        if not may_claim:
-            return "this replica was about to continue the run"
-        return claim if self._history.try_claim(claim) else None
+    def _adopt(self, quorum: _Quorum, claim: HistoryClaim) -> None:
+        """Continue the run as `quorum`, under its own claim or without one."""
+        with self._checks:
+            self._quorum, self.token = quorum, claim.token
+            self.is_claimed = claim.is_of(quorum.lighthouse, quorum.quorum_id, quorum.members)
+            self._checked_s = time.monotonic()
 
-    def _adopt(self, claim: HistoryClaim, *, renews: bool) -> None:
-        self._waiting_since_s = None
-        with self._lock:
-            self._claim, self._renews = claim, renews and not self._is_closed.is_set()
-        self._checked_s = time.monotonic()
-        if claim.token != self.token:
-            self.token = claim.token
-            with suppress(OSError):
-                self._history.record_token(self._name, claim.token)
+    def _check_regularly(self) -> None:
+        """Check the history every few seconds, and when `is_superseded` wants it."""
+        while True:
+            with self._checks:
+                self._checks.wait_for(
+                    lambda: self._is_closed or self._wanted_s > self._checked_s, _RENEW_EVERY_S
+                )
+                if self._is_closed:
+                    return
+                started_s = time.monotonic()
+            try:
+                self._check()
+                self._report_success()
+            except (OSError, CheckpointError) as error:
+                self._report_failure(error)
+            with self._checks:
+                self._checked_s = started_s
+                self._checks.notify_all()
 
     def _check(self) -> None:
-        try:
-            self._superseded = self._history.superseded_by(self.token) or self._superseded
-        except (OSError, CheckpointError) as error:
-            logger.warning("The history of the run cannot be read: %s", error)
-        self._checked_s = time.monotonic()
+        """Renew the lease, claim if the quorum continued without a claim, and find out whether this
+        replica is superseded. Raises OSError or CheckpointError."""
+        with self._checks:
+            quorum, token, is_claimed = self._quorum, self.token, self.is_claimed
+        newest = self._history.newest()
+        if quorum is None or newest is None:
+            return
+        self._superseded = self._history.superseded_by(token, is_claimed=is_claimed)
+        if self._superseded is not None:
+            return
+        if not is_claimed:
+            if newest.token == token:
+                following = newest.next(quorum.lighthouse, quorum.quorum_id, quorum.members)
+                newest = following if self._history.try_claim(following) else newest
+            with self._checks:
+                is_present = self._quorum is quorum
+            if is_present and newest.token != token:
+                self._adopt(quorum, newest)
+        if quorum.own_id in newest.members and not self._is_closed:
+            self._history.renew(newest)
 
-    def _renew_regularly(self) -> None:
-        while not self._is_closed.wait(_RENEW_EVERY_S):
-            self._check()
-            # The lock keeps a lease from being renewed after `close`.
-            with self._lock, suppress(OSError):
-                if self._renews and self._claim is not None and self._superseded is None:
-                    self._history.renew(self._claim)
+    def _within_wait(self, access: Callable[[], _T]) -> _T:
+        """Call `access` in another thread. Raises its error, or OSError if it, or an earlier call,
+        does not end within `_WAIT_S`."""
+        if self._call is not None:
+            # Its outcome was for another question.
+            self._call.exception(_WAIT_S)
+        self._call = found = Future[_T]()
+
+        def run() -> None:
+            try:
+                found.set_result(access())
+            except BaseException as error:
+                found.set_exception(error)
+
+        # Not from a pool, whose threads delay the end of the process.
+        threading.Thread(target=run, name="history access", daemon=True).start()
+        return found.result(_WAIT_S)
+
+    def _report_failure(self, error: Exception) -> None:
+        """Log the first of consecutive failures."""
+        self._num_failures += 1
+        if self._num_failures == 1:
+            logger.warning(
+                "%s cannot be read or written: %s. Training continues.",
+                self._history.folder,
+                _text(error),
+            )
+
+    def _report_success(self) -> None:
+        if self._num_failures:
+            logger.info(
+                "%s answers again after %d failures.", self._history.folder, self._num_failures
+            )
+        self._num_failures = 0
+
+
+def _text(error: Exception) -> str:
+    """Describe an error. A timeout has no text of its own."""
+    return str(error) or "it does not answer"

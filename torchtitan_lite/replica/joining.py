@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import psutil
 import torch.distributed as dist
 
-from torchtitan_lite.checkpoint import RunHistory, history_name
+from torchtitan_lite.checkpoint import RunHistory
 from torchtitan_lite.errors import LighthouseError, ReplicaError
 from torchtitan_lite.host_collectives import broadcast_bytes
 from torchtitan_lite.lighthouse.client import notify_left
@@ -57,8 +57,8 @@ def join(
     rank must call it, as the last thing before the first step, because the other replicas wait for
     a replica that has joined. With `averaging`, replicas are averaged every few steps. `run_id`
     identifies the run, and is needed on the leader only; `history` is that of the run;
-    `config_fingerprint` identifies the
-    settings that all replicas must share; the other arguments are those of `FaultTolerantReplicas`.
+    `config_fingerprint` identifies the settings that all replicas must share; the other arguments
+    are those of `FaultTolerantReplicas`.
 
     Raises ReplicaError if the environment does not name the lighthouse, or the lighthouse does not
     answer.
@@ -78,7 +78,7 @@ def join(
     host, port = broadcast_bytes(payload.encode()).decode().split()
     fence = None
     if mesh.is_leader:
-        fence = Fence(history, history_name(config.replica_id), config.join_timeout_s)
+        fence = Fence(history, config.join_timeout_s)
     floor = ProgressFloor(state.cursor if averaging is None else averaging.progress(state.step))
     try:
         transport = HealingTransport(state, address, token)

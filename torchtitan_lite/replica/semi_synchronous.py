@@ -196,7 +196,7 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
         index = manager.quorum.replica_rank
         self._interval_share, self._writer_group = (
             share,
-            WriterGroup(index, count, fencing_token=self._token),
+            replace(self._alone, index=index, count=count),
         )
         if self._averaging.is_due(state.step):
             outcome = self._averaging.start(state.step, weight * count / max(weights, 1.0))

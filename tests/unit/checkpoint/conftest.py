@@ -91,6 +91,7 @@ def manage(tmp_path: Path, mesh: Mesh) -> Iterator[Manage]:
         *,
         dump_folder: Path = tmp_path,
         last_step: int | None = None,
+        replica: int | None = None,
         dims: Mapping[str, Any] = MappingProxyType({}),
         **settings: Any,
     ) -> CheckpointManager:
@@ -105,6 +106,7 @@ def manage(tmp_path: Path, mesh: Mesh) -> Iterator[Manage]:
             mesh=mesh,
             run_config={"seed": 1, **({"model": {"dims": dict(dims)}} if dims else {})},
             last_step=last_step,
+            replica=replica,
         )
         made.append(manager)
         return manager

@@ -1,5 +1,6 @@
 """Fencing tokens: one claim per token, leases by the clock of the filesystem, takeovers."""
 
+import errno
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +18,11 @@ FIRST = HistoryClaim(
     quorum_id=7,
     members=("replica_00000:f:u", "replica_00001:f:v"),
     last_takeover=0,
-    progress=12,
 )
 
 
 def test_a_token_is_claimed_once(tmp_path: Path) -> None:
-    histories = [RunHistory(tmp_path) for _ in range(8)]
+    histories = [RunHistory(tmp_path, 0) for _ in range(8)]
     claims = [replace(FIRST, quorum_id=number) for number in range(8)]
     with ThreadPoolExecutor(8) as threads:
         won = list(threads.map(RunHistory.try_claim, histories, claims))
@@ -32,18 +32,18 @@ def test_a_token_is_claimed_once(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_claims_are_kept(tmp_path: Path) -> None:
-    history, claim = RunHistory(tmp_path), FIRST
+    history, claim = RunHistory(tmp_path, 0), FIRST
     for _ in range(40):
         assert history.try_claim(claim)
-        claim = claim.next("another", claim.quorum_id + 1, claim.members[:1], claim.progress + 1)
+        claim = claim.next("another", claim.quorum_id + 1, claim.members[:1])
     newest = history.newest()
     assert newest is not None
-    assert (newest.token, newest.progress, newest.quorum_id) == (40, 51, 46)
+    assert (newest.token, newest.quorum_id) == (40, 46)
     assert len(list(history.folder.iterdir())) == 16
 
 
 def test_a_lease_has_the_age_of_its_renewal(tmp_path: Path) -> None:
-    history = RunHistory(tmp_path)
+    history = RunHistory(tmp_path, 0)
     assert history.try_claim(FIRST)
     assert history.seconds_since_renewal(FIRST) < 5
     past = time.time() - 100
@@ -54,14 +54,15 @@ def test_a_lease_has_the_age_of_its_renewal(tmp_path: Path) -> None:
 
 
 def test_a_takeover_supersedes_older_tokens(tmp_path: Path) -> None:
-    history = RunHistory(tmp_path)
-    second = FIRST.next("another", 1, ("replica_00002:f:w",), 13)
+    history = RunHistory(tmp_path, 0)
+    second = FIRST.next("another", 1, ("replica_00002:f:w",))
     takeover = replace(second, last_takeover=2)
-    third = takeover.next("another", 2, FIRST.members, 14)
+    third = takeover.next("another", 2, FIRST.members)
     for claim in (FIRST, takeover, third):
         assert history.try_claim(claim)
     assert history.superseded_by(1) == third
-    for token in (0, 2, 3):
+    assert history.superseded_by(0) == third
+    for token in (2, 3):
         assert history.superseded_by(token) is None
         history.check(token)
     with pytest.raises(CheckpointError, match=r"continued the run without it, under token 2\."):
@@ -69,13 +70,39 @@ def test_a_takeover_supersedes_older_tokens(tmp_path: Path) -> None:
 
 
 def test_the_last_token_of_a_replica(tmp_path: Path) -> None:
-    history = RunHistory(tmp_path)
-    assert history.last_token("replica_00000") == 0
+    history, other = RunHistory(tmp_path, 0), RunHistory(tmp_path, 2)
+    assert history.last_token() == 0
     assert history.try_claim(FIRST)
-    history.record_token("replica_00000", 1)
-    history.record_token("replica_00000", 12)
-    assert history.last_token("replica_00000") == 12
-    assert history.newest() == FIRST
+    # Another replica made the claim, and this one could not record it.
+    assert (history.last_token(), other.last_token()) == (1, 0)
+    assert history.try_claim(FIRST.next("another", 1, ("replica_00002:f:w",)))
+    assert (history.last_token(), other.last_token()) == (1, 2)
+    history.record_token(1)
+    history.record_token(12)
+    assert history.last_token() == 12
+
+
+def test_drafts_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    history = RunHistory(tmp_path, 0)
+    history.folder.mkdir()
+    for name, age_s in ((".draft-old", 1e5), (".draft-new", 0.0)):
+        (history.folder / name).touch()
+        past = time.time() - age_s
+        os.utime(history.folder / name, (past, past))
+    assert history.try_claim(FIRST)
+    names = {path.name for path in history.folder.iterdir()}
+    assert names == {".draft-new", "00000001.json"}
+
+
+def test_a_filesystem_without_hard_links_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*paths: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(CheckpointError, match=r"no hard links.*job\.dump_folder"):
+        RunHistory(tmp_path, 0).try_claim(FIRST)
 
 
 @pytest.mark.parametrize(
@@ -84,16 +111,13 @@ def test_the_last_token_of_a_replica(tmp_path: Path) -> None:
         b"",
         b"{}",
         b"[1]",
-        b'{"token": 2, "lighthouse": "a", "quorum_id": 1, "members": [], "last_takeover": 0, '
-        b'"progress": 0}',
-        b'{"token": 1, "lighthouse": "a", "quorum_id": "1", "members": [], "last_takeover": 0, '
-        b'"progress": 0}',
-        b'{"token": 1, "lighthouse": "a", "quorum_id": 1, "members": [3], "last_takeover": 0, '
-        b'"progress": 0}',
+        b'{"token": 2, "lighthouse": "a", "quorum_id": 1, "members": [], "last_takeover": 0}',
+        b'{"token": 1, "lighthouse": "a", "quorum_id": "1", "members": [], "last_takeover": 0}',
+        b'{"token": 1, "lighthouse": "a", "quorum_id": 1, "members": [3], "last_takeover": 0}',
     ],
 )
 def test_a_damaged_claim_is_named(content: bytes, tmp_path: Path) -> None:
-    history = RunHistory(tmp_path)
+    history = RunHistory(tmp_path, 0)
     history.folder.mkdir()
     (history.folder / "00000001.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"00000001.json is damaged.*delete the folder"):

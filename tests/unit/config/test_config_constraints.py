@@ -367,6 +367,14 @@ def test_tied_weights_need_a_sharded_output(config) -> None:
     assert "the output of llama3 1B is its embedding" in config_error(config(*arguments), 2)
 
 
+def test_a_replica_waits_for_the_missing_ones_before_it_ends(config) -> None:
+    arguments = ["--fault_tolerance.enable=true", "--fault_tolerance.quorum_timeout_s=60"]
+    assert "join_timeout_s (60) is not below quorum_timeout_s (60)" in config_error(
+        config(*arguments)
+    )
+    check_against(config(*arguments, "--fault_tolerance.join_timeout_s=30"), 1)
+
+
 _SEMI_SYNC = (
     "--fault_tolerance.enable=true",
     "--fault_tolerance.sync_steps=10",

@@ -1,14 +1,15 @@
 """Which quorum may continue a run: processes of the last one, or anybody after its lease."""
 
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torchtitan_lite.checkpoint import RunHistory, history_name
+from torchtitan_lite.checkpoint import RunHistory, SupersededError, history_name
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica import fencing
 from torchtitan_lite.replica.fencing import Fence
@@ -26,11 +27,11 @@ class Run:
     """The fences of a run's replicas."""
 
     def __init__(self, folder: Path) -> None:
-        self.history = RunHistory(folder)
+        self.history = RunHistory(folder, 0)
         self._fences: list[Fence] = []
 
     def fence(self, replica: int, history: RunHistory | None = None) -> Fence:
-        made = Fence(history or self.history, history_name(replica), JOIN_TIMEOUT_S)
+        made = Fence(history or RunHistory(self.history.run_folder, replica), JOIN_TIMEOUT_S)
         self._fences.append(made)
         return made
 
@@ -48,7 +49,6 @@ class Run:
         given: dict[str, Any] = {
             "quorum_id": 1,
             "tokens": [fence.token] * len(ids),
-            "progress": 5,
         } | changes
         return fence.admit(lighthouse=lighthouse, members=ids, own_id=ids[own], **given)
 
@@ -135,7 +135,7 @@ def test_a_superseded_replica_ends(run: Run) -> None:
     # The others wait until it is gone, and train with its next process.
     reason = run.admit(other, ["0:a", "1:a"], own=1, quorum_id=5, tokens=[1, 2])
     assert "must restart" in reason
-    run.history.record_token(history_name(0), 2)
+    run.history.record_token(2)
     restarted = run.fence(0)
     assert run.admit(restarted, ["0:b", "1:a"], quorum_id=6) == ""
 
@@ -169,24 +169,31 @@ def test_another_folder_is_noticed(run: Run) -> None:
 
 
 class _BrokenHistory(RunHistory):
-    """A history on a disk that is full, or gone."""
+    """A history on a disk that is full, gone, or does not answer."""
 
+    is_full = True
     is_gone = False
+    answers: threading.Event | None = None
 
     def try_claim(self, claim: Any) -> bool:
-        raise OSError(28, "No space left on device")
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        return super().try_claim(claim)
 
     def newest(self) -> Any:
         if self.is_gone:
             raise OSError(5, "Input/output error")
+        if self.answers is not None:
+            self.answers.wait()
         return super().newest()
 
 
 def test_a_quorum_continues_without_its_disk_and_a_new_one_does_not_begin(run: Run) -> None:
-    fence, broken = run.fence(0), _BrokenHistory(run.history.run_folder)
+    fence, broken = run.fence(0), _BrokenHistory(run.history.run_folder, 0)
     assert run.admit(fence, ["0:a", "1:a"]) == ""
     fence._history = broken
     assert run.admit(fence, ["0:a"], quorum_id=2) == ""
+    assert not fence.is_claimed
     # A replica that returns agrees with it.
     assert run.admit(run.fence(1, broken), ["0:a", "1:b"], own=1, quorum_id=3) == ""
     assert "No space left" in run.admit(run.fence(2, broken), ["0:b", "1:b"], quorum_id=4)
@@ -210,3 +217,105 @@ def test_leases_are_renewed_until_the_fence_is_closed(
     run.expire()
     time.sleep(0.2)
     assert run.history.seconds_since_renewal(newest) > fencing.LEASE_S
+
+
+@pytest.mark.parametrize("lasts", [False, True], ids=["full disk", "no answer"])
+def test_only_most_of_a_quorum_continues_without_a_claim(run: Run, lasts: bool) -> None:
+    members = ["0:a", "1:a", "2:a", "3:a"]
+    fences = [run.fence(number) for number in range(4)]
+    for number, fence in enumerate(fences):
+        assert run.admit(fence, members, own=number) == ""
+        assert fence.is_claimed
+        broken = _BrokenHistory(run.history.run_folder, number)
+        if lasts:
+            broken.answers = threading.Event()
+        fence._history = broken
+    expected = "does not answer" if lasts else "No space left"
+    for number, others in enumerate((["0:a", "2:a"], ["1:a", "3:a"])):
+        reason = run.admit(fences[number], others, quorum_id=2, lighthouse=str(number))
+        assert reason == "" if number == 0 else expected in reason
+    reason = run.admit(fences[1], ["1:a", "2:a", "3:a"], quorum_id=3)
+    assert reason == ""
+    for fence in fences:
+        answers = fence._history.answers  # pyright: ignore[reportAttributeAccessIssue]
+        if answers is not None:
+            answers.set()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_quorum_without_a_claim_claims_later_or_ends(
+    run: Run, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fencing, "_RENEW_EVERY_S", 0.02)
+    fence, other = run.fence(0), run.fence(1)
+    for number, one in enumerate((fence, other)):
+        assert run.admit(one, ["0:a", "1:a"], own=number) == ""
+    broken = _BrokenHistory(run.history.run_folder, 0)
+    fence._history = broken
+    assert run.admit(fence, ["0:a"], quorum_id=2) == ""
+    assert (fence.token, fence.is_claimed) == (1, False)
+    if not is_first:
+        assert run.admit(other, ["1:a"], lighthouse="second") == ""
+        # Nothing of the other side reaches storage, although no takeover followed.
+        with pytest.raises(SupersededError, match="replica_00001 could not reach"):
+            broken.check(1, is_claimed=False)
+    broken.is_full = False
+    _wait_until(lambda: fence.is_claimed or fence.is_superseded())
+    assert (fence.token, fence.is_superseded()) == ((2, False) if is_first else (1, True))
+    if is_first:
+        broken.check(1, is_claimed=False)
+        assert "trained" in run.admit(other, ["1:a"], lighthouse="second")
+
+
+def test_a_folder_that_does_not_answer_blocks_no_step(run: Run) -> None:
+    fence, broken = run.fence(0), _BrokenHistory(run.history.run_folder, 0)
+    assert run.admit(fence, ["0:a"]) == ""
+    broken.answers = threading.Event()
+    fence._history = broken
+    fence._checked_s -= 2 * fencing.LEASE_S
+    started_s = time.monotonic()
+    for _ in range(100):
+        assert not fence.is_superseded()
+    assert time.monotonic() - started_s < 10 * fencing._WAIT_S
+    broken.answers.set()
+
+
+def test_the_time_to_join_begins_when_the_lease_has_expired(run: Run) -> None:
+    assert run.admit(run.fence(0), ["0:a", "1:a"]) == ""
+    stranger = run.fence(2)
+    assert "trained 0 s ago" in run.admit(stranger, ["2:a"], lighthouse="second")
+    time.sleep(JOIN_TIMEOUT_S)
+    run.expire()
+    assert "may have a newer state" in run.admit(stranger, ["2:a"], lighthouse="second")
+    # They return, and end again.
+    assert run.admit(run.fence(0), ["0:b", "1:b"], quorum_id=2) == ""
+    time.sleep(JOIN_TIMEOUT_S)
+    run.expire()
+    assert "may have a newer state" in run.admit(stranger, ["2:a"], lighthouse="second")
+
+
+def test_the_lease_of_replicas_that_stay_is_renewed_after_one_left(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fencing, "_RENEW_EVERY_S", 0.02)
+    fences = [run.fence(0), run.fence(1)]
+    for number, fence in enumerate(fences):
+        assert run.admit(fence, ["0:a", "1:a"], own=number) == ""
+    fences[0].release(_process("0:a"))
+    newest = run.history.newest()
+    assert newest is not None
+    assert newest.members == (_process("1:a"),)
+    run.expire()
+    _wait_until(lambda: run.history.seconds_since_renewal(newest) < 5)
+
+
+def test_an_empty_folder_is_another_folder(run: Run) -> None:
+    reason = run.admit(run.fence(1), ["0:a", "1:a"], own=1, tokens=[9, 0])
+    assert "is at token 0, and another replica has seen 9" in reason
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
