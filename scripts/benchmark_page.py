@@ -53,6 +53,10 @@ TITLES = {
         "Replacement of a dead rank",
         "torchrun's agent, which starts all ranks again (peer)",
     ),
+    "buddies": (
+        "Copies of snapshots on another machine",
+        "the same training without copies (floor)",
+    ),
     "gpu": ("A step on a GPU", "torchtitan 0.2.2's own trainer, on one GPU"),
     "convert": (
         "Hugging Face conversion",
