@@ -190,9 +190,7 @@ def test_a_machine_that_replaced_a_buddy_has_no_copy_yet() -> None:
         assert shares.lost - before == pytest.approx(8 * lost_s), at_s
 
 
-def test_a_lost_replica_costs_the_aborted_step_the_stall_and_its_share_until_it_has_healed() -> (
-    None
-):
+def test_a_lost_replica_costs_the_aborted_step_stalls_and_its_share_of_the_steps() -> None:
     times = replace(PLAIN, step_s=2.0, save_stall_s=0.0, replica_stall_s=3.0, donor_stall_s=1.0)
     job = ReplicatedJob(BY_NAME["replicas"], times, range(4), 4)
     shares = job.run(EventStream([ClusterEvents(at_s=101.0, rank_lost=frozenset({1}))]), 200.0)

@@ -1,0 +1,270 @@
+"""The failure model against real runs: predicted and measured lost time under the same kills.
+
+python -m benchmarks.failures [--quick] [--json PATH]
+
+Two ranks of one thread train, and ranks are killed (SIGKILL) at random times of a seeded schedule.
+`spares`: a spare replaces the dead rank, and all return to the snapshot of each step. `restart`:
+torchrun starts all ranks again, from a checkpoint in storage. The first half of the kills gives the
+model its durations: of a step, of a recovery, and until a save is durable. For the second half, the
+model knows only when the kills happened, and predicts the lost time: wall time beyond that of the
+steps that were kept. All times are those that the run recorded.
+
+The prediction cannot be better than the recoveries of one run are alike, so the standard error of
+the predicted time that follows from their scatter is shown with the result.
+"""
+
+import os
+import random
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Comparison, Result, formatted, main
+from benchmarks.processes import ChildFailed, started, tail, wait_for
+from benchmarks.rank_recovery import is_warm, processes, ranks, records, resumes
+from torchtitan_lite.failure_model import (
+    STRATEGIES,
+    ClusterEvents,
+    JobTimes,
+    Scenario,
+    Strategy,
+    job_times,
+    predict_given,
+)
+
+_RANKS = 2
+_TIMEOUT_S = 180.0
+_POLL_S = 0.01
+_WARMUP_STEPS = 20
+_LAST_STEPS = 20
+"""Steps after the last recovery."""
+_GOAL = 0.05
+_STORAGE_INTERVAL = 25
+"""Steps between saves to storage."""
+_PROGRAMS = {
+    "spares": ("-m", "torchtitan_lite", "train", f"--nproc={_RANKS}", "--spares=1"),
+    "restart": (
+        *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={_RANKS}"),
+        *("--max-restarts=1000", "train.py"),
+    ),
+}
+_PROCESSES = {"spares": _RANKS + 1, "restart": _RANKS}
+_SAVES = {
+    "spares": ("--checkpoint.interval=1000000", "--checkpoint.ram_interval=1"),
+    "restart": (f"--checkpoint.interval={_STORAGE_INTERVAL}", "--checkpoint.ram_interval=0"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one run measures."""
+
+    strategies: Sequence[str]
+    kills: int
+    """Per strategy; the first half calibrates the model."""
+    mean_interval_s: float
+    """Mean training time between a recovery and the next kill."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A recorded step."""
+
+    number: int
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recording:
+    """What a run recorded. Times are since the epoch."""
+
+    steps: Sequence[_Step]
+    """In the order in which they were recorded, repeated ones included."""
+    kills_s: Sequence[float]
+    resumes_s: Sequence[float]
+    durable_s: Sequence[float]
+    """Seconds from the end of a saved step until the save was durable."""
+
+    def recoveries_s(self, kills_s: Sequence[float]) -> list[float]:
+        """Return the seconds from each kill to the first step that was recorded after it."""
+        return [self.resumed(kill_s).at_s - kill_s for kill_s in kills_s]
+
+    def resumed(self, kill_s: float) -> _Step:
+        """Return the first step after the recovery from a kill."""
+        resumed_s = next(one for one in self.resumes_s if one > kill_s)
+        return next(one for one in self.steps if one.at_s > resumed_s)
+
+    def undisturbed_s(self, begin_s: float, end_s: float) -> list[float]:
+        """Return the durations of the steps during which nothing was killed."""
+        found = []
+        for first, second in pairwise(self.steps):
+            is_within = begin_s <= first.at_s and second.at_s <= end_s
+            is_killed = any(first.at_s <= kill_s <= second.at_s for kill_s in self.kills_s)
+            if is_within and second.number == first.number + 1 and not is_killed:
+                found.append(second.at_s - first.at_s)
+        return found
+
+
+def measure(plan: Plan, folder: Path) -> Iterator[Result]:
+    """Measure all of `plan`, with files in `folder`."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    deviations = []
+    for strategy in STRATEGIES:
+        if strategy.name in plan.strategies:
+            recording = _run(strategy.name, plan, folder / strategy.name)
+            comparison = Comparison(f"{_RANKS} ranks, {strategy.title}", other="prediction")
+            measured_s, predicted_s = _compare(strategy, recording, comparison)
+            deviations.append(abs(measured_s / predicted_s - 1))
+            count = len(recording.kills_s) // 2
+            yield comparison.value(
+                f"lost time of {count} kills; peer: predicted", "s", measured_s, peer=predicted_s
+            )
+    comparison = Comparison(f"{_RANKS} ranks, all strategies", other="prediction")
+    yield comparison.value(
+        "largest deviation of the lost time from the prediction",
+        "of the predicted",
+        max(deviations),
+        goal=_GOAL,
+    )
+
+
+def _compare(
+    strategy: Strategy, recording: _Recording, comparison: Comparison
+) -> tuple[float, float]:
+    """Return the measured and the predicted lost time of the second half of the kills."""
+    half = len(recording.kills_s) // 2
+    first, second = recording.kills_s[:half], recording.kills_s[half:]
+    middle_s = recording.resumed(first[-1]).at_s
+    begin = _begin(strategy, recording, middle_s, second[0])
+    end = recording.steps[-1]
+    step_s = statistics.mean(recording.undisturbed_s(recording.steps[_WARMUP_STEPS].at_s, middle_s))
+    # The first step after a recovery is part of the training.
+    recovered_s = [one - step_s for one in recording.recoveries_s(first)]
+    times = _times(strategy, step_s, statistics.mean(recovered_s), recording.durable_s)
+    failures = [
+        ClusterEvents(at_s=kill_s - begin.at_s, rank_lost=frozenset({0})) for kill_s in second
+    ]
+    shares = predict_given(times, strategy, failures, end.at_s - begin.at_s)
+    predicted_s = shares.capacity - shares.useful
+    own_step_s = statistics.mean(recording.undisturbed_s(begin.at_s, end.at_s))
+    measured_s = end.at_s - begin.at_s - (end.number - begin.number) * own_step_s
+    error_s = (
+        statistics.stdev(recovered_s) * (len(second) / half * len(second) + len(second)) ** 0.5
+    )
+    comparison.note(f"step {step_s * 1e3:.1f} ms, of the second half {own_step_s * 1e3:.1f} ms")
+    comparison.note(f"recoveries that calibrate {formatted(recovered_s)} s")
+    comparison.note(f"recoveries that are predicted {formatted(recording.recoveries_s(second))} s")
+    comparison.note(f"lost time {measured_s:.2f} s, predicted {predicted_s:.2f} s")
+    comparison.note(f"standard error by the scatter of the recoveries {error_s:.2f} s")
+    return measured_s, predicted_s
+
+
+def _begin(
+    strategy: Strategy, recording: _Recording, middle_s: float, first_kill_s: float
+) -> _Step:
+    """Return the step at which the prediction begins: one that was saved, if saves matter."""
+    interval = _STORAGE_INTERVAL if strategy.name == "restart" else 1
+    found = [one for one in recording.steps if middle_s <= one.at_s < first_kill_s]
+    saved = [one for one in found if one.number % interval == 0]
+    if not saved:
+        raise ChildFailed(f"No step was saved between two kills of {strategy.name}.")
+    return saved[0]
+
+
+def _times(
+    strategy: Strategy, step_s: float, recovery_s: float, durable_s: Sequence[float]
+) -> JobTimes:
+    scenario = Scenario(
+        step_s=step_s,
+        ranks_per_replica=1,
+        state_gib_per_rank=0.0,
+        group_setup_s_per_1k_ranks=0.0,
+        save_interval_steps=_STORAGE_INTERVAL if strategy.name == "restart" else 10**6,
+        snapshot_interval_steps=1,
+        restart_s=recovery_s,
+        spare_s=recovery_s,
+    )
+    times = job_times(scenario, strategy, _RANKS)
+    return replace(times, write_s=statistics.median(durable_s) if durable_s else 0.0)
+
+
+def _run(strategy: str, plan: Plan, folder: Path) -> _Recording:
+    folder.mkdir()
+    arguments = [
+        *("--config", "configs/llama3_debug.toml", "--job.device", "cpu"),
+        *("--training.seq_len", "64", "--training.local_batch_size", "2"),
+        *("--training.global_batch_size", "4", "--training.steps", "1000000"),
+        *("--lr_scheduler.total_steps", "1000000", "--validation.enable", "false"),
+        *("--checkpoint.enable", "true", "--metrics.enable_tensorboard", "false"),
+        *("--checkpoint.enable_first_step_checkpoint", "false"),
+        *("--job.dump_folder", str(folder), *_SAVES[strategy]),
+    ]
+    metrics, log = folder / "metrics.jsonl", folder / "log.txt"
+    random_s = random.Random(f"kills of {strategy}")
+    kills_s: list[float] = []
+    with started([*_PROGRAMS[strategy], *arguments], [], 1, log) as process:
+
+        def check() -> None:
+            if process.poll() is not None:
+                raise ChildFailed(f"{strategy} ended:\n{tail(log)}")
+
+        def wait(holds: Any, what: str) -> None:
+            find = lambda: holds() or None  # noqa: E731
+            wait_for(find, what, timeout_s=_TIMEOUT_S, check=check, poll_s=_POLL_S)
+
+        wait(lambda: _newest(metrics) >= _WARMUP_STEPS, "training")
+        for number in range(plan.kills):
+            wait(lambda: len(ranks(process)) == _RANKS, "rank")
+            wait(lambda: len(processes(process)) == _PROCESSES[strategy], "spare")
+            # A spare has imported everything.
+            wait(lambda: all(map(is_warm, processes(process))), "warm spare")
+            saved = _newest(metrics) + _STORAGE_INTERVAL
+            wait(lambda since=saved: _newest(metrics) >= since, "saved step")
+            time.sleep(random_s.uniform(0.2, 2) * plan.mean_interval_s)
+            num_resumes = len(resumes(metrics))
+            kills_s.append(time.time())
+            os.kill(ranks(process)[number % _RANKS], signal.SIGKILL)
+            wait(lambda since=num_resumes: len(resumes(metrics)) > since, f"resume {number}")
+            resumed = resumes(metrics)[-1]
+            wait(lambda since=resumed: _newest(metrics) > since, "step")
+        last = _newest(metrics) + _LAST_STEPS
+        wait(lambda: _newest(metrics) >= last, "step")
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_TIMEOUT_S)
+    return _recording(metrics, kills_s)
+
+
+def _newest(metrics: Path) -> int:
+    """Return the newest step, 0 if there is none."""
+    steps = [one["step"] for one in records(metrics) if "event" not in one]
+    return steps[-1] if steps else 0
+
+
+def _recording(metrics: Path, kills_s: Sequence[float]) -> _Recording:
+    lines = records(metrics)
+    steps = [_Step(one["step"], one["time"]) for one in lines if "event" not in one]
+    ended_s = {one.number: one.at_s for one in steps}
+    durable_s = [
+        one["time"] - ended_s[one["checkpoint_step"]]
+        for one in lines
+        if one.get("event") == "saved" and one["checkpoint_step"] in ended_s
+    ]
+    resumes_s = [one["time"] for one in lines if one.get("event") == "resume"]
+    return _Recording(steps=steps, kills_s=kills_s, resumes_s=resumes_s, durable_s=durable_s)
+
+
+if __name__ == "__main__":
+    main(
+        "Lost time under failures: predicted by the failure model, and measured.",
+        measure,
+        full=Plan(strategies=("restart", "spares"), kills=12, mean_interval_s=3.0),
+        quick=Plan(strategies=("spares",), kills=4, mean_interval_s=1.0),
+    )
