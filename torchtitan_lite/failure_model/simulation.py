@@ -106,13 +106,21 @@ def predict_trace(
     scenario: Scenario, strategies: Iterable[Strategy], trace: Trace
 ) -> list[Prediction]:
     """Predict an elastic job on the machines of a trace, each of which can hold a replica. Goodput
-    is relative to the machines that are there."""
+    is relative to the machines that are there. Intervals that are not given are the best ones for
+    the losses of the trace."""
     size = trace.most_machines
     num_ranks = size * scenario.ranks_per_machine
-    one_per_machine = replace(scenario, ranks_per_replica=scenario.ranks_per_machine)
+    own = replace(
+        scenario,
+        ranks_per_replica=scenario.ranks_per_machine,
+        mtbf_h=num_ranks * trace.duration_s / 3600 / max(1, trace.num_interruptions),
+        machine_share=1.0,
+    )
     predictions = []
     for strategy in strategies:
-        times = job_times(one_per_machine, strategy, num_ranks)
+        # A job that shrinks resumes from storage, also with buddies.
+        times = job_times(own, replace(strategy, buddies=False), num_ranks)
+        times = replace(job_times(own, strategy, num_ranks), save_interval_s=times.save_interval_s)
         events = EventStream(trace.changes)
         job: WholeJob | ReplicatedJob
         if strategy.replicas is None:

@@ -31,6 +31,11 @@ class Trace:
         return sum(len(one.lost) for one in self.changes)
 
     @property
+    def num_interruptions(self) -> int:
+        """Number of times at which machines are lost."""
+        return sum(bool(one.lost) for one in self.changes)
+
+    @property
     def most_machines(self) -> int:
         """Largest number of machines at any time."""
         return max(len(present) for _, present in self.states())

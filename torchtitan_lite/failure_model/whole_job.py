@@ -41,8 +41,8 @@ class WholeJob:
         regrow_after_s: float | None = None,
     ) -> None:
         """`present` are the machines at the begin, of which `size` train. With `regrow_after_s`
-        the job is elastic: it trains with any number of machines up to `size`, and keeps `reserve`
-        of them idle when it grows."""
+        the job is elastic: it trains with any number of machines up to `size`, and leaves `reserve`
+        of those that are there idle when it is formed or grows."""
         self._strategy, self._times, self._size = strategy, times, size
         self._reserve, self._regrow_after_s = reserve, regrow_after_s
         self._present = set(present)
@@ -105,8 +105,14 @@ class WholeJob:
 
     @property
     def _num_to_add(self) -> int:
-        idle = len(self._present) - len(self._members) - self._reserve
-        return max(0, min(idle, self._size - len(self._members)))
+        return max(0, self._num_to_use - len(self._members))
+
+    @property
+    def _num_to_use(self) -> int:
+        """Number of machines of a job that is formed anew."""
+        if self._regrow_after_s is None:
+            return self._size
+        return min(self._size, max(1, len(self._present) - self._reserve))
 
     @property
     def _idle(self) -> list[int]:
@@ -244,7 +250,7 @@ class WholeJob:
             if self._lost_positions:
                 self._resume_from(StateSource.STORAGE)
             survivors = [one for one in self._members if one in self._present]
-            self._members = (survivors + idle)[: self._size]
+            self._members = (survivors + idle)[: self._num_to_use]
             self._places = {one: place for place, one in enumerate(self._members)}
             self._lost_positions = set(range(len(self._members)))
             self._buddy_work = 0.0
