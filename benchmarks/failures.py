@@ -4,10 +4,10 @@ python -m benchmarks.failures [--quick] [--json PATH]
 
 Two ranks of one thread train, and ranks are killed (SIGKILL) at random times of a seeded schedule.
 `spares`: a spare replaces the dead rank, and all return to the snapshot of each step. `restart`:
-torchrun starts all ranks again, from a checkpoint in storage. The first half of the kills gives the
-model its durations: of a step, of a recovery, and until a save is durable. For the second half, the
-model knows only when the kills happened, and predicts the lost time: wall time beyond that of the
-steps that were kept. All times are those that the run recorded.
+torchrun starts all ranks again, from a checkpoint in storage. Every second kill gives the model the
+duration of a recovery; the run gives the mean step and the time until a save is durable. Of the
+other kills, the model knows only when they happened, and predicts the lost time: wall time beyond
+that of the steps that were kept. All times are those that the run recorded.
 
 The prediction cannot be better than the recoveries of one run are alike, so the standard error of
 the predicted time that follows from their scatter is shown with the result.
@@ -68,7 +68,8 @@ class Plan:
 
     strategies: Sequence[str]
     kills: int
-    """Per strategy; the first half calibrates the model."""
+    """Per strategy, at most the 10 failures in a row after which a run with spares ends; every
+    second one calibrates the model."""
     mean_interval_s: float
     """Mean training time between a recovery and the next kill."""
 
@@ -92,24 +93,25 @@ class _Recording:
     durable_s: Sequence[float]
     """Seconds from the end of a saved step until the save was durable."""
 
-    def recoveries_s(self, kills_s: Sequence[float]) -> list[float]:
-        """Return the seconds from each kill to the first step that was recorded after it."""
-        return [self.resumed(kill_s).at_s - kill_s for kill_s in kills_s]
+    def recovery_s(self, kill_s: float) -> float:
+        """Return the seconds from a kill to the first step that was recorded after it."""
+        return self.resumed(kill_s).at_s - kill_s
 
     def resumed(self, kill_s: float) -> _Step:
         """Return the first step after the recovery from a kill."""
         resumed_s = next(one for one in self.resumes_s if one > kill_s)
         return next(one for one in self.steps if one.at_s > resumed_s)
 
-    def undisturbed_s(self, begin_s: float, end_s: float) -> list[float]:
-        """Return the durations of the steps during which nothing was killed."""
-        found = []
-        for first, second in pairwise(self.steps):
-            is_within = begin_s <= first.at_s and second.at_s <= end_s
-            is_killed = any(first.at_s <= kill_s <= second.at_s for kill_s in self.kills_s)
-            if is_within and second.number == first.number + 1 and not is_killed:
-                found.append(second.at_s - first.at_s)
-        return found
+    def undisturbed_s(self, window: "_Window") -> list[float]:
+        """Return the durations of the steps of a window, without the one that was interrupted."""
+        begin_s, kill_s, end_s = window.begin.at_s, window.kill_s, window.end.at_s
+        return [
+            second.at_s - first.at_s
+            for first, second in pairwise(self.steps)
+            if begin_s <= first.at_s < second.at_s <= end_s
+            and not first.at_s <= kill_s <= second.at_s
+            and second.number == first.number + 1
+        ]
 
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
@@ -122,7 +124,7 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
             comparison = Comparison(f"{_RANKS} ranks, {strategy.title}", other="prediction")
             measured_s, predicted_s = _compare(strategy, recording, comparison)
             deviations.append(abs(measured_s / predicted_s - 1))
-            count = len(recording.kills_s) // 2
+            count = plan.kills // 2
             yield comparison.value(
                 f"lost time of {count} kills; peer: predicted", "s", measured_s, peer=predicted_s
             )
@@ -135,47 +137,62 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Window:
+    """A part of a run, with one kill."""
+
+    begin: _Step
+    kill_s: float
+    end: _Step
+
+    @property
+    def seconds(self) -> float:
+        return self.end.at_s - self.begin.at_s
+
+
 def _compare(
     strategy: Strategy, recording: _Recording, comparison: Comparison
 ) -> tuple[float, float]:
-    """Return the measured and the predicted lost time of the second half of the kills."""
-    half = len(recording.kills_s) // 2
-    first, second = recording.kills_s[:half], recording.kills_s[half:]
-    middle_s = recording.resumed(first[-1]).at_s
-    begin = _begin(strategy, recording, middle_s, second[0])
-    end = recording.steps[-1]
-    step_s = statistics.mean(recording.undisturbed_s(recording.steps[_WARMUP_STEPS].at_s, middle_s))
+    """Return the measured and the predicted lost time of every second kill."""
+    windows = _windows(strategy, recording)
+    calibrating, predicted = windows[0::2], windows[1::2]
+    steps_s = [one for part in windows for one in recording.undisturbed_s(part)]
+    step_s = statistics.mean(steps_s)
     # The first step after a recovery is part of the training.
-    recovered_s = [one - step_s for one in recording.recoveries_s(first)]
+    recovered_s = [recording.recovery_s(one.kill_s) - step_s for one in calibrating]
+    own_s = [recording.recovery_s(one.kill_s) - step_s for one in predicted]
     times = _times(strategy, step_s, statistics.mean(recovered_s), recording.durable_s)
-    failures = [
-        ClusterEvents(at_s=kill_s - begin.at_s, rank_lost=frozenset({0})) for kill_s in second
-    ]
-    shares = predict_given(times, strategy, failures, end.at_s - begin.at_s)
-    predicted_s = shares.capacity - shares.useful
-    own_step_s = statistics.mean(recording.undisturbed_s(begin.at_s, end.at_s))
-    measured_s = end.at_s - begin.at_s - (end.number - begin.number) * own_step_s
-    error_s = (
-        statistics.stdev(recovered_s) * (len(second) / half * len(second) + len(second)) ** 0.5
-    )
-    comparison.note(f"step {step_s * 1e3:.1f} ms, of the second half {own_step_s * 1e3:.1f} ms")
+    measured_s = predicted_s = 0.0
+    for one in predicted:
+        kill = ClusterEvents(at_s=one.kill_s - one.begin.at_s, rank_lost=frozenset({0}))
+        shares = predict_given(times, strategy, [kill], one.seconds)
+        predicted_s += shares.capacity - shares.useful
+        measured_s += one.seconds - (one.end.number - one.begin.number) * step_s
+    error_s = (2 * len(predicted)) ** 0.5 * statistics.stdev([*recovered_s, *own_s])
+    comparison.note(f"mean step {step_s * 1e3:.1f} ms")
     comparison.note(f"recoveries that calibrate {formatted(recovered_s)} s")
-    comparison.note(f"recoveries that are predicted {formatted(recording.recoveries_s(second))} s")
+    comparison.note(f"recoveries that are predicted {formatted(own_s)} s")
     comparison.note(f"lost time {measured_s:.2f} s, predicted {predicted_s:.2f} s")
-    comparison.note(f"standard error by the scatter of the recoveries {error_s:.2f} s")
+    comparison.note(f"standard error by the scatter of the recoveries {error_s / predicted_s:.1%}")
     return measured_s, predicted_s
 
 
-def _begin(
-    strategy: Strategy, recording: _Recording, middle_s: float, first_kill_s: float
-) -> _Step:
-    """Return the step at which the prediction begins: one that was saved, if saves matter."""
+def _windows(strategy: Strategy, recording: _Recording) -> list[_Window]:
+    """Return a window for each kill. It begins with a saved step, if saves matter."""
     interval = _STORAGE_INTERVAL if strategy.name == "restart" else 1
-    found = [one for one in recording.steps if middle_s <= one.at_s < first_kill_s]
-    saved = [one for one in found if one.number % interval == 0]
-    if not saved:
-        raise ChildFailed(f"No step was saved between two kills of {strategy.name}.")
-    return saved[0]
+    begins, free_s = [], recording.steps[_WARMUP_STEPS].at_s
+    for kill_s in recording.kills_s:
+        found = [one for one in recording.steps if free_s <= one.at_s < kill_s]
+        saved = [one for one in found if one.number % interval == 0]
+        if not saved:
+            raise ChildFailed(f"No step was saved between two kills of {strategy.name}.")
+        begins.append(saved[0])
+        free_s = recording.resumed(kill_s).at_s
+    ends = [*begins[1:], recording.steps[-1]]
+    return [
+        _Window(begin=begin, kill_s=kill_s, end=end)
+        for begin, kill_s, end in zip(begins, recording.kills_s, ends, strict=True)
+    ]
 
 
 def _times(
@@ -230,7 +247,7 @@ def _run(strategy: str, plan: Plan, folder: Path) -> _Recording:
             time.sleep(random_s.uniform(0.2, 2) * plan.mean_interval_s)
             num_resumes = len(resumes(metrics))
             kills_s.append(time.time())
-            os.kill(ranks(process)[number % _RANKS], signal.SIGKILL)
+            os.kill(ranks(process)[number // 2 % _RANKS], signal.SIGKILL)
             wait(lambda since=num_resumes: len(resumes(metrics)) > since, f"resume {number}")
             resumed = resumes(metrics)[-1]
             wait(lambda since=resumed: _newest(metrics) > since, "step")
@@ -265,6 +282,6 @@ if __name__ == "__main__":
     main(
         "Lost time under failures: predicted by the failure model, and measured.",
         measure,
-        full=Plan(strategies=("restart", "spares"), kills=12, mean_interval_s=3.0),
+        full=Plan(strategies=("restart", "spares"), kills=10, mean_interval_s=3.0),
         quick=Plan(strategies=("spares",), kills=4, mean_interval_s=1.0),
     )
