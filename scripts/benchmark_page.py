@@ -53,6 +53,7 @@ TITLES = {
         "Replacement of a dead rank",
         "torchrun's agent, which starts all ranks again (peer)",
     ),
+    "failures": ("Failure model", "the lost time that the model predicts (peer)"),
     "gpu": ("A step on a GPU", "torchtitan 0.2.2's own trainer, on one GPU"),
     "convert": (
         "Hugging Face conversion",

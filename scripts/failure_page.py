@@ -118,7 +118,7 @@ def validation(result: Result | None) -> str:
             deviations.append(abs(deviation))
             lines.append(
                 f"| {row['case']}, {row['metric'].partition(';')[0]} | {row['ours']:.1f} s | "
-                f"{row['peer']:.1f} s | {deviation:+.1%} |"
+                f"{row['peer']:.1f} s | {deviation * 100:+.1f} % |"
             )
     is_met = "met" if max(deviations) <= 0.05 else "missed"
     environment = result.environment or {}

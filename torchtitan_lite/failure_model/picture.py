@@ -8,8 +8,9 @@ from torchtitan_lite.failure_model.simulation import Prediction
 from torchtitan_lite.failure_model.strategies import Strategy
 
 _WIDTH, _HEIGHT = 960, 460
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 250, 50, 56
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 290, 50, 56
 _LABEL_HEIGHT = 17
+_TICK_WIDTH = 58
 # Colors that can be distinguished with any kind of color vision.
 _COLORS = {
     "restart": "#d55e00",
@@ -50,13 +51,19 @@ def goodput_picture(predictions: Sequence[Prediction], title: str) -> str:
             'stroke="#e2e8f0"/>',
             f'<text x="{_LEFT - 8}" y="{height + 4:.1f}" text-anchor="end">{tenth * 10} %</text>',
         ]
-    for num_ranks in sizes:
-        parts += [
-            f'<line x1="{x(num_ranks):.1f}" x2="{x(num_ranks):.1f}" y1="{_TOP}" '
-            f'y2="{_HEIGHT - _BOTTOM + 5}" stroke="#e2e8f0"/>',
-            f'<text x="{x(num_ranks):.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">'
-            f"{num_ranks:,}</text>",
-        ]
+    left = math.inf
+    for num_ranks in reversed(sizes):
+        place = x(num_ranks)
+        parts.append(
+            f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{_TOP}" '
+            f'y2="{_HEIGHT - _BOTTOM + 5}" stroke="#e2e8f0"/>'
+        )
+        if left - place >= _TICK_WIDTH:
+            left = place
+            parts.append(
+                f'<text x="{place:.1f}" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">'
+                f"{num_ranks:,}</text>"
+            )
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(
         f'<text x="{middle:.1f}" y="{_HEIGHT - 14}" text-anchor="middle">number of ranks</text>'
@@ -92,6 +99,6 @@ def _labels(ends: Sequence[tuple[float, Strategy, float]], from_x: float) -> lis
             f'<line x1="{from_x + 6:.1f}" x2="{from_x + 22:.1f}" y1="{end:.1f}" '
             f'y2="{place:.1f}" stroke="{color}"/>',
             f'<text x="{from_x + 26:.1f}" y="{place + 4:.1f}" fill="{color}">'
-            f"{goodput:.1%} {escape(strategy.title)}</text>",
+            f"{goodput * 100:.1f} % {escape(strategy.title)}</text>",
         ]
     return found

@@ -122,13 +122,14 @@ class ReplicatedJob:
     def _apply(self, found: ClusterEvents) -> None:
         lost = found.lost & self._present
         hit = lost | found.rank_lost & self._present
-        dead = [one for one in self._live if one & hit]
+        dead = [one for one in self._live if not one.isdisjoint(hit)]
         if dead:
             self._abort_step()
         self._present -= found.lost
         self._present |= found.arrived
-        self._live = [one for one in self._live if not one & hit]
-        self._starting = [one for one in self._starting if not one.machines & hit]
+        if dead:
+            self._live = [one for one in self._live if one.isdisjoint(hit)]
+        self._starting = [one for one in self._starting if one.machines.isdisjoint(hit)]
         if dead and self._live:
             self._stall(self._times.replica_stall_s)
         elif dead:

@@ -116,7 +116,7 @@ class WholeJob:
 
     @property
     def _idle(self) -> list[int]:
-        return sorted(one for one in self._present if one not in self._places)
+        return sorted(self._present.difference(self._places))
 
     def _advance(self, until_s: float) -> None:
         times, seconds = self._times, until_s - self._now_s

@@ -33,7 +33,7 @@ def test_the_command_writes_table_values_and_picture(
     assert len(lines) == 5
     texts = "\n".join(one.text or "" for one in picture.iter() if one.tag.endswith("text"))
     for one in found["predictions"][5:]:
-        assert f"{one['goodput']:.1%}" in texts
+        assert f"{one['goodput'] * 100:.1f} %" in texts
 
 
 def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
