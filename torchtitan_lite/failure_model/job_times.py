@@ -69,10 +69,10 @@ def job_times(scenario: Scenario, strategy: Strategy, num_ranks: int) -> JobTime
     def whole_state_s(mib_per_s: float) -> float:
         # A replica's ranks hold one copy of the state; all machines read and write it.
         rate = min(num_machines * mib_per_s / _MIB_PER_GIB, scenario.storage_gib_per_s)
-        return _quotient(gib * in_replica, rate)
+        return gib * in_replica / rate
 
     def own_state_s(mib_per_s: float) -> float:
-        return _quotient(gib * _MIB_PER_GIB, mib_per_s)
+        return gib * _MIB_PER_GIB / mib_per_s
 
     def groups_s(ranks: float) -> float:
         return scenario.group_setup_s_per_1k_ranks * ranks / 1000
@@ -152,9 +152,3 @@ def _best_interval_s(scenario: Scenario, num_ranks: int, share: float, stall_s: 
 def _whole_steps_s(scenario: Scenario, seconds: float) -> float:
     """Round up to whole steps, at least one."""
     return max(1, math.ceil(round(seconds / scenario.step_s, 9))) * scenario.step_s
-
-
-def _quotient(amount: float, rate: float) -> float:
-    if not amount:
-        return 0.0
-    return amount / rate if rate else math.inf

@@ -18,12 +18,15 @@ def _assumed(default: float, source: str, *, least: float = 0.0) -> Any:
     return field(default=default, metadata={_SOURCE: source, _LEAST: least})
 
 
+_POSITIVE = math.ulp(0.0)
+
+
 def _measured(name: str) -> Any:
     value, origin = MEASUREMENTS[name]
-    return field(default=value, metadata={_SOURCE: f"measured: {origin}", _LEAST: 0.0})
+    least = _POSITIVE if name.endswith("_per_s") else 0.0
+    return field(default=value, metadata={_SOURCE: f"measured: {origin}", _LEAST: least})
 
 
-_POSITIVE = math.ulp(0.0)
 _LLAMA_3 = "Llama 3 (arXiv 2407.21783): 419 unexpected interruptions in 54 days on 16,384 GPUs"
 
 

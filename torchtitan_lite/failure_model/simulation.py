@@ -53,9 +53,11 @@ def predict(
 
     Raises UserError if the ranks do not form whole machines and replicas.
     """
+    if num_ranks < 2:
+        raise UserError("1 rank has no other one to recover with. Give at least 2 ranks.")
     per_machine = machine_ranks(scenario, num_ranks)
     per_replica = replica_ranks(scenario, num_ranks)
-    if num_ranks % per_machine or num_ranks < 2:
+    if num_ranks % per_machine:
         raise UserError(
             f"{num_ranks} ranks are no whole number of machines of {per_machine}. Give a multiple, "
             "or set ranks_per_machine."

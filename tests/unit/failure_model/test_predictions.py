@@ -3,12 +3,14 @@
 import math
 import time
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.failure_model import (
     STRATEGIES,
+    ClusterEvents,
     Scenario,
     as_values,
     described,
@@ -105,6 +107,26 @@ def test_a_trace_without_losses_costs_nothing_but_saves() -> None:
         assert one.shares.capacity == pytest.approx(6 * 50_000)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_parts_are_all_of_the_time_of_any_trace(seed: int) -> None:
+    """Machines come and go at random, several at once, also all of them."""
+    random = Random(seed)
+    present, changes, at_s, capacity = set(range(4)), [], 0.0, 0.0
+    for _ in range(60):
+        pause_s = random.choice([1.0, 30.0, 700.0, 9000.0])
+        at_s, capacity = at_s + pause_s, capacity + len(present) * pause_s
+        kinds = {one: random.random() for one in range(8)}
+        lost = {one for one in present if kinds[one] < random.choice([0.1, 0.5, 1.0])}
+        arrived = {one for one in set(range(8)) - present if kinds[one] < 0.3}
+        present = present - lost | arrived
+        changes.append(ClusterEvents(at_s=at_s, lost=frozenset(lost), arrived=frozenset(arrived)))
+    trace = Trace(initial=frozenset(range(4)), changes=changes, duration_s=at_s)
+    for one in predict_trace(Scenario(regrow_after_s=60.0), STRATEGIES, trace):
+        assert one.shares.capacity == pytest.approx(capacity), one.strategy.name
+        assert all(-1e-9 <= share <= 1 for share in one.shares.shares().values()), one
+        assert one.shares.useful > 0
+
+
 def test_overrides_are_checked() -> None:
     found = overridden(Scenario(), {"mtbf_h": "inf", "ranks_per_machine": "4", "spare_s": "1.5"})
     assert (found.mtbf_h, found.ranks_per_machine, found.spare_s) == (math.inf, 4, 1.5)
@@ -126,6 +148,8 @@ def test_overrides_are_checked() -> None:
 
 
 def test_ranks_must_form_machines() -> None:
+    with pytest.raises(UserError, match="at least 2 ranks"):
+        predict(Scenario(), STRATEGIES, 1, failures=1, seed=0)
     with pytest.raises(UserError, match="100 ranks are no whole number of machines of 8"):
         predict(Scenario(), STRATEGIES, 100, failures=1, seed=0)
     with pytest.raises(UserError, match="A replica of 12 ranks is no whole number of machines"):
