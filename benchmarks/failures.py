@@ -5,9 +5,9 @@ python -m benchmarks.failures [--quick] [--json PATH]
 Two ranks of one thread train, and ranks are killed (SIGKILL) at random times of a seeded schedule.
 `spares`: a spare replaces the dead rank, and all return to the snapshot of each step. `restart`:
 torchrun starts all ranks again, from a checkpoint in storage. Every second kill gives the model the
-duration of a recovery; the run gives the mean step and the time until a save is durable. Of the
-other kills, the model knows only when they happened, and predicts the lost time: wall time beyond
-that of the steps that were kept. All times are those that the run recorded.
+duration of a recovery; the runs give the time until a save is durable, and the mean step around a
+kill. Of the other kills, the model knows only when they happened, and predicts the lost time: wall
+time beyond that of the steps that were kept. All times are those that the runs recorded.
 
 The prediction cannot be better than the recoveries of one run are alike, so the standard error of
 the predicted time that follows from their scatter is shown with the result.
@@ -68,8 +68,10 @@ class Plan:
 
     strategies: Sequence[str]
     kills: int
-    """Per strategy, at most the 10 failures in a row after which a run with spares ends; every
-    second one calibrates the model."""
+    """Of a run, at most the 10 failures in a row after which one with spares ends; every second one
+    calibrates the model."""
+    runs: int
+    """Per strategy."""
     mean_interval_s: float
     """Mean training time between a recovery and the next kill."""
 
@@ -93,25 +95,41 @@ class _Recording:
     durable_s: Sequence[float]
     """Seconds from the end of a saved step until the save was durable."""
 
-    def recovery_s(self, kill_s: float) -> float:
-        """Return the seconds from a kill to the first step that was recorded after it."""
-        return self.resumed(kill_s).at_s - kill_s
-
     def resumed(self, kill_s: float) -> _Step:
         """Return the first step after the recovery from a kill."""
         resumed_s = next(one for one in self.resumes_s if one > kill_s)
         return next(one for one in self.steps if one.at_s > resumed_s)
 
-    def undisturbed_s(self, window: "_Window") -> list[float]:
-        """Return the durations of the steps of a window, without the one that was interrupted."""
-        begin_s, kill_s, end_s = window.begin.at_s, window.kill_s, window.end.at_s
-        return [
-            second.at_s - first.at_s
-            for first, second in pairwise(self.steps)
-            if begin_s <= first.at_s < second.at_s <= end_s
-            and not first.at_s <= kill_s <= second.at_s
-            and second.number == first.number + 1
-        ]
+    def step_s(self, window: "_Window") -> float:
+        """Return the mean duration of the steps of a window, without the one after the kill."""
+        return statistics.mean(seconds for _, seconds in self._steps_s(window) if seconds)
+
+    def recovery_s(self, window: "_Window") -> float:
+        """Return the seconds from the kill until the run trains again: to the first step that is
+        recorded after it, without the duration of that step."""
+        return self.resumed(window.kill_s).at_s - window.kill_s - self.step_s(window)
+
+    def kept_s(self, window: "_Window") -> float:
+        """Return the seconds of the steps of a window that were kept."""
+        mean_s = self.step_s(window)
+        # Of a step that was repeated, the last time counts.
+        kept_s = {number: seconds or mean_s for number, seconds in self._steps_s(window)}
+        assert set(kept_s) >= set(range(window.begin.number + 1, window.end.number + 1))
+        return sum(kept_s.values())
+
+    def repeated_s(self, window: "_Window") -> float:
+        """Return the seconds from the end of the step to which the kill returned the run."""
+        kept = self.resumed(window.kill_s).number - 1
+        ends_s = (one.at_s for one in self.steps if one.at_s < window.kill_s and one.number == kept)
+        return window.kill_s - max(ends_s)
+
+    def _steps_s(self, window: "_Window") -> Iterator[tuple[int, float | None]]:
+        """Yield the steps of a window and their durations; None after the kill, where the duration
+        has the recovery in it."""
+        for first, second in pairwise(self.steps):
+            if window.begin.at_s <= first.at_s < second.at_s <= window.end.at_s:
+                is_first = first.at_s <= window.kill_s <= second.at_s
+                yield second.number, None if is_first else second.at_s - first.at_s
 
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
@@ -120,14 +138,18 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     deviations = []
     for strategy in STRATEGIES:
         if strategy.name in plan.strategies:
-            recording = _run(strategy.name, plan, folder / strategy.name)
+            recordings = [
+                _run(strategy.name, plan, folder / f"{strategy.name}_{number}", number)
+                for number in range(plan.runs)
+            ]
             comparison = Comparison(f"{_RANKS} ranks, {strategy.title}", other="prediction")
-            measured_s, predicted_s = _compare(strategy, recording, comparison)
-            deviations.append(abs(measured_s / predicted_s - 1))
-            count = plan.kills // 2
-            yield comparison.value(
-                f"lost time of {count} kills; peer: predicted", "s", measured_s, peer=predicted_s
-            )
+            measured, predicted = _compare(strategy, recordings, comparison)
+            count = plan.runs * plan.kills // 2
+            deviations.append(abs(measured.lost_s / predicted.lost_s - 1))
+            metric = f"lost time of {count} kills; peer: predicted"
+            yield comparison.value(metric, "s", measured.lost_s, peer=predicted.lost_s)
+            metric = f"repeated steps of {count} kills; peer: predicted"
+            yield comparison.value(metric, "s", measured.repeated_s, peer=predicted.repeated_s)
     comparison = Comparison(f"{_RANKS} ranks, all strategies", other="prediction")
     yield comparison.value(
         "largest deviation of the lost time from the prediction",
@@ -135,6 +157,16 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
         max(deviations),
         goal=_GOAL,
     )
+
+
+@dataclass
+class _LostTime:
+    """Time that kills cost."""
+
+    lost_s: float = 0.0
+    """Wall time beyond that of the steps that were kept."""
+    repeated_s: float = 0.0
+    """The part of it in which steps were computed that were lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,30 +183,34 @@ class _Window:
 
 
 def _compare(
-    strategy: Strategy, recording: _Recording, comparison: Comparison
-) -> tuple[float, float]:
+    strategy: Strategy, recordings: Sequence[_Recording], comparison: Comparison
+) -> "tuple[_LostTime, _LostTime]":
     """Return the measured and the predicted lost time of every second kill."""
-    windows = _windows(strategy, recording)
-    calibrating, predicted = windows[0::2], windows[1::2]
-    steps_s = [one for part in windows for one in recording.undisturbed_s(part)]
-    step_s = statistics.mean(steps_s)
-    # The first step after a recovery is part of the training.
-    recovered_s = [recording.recovery_s(one.kill_s) - step_s for one in calibrating]
-    own_s = [recording.recovery_s(one.kill_s) - step_s for one in predicted]
-    times = _times(strategy, step_s, statistics.mean(recovered_s), recording.durable_s)
-    measured_s = predicted_s = 0.0
-    for one in predicted:
+    windows = [(one, _windows(strategy, one)) for one in recordings]
+    calibrating = [(one, window) for one, some in windows for window in some[0::2]]
+    predicted = [(one, window) for one, some in windows for window in some[1::2]]
+    recovered_s = [recording.recovery_s(one) for recording, one in calibrating]
+    own_s = [recording.recovery_s(one) for recording, one in predicted]
+    durable_s = [one for recording in recordings for one in recording.durable_s]
+    measured, prediction = _LostTime(), _LostTime()
+    for recording, one in predicted:
+        step_s = recording.step_s(one)
+        times = _times(strategy, step_s, statistics.mean(recovered_s), durable_s)
         kill = ClusterEvents(at_s=one.kill_s - one.begin.at_s, rank_lost=frozenset({0}))
         shares = predict_given(times, strategy, [kill], one.seconds)
-        predicted_s += shares.capacity - shares.useful
-        measured_s += one.seconds - (one.end.number - one.begin.number) * step_s
+        prediction.lost_s += shares.capacity - shares.useful
+        prediction.repeated_s += shares.lost
+        measured.lost_s += one.seconds - recording.kept_s(one)
+        measured.repeated_s += recording.repeated_s(one)
     error_s = (2 * len(predicted)) ** 0.5 * statistics.stdev([*recovered_s, *own_s])
-    comparison.note(f"mean step {step_s * 1e3:.1f} ms")
+    steps_s = (recording.step_s(one) for recording, one in [*calibrating, *predicted])
+    comparison.note(f"steps of {formatted(steps_s)} s")
     comparison.note(f"recoveries that calibrate {formatted(recovered_s)} s")
     comparison.note(f"recoveries that are predicted {formatted(own_s)} s")
-    comparison.note(f"lost time {measured_s:.2f} s, predicted {predicted_s:.2f} s")
-    comparison.note(f"standard error by the scatter of the recoveries {error_s / predicted_s:.1%}")
-    return measured_s, predicted_s
+    comparison.note(f"lost time {measured.lost_s:.2f} s, predicted {prediction.lost_s:.2f} s")
+    share = error_s / prediction.lost_s
+    comparison.note(f"standard error by the scatter of the recoveries {share:.1%}")
+    return measured, prediction
 
 
 def _windows(strategy: Strategy, recording: _Recording) -> list[_Window]:
@@ -212,7 +248,7 @@ def _times(
     return replace(times, write_s=statistics.median(durable_s) if durable_s else 0.0)
 
 
-def _run(strategy: str, plan: Plan, folder: Path) -> _Recording:
+def _run(strategy: str, plan: Plan, folder: Path, number: int) -> _Recording:
     folder.mkdir()
     arguments = [
         *("--config", "configs/llama3_debug.toml", "--job.device", "cpu"),
@@ -224,7 +260,7 @@ def _run(strategy: str, plan: Plan, folder: Path) -> _Recording:
         *("--job.dump_folder", str(folder), *_SAVES[strategy]),
     ]
     metrics, log = folder / "metrics.jsonl", folder / "log.txt"
-    random_s = random.Random(f"kills of {strategy}")
+    random_s = random.Random(f"kills of {strategy} {number}")
     kills_s: list[float] = []
     with started([*_PROGRAMS[strategy], *arguments], [], 1, log) as process:
 
@@ -237,7 +273,7 @@ def _run(strategy: str, plan: Plan, folder: Path) -> _Recording:
             wait_for(find, what, timeout_s=_TIMEOUT_S, check=check, poll_s=_POLL_S)
 
         wait(lambda: _newest(metrics) >= _WARMUP_STEPS, "training")
-        for number in range(plan.kills):
+        for kill in range(plan.kills):
             wait(lambda: len(ranks(process)) == _RANKS, "rank")
             wait(lambda: len(processes(process)) == _PROCESSES[strategy], "spare")
             # A spare has imported everything.
@@ -247,8 +283,8 @@ def _run(strategy: str, plan: Plan, folder: Path) -> _Recording:
             time.sleep(random_s.uniform(0.2, 2) * plan.mean_interval_s)
             num_resumes = len(resumes(metrics))
             kills_s.append(time.time())
-            os.kill(ranks(process)[number // 2 % _RANKS], signal.SIGKILL)
-            wait(lambda since=num_resumes: len(resumes(metrics)) > since, f"resume {number}")
+            os.kill(ranks(process)[kill // 2 % _RANKS], signal.SIGKILL)
+            wait(lambda since=num_resumes: len(resumes(metrics)) > since, f"resume {kill}")
             resumed = resumes(metrics)[-1]
             wait(lambda since=resumed: _newest(metrics) > since, "step")
         last = _newest(metrics) + _LAST_STEPS
@@ -282,6 +318,6 @@ if __name__ == "__main__":
     main(
         "Lost time under failures: predicted by the failure model, and measured.",
         measure,
-        full=Plan(strategies=("restart", "spares"), kills=10, mean_interval_s=3.0),
-        quick=Plan(strategies=("spares",), kills=4, mean_interval_s=1.0),
+        full=Plan(strategies=("restart", "spares"), kills=10, runs=3, mean_interval_s=3.0),
+        quick=Plan(strategies=("spares",), kills=4, runs=1, mean_interval_s=1.0),
     )
