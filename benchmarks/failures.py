@@ -4,7 +4,7 @@ python -m benchmarks.failures [--quick] [--json PATH]
 
 Two ranks of one thread train, and ranks are killed (SIGKILL) at random times of a seeded schedule.
 `spares`: a spare replaces the dead rank, and all return to the snapshot of each step. `restart`:
-torchrun starts all ranks again, from a checkpoint in storage. Every second kill gives the model the
+torchrun starts all ranks again, from a checkpoint in storage. Half of the kills give the model the
 duration of a recovery; the runs give the time until a save is durable, and the mean step around a
 kill. Of the other kills, the model knows only when they happened, and predicts the lost time: wall
 time beyond that of the steps that were kept. All times are those that the runs recorded.
@@ -68,8 +68,8 @@ class Plan:
 
     strategies: Sequence[str]
     kills: int
-    """Of a run, at most the 10 failures in a row after which one with spares ends; every second one
-    calibrates the model."""
+    """Of a run, at most the 10 failures in a row after which one with spares ends; half of them
+    calibrate the model."""
     runs: int
     """Per strategy."""
     mean_interval_s: float
@@ -185,10 +185,18 @@ class _Window:
 def _compare(
     strategy: Strategy, recordings: Sequence[_Recording], comparison: Comparison
 ) -> "tuple[_LostTime, _LostTime]":
-    """Return the measured and the predicted lost time of every second kill."""
+    """Return the measured and the predicted lost time of half of the kills."""
     windows = [(one, _windows(strategy, one)) for one in recordings]
-    calibrating = [(one, window) for one, some in windows for window in some[0::2]]
-    predicted = [(one, window) for one, some in windows for window in some[1::2]]
+    # Kills 0, 3, 4, 7 ... calibrate and 1, 2, 5, 6 ... are predicted, so that a trend cancels out.
+    calibrating, predicted = (
+        [
+            (recording, window)
+            for recording, some in windows
+            for kill, window in enumerate(some)
+            if ((kill + 1) // 2 % 2 == 1) == is_predicted
+        ]
+        for is_predicted in (False, True)
+    )
     recovered_s = [recording.recovery_s(one) for recording, one in calibrating]
     own_s = [recording.recovery_s(one) for recording, one in predicted]
     durable_s = [one for recording in recordings for one in recording.durable_s]
@@ -283,7 +291,7 @@ def _run(strategy: str, plan: Plan, folder: Path, number: int) -> _Recording:
             time.sleep(random_s.uniform(0.2, 2) * plan.mean_interval_s)
             num_resumes = len(resumes(metrics))
             kills_s.append(time.time())
-            os.kill(ranks(process)[kill // 2 % _RANKS], signal.SIGKILL)
+            os.kill(ranks(process)[kill % _RANKS], signal.SIGKILL)
             wait(lambda since=num_resumes: len(resumes(metrics)) > since, f"resume {kill}")
             resumed = resumes(metrics)[-1]
             wait(lambda since=resumed: _newest(metrics) > since, "step")
