@@ -73,8 +73,8 @@ bench: setup ## Run every benchmark and write benchmarks/results/.
 	$(BIN)/python -m benchmarks.checkpoint --json benchmarks/results/checkpoint.json
 	$(BIN)/python -m benchmarks.recovery --json benchmarks/results/recovery.json
 	$(BIN)/python -m benchmarks.rank_recovery --json benchmarks/results/rank_recovery.json
-	$(BIN)/python -m benchmarks.failures --json benchmarks/results/failures.json
 	$(BIN)/python -m benchmarks.convert --json benchmarks/results/convert.json
+	$(BIN)/python -m benchmarks.failures --json benchmarks/results/failures.json
 
 docs: setup ## Write the generated pages of docs/ again.
 	$(BIN)/python -m scripts.config_reference

@@ -53,13 +53,13 @@ TITLES = {
         "Replacement of a dead rank",
         "torchrun's agent, which starts all ranks again (peer)",
     ),
-    "failures": ("Failure model", "the lost time that the model predicts (peer)"),
     "gpu": ("A step on a GPU", "torchtitan 0.2.2's own trainer, on one GPU"),
     "convert": (
         "Hugging Face conversion",
         "the safetensors library, file by file (floor); torch DCP's Hugging Face reader and writer "
         "(peer)",
     ),
+    "failures": ("Failure model", "the lost time that the model predicts (peer)"),
 }
 _METHOD = (
     "Each benchmark measures this project, a floor (the least work that the task needs) and, where "
