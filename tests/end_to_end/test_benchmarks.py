@@ -12,7 +12,14 @@ from benchmarks.processes import ChildFailed, run_ranks
 from benchmarks.worker import alternate, cpu_s
 from tests.launch import REPOSITORY
 
-_NUM_ROWS = {"step": 4, "parallel": 6, "redistribute": 53, "convert": 14, "rank_recovery": 2}
+_NUM_ROWS = {
+    "step": 4,
+    "parallel": 6,
+    "redistribute": 53,
+    "convert": 14,
+    "rank_recovery": 2,
+    "failures": 3,
+}
 _KEYS = ["case", "metric", "unit", "ours", "floor", "peer", "goal", "met", "kind"]
 
 
