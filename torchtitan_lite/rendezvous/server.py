@@ -31,7 +31,7 @@ class _Calls:
 
     def __init__(self) -> None:
         self._coordinator = Coordinator(time.monotonic())
-        self._shown: tuple[RunState, int] | None = None
+        self._shown: tuple[RunState, int, int] | None = None
 
     async def report(self, request: dict[str, Any]) -> dict[str, Any]:
         """Record the report of a machine, and return the answer to it."""
@@ -45,8 +45,9 @@ class _Calls:
             raise CallError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
         except Busy as error:
             raise CallError(grpc.StatusCode.UNAVAILABLE, str(error)) from None
-        if self._shown != (answer.state, answer.attempt):
-            self._shown = answer.state, answer.attempt
+        shown = answer.state, answer.attempt, answer.num_joined
+        if self._shown != shown:
+            self._shown = shown
             logger.info(
                 "%s, attempt %d, %d machines: %s%s",
                 answer.state,
