@@ -25,13 +25,12 @@ def run(options: Namespace, others: Sequence[str]) -> int:
         secret = rendezvous_secret()
         from torchtitan_lite.rendezvous.server import rendezvous_server
 
-        server = rendezvous_server(options.bind, secret).start()
+        with rendezvous_server(options.bind, secret) as server:
+            print(f"listening on {server.address}", flush=True)
+            signal.sigwait(_ENDING)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_status
-    print(f"listening on {server.address}", flush=True)
-    signal.sigwait(_ENDING)
-    server.stop()
     return 0
 
 
