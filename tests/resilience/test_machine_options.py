@@ -15,7 +15,7 @@ from torchtitan_lite.rendezvous.link import RendezvousLink
 from torchtitan_lite.rendezvous.server import rendezvous_server
 
 _TOKEN = "a secret of the tests"
-_ARGUMENTS = (*launch.SMALL, "--training.steps=5")
+_ARGUMENTS = (*launch.SMALL, "--training.steps=5", "--training.global_batch_size=24")
 
 
 @pytest.fixture

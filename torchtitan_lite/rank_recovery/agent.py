@@ -371,8 +371,8 @@ def succeeded(worker_group: WorkerGroup) -> RunResult:
 
 
 def is_idle(process: RankProcess) -> bool:
-    """Whether a process does not train."""
-    return process.state in (RankState.PARKED, RankState.ENDED, RankState.EXITED)
+    """Whether a process does not train, or not yet."""
+    return process.state not in (RankState.TRAINING, RankState.FAILED)
 
 
 def _forwarded(number: int) -> signal.Signals:

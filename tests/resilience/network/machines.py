@@ -40,6 +40,9 @@ def machines(folder: Path, *names: str, steps: int) -> Iterator["Machines"]:
     namespaces are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     with Network([_RENDEZVOUS, *names]) as network:
+        for name in names:
+            # Debian's default, which no address may follow.
+            network.set_hosts(name, f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
         run = Machines(folder, network, steps)
         try:
             run.start_rendezvous()
