@@ -77,7 +77,7 @@ class MachineAgent(ProcessAgent):
             for number in range(self._worker_group.spec.local_world_size):
                 if number not in self._ranks:
                     # Warm before it is needed, also on a spare machine.
-                    self._ranks[number] = self._start_process()
+                    self._ranks[number] = self._take_spare() or self._start_process()
             self._pause()
             for process in (*self._ranks.values(), *self._spares):
                 process.poll()

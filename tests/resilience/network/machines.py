@@ -116,15 +116,19 @@ class Machines:
     def text(self, name: str) -> str:
         return self.log(name).read_text()
 
-    def rank(self, name: str) -> int | None:
-        """Return the parked or training process of a machine, once it has imported everything."""
-        found = None
+    def processes(self, name: str) -> set[int]:
+        """Return the processes of a machine, parked or training, that have imported everything."""
+        found = set()
         with suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.agents[name].pid).children():
                 # It starts a thread for the agent's orders when it is warm.
                 if "train" in child.cmdline() and child.num_threads() > 1:
-                    found = child.pid
+                    found.add(child.pid)
         return found
+
+    def rank(self, name: str) -> int | None:
+        """Return the process of a machine that has a single one; None before it is warm."""
+        return next(iter(self.processes(name)), None)
 
     def writers(self, name: str) -> list[psutil.Process]:
         """Return the checkpoint writers of a machine."""

@@ -50,16 +50,18 @@ def test_a_spare_machine_replaces_a_killed_one(expected: list[float], tmp_path: 
 def test_a_killed_rank_is_replaced_on_its_machine(expected: list[float], tmp_path: Path) -> None:
     with machines(tmp_path, "a", "b", "c", steps=_STEPS) as run:
         run.train("a", "b", "c", more=("--spares=1",))
-        run.wait(lambda: len(psutil.Process(run.agents["a"].pid).children()) == 2)
+        # The spares are started after the first step.
+        run.wait(lambda: len(run.processes("a")) == 2)
         (writer,) = run.writers("a")
         killed, survivor = writer.ppid(), run.writers("b")[0].ppid()
+        (spare,) = run.processes("a") - {killed}
         step = run.last_step()
         os.kill(killed, signal.SIGKILL)
         # No lease has to run out.
         assert run.wait_for_attempt(2) < LEASE_S + _BUSY_S
         run.wait_for_step(step + 3)
         assert [one.ppid() for one in run.writers("b")] == [survivor]
-        assert run.writers("a") and run.writers("a")[0].ppid() != killed
+        run.wait(lambda: [one.ppid() for one in run.writers("a")] == [spare])
         assert not run.writers("c")
         _check_losses(run, expected)
 
