@@ -147,6 +147,14 @@ class Machines:
         """Return the newest step in metrics.jsonl."""
         return max((line["step"] for line in launch.steps_of(self.output)), default=0)
 
+    def num_records(self) -> int:
+        """Return the number of records of steps, repeated ones included."""
+        return len(launch.steps_of(self.output))
+
+    def newest_record(self) -> int:
+        """Return the step that was recorded last."""
+        return launch.steps_of(self.output)[-1]["step"]
+
     def wait_for_step(self, step: int) -> None:
         """Block until the run has taken `step`."""
         self.wait(lambda: self.last_step() >= step)
