@@ -55,15 +55,15 @@ class Coordinator:
         self._machines: dict[str, _Machine] = {}
         self._dismissed: set[str] = set()
         """Machines at fault, which must not train again."""
-        self._start(now_s)
+        # Machines may train that were members before a restart of this process.
+        self._start(now_s, rebuilt_s=now_s + LOST_S)
 
-    def _start(self, now_s: float) -> None:
-        """Start with nothing known of a run."""
+    def _start(self, now_s: float, rebuilt_s: float) -> None:
+        """Start with nothing known of a run, and learn until `rebuilt_s` what the machines know."""
         self._contact_s = self._outage_ended_s = now_s
         self._policy = RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=1.0)
         self._state = RunState.REBUILDING
-        # Machines that trained before a restart of this process report within a lease.
-        self._rebuilt_s = now_s + LEASE_S
+        self._rebuilt_s = rebuilt_s
         self._attempt = 0
         self._members: list[str] = []
         """Machines of the present or last attempt, by node rank; "" for one that is unknown."""
@@ -82,9 +82,9 @@ class Coordinator:
     def report(self, report: Report, now_s: float) -> Answer:
         """Record a report and return the answer. Raises Rejected or Busy."""
         self._expire(now_s, except_for=report.machine)
-        if not self._machines:
-            # The machines of the last run have left or lost their leases.
-            self._start(now_s)
+        if not self._machines and self._state is not RunState.REBUILDING:
+            # The machines of the last run have left or lost their leases. Some may return.
+            self._start(now_s, rebuilt_s=now_s + LEASE_S)
         self._check(report)
         self._record(report, now_s)
         self._advance(now_s)
@@ -187,9 +187,7 @@ class Coordinator:
             self._store_port = seats[0].store_port
             self._state = RunState.RUNNING
             return
-        # Members may be late, where an attempt is known; spares must not be first.
-        until_s = self._rebuilt_s + (LOST_S - LEASE_S if self._attempt else 0.0)
-        if now_s >= until_s:
+        if now_s >= self._rebuilt_s:
             self._state = RunState.FORMING
 
     def _watch(self, now_s: float) -> None:

@@ -82,7 +82,7 @@ class Rig:
 
     def start(self) -> None:
         """Pass the time until the first attempt runs."""
-        self.run(LEASE_S + 2)
+        self.run(LOST_S + 2)
         assert self.state() is RunState.RUNNING
 
     def restart_server(self, *, outage_s: float = 0.0) -> None:
@@ -224,6 +224,19 @@ def test_a_restarted_server_keeps_members_and_spares(is_parked: bool) -> None:
     rig.run(5)
     assert rig.places() == {"a": 0, "b": 1}
     assert rig.attempt() == (2 if is_parked else 1)
+
+
+def test_new_machines_wait_after_a_restart_of_the_server_until_leases_have_ended() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    rig.silent = {"a", "b"}
+    rig.restart_server()
+    rig.add("c")
+    rig.add("d")
+    rig.run(LEASE_S + STOP_S)
+    assert rig.answers["c"].state is RunState.REBUILDING
+    rig.run(5)
+    assert rig.answers["c"].state is RunState.RUNNING
 
 
 def test_after_a_restart_of_the_server_the_place_of_a_lost_machine_is_filled() -> None:
