@@ -66,6 +66,8 @@ class MachineAgent(ProcessAgent):
         self._attempt_number = 0
         """Number of the present or last attempt of this machine."""
         self._leased_s = 0.0
+        self._ordered_park_s = self._park_s
+        """Time to park at the order of the rendezvous, while there is a lease."""
         self._excepted: int | None = None
         """Rank that raised the first exception of the attempt on this machine."""
 
@@ -134,6 +136,7 @@ class MachineAgent(ProcessAgent):
                 node_rank=answer.node_rank,
                 store_port=port,
                 has_progress=False,
+                has_lost_lease=False,
                 failure=FailureKind.NONE,
                 failure_status=0,
             )
@@ -256,7 +259,8 @@ class MachineAgent(ProcessAgent):
         if self.exit_status:
             super()._stop_workers(worker_group)
             return
-        self._park_s = PARK_S
+        has_lost_lease = not self._link.has_lease
+        self._park_s = PARK_S if has_lost_lease else self._ordered_park_s
         for process in self._ranks.values():
             process.poll()
         self._lost = {n for n, one in self._ranks.items() if one.state is RankState.EXITED}
@@ -268,7 +272,7 @@ class MachineAgent(ProcessAgent):
         super()._stop_workers(worker_group)
         if not self._link.has_lease:
             kill_writers(os.getpid())
-        self._link.update(phase=Phase.PARKED)
+        self._link.update(phase=Phase.PARKED, has_lost_lease=has_lost_lease)
 
     def _finish(self, answer: Answer) -> RunResult:
         """End with the run."""

@@ -260,10 +260,11 @@ class Coordinator:
         }
         self._blamed = ""
         cause = None
-        # A user error is nobody else's consequence; a lost machine or a process that died explains
-        # the exceptions of the others, and not the reverse.
+        # A machine that is lost, or has stopped its ranks at the end of its lease, explains the
+        # exceptions of the others, as a process that died does, and not the reverse.
+        was_cut = bool(self._lost) or any(one.report.has_lost_lease for one in former)
         for kind in (FailureKind.USER_ERROR, FailureKind.DEATH, FailureKind.EXCEPTION):
-            if by_kind[kind] and (kind is not FailureKind.EXCEPTION or not self._lost):
+            if by_kind[kind] and (kind is not FailureKind.EXCEPTION or not was_cut):
                 cause = min(by_kind[kind], key=lambda one: one.failed_at_s)
                 break
         stopping = next((one.report for one in former if one.report.is_stopping), None)

@@ -102,6 +102,8 @@ class Report(_Message):
     """Whether its ranks have committed a step in `attempt`."""
     is_stopping: bool = False
     """Whether it was asked to stop."""
+    has_lost_lease: bool = False
+    """Whether it parked in `attempt` because its lease had ended."""
     failure: FailureKind = FailureKind.NONE
     """How a rank failed in `attempt`."""
     failure_text: str = ""

@@ -168,6 +168,18 @@ def test_an_exception_that_a_lost_machine_explains_blames_nobody() -> None:
     assert not rig.answers["a"].is_blamed and "lost b" in rig.answers["a"].reason
 
 
+def test_an_exception_that_the_end_of_a_lease_explains_blames_nobody() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    rig.restart_server(outage_s=LOST_S)
+    rig.machines["b"] = replace(rig.machines["b"], phase=Phase.PARKED, has_lost_lease=True)
+    closed = "rank 0: Connection closed by peer"
+    _fail(rig, "a", FailureKind.EXCEPTION, closed)
+    rig.run(5)
+    assert rig.attempt() == 2 and not rig.answers["a"].is_blamed
+    assert rig.answers["a"].reason == "a machine was out of reach"
+
+
 def test_the_first_of_several_exceptions_is_the_cause() -> None:
     rig = Rig("a", "b")
     rig.start()
