@@ -141,7 +141,7 @@ class MachineAgent(ProcessAgent):
                 failure_status=0,
             )
             if answer.reason:
-                logger.warning("Attempt %d, because of %s.", answer.attempt, answer.reason)
+                logger.warning("Attempt %d starts. Before it: %s.", answer.attempt, answer.reason)
         if not answer.store_port or self._store is None:
             return None
         return RendezvousInfo(
@@ -232,10 +232,10 @@ class MachineAgent(ProcessAgent):
         """Report the failure, and wait for the end of the attempt."""
         self._lost = {n for n, one in self._ranks.items() if one.state is RankState.EXITED}
         if self._link.report.phase is not Phase.FAILED:
-            self._report_failure(failure, Phase.FAILED)
+            self._report_failure(failure)
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _report_failure(self, failure: Failure, phase: Phase) -> None:
+    def _report_failure(self, failure: Failure) -> None:
         assert failure.rank is not None
         process = self._ranks[failure.rank]
         kind, age_s = FailureKind.DEATH, 0.0
@@ -246,7 +246,7 @@ class MachineAgent(ProcessAgent):
             self._excepted = failure.rank
         first = self._link.report.node_rank * self._link.report.num_ranks
         self._link.update(
-            phase=phase,
+            phase=Phase.FAILED,
             failure=kind,
             failure_text=failure.description[:1000],
             failure_signature=failure.signature[:1000],
@@ -268,7 +268,7 @@ class MachineAgent(ProcessAgent):
         if failed and self._link.report.phase is Phase.JOINED:
             # The order to stop came first; the cause may be here all the same.
             rank = min(failed, key=lambda number: failed[number].failed_at_s)
-            self._report_failure(self._exception(rank), Phase.FAILED)
+            self._report_failure(self._exception(rank))
         super()._stop_workers(worker_group)
         if not self._link.has_lease:
             kill_writers(os.getpid())
