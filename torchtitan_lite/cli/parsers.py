@@ -43,6 +43,7 @@ def parser() -> Parser:
     top.add_argument("--version", action="store_true", help="print the versions and exit")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     _train(commands)
+    _rendezvous(commands)
     _launch(commands)
     _generate(commands)
     _evaluate(commands)
@@ -67,6 +68,7 @@ def _train(commands) -> None:
         "train",
         "Train a model from one TOML file.",
         "torchtitan-lite train [--nproc N] [--spares K] --config FILE [--section.key value ...]\n"
+        "torchtitan-lite train --nproc N --nnodes M --rdzv-endpoint HOST:PORT --config FILE ...\n"
         "torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]",
         module="train",
         passes_on=True,
@@ -79,7 +81,48 @@ def _train(commands) -> None:
         help="warm processes that wait to take the place of a rank that dies, while the other "
         "ranks keep their processes (default 0: a dead rank ends the run)",
     )
+    train.add_argument(
+        "--nnodes",
+        metavar="M",
+        help="machines that train together (default 1); further ones that join are spare machines",
+    )
+    train.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="address of `torchtitan-lite rendezvous`, through which the machines find each other",
+    )
+    train.add_argument(
+        "--rdzv-id",
+        metavar="ID",
+        help='name of the run, the same on all machines (default "default")',
+    )
+    train.add_argument(
+        "--rdzv-timeout-s",
+        metavar="S",
+        help="seconds to wait until enough machines have joined, at the start and when one is lost "
+        "(default 600)",
+    )
     train.add_argument("--config", metavar="FILE", help="the TOML file")
+
+
+def _rendezvous(commands) -> None:
+    rendezvous = _add(
+        commands,
+        "rendezvous",
+        "Serve the machines of a run: which of them train, and which are spare.",
+        "torchtitan-lite rendezvous --bind HOST:PORT\n\n"
+        "The machines run `train --nnodes M --rdzv-endpoint HOST:PORT`. TORCHTITAN_LITE_TOKEN is\n"
+        "the secret that they share with it. It keeps nothing on disk: started again at the same\n"
+        "address, it continues. SIGTERM or Ctrl-C ends it.",
+        module="rendezvous",
+    )
+    rendezvous.add_argument(
+        "--bind",
+        default="127.0.0.1:29520",
+        metavar="HOST:PORT",
+        help="where to listen: an address that the machines reach, on a private network; port 0: a "
+        "free one (default: %(default)s)",
+    )
 
 
 def _launch(commands) -> None:
