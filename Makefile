@@ -60,6 +60,7 @@ check: setup ## Lint, format, types, layers, generated docs.
 	$(BIN)/lint-imports
 	$(BIN)/python -m scripts.config_reference --check
 	$(BIN)/python -m scripts.benchmark_page --check
+	$(BIN)/python -m scripts.failure_page --check
 
 fmt: setup ## Format the code and mend what lint can mend.
 	$(BIN)/ruff check --fix .
@@ -74,10 +75,12 @@ bench: setup ## Run every benchmark and write benchmarks/results/.
 	$(BIN)/python -m benchmarks.rank_recovery --json benchmarks/results/rank_recovery.json
 	$(BIN)/python -m benchmarks.buddies --json benchmarks/results/buddies.json
 	$(BIN)/python -m benchmarks.convert --json benchmarks/results/convert.json
+	$(BIN)/python -m benchmarks.failures --json benchmarks/results/failures.json
 
 docs: setup ## Write the generated pages of docs/ again.
 	$(BIN)/python -m scripts.config_reference
 	$(BIN)/python -m scripts.benchmark_page
+	$(BIN)/python -m scripts.failure_page
 
 clean: ## Remove what runs and tests have written; .venv stays.
 	rm -rf outputs test-logs build dist *.egg-info

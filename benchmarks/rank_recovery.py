@@ -122,9 +122,9 @@ def _run(
     with started([*program, *arguments], [], 1, folder / "log.txt") as process:
         _wait(process, lambda: len(_steps(metrics)) >= _BETWEEN_STEPS, folder)
         for rank in kills:
-            _wait(process, lambda: len(_processes(process)) == num_processes, folder)
+            _wait(process, lambda: len(processes(process)) == num_processes, folder)
             # A spare has imported everything, and uses no more of the machine.
-            _wait(process, lambda: all(map(_is_warm, _processes(process))), folder)
+            _wait(process, lambda: all(map(is_warm, processes(process))), folder)
             _recover(process, rank, found, folder)
         found.losses = _steps(metrics)
         process.send_signal(signal.SIGTERM)
@@ -135,19 +135,19 @@ def _run(
 
 def _recover(process: subprocess.Popen[bytes], rank: int, found: _Recoveries, folder: Path) -> None:
     metrics = folder / "metrics.jsonl"
-    before, step, resumes = _ranks(process), max(_steps(metrics)), len(_resumes(metrics))
+    before, step, num_resumes = ranks(process), max(_steps(metrics)), len(resumes(metrics))
     if len(before) != _RANKS:
         raise ChildFailed(f"{len(before)} of {_RANKS} ranks are found: {folder / 'log.txt'}")
     os.kill(before[rank], signal.SIGKILL)
     began_s = time.perf_counter()
-    _wait(process, lambda: len(_resumes(metrics)) > resumes, folder)
-    resumed = _resumes(metrics)[-1]
+    _wait(process, lambda: len(resumes(metrics)) > num_resumes, folder)
+    resumed = resumes(metrics)[-1]
     _wait(process, lambda: max(_steps(metrics)) > resumed, folder)
     found.seconds.append(time.perf_counter() - began_s)
     found.repeated = max(found.repeated, step - resumed)
     _wait(process, lambda: max(_steps(metrics)) >= resumed + _BETWEEN_STEPS, folder)
-    _wait(process, lambda: len(_ranks(process)) == _RANKS, folder)
-    after = _ranks(process)
+    _wait(process, lambda: len(ranks(process)) == _RANKS, folder)
+    after = ranks(process)
     found.replaced += sum(after[one] != before[one] for one in after if one != rank)
 
 
@@ -160,7 +160,8 @@ def _wait(process: subprocess.Popen[bytes], holds: Callable[[], bool], folder: P
         time.sleep(_POLL_S)
 
 
-def _records(metrics: Path) -> list[dict[str, Any]]:
+def records(metrics: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl."""
     try:
         text = metrics.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -170,21 +171,23 @@ def _records(metrics: Path) -> list[dict[str, Any]]:
 
 def _steps(metrics: Path) -> dict[int, float]:
     """Return the loss of each recorded step."""
-    return {one["step"]: one["loss"] for one in _records(metrics) if "event" not in one}
+    return {one["step"]: one["loss"] for one in records(metrics) if "event" not in one}
 
 
-def _resumes(metrics: Path) -> list[int]:
-    return [one["step"] for one in _records(metrics) if one.get("event") == "resume"]
+def resumes(metrics: Path) -> list[int]:
+    """Return the steps from which the run resumed."""
+    return [one["step"] for one in records(metrics) if one.get("event") == "resume"]
 
 
-def _processes(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def processes(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Return the ranks and spares, or what else the process has started."""
     return psutil.Process(process.pid).children()
 
 
-def _ranks(process: subprocess.Popen[bytes]) -> dict[int, int]:
+def ranks(process: subprocess.Popen[bytes]) -> dict[int, int]:
     """Return the process of each rank, which is the parent of the writer of its snapshots."""
     found = {}
-    for child in _processes(process):
+    for child in processes(process):
         with suppress(psutil.NoSuchProcess):
             for writer in child.children():
                 match = re.search(r"rank-(\d+)\.snapshots", " ".join(writer.cmdline()))
@@ -193,7 +196,7 @@ def _ranks(process: subprocess.Popen[bytes]) -> dict[int, int]:
     return found
 
 
-def _is_warm(process: psutil.Process) -> bool:
+def is_warm(process: psutil.Process) -> bool:
     """Whether a process is a rank, or a spare that waits."""
     with suppress(psutil.NoSuchProcess):
         is_rank = bool(process.children())

@@ -32,11 +32,11 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
 from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints, broadcast_bytes
 from torchtitan_lite.log import logger
 from torchtitan_lite.network import address_for_others
+from torchtitan_lite.rpc.authentication import TOKEN
 
 NUM_EXTRA_SLOTS = 2
 """Slots that copies add to a region: the snapshot being copied, and that of the newest copy."""
 _MODULE = "torchtitan_lite.checkpoint.background.buddy"
-_TOKEN = "TORCHTITAN_LITE_TOKEN"
 _CLOSE_S = 5.0
 
 
@@ -121,7 +121,7 @@ def open_buddies(context: SaveContext, pairing: BuddyPairing, region: Path) -> "
         settings = BuddySettings(
             address=address,
             listener_fd=listener.fileno(),
-            secret=secret + os.environ.get(_TOKEN, ""),
+            secret=secret + os.environ.get(TOKEN, ""),
             purpose=f"buddies {identity.run_id} {identity.session}",
             sources={rank: peers[rank]["url"] for rank in pairing.sources},
             bytes_per_s=config.buddy_mib_per_s * 2**20,

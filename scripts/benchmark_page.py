@@ -63,6 +63,7 @@ TITLES = {
         "the safetensors library, file by file (floor); torch DCP's Hugging Face reader and writer "
         "(peer)",
     ),
+    "failures": ("Failure model", "the lost time that the model predicts (peer)"),
 }
 _METHOD = (
     "Each benchmark measures this project, a floor (the least work that the task needs) and, where "

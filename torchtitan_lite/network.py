@@ -26,11 +26,16 @@ def address_for_others(host: str, port: int) -> str:
     the name of this machine may resolve to a loopback address, which they cannot. Raises
     OSError."""
     found = address_toward(host, port)
-    is_meant = host == "localhost" or host.startswith("127.") or host == "::1"
-    if not ipaddress.ip_address(found).is_loopback or is_meant:
+    if not ipaddress.ip_address(found).is_loopback or names_loopback(host):
         return found
     # The interface of the default route: no packet is sent to this address (RFC 5737).
     return address_toward("192.0.2.1", port)
+
+
+def names_loopback(host: str) -> bool:
+    """Return whether `host` means this machine alone; other names may resolve to a loopback address
+    on one machine and to another address elsewhere."""
+    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def interface_of(address: str) -> str | None:

@@ -20,6 +20,7 @@ _NUM_ROWS = {
     "convert": 14,
     "rank_recovery": 2,
     "buddies": 2,
+    "failures": 3,
 }
 _NEEDS_ROOT = {"buddies"}
 _KEYS = ["case", "metric", "unit", "ours", "floor", "peer", "goal", "met", "kind"]

@@ -18,6 +18,8 @@ NOT_RUN = {
     r"python3 -m venv \.venv-lm-eval": "creates that environment",
     r"python -m torchtitan_lite\.lighthouse --bind NODE0": "needs several machines",
     r"(?s)until torchrun ": "needs several machines",
+    r"torchtitan-lite train .*--rdzv-endpoint NODE0": "needs several machines",
+    r"head=|srun ": "needs Slurm",
     r"(?s)(torchrun|torchtitan-lite) .*outputs/pretrained": "needs pretrained weights; "
     "tests/end_to_end/test_pretrained_guide.py runs the guide",
     r"torchtitan-lite train --nproc 8 ": "needs a file of torchtitan and 8 processes",

@@ -73,6 +73,10 @@ def test_help_of_one_section(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--nproc", "2", "--config", "x.toml"], 1, "x.toml"),
         (["train", "--nproc=2", "--spares=-1", "--config", "x.toml"], 1, '--spares is "-1"'),
         (["train", "--nproc=2", "--spares", "1", "--config", "x.toml"], 1, "x.toml"),
+        (["train", "--nnodes=0", "--config", "x.toml"], 1, '--nnodes is "0"'),
+        (["train", "--nnodes=2", "--config", "x.toml"], 1, "need --rdzv-endpoint"),
+        (["train", "--rdzv-id=x", "--config", "x.toml"], 1, "need --rdzv-endpoint"),
+        (["train", "--rdzv-endpoint=node0", "--config", "x.toml"], 1, "must be HOST:PORT"),
     ],
 )
 def test_an_invalid_command_line_is_one_line(
@@ -84,7 +88,7 @@ def test_an_invalid_command_line_is_one_line(
     assert not error or len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("option", ["--nproc=2", "--spares=1"])
+@pytest.mark.parametrize("option", ["--nproc=2", "--spares=1", "--nnodes=2"])
 def test_nproc_under_torchrun_is_rejected(
     option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +96,17 @@ def test_nproc_under_torchrun_is_rejected(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", option, "--config=configs/llama3_debug.toml"]) == 1
     assert "torchrun has already started the processes" in capsys.readouterr().err
+
+
+def test_a_machine_that_others_cannot_reach_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHTITAN_LITE_TOKEN", "a secret of the tests")
+    # The only route is a loopback one, which the endpoint does not ask for.
+    monkeypatch.setattr("torchtitan_lite.cli.train.address_for_others", lambda *_: "127.0.0.1")
+    command = ["train", "--nnodes=2", "--config=configs/llama3_debug.toml"]
+    assert main([*command, "--rdzv-endpoint=10.0.0.9:29520"]) == 1
+    assert "which other machines cannot reach" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

@@ -92,6 +92,8 @@ def test_an_extra_is_imported_where_it_is_used():
         "lighthouse/client.py",
         "lighthouse/messages.py",
         "lighthouse/server.py",
+        "rendezvous/link.py",
+        "rendezvous/server.py",
         "replica/coordinator.py",
         "replica/lighthouse_link.py",
         "replica/semi_synchronous.py",

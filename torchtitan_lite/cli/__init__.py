@@ -51,6 +51,8 @@ def _run_parsed(argv: Sequence[str]) -> int:
         return 2
     if others and not options.passes_on:
         options.parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if options.check is not None:
+        options.check(options, others)
     options.argv = own[1:]
     if getattr(options, "custom_import", None):
         try:

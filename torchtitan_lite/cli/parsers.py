@@ -7,6 +7,7 @@ depend on it.
 import argparse
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,7 +33,8 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     """Return the parser of all commands. Each sets `module` and `function`, which implement it,
-    and `passes_on` if it accepts `--section.key value` too."""
+    `passes_on` if it accepts `--section.key value` too, and `check`, which ends with an error for
+    options that cannot be combined."""
     top = Parser(
         prog=PROGRAM,
         description="Fault-tolerant distributed training of language models on PyTorch.",
@@ -41,6 +43,7 @@ def parser() -> Parser:
     top.add_argument("--version", action="store_true", help="print the versions and exit")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     _train(commands)
+    _rendezvous(commands)
     _launch(commands)
     _generate(commands)
     _evaluate(commands)
@@ -54,7 +57,7 @@ def parser() -> Parser:
 
 def _add(commands, name: str, summary: str, description: str, *, module: str, **defaults) -> Parser:
     parser = commands.add_parser(name, help=summary, description=f"{summary}\n\n{description}")
-    defaults = {"function": "run", "passes_on": False, **defaults}
+    defaults = {"function": "run", "passes_on": False, "check": None, **defaults}
     parser.set_defaults(parser=parser, module=f"torchtitan_lite.cli.{module}", **defaults)
     return parser
 
@@ -65,6 +68,7 @@ def _train(commands) -> None:
         "train",
         "Train a model from one TOML file.",
         "torchtitan-lite train [--nproc N] [--spares K] --config FILE [--section.key value ...]\n"
+        "torchtitan-lite train --nproc N --nnodes M --rdzv-endpoint HOST:PORT --config FILE ...\n"
         "torchrun --nproc-per-node N train.py --config FILE [--section.key value ...]",
         module="train",
         passes_on=True,
@@ -77,7 +81,48 @@ def _train(commands) -> None:
         help="warm processes that wait to take the place of a rank that dies, while the other "
         "ranks keep their processes (default 0: a dead rank ends the run)",
     )
+    train.add_argument(
+        "--nnodes",
+        metavar="M",
+        help="machines that train together (default 1); further ones that join are spare machines",
+    )
+    train.add_argument(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="address of `torchtitan-lite rendezvous`, through which the machines find each other",
+    )
+    train.add_argument(
+        "--rdzv-id",
+        metavar="ID",
+        help='name of the run, the same on all machines (default "default")',
+    )
+    train.add_argument(
+        "--rdzv-timeout-s",
+        metavar="S",
+        help="seconds to wait until enough machines have joined, at the start and when one is lost "
+        "(default 600)",
+    )
     train.add_argument("--config", metavar="FILE", help="the TOML file")
+
+
+def _rendezvous(commands) -> None:
+    rendezvous = _add(
+        commands,
+        "rendezvous",
+        "Serve the machines of a run: which of them train, and which are spare.",
+        "torchtitan-lite rendezvous --bind HOST:PORT\n\n"
+        "The machines run `train --nnodes M --rdzv-endpoint HOST:PORT`. TORCHTITAN_LITE_TOKEN is\n"
+        "the secret that they share with it. It keeps nothing on disk: started again at the same\n"
+        "address, it continues. SIGTERM or Ctrl-C ends it.",
+        module="rendezvous",
+    )
+    rendezvous.add_argument(
+        "--bind",
+        default="127.0.0.1:29520",
+        metavar="HOST:PORT",
+        help="where to listen: an address that the machines reach, on a private network; port 0: a "
+        "free one (default: %(default)s)",
+    )
 
 
 def _launch(commands) -> None:
@@ -301,15 +346,19 @@ def _estimate(commands) -> None:
         commands,
         "estimate",
         "Predict memory, communication and time of a step on any number of ranks.",
-        "torchtitan-lite estimate --config FILE --world-size N [--section.key value ...]\n\n"
+        "torchtitan-lite estimate --config FILE --world-size N [--section.key value ...]\n"
+        "torchtitan-lite estimate --failures [--ranks N,N,...] [--set NAME=VALUE ...]\n\n"
         "One process traces the step of one rank on tensors without memory; no GPU is needed.\n"
+        "With --failures: simulate how much of the time remains for training when ranks and\n"
+        "machines fail, for several strategies of recovery.\n"
         "Exit status 1: the step does not fit the device; 2: the command failed.",
         module="estimate",
         passes_on=True,
+        check=_check_estimate,
     )
     add = estimate.add_argument
-    add("--config", type=Path, metavar="FILE", required=True, help="the TOML file")
-    add("--world-size", type=positive, metavar="N", required=True, help="number of ranks")
+    add("--config", type=Path, metavar="FILE", help="the TOML file")
+    add("--world-size", type=positive, metavar="N", help="number of ranks")
     add(
         "--device",
         choices=DEVICES,
@@ -319,6 +368,48 @@ def _estimate(commands) -> None:
     add("--all-layers", action="store_true", help="trace all layers, instead of a few of them")
     add("--memory-plot", type=Path, metavar="FILE", help="write memory over the step as SVG")
     add("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
+    add = estimate.add_argument_group("with --failures").add_argument
+    add(
+        "--failures",
+        dest="module",
+        action="store_const",
+        const="torchtitan_lite.cli.failures",
+        help="predict goodput under failures instead of a step",
+    )
+    add(
+        "--ranks",
+        type=_numbers,
+        metavar="N,N,...",
+        default=_numbers("8,64,512,4096,32768,100000"),
+        help="numbers of ranks (default: 8,64,512,4096,32768,100000)",
+    )
+    add(
+        "--set",
+        type=_assignment,
+        action="append",
+        metavar="NAME=VALUE",
+        default=[],
+        help="override an input, such as mtbf_h=20000; the output lists all",
+    )
+    add("--trace", type=Path, metavar="FILE", help="replay a trace of machines (Oobleck's format)")
+    add(
+        "--num-failures",
+        type=positive,
+        metavar="N",
+        default=1000,
+        help="failures to simulate for each number of ranks (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="seed of the failures (default: %(default)s)")
+    add("--failure-plot", type=Path, metavar="FILE", help="write goodput over ranks as SVG")
+
+
+def _check_estimate(options: argparse.Namespace, others: Sequence[str]) -> None:
+    """Exit with an error for options that cannot be combined."""
+    if options.module.endswith(".failures"):
+        if others:
+            options.parser.error(f"unrecognized arguments: {' '.join(others)}")
+    elif options.config is None or options.world_size is None:
+        options.parser.error("--config and --world-size are required, or --failures")
 
 
 def _inspect(commands) -> None:
@@ -427,6 +518,17 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    return name, value
 
 
 def local_path(text: str) -> Path:

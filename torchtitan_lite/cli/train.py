@@ -2,17 +2,19 @@
 
 With --nproc the configuration is checked once, before any process starts; ranks are started by
 torch's own process context, as torchrun does, and receive Ctrl-C as SIGINT, so that they save and
-exit. With --spares an agent starts them (`rank_recovery`), which replaces a rank that dies.
+exit. With --spares an agent starts them (`rank_recovery`), which replaces a rank that dies. With
+--rdzv-endpoint the agents of several machines run them together (`rendezvous`).
 """
 
 import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ from torchtitan_lite.launcher.heartbeat import report_early_stop
 from torchtitan_lite.launcher.processes import die_with_parent
 from torchtitan_lite.launcher.supervised import is_restarted
 from torchtitan_lite.log import configure_logging, log_once, logger
+from torchtitan_lite.network import address_for_others, names_loopback
 from torchtitan_lite.standard_streams import make_streams_patient
 
 if TYPE_CHECKING:
@@ -46,21 +49,24 @@ def train(argv: Sequence[str]) -> int:
     if _CHANNEL in os.environ:
         return _serve(argv)
     try:
-        num_processes, num_spares, arguments = _split_nproc(argv)
-        if "RANK" in os.environ or (num_processes == 1 and not num_spares):
+        options, arguments = _split_options(argv)
+        is_alone = options.num_ranks == 1 and not options.num_spares and not options.endpoint
+        if "RANK" in os.environ or is_alone:
             return train_rank(arguments)
-        config, _ = _checked(arguments, num_processes)
-        if num_spares and config.fault_tolerance.enable:
+        config, _ = _checked(arguments, options.num_ranks * options.num_machines)
+        if (options.num_spares or options.endpoint) and config.fault_tolerance.enable:
             raise ConfigError(
-                "--spares and fault_tolerance.enable are not supported together: omit --spares, "
-                "and a dead rank restarts its replica."
+                "--spares and --rdzv-endpoint are not supported together with "
+                "fault_tolerance.enable: omit them, and a dead rank restarts its replica."
             )
+        if options.endpoint:
+            return _train_on_machines(arguments, options, config)
     except UserError as error:
         log_once(error)
         return error.exit_status
-    if num_spares:
-        return _train_with_spares(arguments, num_processes, num_spares)
-    return _train_ranks(arguments, num_processes, config)
+    if options.num_spares:
+        return _train_with_spares(arguments, options.num_ranks, options.num_spares)
+    return _train_ranks(arguments, options.num_ranks, config)
 
 
 def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
@@ -162,18 +168,45 @@ def _log_about_keys(config: Config, file: Path) -> None:
             logger.info("%s", line)
 
 
-def _split_nproc(argv: Sequence[str]) -> tuple[int, int, list[str]]:
-    """Return the numbers of processes and of spares, and the arguments without them. Raises
-    ConfigError."""
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """Options of `train` that are not keys of the configuration."""
+
+    num_ranks: int = 1
+    """Ranks per machine."""
+    num_spares: int = 0
+    """Spare processes per machine."""
+    num_machines: int = 1
+    endpoint: str = ""
+    """HOST:PORT of the rendezvous; empty for a run on this machine alone."""
+    run_id: str = "default"
+    join_timeout_s: int = 600
+
+
+_OPTIONS = {
+    "--nproc": "--nproc",
+    "--nproc-per-node": "--nproc",
+    "--nproc_per_node": "--nproc",
+    "--spares": "--spares",
+    "--nnodes": "--nnodes",
+    "--rdzv-endpoint": "--rdzv-endpoint",
+    "--rdzv_endpoint": "--rdzv-endpoint",
+    "--rdzv-id": "--rdzv-id",
+    "--rdzv_id": "--rdzv-id",
+    "--rdzv-timeout-s": "--rdzv-timeout-s",
+}
+"""Options and their other spellings, which are torchrun's."""
+
+
+def _split_options(argv: Sequence[str]) -> tuple[_Options, list[str]]:
+    """Return the options, and the arguments without them. Raises ConfigError."""
     rest: list[str] = []
     given: dict[str, str] = {}
     arguments = iter(argv)
     for word in arguments:
         name, has_value, value = word.partition("=")
-        if name in ("--nproc", "--nproc-per-node", "--nproc_per_node"):
-            given["--nproc"] = value if has_value else next(arguments, "")
-        elif name == "--spares":
-            given[name] = value if has_value else next(arguments, "")
+        if name in _OPTIONS:
+            given[_OPTIONS[name]] = value if has_value else next(arguments, "")
         else:
             rest.append(word)
     if given and "RANK" in os.environ:
@@ -181,19 +214,52 @@ def _split_nproc(argv: Sequence[str]) -> tuple[int, int, list[str]]:
             f"{next(iter(given))} is given, but torchrun has already started the processes: omit "
             "it."
         )
-    nproc, spares = given.get("--nproc", "1"), given.get("--spares", "0")
-    if not spares.isdecimal():
-        raise ConfigError(f'--spares is "{spares}", but must be a number of at least 0.')
-    if nproc == "auto":
+    options = _Options(
+        num_ranks=_num_ranks(given.get("--nproc", "1")),
+        num_spares=_whole(given, "--spares", 0, least=0),
+        num_machines=_whole(given, "--nnodes", 1, least=1),
+        endpoint=given.get("--rdzv-endpoint", ""),
+        run_id=given.get("--rdzv-id", _Options.run_id),
+        join_timeout_s=_whole(given, "--rdzv-timeout-s", _Options.join_timeout_s, least=1),
+    )
+    _check_endpoint(options, given)
+    return options, rest
+
+
+def _whole(given: Mapping[str, str], name: str, default: int, *, least: int) -> int:
+    value = given.get(name, str(default))
+    if not value.isdecimal() or int(value) < least:
+        raise ConfigError(f'{name} is "{value}", but must be a number of at least {least}.')
+    return int(value)
+
+
+def _num_ranks(value: str) -> int:
+    if value == "auto":
         import torch
 
-        return max(1, torch.cuda.device_count()), int(spares), rest
-    if not nproc.isdecimal() or int(nproc) < 1:
+        return max(1, torch.cuda.device_count())
+    if not value.isdecimal() or int(value) < 1:
         raise ConfigError(
-            f'--nproc is "{nproc}", but must be a number of at least 1, or "auto" for one process '
+            f'--nproc is "{value}", but must be a number of at least 1, or "auto" for one process '
             "per GPU."
         )
-    return int(nproc), int(spares), rest
+    return int(value)
+
+
+def _check_endpoint(options: _Options, given: Mapping[str, str]) -> None:
+    host, _, port = options.endpoint.rpartition(":")
+    if "--rdzv-endpoint" in given and not (host and port.isdecimal()):
+        raise ConfigError(
+            f'--rdzv-endpoint is "{options.endpoint}", but must be HOST:PORT, such as '
+            "10.0.0.1:29520: the address of `torchtitan-lite rendezvous`."
+        )
+    of_machines = given.keys() & {"--rdzv-id", "--rdzv-timeout-s"} or options.num_machines > 1
+    if of_machines and not options.endpoint:
+        raise ConfigError(
+            "--nnodes above 1, --rdzv-id and --rdzv-timeout-s need --rdzv-endpoint: start "
+            "`torchtitan-lite rendezvous --bind HOST:PORT` on one machine, and name its address on "
+            "all."
+        )
 
 
 def _die_with_nproc() -> None:
@@ -258,10 +324,7 @@ def _train_with_spares(arguments: Sequence[str], num_processes: int, num_spares:
     from torchtitan_lite.rank_recovery.agent import RankAgent
     from torchtitan_lite.rank_recovery.rank_process import RankProcess
 
-    environment = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        _PARENT: str(os.getpid()),
-    }
+    environment = _of_agent()
     with _received_signals() as received:
         agent = RankAgent(
             lambda: RankProcess(arguments, environment),
@@ -272,6 +335,69 @@ def _train_with_spares(arguments: Sequence[str], num_processes: int, num_spares:
         )
         agent.run()
     return agent.exit_status
+
+
+def _train_on_machines(arguments: Sequence[str], options: _Options, config: Config) -> int:
+    """Train as one of several machines, or wait as a spare one. Returns the exit status. Raises
+    UserError."""
+    from torchtitan_lite.cli.rendezvous import rendezvous_secret
+
+    secret = rendezvous_secret()
+    from torchtitan_lite.config import config_fingerprint
+    from torchtitan_lite.rank_recovery.machine_agent import MachineAgent
+    from torchtitan_lite.rank_recovery.rank_process import RankProcess
+    from torchtitan_lite.rendezvous.link import RendezvousLink
+
+    address = _own_address(options)
+    link = RendezvousLink(
+        options.endpoint,
+        secret,
+        address=address,
+        name=f"{address} (process {os.getpid()})",
+        run_id=options.run_id,
+        num_machines=options.num_machines,
+        num_ranks=options.num_ranks,
+        fingerprint=config_fingerprint(config, options.num_ranks * options.num_machines),
+    )
+    environment = _of_agent()
+    with _received_signals() as received:
+        agent = MachineAgent(
+            lambda: RankProcess(arguments, environment),
+            options.num_ranks,
+            options.num_spares,
+            link=link,
+            join_timeout_s=options.join_timeout_s,
+            requests=received,
+        )
+        link.start()
+        agent.run()
+    return agent.exit_status
+
+
+def _own_address(options: _Options) -> str:
+    """Return the address at which the other machines reach this one. Raises ConfigError."""
+    host, _, port = options.endpoint.rpartition(":")
+    host = host.strip("[]")
+    try:
+        address = address_for_others(host, int(port))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--rdzv-endpoint {options.endpoint} cannot be reached from this machine: {error}"
+        ) from None
+    is_local = ip_address(address).is_loopback and not names_loopback(host)
+    if is_local and options.num_machines > 1:
+        raise ConfigError(
+            f"This machine reaches --rdzv-endpoint {options.endpoint} by {address}, which other "
+            "machines cannot reach: name an address of the network that all machines share."
+        )
+    return address
+
+
+def _of_agent() -> dict[str, str]:
+    """Return the environment variables of an agent's processes."""
+    # The processes share the cores.
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    return {"OMP_NUM_THREADS": threads, _PARENT: str(os.getpid())}
 
 
 def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
@@ -286,9 +412,7 @@ def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        # The processes share the cores.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        _PARENT: str(os.getpid()),
+        **_of_agent(),
     }
 
 

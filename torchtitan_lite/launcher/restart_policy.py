@@ -8,7 +8,7 @@ from torchtitan_lite.errors import DIVERGED, MACHINE_FAULT
 from torchtitan_lite.launcher.logs import last_lines, mask_numbers
 from torchtitan_lite.launcher.processes import ExitStatus
 
-_HEALTHY_S = 20.0
+HEALTHY_S = 20.0
 """Duration of progress that resets the count of consecutive failures."""
 _MAX_IDENTICAL = 2
 """Consecutive identical failures without progress after which a wrong setting is the most likely
@@ -93,7 +93,7 @@ class RestartPolicy:
         if failure.status in _FINAL:
             return GiveUp(_FINAL[failure.status], failure)
         since_s, before = self._progress_since_s, self._failures[-1] if self._failures else None
-        if since_s is not None and now_s - since_s >= _HEALTHY_S:
+        if since_s is not None and now_s - since_s >= HEALTHY_S:
             self._failures = []
         self._failures.append(failure)
         if since_s is not None or not failure.signature:

@@ -14,7 +14,7 @@ import time
 from torchtitan_lite.errors import LighthouseError
 from torchtitan_lite.lighthouse.rules import QuorumSettings
 from torchtitan_lite.log import configure_logging, logger
-from torchtitan_lite.rpc.authentication import MIN_SECRET_CHARS
+from torchtitan_lite.rpc.authentication import TOKEN, secret_problem
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -33,18 +33,15 @@ def main(arguments: list[str] | None = None) -> int:
         settings = QuorumSettings(
             given.min_replicas, given.join_timeout_ms, given.heartbeat_timeout_ms
         )
-        token = os.environ.get("TORCHTITAN_LITE_TOKEN", "")
+        token = os.environ.get(TOKEN, "")
         if not token:
             logger.warning(
                 "TORCHTITAN_LITE_TOKEN is not set: this lighthouse serves torchft's managers, and "
                 "accepts unauthenticated clients at %s.",
                 given.bind,
             )
-        elif len(token) < MIN_SECRET_CHARS:
-            raise LighthouseError(
-                f"TORCHTITAN_LITE_TOKEN has {len(token)} characters of at least "
-                f"{MIN_SECRET_CHARS}: set it to the output of `openssl rand -hex 16`."
-            )
+        elif problem := secret_problem(token):
+            raise LighthouseError(problem)
         # Replicas outlive a lighthouse, and so do the process groups named after its quorum ids: a
         # repeated id would be taken for the same group. Quorums are rarer than one per microsecond.
         first_id = time.time_ns() // 1000

@@ -116,20 +116,23 @@ class LighthouseServicer:
         }
 
     async def _heartbeat(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Record a heartbeat. Return the last quorum, and which of its members are dead."""
+        """Record a heartbeat. Return the last quorum, which of its members are dead, and whether
+        the replica is a member."""
         replica_id, run_id = str(request.get("replica_id")), str(request.get("run_id"))
         now_s = self._loop.time()
+        unknown = {"quorum_id": 0, "dead": [], "is_member": True}
         if not self._serves(run_id):
-            return {"quorum_id": 0, "dead": []}
+            return unknown
         # Rejecting heartbeats of a replica that has left would only make it reconnect.
         if self._rules.heartbeat(replica_id, now_s):
             self._rules.report_links(replica_id, _ids(request.get("unreachable")))
             self._answer_waiting()
         quorum = self._rules.quorum
         if quorum is None:
-            return {"quorum_id": 0, "dead": []}
+            return unknown
         dead = [one for one in quorum.ids if not self._rules.is_healthy(one, now_s)]
-        return {"quorum_id": quorum.quorum_id, "dead": dead}
+        is_member = replica_id in quorum.ids
+        return {"quorum_id": quorum.quorum_id, "dead": dead, "is_member": is_member}
 
     async def _left(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"replica_ids": self.mark_left(str(request.get("replica_id")))}

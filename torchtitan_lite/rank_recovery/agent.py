@@ -1,13 +1,15 @@
 """The agent of one machine: a torchelastic agent that replaces a dead rank by a spare and restarts
 the training in the processes of the others.
 
-torchelastic's base class runs the rendezvous, assigns the ranks and loops; this one says what it
-means to start, stop and watch the ranks. Layer: above rank_process, launcher.restart_policy.
+torchelastic's base class runs the rendezvous, assigns the ranks and loops; `ProcessAgent` says what
+it means to start, stop and watch the ranks, and `RankAgent` decides for a run on this machine
+alone. Layer: above rank_process, launcher.restart_policy.
 """
 
 import os
 import signal
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
+from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -32,6 +35,7 @@ from torchtitan_lite.launcher.restart_policy import Failure, GiveUp, RestartPoli
 from torchtitan_lite.launcher.supervised import ATTEMPT, ATTEMPT_STARTED
 from torchtitan_lite.log import logger
 from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
+from torchtitan_lite.stores import listening_store
 
 _POLL_S = 0.02
 _CAUSE_S = 0.5
@@ -40,6 +44,8 @@ cause."""
 _PARK_S = 5.0
 """Time in which a surviving process must leave its training; then it is killed and replaced."""
 _EXIT_S = 10.0
+_START_S = 600.0
+"""Time in which a process must have imported what it needs; then it is killed."""
 _UNLIMITED = 1 << 30
 """Restarts according to torchelastic, which counts them only; the restart policy decides."""
 _ADDRESS = "127.0.0.1"
@@ -59,7 +65,7 @@ class MachineRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return a new store; the earlier one closes with its last reference."""
-        self._store = store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
+        self._store = store = listening_store(_ADDRESS)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_ADDRESS, store.port))
 
     def is_closed(self) -> bool:
@@ -78,8 +84,8 @@ class MachineRendezvous(RendezvousHandler):
         return True
 
 
-class RankAgent(SimpleElasticAgent):
-    """Runs the ranks of one machine."""
+class ProcessAgent(SimpleElasticAgent):
+    """Runs the ranks of one machine, of a run on this machine or on several."""
 
     def __init__(
         self,
@@ -87,7 +93,7 @@ class RankAgent(SimpleElasticAgent):
         num_ranks: int,
         num_spares: int,
         *,
-        policy: RestartPolicy,
+        rendezvous: RendezvousHandler,
         requests: Sequence[int],
     ) -> None:
         """`start_process` starts a process that parks. `requests` receives the numbers of signals
@@ -95,22 +101,47 @@ class RankAgent(SimpleElasticAgent):
         spec = WorkerSpec(
             role="trainer",
             local_world_size=num_ranks,
-            rdzv_handler=MachineRendezvous(),
+            rdzv_handler=rendezvous,
             entrypoint="train",
             max_restarts=_UNLIMITED,
             monitor_interval=_POLL_S,
         )
         super().__init__(spec)
         self._start_process, self._num_spares = start_process, num_spares
-        self._policy, self._requests, self._num_forwarded = policy, requests, 0
+        self._requests, self._num_forwarded = requests, 0
         self._ranks: dict[int, RankProcess] = {}
         """Processes by local rank."""
         self._spares: list[RankProcess] = []
         self._lost: set[int] = set()
         """Ranks whose process is to be replaced."""
         self._failed_at_s = self._restart_at_s = self._ended_at_s = 0.0
+        self._park_s = _PARK_S
         self.exit_status = 0
         """Exit status of the run."""
+
+    @abstractmethod
+    def _decide(self, failure: Failure) -> RunResult:
+        """Decide what follows from the failure of a rank."""
+
+    @abstractmethod
+    def _attempt_started(self) -> None:
+        """Record the start of an attempt."""
+
+    @abstractmethod
+    def _made_progress(self) -> None:
+        """Record that all ranks have committed a step."""
+
+    @abstractmethod
+    def _attempt(self) -> int:
+        """Return the number of attempts before the present one."""
+
+    def _pause(self) -> None:
+        """Let some time pass in a loop that waits."""
+        time.sleep(_POLL_S)
+
+    def _has_ended(self) -> bool:
+        """Whether the attempt that starts has ended already."""
+        return False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Give each rank a process: its own if that lives, else a spare, else a new one."""
@@ -118,19 +149,23 @@ class RankAgent(SimpleElasticAgent):
         ranks = {worker.local_rank: worker for worker in worker_group.workers}
         for number in ranks.keys() - self._ranks.keys():
             self._ranks[number] = self._take_spare() or self._start_process()
-        self._policy.attempt_started()
+        self._attempt_started()
         self._ended_at_s = 0.0
-        waiting = set(ranks)
-        while waiting:
+        waiting, deadline_s = set(ranks), time.monotonic() + _START_S
+        while waiting and not self._has_ended():
             for number in sorted(waiting):
                 process = self._ranks[number]
                 process.poll()
                 if process.state in (RankState.PARKED, RankState.ENDED):
                     process.start_training(self._environment(ranks[number], worker_group))
+                elif process.state is RankState.STARTING and time.monotonic() >= deadline_s:
+                    logger.error("Rank %d did not start in %.0f s: it is killed.", number, _START_S)
+                    process.kill()
                 if process.state is not RankState.STARTING:
                     # One that died is found by `_monitor_workers`.
                     waiting.discard(number)
-            time.sleep(_POLL_S if waiting else 0.0)
+            if waiting:
+                self._pause()
         return {number: process.pid for number, process in self._ranks.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -146,9 +181,9 @@ class RankAgent(SimpleElasticAgent):
         if failure is not None:
             return self._decide(failure)
         if all(process.state is RankState.ENDED for process in self._ranks.values()):
-            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._ranks))
+            return succeeded(worker_group)
         if all(process.has_progress for process in self._ranks.values()):
-            self._policy.made_progress(time.monotonic())
+            self._made_progress()
             # Only now, because their imports would compete with the start of the ranks.
             while len(self._spares) < self._num_spares:
                 self._spares.append(self._start_process())
@@ -159,21 +194,21 @@ class RankAgent(SimpleElasticAgent):
         if self.exit_status:
             self._shutdown()
             return
-        deadline = time.monotonic() + _PARK_S
+        deadline = time.monotonic() + self._park_s
         surviving = {n: one for n, one in self._ranks.items() if n not in self._lost}
         for process in surviving.values():
             process.abort_training()
         for number in self._lost:
             self._end(self._ranks.pop(number), deadline)
         self._lost.clear()
-        while any(not _is_idle(one) for one in surviving.values()):
+        while any(not is_idle(one) for one in surviving.values()):
             if time.monotonic() >= deadline:
                 break
-            time.sleep(_POLL_S)
+            self._pause()
             for process in surviving.values():
                 process.poll()
         for number, process in surviving.items():
-            if not _is_idle(process) or process.state is RankState.EXITED:
+            if not is_idle(process) or process.state is RankState.EXITED:
                 logger.warning("Rank %d did not leave its training: it is replaced.", number)
                 process.kill()
                 del self._ranks[number]
@@ -196,7 +231,7 @@ class RankAgent(SimpleElasticAgent):
             self._lost = set(gone)
             rank, process = min(gone.items())
             assert process.status is not None
-            text, status = f"rank {rank}: {process.status}", process.status
+            text, status = f"{self._name_of(rank)}: {process.status}", process.status
             signature = "" if status.is_signal else str(status)
             return Failure(text, signature, Path(os.devnull), rank, max(0, status.code))
         failed = {n: p for n, p in self._ranks.items() if p.error}
@@ -205,19 +240,98 @@ class RankAgent(SimpleElasticAgent):
             # An error that a user must correct, which has been logged. All ranks end with it.
             self._ended_at_s = self._ended_at_s or time.monotonic()
             is_late = time.monotonic() >= self._ended_at_s + _EXIT_S
-            if not is_late and not all(p.error or _is_idle(p) for p in self._ranks.values()):
+            if not is_late and not all(p.error or is_idle(p) for p in self._ranks.values()):
                 return None
             rank, process = min(ended.items())
             assert process.status is not None
-            return Failure(f"rank {rank}", "", Path(os.devnull), rank, process.status.code)
+            return Failure(self._name_of(rank), "", Path(os.devnull), rank, process.status.code)
         first = min((p.failed_at_s for p in failed.values()), default=0.0)
         if failed and time.monotonic() >= first + _CAUSE_S:
             rank = min(failed, key=lambda number: failed[number].failed_at_s)
             self._lost = {rank}
-            error = failed[rank].error
-            signature = mask_numbers(error)
-            return Failure(f"rank {rank}: {error}", signature, Path(os.devnull), rank, 1)
+            return self._exception(rank)
         return None
+
+    def _exception(self, rank: int) -> Failure:
+        """Return the failure of a rank that has reported an exception."""
+        error = self._ranks[rank].error
+        text = f"{self._name_of(rank)}: {error}"
+        return Failure(text, mask_numbers(error), Path(os.devnull), rank, 1)
+
+    def _name_of(self, rank: int) -> str:
+        """Return the name of a local rank for display."""
+        return f"rank {self._worker_group.workers[rank].global_rank}"
+
+    def _construct_event(
+        self,
+        state: str,
+        source: EventSource,
+        worker: Worker | None = None,
+        raw_error: str | None = None,
+        duration_ms: float | None = None,
+        exit_code: int | None = None,
+        worker_pid: int | None = None,
+    ) -> Event:
+        """Return an event without the name of the host, whose look-up may block for seconds."""
+        return Event(state, source)
+
+    def _take_spare(self) -> RankProcess | None:
+        """Return a spare, one that is parked if possible."""
+        for spare in self._spares:
+            spare.poll()
+        self._spares.sort(key=lambda spare: spare.state is not RankState.PARKED)
+        living = [one for one in self._spares if one.state is not RankState.EXITED]
+        if not living:
+            return None
+        self._spares.remove(living[0])
+        return living[0]
+
+    def _end(self, process: RankProcess, deadline: float, status: int | None = 1) -> None:
+        """Order a process to exit unless `status` is None, and kill it after the deadline."""
+        if status is not None:
+            process.exit(status)
+        while process.state is not RankState.EXITED and time.monotonic() < deadline:
+            self._pause()
+            process.poll()
+        process.kill()
+
+    def _environment(self, worker: Worker, worker_group: WorkerGroup) -> Mapping[str, str]:
+        """Return the environment variables that torchrun sets for a rank."""
+        attempt = str(self._attempt())
+        return {
+            "RANK": str(worker.global_rank),
+            "LOCAL_RANK": str(worker.local_rank),
+            "GROUP_RANK": str(worker_group.group_rank),
+            "WORLD_SIZE": str(worker.world_size),
+            "LOCAL_WORLD_SIZE": str(worker_group.spec.local_world_size),
+            "MASTER_ADDR": str(worker_group.master_addr),
+            "MASTER_PORT": str(worker_group.master_port),
+            # A prefix in the store for each attempt.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": attempt,
+            ATTEMPT: attempt,
+            **({ATTEMPT_STARTED: str(self._failed_at_s)} if self._failed_at_s else {}),
+        }
+
+
+class RankAgent(ProcessAgent):
+    """Runs the ranks of a run on this machine alone."""
+
+    def __init__(
+        self,
+        start_process: Callable[[], RankProcess],
+        num_ranks: int,
+        num_spares: int,
+        *,
+        policy: RestartPolicy,
+        requests: Sequence[int],
+    ) -> None:
+        """See `ProcessAgent`."""
+        rendezvous = MachineRendezvous()
+        super().__init__(
+            start_process, num_ranks, num_spares, rendezvous=rendezvous, requests=requests
+        )
+        self._policy = policy
 
     def _decide(self, failure: Failure) -> RunResult:
         """Restart the training, or give up."""
@@ -240,47 +354,25 @@ class RankAgent(SimpleElasticAgent):
             logger.warning("Lost %s. The other ranks return to the last step.", failure.description)
         return RunResult(state=WorkerState.FAILED)
 
-    def _take_spare(self) -> RankProcess | None:
-        """Return a spare, one that is parked if possible."""
-        for spare in self._spares:
-            spare.poll()
-        self._spares.sort(key=lambda spare: spare.state is not RankState.PARKED)
-        living = [one for one in self._spares if one.state is not RankState.EXITED]
-        if not living:
-            return None
-        self._spares.remove(living[0])
-        return living[0]
+    def _attempt_started(self) -> None:
+        self._policy.attempt_started()
 
-    def _end(self, process: RankProcess, deadline: float, status: int | None = 1) -> None:
-        """Order a process to exit unless `status` is None, and kill it after the deadline."""
-        if status is not None:
-            process.exit(status)
-        while process.state is not RankState.EXITED and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-            process.poll()
-        process.kill()
+    def _made_progress(self) -> None:
+        self._policy.made_progress(time.monotonic())
 
-    def _environment(self, worker: Worker, worker_group: WorkerGroup) -> Mapping[str, str]:
-        """Return the environment variables that torchrun sets for a rank."""
-        attempt = str(_UNLIMITED - self._remaining_restarts)
-        return {
-            "RANK": str(worker.global_rank),
-            "LOCAL_RANK": str(worker.local_rank),
-            "GROUP_RANK": str(worker_group.group_rank),
-            "WORLD_SIZE": str(worker.world_size),
-            "LOCAL_WORLD_SIZE": str(worker_group.spec.local_world_size),
-            "MASTER_ADDR": str(worker_group.master_addr),
-            "MASTER_PORT": str(worker_group.master_port),
-            # A prefix in the store for each attempt.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": attempt,
-            ATTEMPT: attempt,
-            **({ATTEMPT_STARTED: str(self._failed_at_s)} if self._failed_at_s else {}),
-        }
+    def _attempt(self) -> int:
+        return _UNLIMITED - self._remaining_restarts
 
 
-def _is_idle(process: RankProcess) -> bool:
-    return process.state in (RankState.PARKED, RankState.ENDED, RankState.EXITED)
+def succeeded(worker_group: WorkerGroup) -> RunResult:
+    """Return the result of ranks that have all finished."""
+    ranks = [worker.global_rank for worker in worker_group.workers]
+    return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+
+
+def is_idle(process: RankProcess) -> bool:
+    """Whether a process does not train, or not yet."""
+    return process.state not in (RankState.TRAINING, RankState.FAILED)
 
 
 def _forwarded(number: int) -> signal.Signals:

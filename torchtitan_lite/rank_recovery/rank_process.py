@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from torchtitan_lite.launcher.processes import ExitStatus, signal_process
+from torchtitan_lite.log import logger
 from torchtitan_lite.rank_recovery.channel import Channel
 from torchtitan_lite.rank_recovery.worker import CHANNEL
+
+_KILL_S = 5.0
 
 
 class RankState(Enum):
@@ -81,6 +84,10 @@ class RankProcess:
         self.status = None
         self._channel.send(start=dict(environment))
 
+    def renew_lease(self, until_s: float) -> None:
+        """Allow the process to train until then (time.monotonic()). Without a call, forever."""
+        self._channel.send(lease=until_s)
+
     def abort_training(self) -> None:
         """Order to abort the training, so that the process parks."""
         self._channel.send(abort=True)
@@ -95,7 +102,10 @@ class RankProcess:
             signal_process(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process, and wait for its end."""
+        """Kill the process, and wait for its end, which a driver may delay without limit."""
         self.signal(signal.SIGKILL)
-        self._process.wait()
+        try:
+            self._process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            logger.error("Process %d does not end after SIGKILL: a driver blocks it.", self.pid)
         self.poll()

@@ -4,7 +4,7 @@ agent gives it a rank.
 When another rank is lost, the agent orders to abort: a thread interrupts the main thread, and
 aborts the process groups, so that the collective in which the main thread waits ends.
 The training unwinds like any failed one, which leaves its snapshots in shared memory, and the
-process is parked again. Layer: above axis_groups.
+process is parked again. Layer: above axis_groups and lease.
 """
 
 import os
@@ -20,6 +20,7 @@ from typing import Any
 
 from torchtitan_lite.axis_groups import abort_all_groups, forget_groups
 from torchtitan_lite.rank_recovery.channel import Channel
+from torchtitan_lite.rank_recovery.lease import Lease
 
 CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
 """Environment variable: the descriptor of this process' channel to the agent."""
@@ -90,7 +91,8 @@ def serve(train: Callable[[Recovery], int], warm_up: Callable[[], None]) -> int:
     signal.signal(_INTERRUPT, recovery.on_interrupt)
     orders: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
     warm_up()
-    threading.Thread(target=_receive, args=(channel, recovery, orders), daemon=True).start()
+    lease = Lease()
+    threading.Thread(target=_receive, args=(channel, recovery, lease, orders), daemon=True).start()
     channel.send(parked=True)
     failure = ""
     while (order := orders.get()) is not None:
@@ -99,27 +101,34 @@ def serve(train: Callable[[Recovery], int], warm_up: Callable[[], None]) -> int:
                 print(failure, end="", flush=True)
             return int(order["exit"])
         os.environ.update(order["start"])
+        lease.is_training = True
         try:
             status = train(recovery)
         except (Exception, TrainingAborted):
-            failure = traceback.format_exc()
+            failure, outcome = traceback.format_exc(), {"parked": True}
         else:
-            channel.send(ended=status)
-            continue
-        # The frames of the traceback, which held the model and its process groups, are gone.
+            outcome = {"ended": status}
+        # The frames of the traceback, which held the model and its process groups, are gone. After
+        # a training that has ended, another attempt may follow, too.
         forget_groups()
-        channel.send(parked=True)
+        lease.is_training = False
+        channel.send(**outcome)
     return 1
 
 
 def _receive(
-    channel: Channel, recovery: Recovery, orders: SimpleQueue[dict[str, Any] | None]
+    channel: Channel,
+    recovery: Recovery,
+    lease: Lease,
+    orders: SimpleQueue[dict[str, Any] | None],
 ) -> None:
-    """Pass orders to the main thread, and carry out those to abort."""
+    """Pass orders to the main thread, and carry out those to abort and to renew the lease."""
     while not channel.has_ended:
         for order in channel.receive(wait=True):
             if "abort" in order:
                 _abort(recovery)
+            elif "lease" in order:
+                lease.renew(float(order["lease"]))
             else:
                 orders.put(order)
     orders.put(None)

@@ -307,15 +307,18 @@ class Coordinator:
         while True:
             started_s = time.monotonic()
             try:
-                quorum_id, dead = await self._link.heartbeat(
-                    self._identity.replica_id, self._unreachable
-                )
+                before = self._quorum
+                last = await self._link.heartbeat(self._identity.replica_id, self._unreachable)
                 self._answered.set()
                 if self._connected_since_s is None:
                     self._connected_since_s = started_s
-                if dead - {self._identity.replica_id}:
-                    names = ", ".join(sorted(one.partition(":")[0] for one in dead))
-                    await self._break(quorum_id, f"{names} sends no heartbeats any more")
+                if last.dead - {self._identity.replica_id}:
+                    names = ", ".join(sorted(one.partition(":")[0] for one in last.dead))
+                    await self._break(last.quorum_id, f"{names} sends no heartbeats any more")
+                if not last.is_member and before is not None:
+                    # As after this process was suspended. What it waits for does not come. A quorum
+                    # that was formed meanwhile is not meant.
+                    await self._break(before.quorum_id, "the others continued without this replica")
             except RpcError:
                 # A request for a quorum reports it. Training continues meanwhile.
                 self._connected_since_s = None

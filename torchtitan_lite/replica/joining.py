@@ -9,7 +9,6 @@ from functools import partial
 from urllib.parse import urlsplit
 
 import psutil
-import torch.distributed as dist
 
 from torchtitan_lite.checkpoint import RunHistory
 from torchtitan_lite.errors import LighthouseError, ReplicaError
@@ -28,12 +27,12 @@ from torchtitan_lite.replica.participation import Replicas
 from torchtitan_lite.replica.quorum_checks import ProgressFloor
 from torchtitan_lite.replica.semi_synchronous import Averaging, SemiSynchronousReplicas
 from torchtitan_lite.replica.torchft_manager import QuorumManager
-from torchtitan_lite.rpc.authentication import MIN_SECRET_CHARS
+from torchtitan_lite.rpc.authentication import TOKEN, secret_problem
 from torchtitan_lite.rpc.state_client import PeerEndpoint
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
+from torchtitan_lite.stores import listening_store
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
-TOKEN = "TORCHTITAN_LITE_TOKEN"
 _LEAVE_TIMEOUT_S = 1.0
 
 
@@ -73,7 +72,7 @@ def join(
             lighthouse,
         )
     # A store of its own, because torchrun's may hold the manager address of an earlier attempt.
-    store = _store(address) if mesh.is_leader else None
+    store = listening_store(address) if mesh.is_leader else None
     payload = f"{address} {store.port}" if store is not None else ""
     host, port = broadcast_bytes(payload.encode()).decode().split()
     fence = None
@@ -142,20 +141,6 @@ def join(
         del store
 
 
-def _store(address: str) -> dist.TCPStore:  # pyright: ignore[reportPrivateImportUsage]
-    """Return a store that listens at `address` only; by itself it would on all interfaces."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as listener:
-        port = listener.getsockname()[1]
-        return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-
 def _leave(lighthouse: str, replica_id: str, token: str) -> None:
     """Notify the lighthouse, so that no replica waits for this one. torchft's lighthouse does not
     accept the notice, and notices the missing heartbeats instead."""
@@ -171,12 +156,9 @@ def environment() -> tuple[str, str]:
             f"fault_tolerance.enable is true, and {LIGHTHOUSE} is not set: it names the "
             "lighthouse, such as http://10.0.0.1:29510. `torchtitan-lite launch` starts one."
         )
-    if len(token) < MIN_SECRET_CHARS:
+    if problem := secret_problem(token):
         raise ReplicaError(
-            f"fault_tolerance.enable is true, and {TOKEN} has {len(token)} characters of at least "
-            f"{MIN_SECRET_CHARS}: it is a secret that all replicas share. "
-            "`torchtitan-lite launch` generates one; elsewhere set it to the output of "
-            "`openssl rand -hex 16`."
+            f"fault_tolerance.enable is true, and {problem} `torchtitan-lite launch` generates one."
         )
     return lighthouse, token
 

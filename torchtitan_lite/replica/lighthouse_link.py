@@ -37,6 +37,17 @@ class AgreedQuorum:
     """Members, in the order of their ids."""
 
 
+@dataclass(frozen=True)
+class LastQuorum:
+    """The last quorum of a lighthouse, as it answers a heartbeat."""
+
+    quorum_id: int
+    dead: frozenset[str]
+    """Ids of the members that send no heartbeats any more."""
+    is_member: bool
+    """Whether the sender is a member; true if it is not known."""
+
+
 class LighthouseLink(Protocol):
     """A lighthouse, as a coordinator uses it."""
 
@@ -45,11 +56,8 @@ class LighthouseLink(Protocol):
         Raises RpcError."""
         ...
 
-    async def heartbeat(
-        self, replica_id: str, unreachable: Collection[str]
-    ) -> tuple[int, set[str]]:
-        """Send a heartbeat. Return the id of the lighthouse's last quorum and the dead ones of its
-        members. Raises RpcError."""
+    async def heartbeat(self, replica_id: str, unreachable: Collection[str]) -> LastQuorum:
+        """Send a heartbeat. Raises RpcError."""
         ...
 
     async def close(self) -> None:
@@ -71,16 +79,16 @@ class AuthenticatedLighthouse:
             answer["lighthouse"], answer["quorum_id"], answer["members"], member, self._secret
         )
 
-    async def heartbeat(
-        self, replica_id: str, unreachable: Collection[str]
-    ) -> tuple[int, set[str]]:
+    async def heartbeat(self, replica_id: str, unreachable: Collection[str]) -> LastQuorum:
         request = {
             "run_id": self._run_id,
             "replica_id": replica_id,
             "unreachable": sorted(unreachable),
         }
         answer = await self._client.call("Heartbeat", request, _HEARTBEAT_TIMEOUT_S)
-        return answer["quorum_id"], set(answer["dead"])
+        return LastQuorum(
+            answer["quorum_id"], frozenset(answer["dead"]), is_member=answer["is_member"] is True
+        )
 
     async def close(self) -> None:
         await self._client.close()
@@ -108,14 +116,12 @@ class TorchftLighthouse:
         sealed = [one.data for one in answer.quorum.participants]
         return _agreed(self._address, answer.quorum.quorum_id, sealed, member, self._secret)
 
-    async def heartbeat(
-        self, replica_id: str, unreachable: Collection[str]
-    ) -> tuple[int, set[str]]:
+    async def heartbeat(self, replica_id: str, unreachable: Collection[str]) -> LastQuorum:
         del unreachable
         request = messages.LighthouseHeartbeatRequest(replica_id=replica_id)
         response = messages.LighthouseHeartbeatResponse
         await self._call("Heartbeat", request, response, _HEARTBEAT_TIMEOUT_S)
-        return 0, set()
+        return LastQuorum(0, frozenset(), is_member=True)
 
     async def close(self) -> None:
         await self._channel.close()

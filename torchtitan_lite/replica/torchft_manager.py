@@ -364,10 +364,11 @@ class _GlooAtAddress(ProcessGroupGloo):
         self._connections: set[int] = set()
 
     def abort(self, errored: bool = True) -> None:
-        super().abort(errored)
-        # gloo's own abort does not wake a collective that waits (torch 2.13).
+        # gloo's own abort does not wake a collective that waits (torch 2.13), and dropping the last
+        # reference of a group waits for it, so the connections must be cut before.
         cut, self._connections = self._connections, set()
         cut_connections(cut)
+        super().abort(errored)
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
         options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 SESSION_S = 3600.0
 """Lifetime of a session. Clients open another one afterwards."""
-MIN_SECRET_CHARS = 16
-"""Minimum length of a secret, in characters."""
+TOKEN = "TORCHTITAN_LITE_TOKEN"
+"""Environment variable: the secret of a run."""
+_MIN_SECRET_CHARS = 16
 _NONCE_BYTES = 16
 _WINDOW = 1024
 """Counters of a session that are remembered: requests of threads may arrive out of order."""
@@ -29,6 +30,16 @@ _MAX_COUNTER = 1 << 62
 
 class AuthenticationError(Exception):
     """Message without a valid proof, or a repeated one."""
+
+
+def secret_problem(secret: str) -> str:
+    """Return why `secret` cannot be the secret of a run, and what to do; empty if it can."""
+    if len(secret) >= _MIN_SECRET_CHARS:
+        return ""
+    return (
+        f"{TOKEN} has {len(secret)} characters of at least {_MIN_SECRET_CHARS}: it is a secret "
+        "that all processes of a run share. Set it to the output of `openssl rand -hex 16`."
+    )
 
 
 def message_authentication_code(key: bytes, *parts: bytes) -> bytes:

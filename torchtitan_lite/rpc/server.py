@@ -116,6 +116,12 @@ class RpcServer:
         self._thread.join()
         self._thread = None
 
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
     def run_on_loop(self, question: Callable[[], _T]) -> _T:
         """Call `question` on the event loop and return its result. Raises RpcError if the server
         does not run."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -321,6 +322,22 @@ def test_a_quorum_breaks_when_the_lighthouse_reports_a_dead_member() -> None:
             assert "b sends no heartbeats" in watch.result(timeout=10)
         assert first.ranks[0].wait_until_broken(quorum.quorum_id)
         assert first.ranks[0].wait_until_broken(quorum.quorum_id - 1) == ""
+
+
+def test_a_quorum_breaks_when_the_others_continue_without_the_replica() -> None:
+    """As after a suspension in which the others have left its collectives."""
+    hasty = replace(_settings(1), join_timeout_ms=200)
+    with (
+        LighthouseService(f"{_HOST}:0", hasty, SECRET) as service,
+        _replicas(service.address, "a:f:1", "b:f:2", "c:f:3") as (first, second, third),
+    ):
+        quorum, *_ = _together([first.quorum, second.quorum, third.quorum])
+        assert len(quorum.replica_ids) == 3
+        later, _ = _together([second.quorum, third.quorum])
+        assert later.replica_ids == ["b:f:2", "c:f:3"]
+        reason = first.ranks[0].wait_until_broken(quorum.quorum_id)
+        assert reason == "the others continued without this replica"
+        assert second.coordinator._broken is None
 
 
 def test_a_quorum_breaks_when_a_member_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.unit.replica.managers import (
     Replica,
@@ -20,6 +22,7 @@ from tests.unit.replica.managers import (
 from tests.unit.replica.test_healing import Run
 from torchtitan_lite.errors import ReplicaError
 from torchtitan_lite.replica.quorum_checks import IncompatiblePeers
+from torchtitan_lite.replica.torchft_manager import _GlooAtAddress
 
 # torchft calls a deprecated method of its logger.
 pytestmark = pytest.mark.filterwarnings("ignore:The .warn. method:DeprecationWarning")
@@ -58,6 +61,34 @@ def test_a_replica_may_start_before_the_lighthouse() -> None:
             form_quorum([replica])
             assert replica.manager.num_participants() == 1
             replica.close()
+
+
+def test_an_abort_wakes_a_collective_at_once() -> None:
+    """Also if the abort drops the last reference of the group, whose end waits for its threads."""
+    address, timeout = "127.0.0.1", timedelta(seconds=60)
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        address, 0, is_master=True, wait_for_workers=False
+    )
+    groups = [_GlooAtAddress(address, timeout) for _ in range(2)]
+    with ThreadPoolExecutor(3) as threads:
+        made = [
+            threads.submit(
+                one.configure, f"{address}:{store.port}/group", str(rank), rank, 2, 1, 0, 1, [0, 1]
+            )
+            for rank, one in enumerate(groups)
+        ]
+        for one in made:
+            one.result(timeout=30)
+        # The other does not take part, as if it were suspended.
+        work = groups[0].allreduce([torch.ones(1 << 20)], dist.AllreduceOptions())
+        time.sleep(0.2)
+        started_s = time.monotonic()
+        aborted = threads.submit(groups[0].abort)
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            work.wait()
+        aborted.result(timeout=30)
+        assert time.monotonic() - started_s < 5
+        groups[1].abort()
 
 
 def test_a_lighthouse_that_never_starts_is_named() -> None:

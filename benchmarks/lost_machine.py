@@ -1,0 +1,83 @@
+"""The cost of a lost machine, whose place a spare machine takes.
+
+python -m benchmarks.lost_machine [--quick] [--json PATH]
+
+Three machines, each a namespace with a network and shared memory of its own, run a job for two; a
+checkpoint is saved every five steps. All processes of one that trains are killed (SIGKILL), and it
+is started again as a spare machine. A recovery is the time from the kill to the first step that is
+recorded by the next attempt; most of it is the lease of the lost machine. The same job without
+faults gives the losses to compare with.
+
+The exit status is 1 if a process fails or losses differ. Needs root.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.harness import Comparison, Result, formatted, main
+from benchmarks.processes import ChildFailed
+from tests.resilience.network.machines import Machines, machines, undisturbed_losses
+from tests.resilience.network.namespaces import unavailable_reason
+from torchtitan_lite.rendezvous.timing import LOST_S
+
+_STEPS_PER_KILL = 40
+_NAMES = ("a", "b", "c")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one run measures."""
+
+    num_kills: int
+
+
+def measure(plan: Plan, folder: Path) -> Iterator[Result]:
+    """Measure all of `plan`, with files in `folder`."""
+    if reason := unavailable_reason():
+        raise ChildFailed(reason)
+    steps = _STEPS_PER_KILL * (plan.num_kills + 1)
+    expected = undisturbed_losses(folder / "undisturbed", steps)
+    seconds, repeated = [], []
+    with machines(folder, *_NAMES, steps=steps) as run:
+        run.train(*_NAMES)
+        for number in range(plan.num_kills):
+            run.wait_for_step(_STEPS_PER_KILL * number + 5)
+            recovery_s, lost_steps = _lose(run, attempt=number + 2)
+            seconds.append(recovery_s)
+            repeated.append(lost_steps)
+        actual = run.finish()
+    comparison = Comparison("1 of 2 machines killed, 1 spare", other="without faults")
+    comparison.note(f"recoveries {formatted(seconds)} s, of which {LOST_S:g} s are the lease")
+    comparison.note(f"steps repeated {formatted(repeated)}")
+    comparison.close_losses(actual, expected, shown=4)
+    name = f"until training again, median of {plan.num_kills}"
+    yield comparison.value(name, "s", statistics.median(seconds))
+    yield comparison.value("steps repeated at most", "steps", max(repeated))
+
+
+def _lose(run: Machines, *, attempt: int) -> tuple[float, int]:
+    """Kill a machine that trains. Return the seconds until training again, and the steps that were
+    repeated."""
+    name = next(name for name in reversed(_NAMES) if run.writers(name))
+    before, began_s = run.last_step(), time.monotonic()
+    run.kill(name)
+    run.wait_for_attempt(attempt)
+    resumed = run.num_records()
+    run.wait(lambda: run.num_records() > resumed)
+    recovery_s = time.monotonic() - began_s
+    repeated = before - run.newest_record() + 1
+    run.start(name)
+    run.wait(lambda: run.processes(name))
+    return recovery_s, max(0, repeated)
+
+
+if __name__ == "__main__":
+    main(
+        "A lost machine, whose place a spare machine takes.",
+        measure,
+        full=Plan(num_kills=3),
+        quick=Plan(num_kills=1),
+    )

@@ -1,0 +1,229 @@
+"""A run on several machines: each a namespace with a network, a host name and shared memory of its
+own."""
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from tests import launch
+from tests.resilience.network.namespaces import Network
+
+PORT = 29520
+STEP_S = 0.3
+"""Added to each step, so that faults meet a running training."""
+ARGUMENTS: tuple[str, ...] = (
+    *launch.SMALL,
+    "--training.dtype=float64",
+    "--checkpoint.enable=true",
+    "--checkpoint.interval=5",
+    "--checkpoint.ram_interval=1",
+    "--metrics.log_freq=1",
+    "--experimental.custom_import=tests.rank_faults",
+)
+_RENDEZVOUS = "rendezvous"
+_WAIT_S = 120.0
+_OWN_SHARED_MEMORY = 'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
+
+
+@contextmanager
+def machines(folder: Path, *names: str, steps: int) -> Iterator["Machines"]:
+    """Start a rendezvous for machines `names`, of which two train. On exit, all processes and
+    namespaces are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Network([_RENDEZVOUS, *names]) as network:
+        for name in names:
+            # Debian's default, which no address may follow.
+            network.set_hosts(name, f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
+        run = Machines(folder, network, steps)
+        try:
+            run.start_rendezvous()
+            yield run
+        finally:
+            run.remove()
+
+
+class Machines:
+    """A run, as a user starts it."""
+
+    def __init__(self, folder: Path, network: Network, steps: int) -> None:
+        self.folder, self.network, self.steps = folder, network, steps
+        self.output = folder / "run"
+        self.token = secrets.token_hex(16)
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.rendezvous: subprocess.Popen[bytes] | None = None
+        self._all: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self.network.address(_RENDEZVOUS)}:{PORT}"
+
+    def start_rendezvous(self) -> None:
+        """Start the rendezvous, or start it again."""
+        self.rendezvous = self._start(_RENDEZVOUS, ["rendezvous", f"--bind={self.endpoint}"])
+
+    def start(self, name: str, *more: str, **variables: str) -> subprocess.Popen[bytes]:
+        """Start the agent of a machine, with more arguments and variables."""
+        command = [
+            *("train", "--nproc=1", "--nnodes=2", f"--rdzv-endpoint={self.endpoint}"),
+            *(*ARGUMENTS, f"--job.dump_folder={self.output}", f"--training.steps={self.steps}"),
+            *more,
+        ]
+        self.agents[name] = self._start(name, command, **variables)
+        return self.agents[name]
+
+    def train(self, *names: str, more: tuple[str, ...] = ()) -> None:
+        """Start machines, wait until the first two have taken some steps, and the others are
+        warm."""
+        for name in names[:2]:
+            self.start(name, *more)
+        self.wait_for_attempt(1)
+        for name in names[2:]:
+            self.start(name, *more)
+        self.wait(lambda: all(self.rank(name) for name in names))
+        self.wait_for_step(3)
+
+    def _start(self, name: str, words: list[str], **variables: str) -> subprocess.Popen[bytes]:
+        prefix = [*self.network.command(name), "sh", "-c", _OWN_SHARED_MEMORY, "sh"]
+        given = {
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "RANK_FAULTS": f"slow={STEP_S}",
+            "TORCHTITAN_LITE_TOKEN": self.token,
+        }
+        with self.log(name).open("ab") as log:
+            process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "torchtitan_lite", *words],
+                cwd=launch.REPOSITORY,
+                env={**os.environ, **given, **variables},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self._all.append(process)
+        return process
+
+    def log(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def text(self, name: str) -> str:
+        return self.log(name).read_text()
+
+    def processes(self, name: str) -> set[int]:
+        """Return the processes of a machine, parked or training, that have imported everything."""
+        found = set()
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.agents[name].pid).children():
+                # It starts a thread for the agent's orders when it is warm.
+                if "train" in child.cmdline() and child.num_threads() > 1:
+                    found.add(child.pid)
+        return found
+
+    def rank(self, name: str) -> int | None:
+        """Return the process of a machine that has a single one; None before it is warm."""
+        return next(iter(self.processes(name)), None)
+
+    def writers(self, name: str) -> list[psutil.Process]:
+        """Return the checkpoint writers of a machine."""
+        found = []
+        for one in psutil.Process(self.agents[name].pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if re.search(r"rank-\d+\.snapshots", " ".join(one.cmdline())):
+                    found.append(one)
+        return found
+
+    def kill(self, name: str) -> None:
+        """Kill all processes of a machine."""
+        _kill(self.agents.pop(name))
+
+    def last_step(self) -> int:
+        """Return the newest step in metrics.jsonl."""
+        return max((line["step"] for line in launch.steps_of(self.output)), default=0)
+
+    def num_records(self) -> int:
+        """Return the number of records of steps, repeated ones included."""
+        return len(launch.steps_of(self.output))
+
+    def newest_record(self) -> int:
+        """Return the step that was recorded last."""
+        return launch.steps_of(self.output)[-1]["step"]
+
+    def wait_for_step(self, step: int) -> None:
+        """Block until the run has taken `step`."""
+        self.wait(lambda: self.last_step() >= step)
+
+    def wait(self, holds: Callable[[], object], timeout_s: float = _WAIT_S) -> float:
+        """Block until the condition holds, and return the elapsed seconds. Fails if an agent
+        ends."""
+        began_s = time.monotonic()
+        while not holds():
+            ended = {
+                name: one.poll() for name, one in self.agents.items() if one.poll() is not None
+            }
+            assert not ended, f"{ended}\n{self.report()}"
+            assert time.monotonic() < began_s + timeout_s, self.report()
+            time.sleep(0.02)
+        return time.monotonic() - began_s
+
+    def wait_for_attempt(self, number: int) -> float:
+        """Block until the rendezvous has started attempt `number`, and return the seconds."""
+        return self.wait(lambda: f"running, attempt {number}," in self.text(_RENDEZVOUS))
+
+    def finish(self) -> list[float]:
+        """Wait for the end of the run, and return the losses of all its steps."""
+        for name, process in self.agents.items():
+            assert process.wait(_WAIT_S) == 0, f"{name}\n{self.report()}"
+        return losses(self.output, self.steps)
+
+    def report(self) -> str:
+        """Return the ends of all logs."""
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- {log.stem}\n{log.read_text()[-2500:]}" for log in logs)
+
+    def stop_rendezvous(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to the rendezvous; wait for its end if it kills."""
+        assert self.rendezvous is not None
+        self.rendezvous.send_signal(number)
+        if number == signal.SIGKILL:
+            self.rendezvous.wait()
+
+    def remove(self) -> None:
+        """Kill all processes."""
+        for process in self._all:
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all its descendants."""
+    with suppress(psutil.NoSuchProcess):
+        own = psutil.Process(process.pid)
+        launch.kill([own, *own.children(recursive=True)])
+    process.wait()
+
+
+def losses(output: Path, steps: int) -> list[float]:
+    """Return the loss of each step, the last record of one that was repeated."""
+    found = {line["step"]: line["loss"] for line in launch.steps_of(output)}
+    assert sorted(found) == list(range(1, steps + 1)), sorted(found)
+    return [found[step] for step in sorted(found)]
+
+
+def undisturbed_losses(folder: Path, steps: int) -> list[float]:
+    """Return the losses of a run without faults, of two ranks on one machine."""
+    command = [sys.executable, "-m", "torchtitan_lite", "train", "--nproc=2"]
+    done = subprocess.run(
+        [*command, *ARGUMENTS, f"--job.dump_folder={folder}", f"--training.steps={steps}"],
+        cwd=launch.REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return losses(folder, steps)

@@ -1,0 +1,162 @@
+"""Several machines in one run, and spare machines (`train --nnodes`): what the loss of a rank, of a
+machine, of its network and of the rendezvous does. Losses equal those of a run without faults."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.resilience.network.machines import Machines, machines, undisturbed_losses
+from tests.resilience.network.namespaces import unavailable_reason
+from tests.tolerances import FAULTS_FLOAT64
+from torchtitan_lite.rendezvous.timing import LEASE_S, LOST_S, STOP_S
+
+_REASON = unavailable_reason()
+pytestmark = [
+    pytest.mark.skipif(_REASON is not None, reason=str(_REASON)),
+    pytest.mark.timeout(600),
+]
+_STEPS = 60
+_BUSY_S = 3.0
+"""By how much a busy machine may be late."""
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of a run without faults."""
+    return undisturbed_losses(tmp_path_factory.mktemp("undisturbed"), _STEPS)
+
+
+def _check_losses(run: Machines, expected: list[float]) -> None:
+    assert run.finish() == pytest.approx(expected, rel=FAULTS_FLOAT64)
+
+
+def test_a_spare_machine_replaces_a_killed_one(expected: list[float], tmp_path: Path) -> None:
+    with machines(tmp_path, "a", "b", "c", steps=_STEPS) as run:
+        run.train("a", "b", "c")
+        survivor, spare = run.rank("a"), run.rank("c")
+        run.wait_for_step(8)
+        run.kill("b")
+        assert run.wait_for_attempt(2) > LEASE_S
+        run.wait(lambda: run.writers("a") and run.writers("c"))
+        assert (survivor, spare) == (run.rank("a"), run.rank("c"))
+        _check_losses(run, expected)
+
+
+@pytest.mark.matrix
+def test_a_killed_rank_is_replaced_on_its_machine(expected: list[float], tmp_path: Path) -> None:
+    with machines(tmp_path, "a", "b", "c", steps=_STEPS) as run:
+        run.train("a", "b", "c", more=("--spares=1",))
+        # The spares are started after the first step.
+        run.wait(lambda: len(run.processes("a")) == 2)
+        (writer,) = run.writers("a")
+        killed, survivor = writer.ppid(), run.writers("b")[0].ppid()
+        (spare,) = run.processes("a") - {killed}
+        step = run.last_step()
+        os.kill(killed, signal.SIGKILL)
+        # No lease has to run out.
+        assert run.wait_for_attempt(2) < LEASE_S + _BUSY_S
+        run.wait_for_step(step + 3)
+        assert [one.ppid() for one in run.writers("b")] == [survivor]
+        run.wait(lambda: [one.ppid() for one in run.writers("a")] == [spare])
+        assert not run.writers("c")
+        _check_losses(run, expected)
+
+
+def test_a_machine_that_is_cut_off_stops_before_its_place_is_taken(
+    expected: list[float], tmp_path: Path
+) -> None:
+    with machines(tmp_path, "a", "b", "c", steps=_STEPS) as run:
+        run.train("a", "b", "c")
+        rank = run.rank("b")
+        assert rank is not None
+        began_s = time.monotonic()
+        run.network.unplug("b")
+        run.wait(lambda: not run.writers("b"))
+        stopped_s = time.monotonic() - began_s
+        replaced_s = stopped_s + run.wait_for_attempt(2)
+        assert stopped_s < LEASE_S + STOP_S < replaced_s <= LOST_S + _BUSY_S
+        step = run.last_step()
+        run.wait_for_step(step + 3)
+        assert run.writers("c") and not run.writers("b")
+        # It returns as a spare machine, with its process, and takes the next vacant place.
+        run.network.plug("b")
+        run.wait(lambda: "attempt 2, 3 machines" in run.text("rendezvous"))
+        assert psutil.pid_exists(rank) and not run.writers("b")
+        run.kill("a")
+        run.wait_for_attempt(3)
+        run.wait(lambda: run.writers("b"))
+        _check_losses(run, expected)
+
+
+@pytest.mark.parametrize(
+    "silent_s",
+    [pytest.param(LEASE_S / 4, id="shorter"), pytest.param(LOST_S + 4, id="longer than a lease")],
+)
+def test_a_restarted_rendezvous_changes_no_member(
+    silent_s: float, expected: list[float], tmp_path: Path
+) -> None:
+    with machines(tmp_path, "a", "b", "c", steps=_STEPS) as run:
+        run.train("a", "b", "c")
+        ranks = [run.rank(name) for name in "abc"]
+        run.stop_rendezvous()
+        time.sleep(silent_s)
+        run.start_rendezvous()
+        step = run.last_step()
+        run.wait_for_step(step + 3)
+        assert [run.rank(name) for name in "abc"] == ranks
+        assert run.writers("a") and run.writers("b") and not run.writers("c")
+        _check_losses(run, expected)
+
+
+@pytest.mark.matrix
+def test_an_outage_of_the_rendezvous_replaces_nobody(expected: list[float], tmp_path: Path) -> None:
+    with machines(tmp_path, "a", "b", "c", steps=_STEPS) as run:
+        run.train("a", "b", "c")
+        run.stop_rendezvous(signal.SIGSTOP)
+        time.sleep(2 * LOST_S)
+        # All of them have stopped, and all return to their places.
+        assert not run.writers("a") and not run.writers("b")
+        run.stop_rendezvous(signal.SIGCONT)
+        run.wait(lambda: run.writers("a") and run.writers("b"))
+        assert not run.writers("c")
+        _check_losses(run, expected)
+
+
+@pytest.mark.matrix
+def test_an_agent_that_is_blocked_loses_its_place(expected: list[float], tmp_path: Path) -> None:
+    with machines(tmp_path, "a", "b", "c", steps=_STEPS) as run:
+        run.train("a", "b", "c")
+        rank = run.rank("b")
+        assert rank is not None
+        blocked = run.agents.pop("b")
+        blocked.send_signal(signal.SIGSTOP)
+        run.wait(lambda: _has_died(rank), LEASE_S + STOP_S + _BUSY_S)
+        assert "attempt 2" not in run.text("rendezvous")
+        run.wait_for_attempt(2)
+        run.wait(lambda: run.writers("c"))
+        _check_losses(run, expected)
+
+
+@pytest.mark.parametrize("is_silent", [False, True], ids=["answers", "is silent"])
+def test_sigterm_at_one_machine_stops_all(is_silent: bool, tmp_path: Path) -> None:
+    with machines(tmp_path, "a", "b", "c", steps=100_000) as run:
+        run.train("a", "b", "c")
+        if is_silent:
+            run.stop_rendezvous(signal.SIGSTOP)
+        run.agents["b"].send_signal(signal.SIGTERM)
+        for name in "ab":
+            assert run.agents[name].wait(60) == 0, run.report()
+            silence = "the rendezvous does not answer whether" in run.text(name)
+            assert silence is is_silent
+        if not is_silent:
+            assert run.agents["c"].wait(60) == 0, run.report()
+        saved = run.output / "checkpoint" / f"step-{run.last_step()}"
+        assert saved.is_dir()
+
+
+def _has_died(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

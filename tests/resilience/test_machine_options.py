@@ -1,0 +1,93 @@
+"""A machine that does not belong to the run ends with one clear error, and so does one that waits
+for others in vain."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests import launch
+from torchtitan_lite.rendezvous.link import RendezvousLink
+from torchtitan_lite.rendezvous.server import rendezvous_server
+
+_TOKEN = "a secret of the tests"
+_ARGUMENTS = (*launch.SMALL, "--training.steps=5", "--training.global_batch_size=24")
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    """The address of a rendezvous at which one machine of two has joined."""
+    with rendezvous_server("127.0.0.1:0", _TOKEN) as server:
+        link = RendezvousLink(
+            server.address,
+            _TOKEN,
+            address="127.0.0.1",
+            name="the first machine",
+            run_id="default",
+            num_machines=2,
+            num_ranks=1,
+            fingerprint="2-0123456789ab",
+        )
+        link.start()
+        launch.wait_until(lambda: (link.beat(), link.answer)[1], 10)
+        yield server.address
+        link.leave()
+
+
+def _fails(endpoint: str, *more: str, token: str = _TOKEN) -> str:
+    """Start a machine, and return the only line that it prints."""
+    command = [sys.executable, "-m", "torchtitan_lite", "train", f"--rdzv-endpoint={endpoint}"]
+    done = subprocess.run(
+        [*command, *_ARGUMENTS, *more],
+        cwd=launch.REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHTITAN_LITE_TOKEN": token},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = (done.stdout + done.stderr).splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (["--nnodes=2"], "fingerprint is 2-[0-9a-f]+ here, but 2-0123456789ab on the first"),
+        (["--nnodes=2", "--rdzv-id=other"], "--rdzv-id is other here, but default on the first"),
+        (["--nnodes=4"], "--nnodes is 4 here, but 2 on the first machine"),
+    ],
+)
+def test_a_machine_of_another_run_names_the_difference(
+    endpoint: str, more: list[str], error: str
+) -> None:
+    line = _fails(endpoint, *more)
+    assert re.search(error, line), line
+
+
+def test_another_token_is_rejected(endpoint: str) -> None:
+    line = _fails(endpoint, "--nnodes=2", token="another secret of them")
+    assert "TORCHTITAN_LITE_TOKEN must be the same" in line
+
+
+def test_a_token_that_is_too_short_is_rejected(endpoint: str) -> None:
+    assert "has 5 characters of at least 16" in _fails(endpoint, "--nnodes=2", token="short")
+
+
+def test_too_few_machines_are_named() -> None:
+    with rendezvous_server("127.0.0.1:0", _TOKEN) as server:
+        line = _fails(server.address, "--nnodes=3", "--rdzv-timeout-s=6")
+    assert "1 of 3 machines have joined in 6 s (127.0.0.1 (process" in line
+
+
+def test_a_rendezvous_that_does_not_answer_is_named() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    line = _fails(endpoint, "--nnodes=2", "--rdzv-timeout-s=1")
+    assert f"the rendezvous cannot be reached: Nothing answers at {endpoint}" in line

@@ -1,0 +1,86 @@
+"""The process of a rank: attempts after an ended one, and its lease."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from torchtitan_lite.rank_recovery.channel import Channel
+from torchtitan_lite.rank_recovery.worker import CHANNEL
+
+_PROGRAM = """
+import sys, time
+import torch.distributed as dist
+from torchtitan_lite.rank_recovery.worker import serve
+
+def train(recovery):
+    # Raises if the groups of an earlier attempt were kept.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    time.sleep(float(sys.argv[1]))
+    return 0
+
+sys.exit(serve(train, lambda: None))
+"""
+
+
+def _start(train_s: float) -> Iterator[tuple[Channel, subprocess.Popen[bytes]]]:
+    here, there = socket.socketpair()
+    with here, there:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(train_s)],
+            env={**os.environ, CHANNEL: str(there.fileno())},
+            pass_fds=(there.fileno(),),
+        )
+        there.close()
+        try:
+            channel = Channel(here)
+            assert channel.receive(wait=True) == [{"parked": True}]
+            yield channel, process
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def quick() -> Iterator[tuple[Channel, subprocess.Popen[bytes]]]:
+    """A process whose training ends at once."""
+    yield from _start(0.0)
+
+
+@pytest.fixture
+def slow() -> Iterator[tuple[Channel, subprocess.Popen[bytes]]]:
+    """A process whose training lasts."""
+    yield from _start(600.0)
+
+
+def test_an_attempt_may_follow_one_that_has_ended(
+    quick: tuple[Channel, subprocess.Popen[bytes]],
+) -> None:
+    channel, process = quick
+    for _ in range(2):
+        channel.send(start={})
+        assert channel.receive(wait=True) == [{"ended": 0}]
+    channel.send(exit=0)
+    assert process.wait(20) == 0
+
+
+def test_a_rank_kills_itself_when_its_lease_ends(
+    slow: tuple[Channel, subprocess.Popen[bytes]],
+) -> None:
+    channel, process = slow
+    # A parked process needs no lease.
+    channel.send(lease=time.monotonic() + 0.1)
+    time.sleep(0.5)
+    assert process.poll() is None
+    channel.send(lease=time.monotonic() + 1.0)
+    channel.send(start={})
+    for _ in range(4):
+        time.sleep(0.5)
+        assert process.poll() is None
+        channel.send(lease=time.monotonic() + 1.0)
+    assert process.wait(3) == -signal.SIGKILL

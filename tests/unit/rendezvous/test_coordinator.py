@@ -1,0 +1,423 @@
+"""Decisions of the rendezvous, on a clock of the test."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from torchtitan_lite.errors import MACHINE_FAULT
+from torchtitan_lite.rendezvous.coordinator import Busy, Coordinator, Rejected
+from torchtitan_lite.rendezvous.messages import Answer, FailureKind, Phase, Report, RunState
+from torchtitan_lite.rendezvous.timing import (
+    ALL_LOST_S,
+    BLOCKED_S,
+    CALL_S,
+    LEASE_S,
+    LOST_S,
+    OUTAGE_S,
+    PARK_S,
+    REPORT_S,
+    STOP_S,
+)
+
+
+class Rig:
+    """A rendezvous with machines that follow its answers."""
+
+    def __init__(self, *names: str, num_machines: int = 2) -> None:
+        self.now_s = 100.0
+        self.coordinator = Coordinator(self.now_s)
+        self.machines: dict[str, Report] = {}
+        self.answers: dict[str, Answer] = {}
+        self.silent: set[str] = set()
+        for name in names:
+            self.add(name, num_machines=num_machines)
+
+    def add(self, name: str, **changes: Any) -> None:
+        """Add a machine."""
+        report = Report(
+            machine=name,
+            sequence=0,
+            name=name,
+            address=f"10.0.0.{len(self.machines) + 1}",
+            run_id="run",
+            num_machines=2,
+            num_ranks=1,
+            fingerprint="2-abc",
+        )
+        self.machines[name] = replace(report, **changes)
+
+    def send(self, name: str, **changes: Any) -> Answer:
+        """Send the report of a machine, which then does what the answer says."""
+        before = self.machines[name]
+        report = replace(before, **changes, sequence=before.sequence + 1)
+        answer = self.coordinator.report(report, self.now_s)
+        self.answers[name] = answer
+        seen = max(report.seen_attempt, answer.attempt)
+        is_member = answer.state is RunState.RUNNING and answer.node_rank >= 0
+        if is_member and answer.attempt > report.attempt:
+            report = replace(
+                report,
+                phase=Phase.JOINED,
+                attempt=answer.attempt,
+                node_rank=answer.node_rank,
+                store_port=29000 + answer.attempt if answer.node_rank == 0 else 0,
+                has_progress=False,
+                failure=FailureKind.NONE,
+            )
+        elif answer.state is RunState.FORMING and report.phase is not Phase.PARKED:
+            report = replace(report, phase=Phase.PARKED)
+        self.machines[name] = replace(report, seen_attempt=seen)
+        return answer
+
+    def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Let time pass, with reports of all machines that are not silent."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s and not until():
+            for name in self.machines:
+                if name not in self.silent:
+                    self.send(name)
+            self.now_s += REPORT_S
+
+    def start(self) -> None:
+        """Pass the time until the first attempt runs."""
+        self.run(LOST_S + 2)
+        assert self.state() is RunState.RUNNING
+
+    def restart_server(self, *, outage_s: float = 0.0) -> None:
+        """Replace the server by a new one."""
+        self.now_s += outage_s
+        self.coordinator = Coordinator(self.now_s)
+
+    def state(self) -> RunState:
+        """Return the state that the last answer names."""
+        return list(self.answers.values())[-1].state
+
+    def places(self) -> Mapping[str, int]:
+        """Return the node ranks of the machines that have one."""
+        return {name: one.node_rank for name, one in self.answers.items() if one.node_rank >= 0}
+
+    def attempt(self) -> int:
+        return max(one.attempt for one in self.answers.values())
+
+
+def test_a_lease_ends_before_a_machine_counts_as_lost() -> None:
+    assert LEASE_S + STOP_S < LOST_S < ALL_LOST_S and PARK_S < STOP_S
+    # One report of a lease may fail, and an agent that is blocked reports no more.
+    assert REPORT_S + CALL_S < LEASE_S and BLOCKED_S < LEASE_S and OUTAGE_S < LOST_S
+
+
+def test_the_first_machines_train_and_the_next_is_a_spare() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    rig.add("c")
+    rig.run(2)
+    assert rig.places() == {"a": 0, "b": 1} and rig.attempt() == 1
+    answer = rig.answers["b"]
+    assert (answer.store_address, answer.store_port) == ("10.0.0.1", 29001)
+    assert rig.answers["c"].state is RunState.RUNNING
+
+
+def test_too_few_machines_are_named() -> None:
+    rig = Rig("a")
+    rig.run(20)
+    answer = rig.answers["a"]
+    assert answer.state is RunState.FORMING and (answer.num_joined, answer.joined) == (1, "a")
+
+
+def test_a_spare_takes_the_place_of_a_lost_machine_only_after_its_lease() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.silent.add("b")
+    silent_since_s = rig.now_s - REPORT_S
+    rig.run(60, until=lambda: rig.attempt() == 2)
+    assert rig.now_s - silent_since_s > LEASE_S + STOP_S
+    assert rig.now_s - silent_since_s < LOST_S + 3
+    rig.run(2)
+    assert rig.places() == {"a": 0, "b": 1, "c": 1}
+    assert "lost b" in rig.answers["a"].reason
+    # It returns, and neither is a member nor ends the attempt.
+    rig.silent.clear()
+    rig.machines["b"] = replace(rig.machines["b"], phase=Phase.PARKED)
+    rig.run(5)
+    assert rig.places() == {"a": 0, "c": 1} and rig.attempt() == 2
+
+
+def test_a_dead_rank_keeps_all_machines_in_their_places() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    _fail(rig, "a", FailureKind.DEATH, "rank 0: killed by SIGKILL")
+    # Its consequence on another machine, which reports it first.
+    rig.run(5)
+    assert rig.places() == {"a": 0, "b": 1} and rig.attempt() == 2
+    assert rig.answers["a"].is_blamed and not rig.answers["b"].is_blamed
+    assert rig.answers["b"].reason == "a: rank 0: killed by SIGKILL"
+
+
+def test_an_exception_that_a_lost_machine_explains_blames_nobody() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.silent.add("b")
+    _fail(rig, "a", FailureKind.EXCEPTION, "rank 0: Connection closed by peer", "closed")
+    # A decision before the lease of b has ended would not know the cause.
+    rig.run(LEASE_S)
+    assert rig.attempt() == 1
+    rig.run(LOST_S)
+    assert rig.attempt() == 2 and rig.places()["c"] == 1
+    assert not rig.answers["a"].is_blamed and "lost b" in rig.answers["a"].reason
+
+
+def test_an_exception_that_the_end_of_a_lease_explains_blames_nobody() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    rig.restart_server(outage_s=LOST_S)
+    rig.machines["b"] = replace(rig.machines["b"], phase=Phase.PARKED, has_lost_lease=True)
+    closed = "rank 0: Connection closed by peer"
+    _fail(rig, "a", FailureKind.EXCEPTION, closed)
+    rig.run(5)
+    assert rig.attempt() == 2 and not rig.answers["a"].is_blamed
+    assert rig.answers["a"].reason == "a machine was out of reach"
+
+
+def test_the_first_of_several_exceptions_is_the_cause() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    _fail(rig, "a", FailureKind.EXCEPTION, "rank 0: Connection closed", age_s=0.6)
+    rig.send(
+        "b",
+        phase=Phase.PARKED,
+        failure=FailureKind.EXCEPTION,
+        failure_text="rank 1: InjectedError",
+        failure_age_s=0.9,
+    )
+    rig.run(5)
+    assert rig.answers["b"].is_blamed and not rig.answers["a"].is_blamed
+
+
+@pytest.mark.parametrize("silence_s", [OUTAGE_S + 1, LOST_S + 1, 3 * LOST_S])
+@pytest.mark.parametrize("first", ["a", "b", "c"])
+def test_an_outage_of_the_server_expires_nobody(silence_s: float, first: str) -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.now_s += silence_s
+    _park(rig, "a", "b")
+    # One machine reports for some time before the others do.
+    rig.silent = set("abc") - {first}
+    rig.run(4)
+    rig.silent = set()
+    rig.run(5)
+    assert rig.places() == {"a": 0, "b": 1} and rig.state() is RunState.RUNNING
+
+
+def test_machines_that_are_all_lost_are_replaced_in_the_end() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.add("d")
+    rig.run(1)
+    rig.silent = {"a", "b"}
+    rig.run(ALL_LOST_S - 5)
+    assert rig.attempt() == 1
+    rig.run(10)
+    assert rig.attempt() == 2 and rig.places()["c"] != rig.places()["d"]
+
+
+@pytest.mark.parametrize("is_parked", [False, True])
+def test_a_restarted_server_keeps_members_and_spares(is_parked: bool) -> None:
+    rig = Rig("a", "b", "c", "d")
+    rig.start()
+    rig.restart_server(outage_s=LOST_S if is_parked else 1)
+    if is_parked:
+        _park(rig, "a", "b")
+    # The spares come first, alone, and are enough for an attempt.
+    rig.silent = {"a", "b"}
+    rig.run(LOST_S - 2)
+    rig.silent = set()
+    rig.run(5)
+    assert rig.places() == {"a": 0, "b": 1}
+    assert rig.attempt() == (2 if is_parked else 1)
+
+
+def test_new_machines_wait_after_a_restart_of_the_server_until_leases_have_ended() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    rig.silent = {"a", "b"}
+    rig.restart_server()
+    rig.add("c")
+    rig.add("d")
+    rig.run(LEASE_S + STOP_S)
+    assert rig.answers["c"].state is RunState.REBUILDING
+    rig.run(5)
+    assert rig.answers["c"].state is RunState.RUNNING
+
+
+def test_after_a_restart_of_the_server_the_place_of_a_lost_machine_is_filled() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.restart_server()
+    rig.silent = {"b"}
+    rig.run(LOST_S + 5)
+    assert rig.attempt() == 2 and rig.places() == {"a": 0, "b": 1, "c": 1}
+
+
+def test_a_member_of_an_older_attempt_does_not_displace_a_newer_one() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.silent = {"b"}
+    rig.run(LOST_S + 5)
+    assert rig.attempt() == 2
+    rig.restart_server()
+    rig.silent = set()
+    _park(rig, "b")
+    rig.run(LOST_S + 5)
+    assert rig.places() == {"a": 0, "c": 1} and rig.attempt() == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"run_id": "other"}, "--rdzv-id is other here, but run on a"),
+        ({"num_machines": 3}, "--nnodes is 3 here, but 2 on a"),
+        ({"num_ranks": 8}, "--nproc is 8 here, but 1 on a"),
+        ({"fingerprint": "2-def"}, "fingerprint is 2-def here, but 2-abc on a"),
+    ],
+)
+def test_a_machine_of_another_run_is_rejected_with_the_difference(
+    changes: dict[str, Any], difference: str
+) -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    rig.add("x", **changes)
+    with pytest.raises(Rejected, match=difference):
+        rig.send("x")
+    # Once the machines of the other run are gone, it is the first of its own.
+    rig.now_s += ALL_LOST_S + 1
+    assert rig.send("x").num_joined == 1
+
+
+def test_the_next_run_waits_until_the_machines_of_the_last_one_have_left() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    for name in "ab":
+        rig.machines[name] = replace(rig.machines[name], phase=Phase.ENDED)
+    rig.run(1)
+    assert rig.state() is RunState.ENDED and rig.answers["a"].status == 0
+    rig.add("c", run_id="next")
+    with pytest.raises(Busy):
+        rig.send("c")
+    for name in "ab":
+        rig.coordinator.leave(name, "", rig.now_s)
+    assert rig.send("c").state is RunState.REBUILDING
+
+
+def test_a_machine_that_fails_twice_in_a_row_is_replaced() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    for attempt in (2, 3):
+        _fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
+        rig.run(8)
+        assert rig.attempt() == attempt
+    assert rig.places() == {"a": 0, "c": 1}
+
+
+def test_a_machine_at_fault_is_replaced_at_once_and_does_not_return() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    _fail(rig, "b", FailureKind.USER_ERROR, "rank 1: exit status 4", status=MACHINE_FAULT)
+    rig.silent = {"b"}
+    rig.send("b", phase=Phase.PARKED)
+    rig.run(5)
+    assert rig.places()["c"] == 1 and rig.attempt() == 2
+    with pytest.raises(Rejected, match="at fault"):
+        rig.send("b")
+
+
+def test_a_fault_without_a_spare_machine_ends_the_run() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    _fail(rig, "b", FailureKind.USER_ERROR, "rank 1: exit status 4", status=MACHINE_FAULT)
+    rig.run(5)
+    assert rig.state() is RunState.ENDED and rig.answers["a"].status == MACHINE_FAULT
+
+
+def test_the_same_exception_on_two_machines_ends_the_run() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    for name in ("b", "b", "c"):
+        _fail(rig, name, FailureKind.EXCEPTION, "rank 1: InjectedError", "InjectedError")
+        rig.run(8)
+    assert rig.state() is RunState.ENDED and "in the same way" in rig.answers["a"].reason
+
+
+def test_a_machine_asked_to_stop_ends_the_run_for_all() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    _fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGTERM", is_stopping=True)
+    rig.run(3)
+    assert rig.state() is RunState.ENDED and "b was asked to stop" in rig.answers["c"].reason
+
+
+def test_a_member_that_leaves_is_replaced_without_a_wait() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.coordinator.leave("b", "", rig.now_s)
+    rig.silent = {"b"}
+    rig.run(2)
+    assert rig.attempt() == 2 and rig.answers["c"].node_rank == 1
+
+
+def test_a_late_report_does_not_count() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    late = replace(rig.machines["b"], phase=Phase.FAILED, failure=FailureKind.DEATH, sequence=1)
+    rig.coordinator.report(late, rig.now_s)
+    rig.run(2)
+    assert rig.attempt() == 1 and rig.state() is RunState.RUNNING
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"phase": "unknown"},
+        {"attempt": "1"},
+        {"attempt": True},
+        {"attempt": 1 << 60},
+        {"name": "x" * 5000},
+        {"failure_age_s": float("nan")},
+        {"more": 1},
+    ],
+)
+def test_a_malformed_report_is_rejected(change: dict[str, Any]) -> None:
+    report = Rig("a").machines["a"]
+    assert Report.parse(report.to_json()) == report
+    with pytest.raises(ValueError):
+        Report.parse({**report.to_json(), **change})
+
+
+def _park(rig: Rig, *names: str) -> None:
+    """Stop the ranks of machines whose leases have ended."""
+    for name in names:
+        rig.machines[name] = replace(rig.machines[name], phase=Phase.PARKED)
+
+
+def _fail(
+    rig: Rig,
+    name: str,
+    kind: FailureKind,
+    text: str,
+    signature: str = "",
+    *,
+    status: int = 0,
+    age_s: float = 0.0,
+    is_stopping: bool = False,
+) -> None:
+    rig.send(
+        name,
+        phase=Phase.FAILED,
+        failure=kind,
+        failure_text=text,
+        failure_signature=signature,
+        failure_status=status,
+        failure_age_s=age_s,
+        is_stopping=is_stopping,
+    )

@@ -1,0 +1,67 @@
+"""`torchtitan-lite estimate --failures`: goodput under failures. Layer: below cli; torch-free."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.failure_model import (
+    STRATEGIES,
+    Prediction,
+    Scenario,
+    as_values,
+    goodput_picture,
+    input_lines,
+    overridden,
+    parts,
+    predict,
+    predict_trace,
+    read_trace,
+    table,
+)
+
+
+def run(options: argparse.Namespace, others: Sequence[str]) -> int:
+    """Print the predictions. Returns the exit status."""
+    try:
+        scenario = overridden(Scenario(), dict(options.set))
+        if options.trace is not None:
+            trace = read_trace(options.trace)
+            predictions = predict_trace(scenario, STRATEGIES, trace)
+            print(
+                f"Goodput on {options.trace}: {trace.duration_s / 3600:.1f} h, "
+                f"{trace.num_losses} machines lost, at most {trace.most_machines} at a time"
+            )
+        else:
+            predictions = _predictions(scenario, options)
+            print(
+                f"Goodput under failures: one per {scenario.mtbf_h:,g} h and rank, "
+                f"about {options.num_failures:,} for each number of ranks"
+            )
+        print("\n".join(["", *table(predictions)]))
+        largest = [one for one in predictions if one.num_ranks == predictions[-1].num_ranks]
+        print("\n".join(["", f"Time on {largest[0].num_ranks:,} ranks", *parts(largest)]))
+        print("\n".join(["", *(f"{one.name}: {one.title}" for one in STRATEGIES)]))
+        print("\n".join(["", "Inputs (--set NAME=VALUE)", *input_lines(scenario)]))
+        if options.failure_plot is not None:
+            picture = goodput_picture(predictions, "Goodput under failures")
+            options.failure_plot.write_text(picture, encoding="utf-8")
+            print(f"\nWrote {options.failure_plot}")
+        if options.json is not None:
+            values = as_values(scenario, predictions, seed=options.seed)
+            options.json.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    except (UserError, OSError) as error:
+        print(f"estimate --failures: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _predictions(scenario: Scenario, options: argparse.Namespace) -> list[Prediction]:
+    return [
+        one
+        for num_ranks in options.ranks
+        for one in predict(
+            scenario, STRATEGIES, num_ranks, failures=options.num_failures, seed=options.seed
+        )
+    ]

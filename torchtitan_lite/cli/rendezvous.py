@@ -1,0 +1,45 @@
+"""`torchtitan-lite rendezvous`: the process through which the machines of a run find each other.
+Layer: below cli.
+"""
+
+import os
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+
+from torchtitan_lite.errors import ConfigError, UserError
+from torchtitan_lite.log import configure_logging
+from torchtitan_lite.optional_dependencies import require
+from torchtitan_lite.rpc.authentication import TOKEN, secret_problem
+
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(options: Namespace, others: Sequence[str]) -> int:
+    """Serve machines until SIGTERM or SIGINT. Returns the exit status."""
+    # Blocked in all threads and received by sigwait, so that no signal is lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    configure_logging()
+    try:
+        secret = rendezvous_secret()
+        from torchtitan_lite.rendezvous.server import rendezvous_server
+
+        with rendezvous_server(options.bind, secret) as server:
+            print(f"listening on {server.address}", flush=True)
+            signal.sigwait(_ENDING)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+def rendezvous_secret() -> str:
+    """Return the secret of the run, and prepare the import of gRPC. Raises UserError."""
+    require("grpc", "a run on several machines")
+    secret = os.environ.get(TOKEN, "")
+    if problem := secret_problem(secret):
+        raise ConfigError(problem)
+    # Otherwise gRPC writes its own log lines.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    return secret

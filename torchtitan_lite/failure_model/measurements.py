@@ -1,0 +1,67 @@
+"""Figures measured in this repository, by name, with their origins.
+
+Written by `make docs` from benchmarks/results/. Layer: imports nothing.
+"""
+
+MEASUREMENTS: dict[str, tuple[float, str]] = {
+    "restart_s": (
+        13.3,
+        "rank_recovery.json, 1 of 4 ranks killed, FSDP-4, until training again, median of 3, peer",
+    ),
+    "spare_s": (
+        1.62,
+        "rank_recovery.json, 1 of 4 ranks killed, FSDP-4, until training again, median of 3, ours",
+    ),
+    "replica_stall_s": (
+        0.234,
+        "recovery.json, ours, builtin lighthouse, survivor's stall, median of 7, ours",
+    ),
+    "replica_restart_s": (
+        10.6,
+        "recovery.json, ours, builtin lighthouse, restart to first committed step, median, ours",
+    ),
+    "donor_stall_s": (
+        0.223,
+        "recovery.json, ours, builtin lighthouse, donor's stall, median, ours",
+    ),
+    "torchft_stall_s": (
+        0.982,
+        "recovery.json, ours, builtin lighthouse, survivor's stall, median of 7, peer",
+    ),
+    "torchft_restart_s": (
+        7.1,
+        "recovery.json, ours, builtin lighthouse, restart to first committed step, median, peer",
+    ),
+    "torchft_donor_stall_s": (
+        0.0276,
+        "recovery.json, ours, builtin lighthouse, donor's stall, median, peer",
+    ),
+    "heal_mib_per_s": (
+        1080.0,
+        "recovery.json, heal of 144 MiB, rate by 4 connections, ours",
+    ),
+    "load_mib_per_s": (
+        1590.0,
+        "checkpoint.json, 1 proc, 474 MB, load, cold, readinto, ours, as a rate",
+    ),
+    "write_mib_per_s": (
+        1310.0,
+        "checkpoint.json, 1 proc, 474 MB, synchronous save, safetensors and fsync, ours, as a rate",
+    ),
+    "snapshot_load_mib_per_s": (
+        1580.0,
+        "checkpoint.json, 1 proc, 474 MB, back from shared memory, ours, as a rate",
+    ),
+    "save_s_per_gib": (
+        0.147,
+        "checkpoint.json, 1 proc, 474 MB, extra wall of a save, torchtitan async, ours, per GiB",
+    ),
+    "async_save_s_per_gib": (
+        0.483,
+        "checkpoint.json, 1 proc, 474 MB, extra wall of a save, torchtitan async, peer, per GiB",
+    ),
+    "snapshot_s_per_gib": (
+        0.0481,
+        "checkpoint.json, 1 proc, 474 MB, extra wall time of a snapshot, memcpy, ours, per GiB",
+    ),
+}

@@ -1,0 +1,6 @@
+"""The rendezvous of several machines: which of them train in the present attempt, and which are
+spare.
+
+`timing` has the time limits, `messages` what is sent, `coordinator` the decisions, `server` and
+`link` the two sides of the connection. Torch-free. Layer: above rpc and launcher.
+"""

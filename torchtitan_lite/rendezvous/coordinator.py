@@ -1,0 +1,350 @@
+"""Decisions of the rendezvous: a state machine that reports drive. Layer: above messages, timing
+and launcher.restart_policy.
+
+Each attempt has a number, and a node rank for each of its members. An attempt ends for all members
+when a machine is lost or a rank fails. The next one is decided when every machine that still
+answers has parked its ranks: members keep their node ranks, spare machines fill the others.
+
+Invariants: it has no clock and no I/O; a machine is recorded before others expire; what must
+survive a restart is in the reports, so that none of it is stored.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.errors import MACHINE_FAULT
+from torchtitan_lite.launcher.restart_policy import (
+    HEALTHY_S,
+    Failure,
+    GiveUp,
+    RestartPolicy,
+)
+from torchtitan_lite.rendezvous.messages import Answer, FailureKind, Phase, Report, RunState
+from torchtitan_lite.rendezvous.timing import ALL_LOST_S, LEASE_S, LOST_S, OUTAGE_S
+
+_MAX_RESTARTS = 10
+_MAX_MACHINES = 4096
+_FAILURES_OF_A_MACHINE = 2
+"""Failures in a row on one machine, without progress in between, after which a spare machine takes
+its place."""
+
+
+class Rejected(Exception):
+    """A report that can never be accepted; the text is for the user."""
+
+
+class Busy(Exception):
+    """A report that can be accepted when the machines of the last run have left."""
+
+
+@dataclass
+class _Machine:
+    report: Report
+    heard_s: float
+    was_joined: bool = False
+    """Whether it has reported the present attempt."""
+    failed_at_s: float = 0.0
+
+
+class Coordinator:
+    """Decisions for one run, and for the next one when its machines have left."""
+
+    def __init__(self, now_s: float) -> None:
+        self._machines: dict[str, _Machine] = {}
+        self._dismissed: set[str] = set()
+        """Machines at fault, which must not train again."""
+        # Machines may train that were members before a restart of this process.
+        self._start(now_s, rebuilt_s=now_s + LOST_S)
+
+    def _start(self, now_s: float, rebuilt_s: float) -> None:
+        """Start with nothing known of a run, and learn until `rebuilt_s` what the machines know."""
+        self._contact_s = self._outage_ended_s = now_s
+        self._policy = RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=1.0)
+        self._state = RunState.REBUILDING
+        self._rebuilt_s = rebuilt_s
+        self._attempt = 0
+        self._members: list[str] = []
+        """Machines of the present or last attempt, by node rank; "" for one that is unknown."""
+        self._store_port = 0
+        self._lost: list[str] = []
+        """Names of the members that were lost in this attempt."""
+        self._suspects: dict[str, int] = {}
+        """Failures since the run was last healthy, by machine."""
+        self._progress_since_s: float | None = None
+        self._is_judged = True
+        """Whether the end of the last attempt has been evaluated."""
+        self._not_before_s = 0.0
+        self._blamed = self._reason = ""
+        self._status = 0
+
+    def report(self, report: Report, now_s: float) -> Answer:
+        """Record a report and return the answer. Raises Rejected or Busy."""
+        self._expire(now_s, except_for=report.machine)
+        if not self._machines and self._state is not RunState.REBUILDING:
+            # The machines of the last run have left or lost their leases. Some may return.
+            self._start(now_s, rebuilt_s=now_s + LEASE_S)
+        self._check(report)
+        self._record(report, now_s)
+        self._advance(now_s)
+        return self._answer(report.machine)
+
+    def leave(self, machine: str, reason: str, now_s: float) -> None:
+        """Forget a machine, all of whose ranks have ended; `reason` is why if the run must end with
+        it."""
+        left = self._machines.pop(machine, None)
+        if left is None:
+            return
+        if machine in self._members and self._state is not RunState.ENDED:
+            if reason:
+                self._end(1, f"{left.report.name}: {reason}")
+            else:
+                self._lost.append(left.report.name)
+                self._advance(now_s)
+
+    def _check(self, report: Report) -> None:
+        if report.machine in self._dismissed:
+            raise Rejected(
+                f"{report.name} is at fault, and another machine has taken its place: see "
+                "its log, and replace it."
+            )
+        if report.machine in self._machines:
+            return
+        if self._state is RunState.ENDED:
+            raise Busy(f"the last run has ended ({self._reason}), and its machines have not left")
+        if len(self._machines) >= _MAX_MACHINES:
+            raise Rejected(f"{_MAX_MACHINES} machines have joined already.")
+        other = next((one.report for one in self._machines.values()), None)
+        if other is None:
+            return
+        for label, theirs, own in (
+            ("--rdzv-id", other.run_id, report.run_id),
+            ("--nnodes", other.num_machines, report.num_machines),
+            ("--nproc", other.num_ranks, report.num_ranks),
+            ("the configuration's fingerprint", other.fingerprint, report.fingerprint),
+        ):
+            if theirs != own:
+                raise Rejected(
+                    f"{label} is {own} here, but {theirs} on {other.name}, which has joined: "
+                    "start all machines with the same options and configuration, or start another "
+                    "rendezvous for this run."
+                )
+
+    def _record(self, report: Report, now_s: float) -> None:
+        known = self._machines.get(report.machine)
+        if known is None:
+            known = self._machines[report.machine] = _Machine(report, now_s)
+        elif report.sequence <= known.report.sequence:
+            return
+        before = known.report
+        known.report, known.heard_s = report, now_s
+        if report.failure and (before.failure, before.attempt) != (report.failure, report.attempt):
+            known.failed_at_s = now_s - report.failure_age_s
+        if self._counts(report.machine):
+            if now_s - self._contact_s > OUTAGE_S:
+                self._outage_ended_s = now_s
+            self._contact_s = now_s
+
+    def _counts(self, machine: str) -> bool:
+        """Return whether a report shows that the members can reach the rendezvous: a spare, which
+        may be the only machine that does, must not take their places."""
+        return machine in self._members or len(self._members) < 2
+
+    def _expire(self, now_s: float, except_for: str) -> None:
+        """Forget the machines that are lost."""
+        is_outage = now_s - self._contact_s > OUTAGE_S or (
+            # It ends with this report, and the other machines get the same time as ever.
+            now_s - self._outage_ended_s <= LOST_S
+        )
+        limit_s = ALL_LOST_S if is_outage and self._state is not RunState.ENDED else LOST_S
+        for machine, one in list(self._machines.items()):
+            if machine != except_for and now_s - one.heard_s > limit_s:
+                del self._machines[machine]
+                if machine in self._members:
+                    self._lost.append(one.report.name)
+
+    def _advance(self, now_s: float) -> None:
+        if self._state is RunState.REBUILDING:
+            self._rebuild(now_s)
+        if self._state is RunState.RUNNING:
+            self._watch(now_s)
+        if self._state is RunState.FORMING:
+            self._form(now_s)
+
+    def _rebuild(self, now_s: float) -> None:
+        """Learn the last attempt from the reports."""
+        reports = [one.report for one in self._machines.values()]
+        self._attempt = max(report.seen_attempt for report in reports)
+        size = reports[0].num_machines
+        seats = {r.node_rank: r for r in reports if r.attempt == self._attempt and r.attempt}
+        self._members = [seats[n].machine if n in seats else "" for n in range(size)]
+        if not self._attempt:
+            self._members = []
+        if self._attempt and len(seats) == size:
+            for machine in self._members:
+                self._machines[machine].was_joined = True
+            self._store_port = seats[0].store_port
+            self._state = RunState.RUNNING
+            return
+        if now_s >= self._rebuilt_s:
+            self._state = RunState.FORMING
+
+    def _watch(self, now_s: float) -> None:
+        """End the attempt when a member has left it, or the run when all have finished."""
+        members = [self._machines.get(machine) for machine in self._members]
+        living = [one for one in members if one is not None]
+        for one in living:
+            one.was_joined = one.was_joined or one.report.attempt == self._attempt
+        if len(living) == len(members):
+            phases = {one.report.phase for one in living if one.report.attempt == self._attempt}
+            if phases == {Phase.ENDED} and all(one.was_joined for one in living):
+                self._end(0, "all ranks have finished")
+                return
+            if all(one.report.has_progress and one.was_joined for one in living):
+                self._policy.made_progress(now_s)
+                self._progress_since_s = self._progress_since_s or now_s
+            if not any(map(self._has_left, living)):
+                return
+        self._state, self._is_judged = RunState.FORMING, False
+
+    def _has_left(self, one: _Machine) -> bool:
+        """Return whether a member does not train in the present attempt any more."""
+        if one.report.attempt == self._attempt:
+            return one.report.phase in (Phase.PARKED, Phase.FAILED)
+        return one.was_joined
+
+    def _form(self, now_s: float) -> None:
+        """Start the next attempt if there are enough machines, all of them parked."""
+        former = [self._machines[m] for m in self._members if m in self._machines]
+        busy = (Phase.JOINED, Phase.FAILED)
+        if any(one.report.phase in busy for one in self._machines.values()):
+            return
+        if not self._is_judged:
+            self._is_judged = True
+            self._judge(former, now_s)
+        if self._state is not RunState.FORMING or now_s < self._not_before_s:
+            return
+        size = next(iter(self._machines.values())).report.num_machines
+        seats: dict[int, str] = {
+            number: machine
+            for number, machine in enumerate(self._members)
+            if machine in self._machines
+        }
+        spares = [machine for machine in self._ranked() if machine not in seats.values()]
+        if len(seats) + len(spares) < size:
+            return
+        for number in range(size):
+            if number not in seats:
+                seats[number] = spares.pop(0)
+        seen = max(one.report.seen_attempt for one in self._machines.values())
+        self._attempt = max(self._attempt, seen) + 1
+        self._members = [seats[number] for number in range(size)]
+        self._state, self._store_port, self._lost = RunState.RUNNING, 0, []
+        self._policy.attempt_started()
+        self._progress_since_s = None
+        for one in self._machines.values():
+            one.was_joined = False
+
+    def _ranked(self) -> Iterable[str]:
+        """Return the machines, those first that have not failed."""
+        return sorted(self._machines, key=lambda machine: self._suspects.get(machine, 0))
+
+    def _judge(self, former: list[_Machine], now_s: float) -> None:
+        """Find why the attempt ended, and whether there is a next one."""
+        failed = [
+            one for one in former if one.report.failure and one.report.attempt == self._attempt
+        ]
+        by_kind = {
+            kind: [one for one in failed if one.report.failure is kind] for kind in FailureKind
+        }
+        self._blamed = ""
+        cause = None
+        # A machine that is lost, or has stopped its ranks at the end of its lease, explains the
+        # exceptions of the others, as a process that died does, and not the reverse.
+        was_cut = bool(self._lost) or any(one.report.has_lost_lease for one in former)
+        for kind in (FailureKind.USER_ERROR, FailureKind.DEATH, FailureKind.EXCEPTION):
+            if by_kind[kind] and (kind is not FailureKind.EXCEPTION or not was_cut):
+                cause = min(by_kind[kind], key=lambda one: one.failed_at_s)
+                break
+        stopping = next((one.report for one in former if one.report.is_stopping), None)
+        if cause is None:
+            names = ", ".join(self._lost)
+            self._reason = f"lost {names}" if names else "a machine was out of reach"
+            failure = Failure(self._reason, "", Path(os.devnull))
+        else:
+            report = cause.report
+            self._blamed = report.machine
+            self._reason = f"{report.name}: {report.failure_text}"
+            failure = Failure(
+                self._reason,
+                report.failure_signature,
+                Path(os.devnull),
+                report.failure_rank,
+                report.failure_status,
+            )
+        if stopping is not None:
+            self._end(failure.status or 1, f"{self._reason}; {stopping.name} was asked to stop")
+            return
+        if cause is None and not self._lost:
+            return
+        is_user_error = cause is not None and cause.report.failure is FailureKind.USER_ERROR
+        if is_user_error and failure.status != MACHINE_FAULT:
+            self._end(failure.status, self._reason)
+            return
+        is_replaced = self._replace_machine(failure, now_s)
+        decision = self._policy.attempt_failed(failure, now_s)
+        if is_replaced:
+            self._not_before_s = now_s
+        elif isinstance(decision, GiveUp):
+            self._end(failure.status or 1, f"{self._reason}: {decision.reason}")
+        else:
+            self._not_before_s = now_s + decision.delay_s
+
+    def _replace_machine(self, failure: Failure, now_s: float) -> bool:
+        """Take the node rank from a machine that is at fault or fails repeatedly, if there is a
+        spare one. Returns whether it did."""
+        since_s = self._progress_since_s
+        if since_s is not None and now_s - since_s >= HEALTHY_S:
+            self._suspects = {}
+        if not self._blamed:
+            return False
+        machine = self._blamed
+        self._suspects[machine] = self._suspects.get(machine, 0) + 1
+        is_at_fault = failure.status == MACHINE_FAULT
+        if not is_at_fault and self._suspects[machine] < _FAILURES_OF_A_MACHINE:
+            return False
+        spares = [m for m in self._machines if m not in self._members]
+        better = [m for m in spares if self._suspects.get(m, 0) < self._suspects[machine]]
+        if not better:
+            return False
+        self._members[self._members.index(machine)] = ""
+        if is_at_fault:
+            self._dismissed.add(machine)
+            del self._machines[machine]
+        return True
+
+    def _end(self, status: int, reason: str) -> None:
+        self._state, self._status, self._reason = RunState.ENDED, status, reason
+
+    def _answer(self, machine: str) -> Answer:
+        members = self._members
+        store_address = ""
+        if self._state is RunState.RUNNING and members[0] in self._machines:
+            first = self._machines[members[0]].report
+            if first.attempt == self._attempt and first.store_port:
+                self._store_port = first.store_port
+            store_address = first.address if self._store_port else ""
+        names = sorted(one.report.name for one in self._machines.values())
+        return Answer(
+            state=self._state,
+            attempt=self._attempt,
+            node_rank=members.index(machine) if machine in members else -1,
+            store_address=store_address,
+            store_port=self._store_port,
+            is_blamed=machine == self._blamed,
+            reason=self._reason[:1000],
+            status=self._status,
+            num_joined=len(names),
+            joined=", ".join(names)[:1000],
+        )

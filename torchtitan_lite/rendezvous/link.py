@@ -1,0 +1,131 @@
+"""Connection of a machine's agent to the rendezvous. Layer: above messages, timing and rpc.
+
+A thread sends the reports, so that the agent never waits for the network. It sends them only while
+the agent's main loop runs: an agent that is blocked must count as lost.
+"""
+
+import secrets
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from torchtitan_lite.errors import RpcError
+from torchtitan_lite.log import logger
+from torchtitan_lite.rendezvous.messages import PURPOSE, SERVICE, Answer, Report
+from torchtitan_lite.rendezvous.timing import BLOCKED_S, CALL_S, LEASE_S, REPORT_S
+from torchtitan_lite.rpc.client import RpcClient
+
+_LEAVE_S = 1.0
+_PERMANENT = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)
+"""Another secret, or another server."""
+
+
+class RendezvousLink:
+    """Reports of this machine, and the last answer."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        secret: str,
+        *,
+        address: str,
+        name: str,
+        run_id: str,
+        num_machines: int,
+        num_ranks: int,
+        fingerprint: str,
+    ) -> None:
+        """See `Report`."""
+        self._client = RpcClient(endpoint, SERVICE, secret, PURPOSE)
+        self.report = Report(
+            machine=secrets.token_hex(16),
+            sequence=0,
+            name=name,
+            address=address,
+            run_id=run_id,
+            num_machines=num_machines,
+            num_ranks=num_ranks,
+            fingerprint=fingerprint,
+        )
+        """The report that is sent next, except for its number."""
+        self._sequence = 0
+        self.answer: Answer | None = None
+        """The last answer."""
+        self.rejection = ""
+        """Why the rendezvous does not accept this machine; final."""
+        self.problem = "it has not answered yet"
+        """Why the last report had no answer; empty if it had one."""
+        self._leased_s = self._beat_s = 0.0
+        self._wake = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
+
+    def start(self) -> None:
+        """Start to report."""
+        self.beat()
+        self._thread.start()
+
+    def beat(self) -> None:
+        """Show that the main loop runs."""
+        self._beat_s = time.monotonic()
+
+    def update(self, **changes: Any) -> None:
+        """Change the report, and send it at once."""
+        self.report = replace(self.report, **changes)
+        self._wake.set()
+
+    @property
+    def lease_until_s(self) -> float:
+        """End of the lease (time.monotonic())."""
+        return self._leased_s + LEASE_S
+
+    @property
+    def has_lease(self) -> bool:
+        """Whether ranks of this machine may train."""
+        return time.monotonic() < self.lease_until_s
+
+    def leave(self, reason: str = "") -> None:
+        """End the reports and notify the rendezvous, if it answers. All ranks must have ended.
+        `reason`: why the run must end with this machine."""
+        if self._ended:
+            return
+        self._ended = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(CALL_S + _LEAVE_S)
+        with suppress(RpcError):
+            if self.answer is not None:
+                content = {"machine": self.report.machine, "reason": reason}
+                self._client.call("Leave", content, _LEAVE_S)
+        self._client.close()
+
+    def _run(self) -> None:
+        while not self._ended and not self.rejection:
+            self._wake.clear()
+            now_s = time.monotonic()
+            if now_s - self._beat_s <= BLOCKED_S:
+                self._send(now_s)
+            self._wake.wait(REPORT_S)
+
+    def _send(self, now_s: float) -> None:
+        self._sequence += 1
+        report = replace(self.report, sequence=self._sequence)
+        try:
+            answer = Answer.parse(self._client.call("Report", report.to_json(), CALL_S))
+        except RpcError as error:
+            # Once it has answered, an error of another kind may be due to its restart.
+            if error.is_final or (self.answer is None and error.code in _PERMANENT):
+                self.rejection = str(error)
+            elif not self.problem:
+                logger.warning("The rendezvous does not answer: %s", error)
+            self.problem = str(error)
+            return
+        except ValueError as error:
+            self.rejection = f"The rendezvous answers with a malformed message: {error}."
+            return
+        self.problem = ""
+        self.answer, self._leased_s = answer, now_s

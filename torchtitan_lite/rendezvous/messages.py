@@ -1,0 +1,148 @@
+"""What machines report to the rendezvous, and what it answers. Layer: imports nothing of the
+project.
+
+Invariant: `parse` raises ValueError for whatever is not exactly such a message.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Any, Self
+
+SERVICE = "torchtitan_lite.Rendezvous"
+PURPOSE = "rendezvous"
+"""Purpose of its sessions, see `rpc.authentication`."""
+_MAX_CHARS = 2000
+_MAX_NUMBER = 1 << 40
+_NUMBERS = ("int", "float")
+
+
+class Phase(StrEnum):
+    """Phase of a machine."""
+
+    PARKED = "parked"
+    """No rank of it trains."""
+    JOINED = "joined"
+    """Its ranks start or train, as a member of `attempt`."""
+    FAILED = "failed"
+    """A rank of it failed; the others wait for the end of the attempt."""
+    ENDED = "ended"
+    """All its ranks have finished."""
+
+
+class FailureKind(StrEnum):
+    """How a rank failed."""
+
+    NONE = ""
+    DEATH = "death"
+    """Its process ended."""
+    EXCEPTION = "exception"
+    """Its training raised an exception, possibly because of another rank."""
+    USER_ERROR = "user error"
+    """Its training ended with an error that a user must correct, or a faulty device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Message:
+    def to_json(self) -> dict[str, Any]:
+        """Return the message as an object of JSON."""
+        return asdict(self)
+
+    @classmethod
+    def parse(cls, content: Mapping[str, Any]) -> Self:
+        """Parse an object. Raises ValueError."""
+        kinds = {field.name: field.type for field in fields(cls)}
+        if content.keys() != kinds.keys():
+            raise ValueError(f"its fields are not those of a {cls.__name__}")
+        values = {}
+        for name, kind in kinds.items():
+            values[name] = _checked(name, content[name], kind)
+        return cls(**values)
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    if kind is bool or kind is int or kind is float or kind is str:
+        is_right = type(value) is kind or (kind is float and type(value) is int)
+        is_small = len(value) <= _MAX_CHARS if isinstance(value, str) else abs(value) < _MAX_NUMBER
+        if is_right and is_small:
+            return value
+    elif isinstance(value, str):
+        return kind(value)
+    raise ValueError(f"{name} is {value!r:.60}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(_Message):
+    """Report of a machine, or rather of the agent on it."""
+
+    machine: str
+    """Random identity of the agent's process."""
+    sequence: int
+    """Number of the report. Older ones do not count."""
+    name: str
+    """Name of the machine for display."""
+    address: str
+    """Its address on the route to the rendezvous."""
+    run_id: str
+    num_machines: int
+    num_ranks: int
+    """Ranks per machine."""
+    fingerprint: str
+    """Fingerprint of the configuration."""
+    phase: Phase = Phase.PARKED
+    attempt: int = 0
+    """The last attempt of which it was a member; 0 if there is none."""
+    node_rank: int = -1
+    """Its node rank in that attempt."""
+    seen_attempt: int = 0
+    """Highest attempt that any answer named."""
+    store_port: int = 0
+    """Port of the store of `attempt`, if it has node rank 0."""
+    has_progress: bool = False
+    """Whether its ranks have committed a step in `attempt`."""
+    is_stopping: bool = False
+    """Whether it was asked to stop."""
+    has_lost_lease: bool = False
+    """Whether it parked in `attempt` because its lease had ended."""
+    failure: FailureKind = FailureKind.NONE
+    """How a rank failed in `attempt`."""
+    failure_text: str = ""
+    failure_signature: str = ""
+    """As in `restart_policy.Failure`."""
+    failure_rank: int = -1
+    failure_status: int = 0
+    failure_age_s: float = 0.0
+
+
+class RunState(StrEnum):
+    """State of the run."""
+
+    REBUILDING = "rebuilding"
+    """The rendezvous was restarted and learns from reports what runs. Nothing changes meanwhile."""
+    FORMING = "forming"
+    """The next attempt waits for machines. All ranks park."""
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(_Message):
+    """Answer to a report."""
+
+    state: RunState
+    attempt: int
+    """Number of the present or last attempt."""
+    node_rank: int = -1
+    """Node rank of this machine in it; -1: a spare."""
+    store_address: str = ""
+    """Address of the attempt's store; empty until node rank 0 has reported it."""
+    store_port: int = 0
+    is_blamed: bool = False
+    """Whether a rank of this machine ended the previous attempt."""
+    reason: str = ""
+    """Why the previous attempt or the run ended."""
+    status: int = 0
+    """Exit status of the ended run."""
+    num_joined: int = 0
+    joined: str = ""
+    """Names of the machines that have joined."""

@@ -1,0 +1,29 @@
+"""Time limits of the rendezvous, each derived from those before. Layer: imports nothing.
+
+A machine may train only while it holds a lease, which each answer of the rendezvous renews. One
+without an answer for LEASE_S stops its ranks and their checkpoint writers within STOP_S, by itself;
+the rendezvous gives its node rank to another machine only afterwards, so that two machines never
+train in the same place.
+"""
+
+REPORT_S = 0.5
+"""Interval of the reports of a machine."""
+LEASE_S = 4.0
+"""Time without an answer after which a machine must stop its ranks. Counted from when the last
+answered report was sent."""
+STOP_S = 3.0
+"""Time in which it must have stopped them."""
+PARK_S = STOP_S * 2 / 3
+"""The part of it for ranks to park; then they are killed."""
+LOST_S = LEASE_S + STOP_S + 1.0
+"""Time without a report after which a machine is lost. Counted from when the rendezvous received
+the last report, and that is later than it was sent; the last second is a margin."""
+ALL_LOST_S = 60.0
+"""The same if all machines were silent, which is more likely an outage of the rendezvous or its
+network: then nobody is replaced before it is sure."""
+OUTAGE_S = LEASE_S
+"""Time without a report of any machine that counts as such an outage."""
+CALL_S = 2.0
+"""Timeout of a report. A report per lease may fail."""
+BLOCKED_S = 2.0
+"""Time after which an agent whose main loop does not run stops to report."""

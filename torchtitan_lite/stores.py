@@ -1,0 +1,21 @@
+"""Stores through which the ranks of a world find each other. Layer: imports nothing of the
+project."""
+
+import socket
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+
+def listening_store(address: str) -> TCPStore:
+    """Return a store that listens at `address` only; by itself it would on all interfaces.
+    Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
+        port = listener.getsockname()[1]
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
