@@ -45,6 +45,10 @@ _CONNECT_S = 5.0
 """Time limit of a connection between the process groups of a quorum. gloo waits up to five times as
 long for a member that does not connect (2.13)."""
 _construction = threading.Lock()
+_ABORT_POLL_S = 0.5
+_ABORTED_S = 1.0
+"""Time in which a reduction fails by itself after its group was aborted."""
+_KEPT_S = 5.0
 _FILTER_EXIT_S = 1.0
 """Time for the filter to forward the rest. It survives as long as a process that inherited its
 input."""
@@ -275,6 +279,8 @@ class QuorumManager(Manager):
 
     def _started(self, flat: torch.Tensor, reduce_op: Any) -> "PendingReduction":
         work = self.allreduce(flat, reduce_op=reduce_op)
+        if isinstance(self.group, _GlooAtAddress):
+            return PendingHostReduction(self, work, self.group)
         return PendingReduction(work, blocks_host=not isinstance(self.group, ProcessGroupNCCL))
 
     def abort_step(self, reason: str) -> None:
@@ -299,11 +305,16 @@ class PendingReduction:
             # Independent of time, so that all ranks issue the collectives of all their NCCL groups
             # in one order: different orders can deadlock.
             return True
-        # torchft's works do not know this, but wrap the work that does; after an error none.
+        inner = self._inner()
+        return inner is None or inner.is_completed()
+
+    def _inner(self) -> Any:
+        """Return the work of the process group; None after an error. torchft's works wrap it, and
+        do not know whether it is completed."""
         inner: Any = self._work
         while inner is not None and hasattr(inner, "_work"):
             inner = inner._work
-        return inner is None or isinstance(inner, _DummyWork) or inner.is_completed()
+        return None if isinstance(inner, _DummyWork) else inner
 
     def wait(self) -> None:
         """Wait; on a device, make its current stream wait. Never raises."""
@@ -318,6 +329,28 @@ class PendingReduction:
         finally:
             torch.accelerator.set_stream(here)
         here.wait_stream(self._stream)
+
+
+class PendingHostReduction(PendingReduction):
+    """Reduction by gloo, whose wait ends soon after its group was aborted, also if a thread of gloo
+    does not notice it."""
+
+    def __init__(self, manager: QuorumManager, work: dist.Work, group: "_GlooAtAddress") -> None:
+        super().__init__(work)
+        self._manager, self._group, self._num_aborts = manager, group, group.num_aborts
+
+    def wait(self) -> None:
+        """Wait. Never raises."""
+        inner = self._inner()
+        while inner is not None and not inner.is_completed():
+            is_aborted = self._group.num_aborts != self._num_aborts
+            with suppress(RuntimeError):
+                # Its error is reported below; it raises at the time limit, too.
+                inner.wait(timedelta(seconds=_ABORTED_S if is_aborted else _ABORT_POLL_S))
+            if is_aborted and not inner.is_completed():
+                self._manager.report_error(RuntimeError("the process group was aborted"))
+                return
+        super().wait()
 
 
 def same_device_in_thread() -> Callable[[], None]:
@@ -362,12 +395,17 @@ class _GlooAtAddress(ProcessGroupGloo):
         super().__init__(timeout=timeout)
         self._address = address
         self._connections: set[int] = set()
+        self.num_aborts = 0
 
     def abort(self, errored: bool = True) -> None:
-        # gloo's own abort does not wake a collective that waits (torch 2.13), and dropping the last
-        # reference of a group waits for it, so the connections must be cut before.
+        self.num_aborts += 1
+        # gloo's own abort does not wake a collective that waits (torch 2.13).
         cut, self._connections = self._connections, set()
         cut_connections(cut)
+        # The end of a group waits for its threads, and sometimes one of them does not notice that
+        # its connection is closed, and waits for the time limit of a collective. So the last
+        # reference is not that of a thread that trains.
+        threading.Thread(target=_keep, args=(self._pg,), name="ended group", daemon=True).start()
         super().abort(errored)
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
@@ -388,6 +426,12 @@ class _GlooAtAddress(ProcessGroupGloo):
                 torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend
             )
         return group
+
+
+def _keep(group: object) -> None:
+    """Keep a group until no other thread is in one of its methods."""
+    del group  # Only in this frame; the thread has the reference.
+    time.sleep(_KEPT_S)
 
 
 @contextmanager

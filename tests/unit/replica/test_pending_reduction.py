@@ -4,6 +4,7 @@ are wrapped as torchft wraps those of NCCL, which needs a GPU."""
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +14,11 @@ from torchft.manager import _ManagedWork
 from torchft.process_group import ProcessGroupGloo, _WorkAcceleratorTimeout
 
 from tests.launch import wait_until
-from torchtitan_lite.replica.torchft_manager import PendingReduction
+from torchtitan_lite.replica.torchft_manager import (
+    PendingHostReduction,
+    PendingReduction,
+    _GlooAtAddress,
+)
 
 _TIMEOUT = timedelta(seconds=60)
 
@@ -47,6 +52,31 @@ def test_a_wrapped_reduction_reports_completion() -> None:
 def test_a_reduction_for_which_only_the_stream_waits_does_not_depend_on_time() -> None:
     unfinished: Any = object()
     assert PendingReduction(unfinished, blocks_host=False).is_done()
+
+
+def test_an_abort_that_gloo_does_not_notice_ends_the_wait() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    groups = [_GlooAtAddress("127.0.0.1", _TIMEOUT) for _ in range(2)]
+    errors: list[Exception] = []
+    manager: Any = SimpleNamespace(report_error=errors.append)
+    address = f"127.0.0.1:{store.port}/test"
+    with ThreadPoolExecutor(2) as threads:
+        list(
+            threads.map(
+                lambda place: groups[place].configure(address, f"r{place}", place, 2), range(2)
+            )
+        )
+        work = groups[0].allreduce([torch.ones(4)], dist.AllreduceOptions())
+        waiting = threads.submit(PendingHostReduction(manager, work, groups[0]).wait)
+        time.sleep(0.2)
+        assert not waiting.done()
+        # Its connections stay open here, as if gloo had not noticed that they were closed.
+        groups[0].num_aborts += 1
+        waiting.result(timeout=5)
+        assert [str(error) for error in errors] == ["the process group was aborted"]
+        assert not work.is_completed()
+        for group in groups:
+            group.abort()
 
 
 def _wrapped(group: ProcessGroupGloo, work: Any, flat: torch.Tensor) -> PendingReduction:
