@@ -2,11 +2,12 @@
 
 python -m benchmarks.lost_machine [--quick] [--json PATH]
 
-Three machines, each a namespace with a network and shared memory of its own, run a job for two; a
-checkpoint is saved every five steps. All processes of one that trains are killed (SIGKILL), and it
-is started again as a spare machine. A recovery is the time from the kill to the first step that is
-recorded by the next attempt; most of it is the lease of the lost machine. The same job without
-faults gives the losses to compare with.
+Three machines, each a namespace with a network and shared memory of its own, run a job for two.
+All processes of one that trains are killed (SIGKILL), and it is started again as a spare machine.
+The state comes from the copy in the memory of its buddy, which is made every two steps and is all
+that there is, or from a checkpoint, which is saved every five steps. A recovery is the time from
+the kill to the first step that is recorded by the next attempt; most of it is the lease of the lost
+machine. The same job without faults gives the losses to compare with.
 
 The exit status is 1 if a process fails or losses differ. Needs root.
 """
@@ -19,12 +20,14 @@ from pathlib import Path
 
 from benchmarks.harness import Comparison, Result, formatted, main
 from benchmarks.processes import ChildFailed
-from tests.resilience.network.machines import Machines, machines, undisturbed_losses
+from tests.resilience.network.machines import BUDDIES, Machines, machines, undisturbed_losses
 from tests.resilience.network.namespaces import unavailable_reason
 from torchtitan_lite.rendezvous.timing import LOST_S
 
 _STEPS_PER_KILL = 40
 _NAMES = ("a", "b", "c")
+_GOALS = {"buddy": 4, "storage": 10}
+"""Steps of two copies or checkpoints: one is in flight at the kill. By the source of the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,25 +43,37 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
         raise ChildFailed(reason)
     steps = _STEPS_PER_KILL * (plan.num_kills + 1)
     expected = undisturbed_losses(folder / "undisturbed", steps)
+    for source, arguments in (("buddy", BUDDIES), ("storage", ())):
+        yield from _measure(plan, folder / source, source, arguments, expected)
+
+
+def _measure(
+    plan: Plan, folder: Path, source: str, arguments: tuple[str, ...], expected: list[float]
+) -> Iterator[Result]:
+    """Measure recoveries with the state from `source`."""
     seconds, repeated = [], []
-    with machines(folder, *_NAMES, steps=steps) as run:
-        run.train(*_NAMES)
+    with machines(folder, *_NAMES, steps=len(expected)) as run:
+        run.train(*_NAMES, more=arguments)
         for number in range(plan.num_kills):
             run.wait_for_step(_STEPS_PER_KILL * number + 5)
-            recovery_s, lost_steps = _lose(run, attempt=number + 2)
+            recovery_s, lost_steps = _lose(run, arguments, attempt=number + 2)
+            if source == "buddy" and list(run.output.glob("checkpoint/step-*")):
+                raise ChildFailed("a checkpoint was saved: the state may come from storage")
             seconds.append(recovery_s)
             repeated.append(lost_steps)
         actual = run.finish()
-    comparison = Comparison("1 of 2 machines killed, 1 spare", other="without faults")
+    comparison = Comparison(
+        f"1 of 2 machines killed, 1 spare, state from {source}", other="without faults"
+    )
     comparison.note(f"recoveries {formatted(seconds)} s, of which {LOST_S:g} s are the lease")
     comparison.note(f"steps repeated {formatted(repeated)}")
     comparison.close_losses(actual, expected, shown=4)
     name = f"until training again, median of {plan.num_kills}"
     yield comparison.value(name, "s", statistics.median(seconds))
-    yield comparison.value("steps repeated at most", "steps", max(repeated))
+    yield comparison.value("steps repeated at most", "steps", max(repeated), goal=_GOALS[source])
 
 
-def _lose(run: Machines, *, attempt: int) -> tuple[float, int]:
+def _lose(run: Machines, arguments: tuple[str, ...], *, attempt: int) -> tuple[float, int]:
     """Kill a machine that trains. Return the seconds until training again, and the steps that were
     repeated."""
     name = next(name for name in reversed(_NAMES) if run.writers(name))
@@ -69,7 +84,7 @@ def _lose(run: Machines, *, attempt: int) -> tuple[float, int]:
     run.wait(lambda: run.num_records() > resumed)
     recovery_s = time.monotonic() - began_s
     repeated = before - run.newest_record() + 1
-    run.start(name)
+    run.start(name, *arguments)
     run.wait(lambda: run.processes(name))
     return recovery_s, max(0, repeated)
 

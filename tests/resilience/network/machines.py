@@ -29,6 +29,12 @@ ARGUMENTS: tuple[str, ...] = (
     "--metrics.log_freq=1",
     "--experimental.custom_import=tests.rank_faults",
 )
+BUDDIES: tuple[str, ...] = (
+    "--checkpoint.interval=100000",
+    "--checkpoint.enable_first_step_checkpoint=false",
+    "--checkpoint.buddy_interval=2",
+)
+"""Arguments of a run that has its state in memory only, and copies of it on another machine."""
 _RENDEZVOUS = "rendezvous"
 _WAIT_S = 120.0
 _OWN_SHARED_MEMORY = 'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'

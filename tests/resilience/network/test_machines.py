@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.resilience.network.machines import Machines, machines, undisturbed_losses
+from tests.resilience.network.machines import BUDDIES, Machines, machines, undisturbed_losses
 from tests.resilience.network.namespaces import unavailable_reason
 from tests.tolerances import FAULTS_FLOAT64
 from torchtitan_lite.rendezvous.timing import LEASE_S, LOST_S, STOP_S
@@ -34,13 +34,23 @@ def _check_losses(run: Machines, expected: list[float]) -> None:
     assert run.finish() == pytest.approx(expected, rel=FAULTS_FLOAT64)
 
 
-def test_a_spare_machine_replaces_a_killed_one(expected: list[float], tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["memory", pytest.param("storage", marks=pytest.mark.matrix)])
+def test_a_spare_machine_replaces_a_killed_one(
+    source: str, expected: list[float], tmp_path: Path
+) -> None:
+    """Its state comes from the machine that holds the copies of it, else from storage."""
     with machines(tmp_path, "a", "b", "c", steps=_STEPS) as run:
-        run.train("a", "b", "c")
+        run.train("a", "b", "c", more=BUDDIES if source == "memory" else ())
         survivor, spare = run.rank("a"), run.rank("c")
-        run.wait_for_step(8)
+        run.wait_for_step(12)
         run.kill("b")
+        before, records = run.last_step(), run.num_records()
         assert run.wait_for_attempt(2) > LEASE_S
+        run.wait(lambda: run.num_records() > records)
+        if source == "memory":
+            assert not list(run.output.glob("checkpoint/step-*")), "the state is in storage, too"
+            # Two steps, and those that were made while the copy was sent.
+            assert before - run.newest_record() + 1 <= 4
         run.wait(lambda: run.writers("a") and run.writers("c"))
         assert (survivor, spare) == (run.rank("a"), run.rank("c"))
         _check_losses(run, expected)
@@ -66,6 +76,7 @@ def test_a_killed_rank_is_replaced_on_its_machine(expected: list[float], tmp_pat
         _check_losses(run, expected)
 
 
+@pytest.mark.matrix
 def test_a_machine_that_is_cut_off_stops_before_its_place_is_taken(
     expected: list[float], tmp_path: Path
 ) -> None:
@@ -92,6 +103,7 @@ def test_a_machine_that_is_cut_off_stops_before_its_place_is_taken(
         _check_losses(run, expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "silent_s",
     [pytest.param(LEASE_S / 4, id="shorter"), pytest.param(LOST_S + 4, id="longer than a lease")],
@@ -141,6 +153,7 @@ def test_an_agent_that_is_blocked_loses_its_place(expected: list[float], tmp_pat
         _check_losses(run, expected)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("is_silent", [False, True], ids=["answers", "is silent"])
 def test_sigterm_at_one_machine_stops_all(is_silent: bool, tmp_path: Path) -> None:
     with machines(tmp_path, "a", "b", "c", steps=100_000) as run:
