@@ -74,6 +74,7 @@ bench: setup ## Run every benchmark and write benchmarks/results/.
 	$(BIN)/python -m benchmarks.recovery --json benchmarks/results/recovery.json
 	$(BIN)/python -m benchmarks.rank_recovery --json benchmarks/results/rank_recovery.json
 	$(BIN)/python -m benchmarks.buddies --json benchmarks/results/buddies.json
+	$(BIN)/python -m benchmarks.lost_machine --json benchmarks/results/lost_machine.json
 	$(BIN)/python -m benchmarks.convert --json benchmarks/results/convert.json
 	$(BIN)/python -m benchmarks.failures --json benchmarks/results/failures.json
 

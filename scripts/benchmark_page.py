@@ -57,6 +57,10 @@ TITLES = {
         "Copies of snapshots on another machine",
         "the same training without copies (floor)",
     ),
+    "lost_machine": (
+        "A lost machine",
+        "none; most of the time is the lease of the machine",
+    ),
     "gpu": ("A step on a GPU", "torchtitan 0.2.2's own trainer, on one GPU"),
     "convert": (
         "Hugging Face conversion",

@@ -20,9 +20,10 @@ _NUM_ROWS = {
     "convert": 14,
     "rank_recovery": 2,
     "buddies": 2,
+    "lost_machine": 6,
     "failures": 3,
 }
-_NEEDS_ROOT = {"buddies"}
+_NEEDS_ROOT = {"buddies", "lost_machine"}
 _KEYS = ["case", "metric", "unit", "ours", "floor", "peer", "goal", "met", "kind"]
 
 
