@@ -14,7 +14,7 @@ The exit status is 1 if a process fails or losses differ. Needs root.
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,8 @@ class Plan:
     """What one run measures."""
 
     num_kills: int
+    sources: Mapping[str, tuple[str, ...]]
+    """Where the state comes from -> arguments of the run."""
 
 
 def measure(plan: Plan, folder: Path) -> Iterator[Result]:
@@ -43,7 +45,7 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
         raise ChildFailed(reason)
     steps = _STEPS_PER_KILL * (plan.num_kills + 1)
     expected = undisturbed_losses(folder / "undisturbed", steps)
-    for source, arguments in (("buddy", BUDDIES), ("storage", ())):
+    for source, arguments in plan.sources.items():
         yield from _measure(plan, folder / source, source, arguments, expected)
 
 
@@ -93,6 +95,6 @@ if __name__ == "__main__":
     main(
         "A lost machine, whose place a spare machine takes.",
         measure,
-        full=Plan(num_kills=3),
-        quick=Plan(num_kills=1),
+        full=Plan(num_kills=3, sources={"buddy": BUDDIES, "storage": ()}),
+        quick=Plan(num_kills=1, sources={"buddy": BUDDIES}),
     )

@@ -20,7 +20,7 @@ _NUM_ROWS = {
     "convert": 14,
     "rank_recovery": 2,
     "buddies": 2,
-    "lost_machine": 6,
+    "lost_machine": 2,
     "failures": 3,
 }
 _NEEDS_ROOT = {"buddies", "lost_machine"}
