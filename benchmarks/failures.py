@@ -97,8 +97,11 @@ class _Recording:
 
     def resumed(self, kill_s: float) -> _Step:
         """Return the first step after the recovery from a kill."""
-        resumed_s = next(one for one in self.resumes_s if one > kill_s)
+        resumed_s = self._resume_s(kill_s)
         return next(one for one in self.steps if one.at_s > resumed_s)
+
+    def _resume_s(self, kill_s: float) -> float:
+        return next(one for one in self.resumes_s if one > kill_s)
 
     def step_s(self, window: "_Window") -> float:
         """Return the mean duration of the steps of a window, without the one after the kill."""
@@ -120,15 +123,18 @@ class _Recording:
     def repeated_s(self, window: "_Window") -> float:
         """Return the seconds from the end of the step to which the kill returned the run."""
         kept = self.resumed(window.kill_s).number - 1
-        ends_s = (one.at_s for one in self.steps if one.at_s < window.kill_s and one.number == kept)
-        return window.kill_s - max(ends_s)
+        resume_s = self._resume_s(window.kill_s)
+        ends_s = (one.at_s for one in self.steps if one.at_s < resume_s and one.number == kept)
+        # The survivors may record the step in which a rank was killed.
+        return max(0.0, window.kill_s - max(ends_s))
 
     def _steps_s(self, window: "_Window") -> Iterator[tuple[int, float | None]]:
-        """Yield the steps of a window and their durations; None after the kill, where the duration
-        has the recovery in it."""
+        """Yield the steps of a window and their durations; None for the first one after the kill,
+        whose duration has the recovery in it."""
+        resume_s = self._resume_s(window.kill_s)
         for first, second in pairwise(self.steps):
             if window.begin.at_s <= first.at_s < second.at_s <= window.end.at_s:
-                is_first = first.at_s <= window.kill_s <= second.at_s
+                is_first = first.at_s <= resume_s <= second.at_s
                 yield second.number, None if is_first else second.at_s - first.at_s
 
 
@@ -290,8 +296,9 @@ def _run(strategy: str, plan: Plan, folder: Path, number: int) -> _Recording:
             wait(lambda since=saved: _newest(metrics) >= since, "saved step")
             time.sleep(random_s.uniform(0.2, 2) * plan.mean_interval_s)
             num_resumes = len(resumes(metrics))
+            killed = ranks(process)[kill % _RANKS]
             kills_s.append(time.time())
-            os.kill(ranks(process)[kill % _RANKS], signal.SIGKILL)
+            os.kill(killed, signal.SIGKILL)
             wait(lambda since=num_resumes: len(resumes(metrics)) > since, f"resume {kill}")
             resumed = resumes(metrics)[-1]
             wait(lambda since=resumed: _newest(metrics) > since, "step")

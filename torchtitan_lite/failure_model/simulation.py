@@ -54,18 +54,24 @@ def predict(
     Raises UserError if the ranks do not form whole machines and replicas.
     """
     if num_ranks < 2:
-        raise UserError("1 rank has no other one to recover with. Give at least 2 ranks.")
+        raise UserError(f"A job of {num_ranks} ranks is too small. Give at least 2 ranks.")
     per_machine = machine_ranks(scenario, num_ranks)
     per_replica = replica_ranks(scenario, num_ranks)
     if num_ranks % per_machine:
         raise UserError(
-            f"{num_ranks} ranks are no whole number of machines of {per_machine}. Give a multiple, "
-            "or set ranks_per_machine."
+            f"{num_ranks} ranks are not a multiple of the {per_machine} ranks of a machine. Give a "
+            "multiple, or set ranks_per_machine."
         )
     if per_replica % per_machine:
         raise UserError(
-            f"A replica of {per_replica} ranks is no whole number of machines of {per_machine}. "
-            "Set ranks_per_replica."
+            f"The {per_replica} ranks of a replica are not a multiple of the {per_machine} ranks "
+            "of a machine. Set ranks_per_replica."
+        )
+    strategies = list(strategies)
+    if num_ranks % per_replica and any(one.replicas is not None for one in strategies):
+        raise UserError(
+            f"{num_ranks} ranks are not a multiple of the {per_replica} ranks of a replica. Give a "
+            "multiple, or set ranks_per_replica."
         )
     size = num_ranks // per_machine
     total = size + num_reserve(scenario, size)

@@ -225,6 +225,8 @@ class WholeJob:
             StateSource.BUDDY: self._buddy_work,
             StateSource.STORAGE: 0.0,
         }[self._source]
+        if durable > left:
+            self._source = StateSource.STORAGE
         work = min(self._work, max(left, durable))
         self.shares.lose(self._work - work)
         self._work = work

@@ -154,6 +154,15 @@ def test_a_spare_repeats_the_steps_since_the_last_snapshot() -> None:
     assert shares == TimeShares(useful=50 + 7.25, lost=0.75, recovering=2)
 
 
+def test_a_job_loads_from_where_its_newest_state_is() -> None:
+    # The snapshot at 80 is older than the save at 100, which is durable at 105.
+    times = replace(PLAIN, snapshot_interval_s=80.0, snapshot_load_s=1.0, load_s=9.0)
+    shares = predict_given(times, BY_NAME["spares"], [rank(106.0)], 117.0)
+    assert shares == TimeShares(useful=100, lost=1, saving=5, recovering=2 + 9)
+    shares = predict_given(times, BY_NAME["spares"], [rank(90.0)], 93.0)
+    assert shares == TimeShares(useful=80, lost=10, saving=0, recovering=2 + 1)
+
+
 def lost(at_s: float, *machines: int) -> ClusterEvents:
     return ClusterEvents(at_s=at_s, lost=frozenset(machines))
 

@@ -55,7 +55,10 @@ def test_a_trace_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["estimate", "--failures", "--ranks", "8,x"], "'x' is not a whole number"),
         (["estimate", "--failures", "--set", "mtbf_h"], "'mtbf_h' is not of the form NAME=VALUE"),
         (["estimate", "--failures", "--set", "mtbf_h=0"], "mtbf_h is 0, must be"),
-        (["estimate", "--failures", "--ranks", "12,100"], "no whole number of machines"),
+        (
+            ["estimate", "--failures", "--ranks", "12,100"],
+            "not a multiple of the 8 ranks of a machine",
+        ),
         (["estimate", "--failures", "--trace", "missing.csv"], "missing.csv"),
     ],
 )

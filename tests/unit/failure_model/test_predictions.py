@@ -150,10 +150,14 @@ def test_overrides_are_checked() -> None:
 def test_ranks_must_form_machines() -> None:
     with pytest.raises(UserError, match="at least 2 ranks"):
         predict(Scenario(), STRATEGIES, 1, failures=1, seed=0)
-    with pytest.raises(UserError, match="100 ranks are no whole number of machines of 8"):
+    with pytest.raises(UserError, match="100 ranks are not a multiple of the 8 ranks of a machine"):
         predict(Scenario(), STRATEGIES, 100, failures=1, seed=0)
-    with pytest.raises(UserError, match="A replica of 12 ranks is no whole number of machines"):
+    with pytest.raises(UserError, match="The 12 ranks of a replica are not a multiple of the 8"):
         predict(Scenario(ranks_per_replica=12), STRATEGIES, 96, failures=1, seed=0)
+    with pytest.raises(UserError, match="72 ranks are not a multiple of the 32 ranks of a replica"):
+        predict(Scenario(ranks_per_replica=32), STRATEGIES, 72, failures=1, seed=0)
+    alone = [one for one in STRATEGIES if one.replicas is None]
+    assert len(predict(Scenario(ranks_per_replica=32), alone, 72, failures=1, seed=0)) == 3
 
 
 def test_tables_and_values_have_every_strategy() -> None:
