@@ -78,6 +78,7 @@ class LeftoverSnapshot:
         self.saved, self.tensors = saved, tensors
         self._regions, self._reach = regions, reach
         self._contents: dict[Holder, _Content] = {}
+        self._copies = {region_name(rank) for rank in copies}
 
     def check(self) -> None:
         """Raise DamagedCheckpoint if a region no longer holds the step: a second process of the
@@ -104,6 +105,8 @@ class LeftoverSnapshot:
             raise DamagedCheckpoint(f"{content.path} is damaged: {name} is not described.")
         raw = content.data[held.offset : held.offset + held.bytes]
         digest = content.digests.get(name)
+        if digest is None and holder in self._copies:
+            raise DamagedCheckpoint(f"{content.path} is damaged: {name} has no checksum.")
         if digest is not None and xxhash.xxh3_64_hexdigest(raw) != digest:
             raise DamagedCheckpoint(f"{content.path} is damaged: {name} in slot {content.slot}.")
         return tensor_from_bytes(raw, DTYPES[held.dtype], held.local_shape)
@@ -220,18 +223,21 @@ def _regions(run_id: str) -> dict[tuple[int, bool], _OpenRegion]:
     for key, path in paths.items():
         try:
             # Opened writable only because torch warns about read-only memory.
-            found[key] = _seen(Region.open(path, writable=True))
+            found[key] = _seen(Region.open(path, writable=True), is_copy=key[1])
         except (DamagedSnapshot, OSError) as error:
             logger.warning("%s", error)
     return found
 
 
-def _seen(region: Region) -> _OpenRegion:
+def _seen(region: Region, *, is_copy: bool) -> _OpenRegion:
     slots = {}
     for slot, header in enumerate(region.slots()):
         if header.state != SlotState.COMPLETE:
             continue
         try:
+            if is_copy and region.digests(slot) is None:
+                # Its process was killed before it stored them.
+                continue
             values = region.values(slot)
             if {"values", "rng"} <= values.keys():
                 slots[Position(int(values.get("segment", 0)), header.step)] = slot

@@ -5,21 +5,22 @@ whose snapshots may survive on some machine. So each stretch of training that co
 a *segment* with a number, which each snapshot records, and a file in the run's folder has the
 segments of the history with their last steps. A later segment has a higher number.
 
-Invariant: the file is written before the first snapshot of a segment. Layer: above save_context's
-inputs; imports nothing of the rest of checkpoint/.
+Invariant: the file is written before the first snapshot of a segment, unless its disk fails.
+Layer: above storage.
 """
 
 import json
-import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.host_collectives import broadcast_bytes
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 
+_DAMAGED = b"?"
+"""Content that permits no snapshot."""
 _KEPT = 64
 """Number of newest segments that are kept."""
 
@@ -36,14 +37,23 @@ class SnapshotLineage:
         self._path, self._mesh = path, mesh
         self.segment = 0
         """Number of the current segment."""
+        self._unwritten = b""
+        """Content of the file, if it is to be written."""
+        self._failed_segment: int | None = None
+        """Segment of which a failure to write it was logged."""
 
     def permitted(self) -> Mapping[int, int | None] | None:
         """Return the segments of the history, each with its last step, None for no limit; None if
         nothing is recorded, so that all snapshots count."""
         content = b""
         if self._mesh.is_leader:
-            with suppress(OSError):
-                content = self._path.read_bytes()
+            try:
+                content = self._path.read_bytes() or _DAMAGED
+            except FileNotFoundError:
+                content = b""
+            except OSError as error:
+                content = _DAMAGED
+                logger.warning("%s cannot be read: %s", self._path, error)
         content = broadcast_bytes(content)
         if not content:
             return None
@@ -69,13 +79,25 @@ class SnapshotLineage:
         if not self._mesh.is_leader:
             return
         kept = [*history.items(), (self.segment, None)][-_KEPT:]
+        self._unwritten = json.dumps(kept).encode()
+        self.write_pending()
+
+    def write_pending(self) -> None:
+        """Write the file if it could not be written before. Logs the first error of a segment."""
+        if not self._unwritten:
+            return
+        files = Files()
         try:
-            temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            temporary.write_text(json.dumps(kept))
-            os.replace(temporary, self._path)
+            files.write_file(self._path, self._unwritten)
+            files.sync_folder(self._path.parent)
         except OSError as error:
-            logger.warning(
-                "%s cannot be written: %s. After a restart, an abandoned snapshot may be used.",
-                self._path,
-                error,
-            )
+            if self._failed_segment != self.segment:
+                logger.warning(
+                    "%s cannot be written: %s. It is tried again with each snapshot; until then, "
+                    "a restart may use an abandoned one.",
+                    self._path,
+                    error,
+                )
+            self._failed_segment = self.segment
+            return
+        self._unwritten = b""

@@ -115,7 +115,8 @@ class SaveContext:
         )
 
     def values(self) -> dict[str, Any]:
-        """Return the current non-tensor state."""
+        """Return the current non-tensor state of a snapshot or a save."""
+        self.lineage.write_pending()
         return {
             "values": self.state.values(),
             "rng": rng.capture(),

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.unit.checkpoint.conftest import Manage, SmallState, crash
 from tests.unit.checkpoint.test_asynchronous import complete, steps
 from torchtitan_lite.checkpoint.lineage import SnapshotLineage
@@ -35,6 +37,32 @@ def test_a_damaged_history_permits_no_snapshot(tmp_path: Path, mesh: Mesh) -> No
     lineage = SnapshotLineage(path, mesh)
     assert lineage.permitted() == {}
     lineage.begin_segment(None)
+    assert lineage.permitted() == {lineage.segment: None}
+
+
+@pytest.mark.parametrize("kind", ["empty", "folder"])
+def test_a_file_that_cannot_be_read_permits_no_snapshot(
+    kind: str, tmp_path: Path, mesh: Mesh
+) -> None:
+    path = tmp_path / "lineage.json"
+    if kind == "empty":
+        path.touch()
+    else:
+        # Reading it raises EISDIR.
+        path.mkdir()
+    assert SnapshotLineage(path, mesh).permitted() == {}
+
+
+def test_a_file_that_could_not_be_written_is_written_later(
+    tmp_path: Path, mesh: Mesh, logged: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "disk"
+    lineage = SnapshotLineage(folder / "lineage.json", mesh)
+    lineage.begin_segment(None)
+    lineage.write_pending()
+    assert len(logged.records) == 1, "one warning per segment"
+    folder.mkdir()
+    lineage.write_pending()
     assert lineage.permitted() == {lineage.segment: None}
 
 
