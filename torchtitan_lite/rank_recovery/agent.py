@@ -44,6 +44,8 @@ cause."""
 _PARK_S = 5.0
 """Time in which a surviving process must leave its training; then it is killed and replaced."""
 _EXIT_S = 10.0
+_KILL_S = 5.0
+"""Time in which a killed process must end, which a driver may delay without limit."""
 _START_S = 600.0
 """Time in which a process must have imported what it needs; then it is killed."""
 _UNLIMITED = 1 << 30
@@ -115,7 +117,6 @@ class ProcessAgent(SimpleElasticAgent):
         self._lost: set[int] = set()
         """Ranks whose process is to be replaced."""
         self._failed_at_s = self._restart_at_s = self._ended_at_s = 0.0
-        self._park_s = _PARK_S
         self.exit_status = 0
         """Exit status of the run."""
 
@@ -134,6 +135,10 @@ class ProcessAgent(SimpleElasticAgent):
     @abstractmethod
     def _attempt(self) -> int:
         """Return the number of attempts before the present one."""
+
+    def _park_deadline_s(self, began_s: float) -> float:
+        """Return when ranks must have parked that were ordered to at `began_s`."""
+        return began_s + _PARK_S
 
     def _pause(self) -> None:
         """Let some time pass in a loop that waits."""
@@ -160,7 +165,7 @@ class ProcessAgent(SimpleElasticAgent):
                     process.start_training(self._environment(ranks[number], worker_group))
                 elif process.state is RankState.STARTING and time.monotonic() >= deadline_s:
                     logger.error("Rank %d did not start in %.0f s: it is killed.", number, _START_S)
-                    process.kill()
+                    self._kill([process])
                 if process.state is not RankState.STARTING:
                     # One that died is found by `_monitor_workers`.
                     waiting.discard(number)
@@ -194,24 +199,27 @@ class ProcessAgent(SimpleElasticAgent):
         if self.exit_status:
             self._shutdown()
             return
-        deadline = time.monotonic() + self._park_s
+        began_s = time.monotonic()
         surviving = {n: one for n, one in self._ranks.items() if n not in self._lost}
         for process in surviving.values():
             process.abort_training()
-        for number in self._lost:
-            self._end(self._ranks.pop(number), deadline)
+        lost = [self._ranks.pop(number) for number in self._lost]
+        self._end(lost, self._park_deadline_s(began_s))
         self._lost.clear()
         while any(not is_idle(one) for one in surviving.values()):
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= self._park_deadline_s(began_s):
                 break
             self._pause()
             for process in surviving.values():
                 process.poll()
-        for number, process in surviving.items():
-            if not is_idle(process) or process.state is RankState.EXITED:
-                logger.warning("Rank %d did not leave its training: it is replaced.", number)
-                process.kill()
-                del self._ranks[number]
+        replaced = [
+            number
+            for number, process in surviving.items()
+            if not is_idle(process) or process.state is RankState.EXITED
+        ]
+        for number in replaced:
+            logger.warning("Rank %d did not leave its training: it is replaced.", number)
+        self._kill([self._ranks.pop(number) for number in replaced])
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End all processes."""
@@ -221,8 +229,7 @@ class ProcessAgent(SimpleElasticAgent):
                 process.abort_training()
             process.exit(0)
         deadline = time.monotonic() + (_PARK_S if self.exit_status else _EXIT_S)
-        for process in processes:
-            self._end(process, deadline, status=None)
+        self._end(processes, deadline, status=None)
 
     def _failure(self) -> Failure | None:
         """Return the first failure whose cause is known, and mark its rank as lost."""
@@ -286,14 +293,34 @@ class ProcessAgent(SimpleElasticAgent):
         self._spares.remove(living[0])
         return living[0]
 
-    def _end(self, process: RankProcess, deadline: float, status: int | None = 1) -> None:
-        """Order a process to exit unless `status` is None, and kill it after the deadline."""
+    def _end(
+        self, processes: Sequence[RankProcess], deadline: float, status: int | None = 1
+    ) -> None:
+        """Order processes to exit unless `status` is None, and kill those that still run after the
+        deadline."""
         if status is not None:
-            process.exit(status)
-        while process.state is not RankState.EXITED and time.monotonic() < deadline:
+            for process in processes:
+                process.exit(status)
+        self._wait_for_exit(processes, deadline)
+        self._kill(processes)
+
+    def _kill(self, processes: Sequence[RankProcess]) -> None:
+        """Kill processes, all before it waits for the end of the first."""
+        for process in processes:
+            process.signal(signal.SIGKILL)
+        self._wait_for_exit(processes, time.monotonic() + _KILL_S)
+        for process in processes:
+            if process.state is not RankState.EXITED:
+                pid = process.pid
+                logger.error("Process %d does not end after SIGKILL: a driver blocks it.", pid)
+
+    def _wait_for_exit(self, processes: Sequence[RankProcess], deadline: float) -> None:
+        while any(one.state is not RankState.EXITED for one in processes):
+            if time.monotonic() >= deadline:
+                return
             self._pause()
-            process.poll()
-        process.kill()
+            for process in processes:
+                process.poll()
 
     def _environment(self, worker: Worker, worker_group: WorkerGroup) -> Mapping[str, str]:
         """Return the environment variables that torchrun sets for a rank."""
@@ -344,7 +371,7 @@ class RankAgent(ProcessAgent):
             self._remaining_restarts = 0
             if process.error:
                 process.exit(self.exit_status)
-                self._end(process, now_s + _EXIT_S, status=None)
+                self._end([process], now_s + _EXIT_S, status=None)
             if decision is not None:
                 is_final = isinstance(decision, GiveUp)
                 why = decision.reason if is_final else "it was asked to stop"

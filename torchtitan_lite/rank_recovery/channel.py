@@ -14,14 +14,37 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._partial = b""
+        self._partial = self._unsent = b""
         self.has_ended = False
         """Whether the other end is closed."""
 
     def send(self, **message: Any) -> None:
         """Send a message; without effect once the other end is closed."""
+        content = self._unsent + _line(message)
+        self._unsent = b""
         with suppress(OSError):
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            self._socket.sendall(content)
+
+    def offer(self, **message: Any) -> bool:
+        """Send a message without blocking, and return whether it was accepted: it is dropped if the
+        other end does not read or is closed."""
+        if not self._unsent:
+            self._unsent = _line(message)
+            is_accepted = self._send_unsent() > 0
+            if not is_accepted:
+                self._unsent = b""
+            return is_accepted
+        self._send_unsent()
+        return not self._unsent and self.offer(**message)
+
+    def _send_unsent(self) -> int:
+        """Send as much as the other end accepts at once, and return the number of bytes."""
+        try:
+            num_bytes = self._socket.send(self._unsent, socket.MSG_DONTWAIT)
+        except OSError:
+            return 0
+        self._unsent = self._unsent[num_bytes:]
+        return num_bytes
 
     def receive(self, *, wait: bool) -> list[dict[str, Any]]:
         """Return the messages that have arrived. `wait`: block until there is one, or the other end
@@ -43,3 +66,7 @@ class Channel:
     def close(self) -> None:
         """Close this end."""
         self._socket.close()
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"

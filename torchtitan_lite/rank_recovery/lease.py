@@ -1,5 +1,5 @@
 """The lease of a rank: the time until which its machine may train. Layer: above
-launcher.processes.
+launcher.processes and rendezvous.timing.
 
 The agent renews it from its main loop, so that neither a cut network nor an agent that is blocked
 leaves a rank training in a place that another machine has taken.
@@ -11,6 +11,7 @@ import threading
 import time
 
 from torchtitan_lite.launcher.processes import children_of, command_line, is_writer, signal_process
+from torchtitan_lite.rendezvous.timing import lease_clock_s
 
 _CHECK_S = 0.1
 
@@ -24,7 +25,7 @@ class Lease:
         """Whether the process trains; a parked one needs no lease."""
 
     def renew(self, until_s: float) -> None:
-        """Extend the lease until then (time.monotonic()). Without a call, there is no limit."""
+        """Extend the lease until then (`lease_clock_s`). Without a call, there is no limit."""
         is_first, self._until_s = self._until_s is None, until_s
         if is_first:
             threading.Thread(target=self._watch, name="lease", daemon=True).start()
@@ -32,7 +33,7 @@ class Lease:
     def _watch(self) -> None:
         while True:
             time.sleep(_CHECK_S)
-            if self.is_training and self._until_s is not None and time.monotonic() > self._until_s:
+            if self.is_training and self._until_s is not None and lease_clock_s() > self._until_s:
                 kill_writers(os.getpid())
                 os.kill(os.getpid(), signal.SIGKILL)
 

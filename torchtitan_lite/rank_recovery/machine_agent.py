@@ -3,6 +3,7 @@ who takes part in it; this agent reports to it, and stops its ranks without bein
 rendezvous does not answer in time. Layer: above agent and rendezvous.
 """
 
+import math
 import os
 import signal
 import time
@@ -25,7 +26,7 @@ from torchtitan_lite.rank_recovery.lease import kill_writers
 from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
 from torchtitan_lite.rendezvous.link import RendezvousLink
 from torchtitan_lite.rendezvous.messages import Answer, FailureKind, Phase, RunState
-from torchtitan_lite.rendezvous.timing import LEASE_S, PARK_S, STOP_S
+from torchtitan_lite.rendezvous.timing import LEASE_S, PARK_S, STOP_S, lease_clock_s
 from torchtitan_lite.stores import listening_store
 
 _REAP_S = 0.5
@@ -66,8 +67,10 @@ class MachineAgent(ProcessAgent):
         self._attempt_number = 0
         """Number of the present or last attempt of this machine."""
         self._leased_s = 0.0
-        self._ordered_park_s = self._park_s
-        """Time to park at the order of the rendezvous, while there is a lease."""
+        self._writers_killed_s = -math.inf
+        """When writers were last killed for want of a lease."""
+        self._spare_attempt = 0
+        """Last attempt in which this machine was found to be a spare one."""
         self._excepted: int | None = None
         """Rank that raised the first exception of the attempt on this machine."""
 
@@ -84,6 +87,11 @@ class MachineAgent(ProcessAgent):
             for process in (*self._ranks.values(), *self._spares):
                 process.poll()
             answer = self._link.answer
+            if answer is not None and self._is_spare(answer):
+                if answer.attempt != self._spare_attempt:
+                    # Another machine may have taken the place that they write for.
+                    kill_writers(os.getpid())
+                self._spare_attempt = answer.attempt
             if self._link.rejection:
                 self._leave(self._link.report.failure_status or 1, self._link.rejection)
             if self._requests:
@@ -119,7 +127,7 @@ class MachineAgent(ProcessAgent):
         if answer.attempt > self._attempt_number:
             if self._attempt_number and answer.is_blamed and self._excepted in self._ranks:
                 # Its state may be part of the cause. This prints its traceback, too.
-                self._end(self._ranks.pop(self._excepted), time.monotonic() + PARK_S)
+                self._end([self._ranks.pop(self._excepted)], time.monotonic() + PARK_S)
             self._excepted = None
             for number, process in list(self._ranks.items()):
                 if process.state is RankState.EXITED:
@@ -168,8 +176,30 @@ class MachineAgent(ProcessAgent):
         log("Training ends on this machine: %s", reason)
         raise RendezvousGracefulExitError(reason)
 
+    def _park_deadline_s(self, began_s: float) -> float:
+        # Ranks that do not park are killed before the place may be given away, also if the lease
+        # ends while they do.
+        lease_s = self._link.lease_until_s - lease_clock_s()
+        return min(super()._park_deadline_s(began_s), time.monotonic() + lease_s + PARK_S)
+
+    def _kill_writers_without_lease(self) -> None:
+        """Kill the checkpoint writers if there is no lease, unless all ranks have finished."""
+        if self._link.has_lease:
+            self._writers_killed_s = -math.inf
+        elif time.monotonic() - self._writers_killed_s > _REAP_S and not self._has_finished():
+            kill_writers(os.getpid())
+            # Again later, because ranks that have not parked yet may start others.
+            self._writers_killed_s = time.monotonic()
+
+    def _has_finished(self) -> bool:
+        """Whether all ranks have finished their training."""
+        ended = [one for one in self._ranks.values() if one.state is RankState.ENDED]
+        is_clean = all(one.status is not None and one.status.is_clean for one in ended)
+        return 0 < len(self._ranks) == len(ended) and is_clean
+
     def _pause(self) -> None:
         self._link.beat()
+        self._kill_writers_without_lease()
         answer = self._link.answer
         if answer is not None and answer.attempt > self._link.report.seen_attempt:
             self._link.update(seen_attempt=answer.attempt)
@@ -184,11 +214,6 @@ class MachineAgent(ProcessAgent):
         self._leased_s = self._link.lease_until_s
         for process in (*self._ranks.values(), *self._spares):
             process.renew_lease(self._leased_s + STOP_S)
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        # A new process has no lease yet.
-        self._renew_leases()
-        return super()._start_workers(worker_group)
 
     def _has_ended(self) -> bool:
         """Whether the attempt has ended, or this machine may not train in it any more."""
@@ -260,7 +285,8 @@ class MachineAgent(ProcessAgent):
             super()._stop_workers(worker_group)
             return
         has_lost_lease = not self._link.has_lease
-        self._park_s = PARK_S if has_lost_lease else self._ordered_park_s
+        # First of all: what they write must end with the lease, too.
+        self._kill_writers_without_lease()
         for process in self._ranks.values():
             process.poll()
         self._lost = {n for n, one in self._ranks.items() if one.state is RankState.EXITED}
@@ -283,7 +309,7 @@ class MachineAgent(ProcessAgent):
             if answer.is_blamed and self._excepted in self._ranks:
                 process = self._ranks[self._excepted]
                 process.exit(answer.status)
-                self._end(process, time.monotonic() + PARK_S, status=None)
+                self._end([process], time.monotonic() + PARK_S, status=None)
         elif has_finished:
             return succeeded(self._worker_group)
         return RunResult(state=WorkerState.FAILED)
@@ -293,6 +319,9 @@ class MachineAgent(ProcessAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         super()._shutdown(death_sig, timeout)
+        if self._link.report.phase is not Phase.ENDED:
+            # Another machine may take the place that they write for.
+            kill_writers(os.getpid())
         self._link.leave("it was asked to stop" if self._requests and self.exit_status else "")
 
     def _attempt_started(self) -> None:

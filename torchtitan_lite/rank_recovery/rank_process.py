@@ -11,11 +11,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from torchtitan_lite.launcher.processes import ExitStatus, signal_process
-from torchtitan_lite.log import logger
 from torchtitan_lite.rank_recovery.channel import Channel
 from torchtitan_lite.rank_recovery.worker import CHANNEL
-
-_KILL_S = 5.0
 
 
 class RankState(Enum):
@@ -47,6 +44,7 @@ class RankProcess:
                 start_new_session=True,
             )
         self._channel = Channel(here)
+        self._lease_until_s: float | None = None
         self.state = RankState.STARTING
         self.status: ExitStatus | None = None
         """Exit status of the process, or of its ended training."""
@@ -82,30 +80,29 @@ class RankProcess:
         """Order a parked process to train as the rank that `environment` describes."""
         self.state, self.has_progress, self.error = RankState.TRAINING, False, ""
         self.status = None
+        if self._lease_until_s is not None:
+            self._channel.send(lease=self._lease_until_s)
+        # A parked process reads its messages, and has received none but orders.
         self._channel.send(start=dict(environment))
 
     def renew_lease(self, until_s: float) -> None:
-        """Allow the process to train until then (time.monotonic()). Without a call, forever."""
-        self._channel.send(lease=until_s)
+        """Allow the process to train until then (`lease_clock_s`). Without a call, forever. A
+        process that does not read must not block the agent: it misses renewals."""
+        self._lease_until_s = until_s
+        if self.state in (RankState.TRAINING, RankState.FAILED):
+            self._channel.offer(lease=until_s)
 
     def abort_training(self) -> None:
-        """Order to abort the training, so that the process parks."""
-        self._channel.send(abort=True)
+        """Order to abort the training, so that the process parks. Without effect if the process
+        does not read; it is killed later."""
+        self._channel.offer(abort=True)
 
     def exit(self, status: int) -> None:
-        """Order to exit with `status`; after a failure, its traceback is printed."""
-        self._channel.send(exit=status)
+        """Order to exit with `status`; after a failure, its traceback is printed. Without effect if
+        the process does not read; it is killed later."""
+        self._channel.offer(exit=status)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, if the process still runs."""
         if self.state is not RankState.EXITED:
             signal_process(self.pid, number)
-
-    def kill(self) -> None:
-        """Kill the process, and wait for its end, which a driver may delay without limit."""
-        self.signal(signal.SIGKILL)
-        try:
-            self._process.wait(_KILL_S)
-        except subprocess.TimeoutExpired:
-            logger.error("Process %d does not end after SIGKILL: a driver blocks it.", self.pid)
-        self.poll()

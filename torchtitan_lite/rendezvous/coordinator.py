@@ -9,6 +9,7 @@ Invariants: it has no clock and no I/O; a machine is recorded before others expi
 survive a restart is in the reports, so that none of it is stored.
 """
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from torchtitan_lite.rendezvous.timing import ALL_LOST_S, LEASE_S, LOST_S, OUTAG
 
 _MAX_RESTARTS = 10
 _MAX_MACHINES = 4096
+_OUTAGE_DELAY_S = 1.0
+"""Delay of the next attempt if all members lost their leases."""
 _FAILURES_OF_A_MACHINE = 2
 """Failures in a row on one machine, without progress in between, after which a spare machine takes
 its place."""
@@ -55,18 +58,26 @@ class Coordinator:
         self._machines: dict[str, _Machine] = {}
         self._dismissed: set[str] = set()
         """Machines at fault, which must not train again."""
+        self._left_s: dict[str, float] = {}
+        """Machines that have left, until no earlier report of them can arrive any more."""
         # Machines may train that were members before a restart of this process.
-        self._start(now_s, rebuilt_s=now_s + LOST_S)
+        self._start(now_s, learn_s=LOST_S)
 
-    def _start(self, now_s: float, rebuilt_s: float) -> None:
-        """Start with nothing known of a run, and learn until `rebuilt_s` what the machines know."""
+    def _start(self, now_s: float, learn_s: float) -> None:
+        """Start with nothing known of a run, and learn what the machines know for `learn_s` after
+        the first report."""
         self._contact_s = self._outage_ended_s = now_s
         self._policy = RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=1.0)
         self._state = RunState.REBUILDING
-        self._rebuilt_s = rebuilt_s
+        self._learn_s = learn_s
+        self._first_report_s: float | None = None
+        self._first_member_s: float | None = None
+        """Time of the first report of a member of the last attempt, while it is learned."""
         self._attempt = 0
         self._members: list[str] = []
         """Machines of the present or last attempt, by node rank; "" for one that is unknown."""
+        self._finished: dict[int, int] = {}
+        """Attempt in which all ranks of a node rank finished before its machine left."""
         self._store_port = 0
         self._lost: list[str] = []
         """Names of the members that were lost in this attempt."""
@@ -84,52 +95,66 @@ class Coordinator:
         self._expire(now_s, except_for=report.machine)
         if not self._machines and self._state is not RunState.REBUILDING:
             # The machines of the last run have left or lost their leases. Some may return.
-            self._start(now_s, rebuilt_s=now_s + LEASE_S)
-        self._check(report)
+            self._start(now_s, learn_s=LEASE_S)
+        self._check(report, now_s)
         self._record(report, now_s)
         self._advance(now_s)
         return self._answer(report.machine)
 
-    def leave(self, machine: str, reason: str, now_s: float) -> None:
+    def leave(self, report: Report, reason: str, now_s: float) -> None:
         """Forget a machine, all of whose ranks have ended; `reason` is why if the run must end with
-        it."""
-        left = self._machines.pop(machine, None)
-        if left is None:
+        it. `report` is its last one."""
+        machine = report.machine
+        self._left_s = {m: s for m, s in self._left_s.items() if now_s - s <= LOST_S}
+        self._left_s[machine] = now_s
+        is_known = self._machines.pop(machine, None) is not None
+        has_finished = report.phase is Phase.ENDED and not reason
+        if has_finished and self._state in (RunState.REBUILDING, RunState.RUNNING):
+            self._finished[report.node_rank] = report.attempt
+        if not is_known or machine not in self._members or self._state is RunState.ENDED:
             return
-        if machine in self._members and self._state is not RunState.ENDED:
-            if reason:
-                self._end(1, f"{left.report.name}: {reason}")
-            else:
-                self._lost.append(left.report.name)
-                self._advance(now_s)
+        if reason:
+            self._end(1, f"{report.name}: {reason}")
+            return
+        if not has_finished:
+            self._lost.append(report.name)
+        if self._machines:
+            self._advance(now_s)
 
-    def _check(self, report: Report) -> None:
+    def _has_finished(self, node_rank: int) -> bool:
+        """Return whether a machine has left whose ranks have finished in the present attempt."""
+        return self._finished.get(node_rank) == self._attempt
+
+    def _check(self, report: Report, now_s: float) -> None:
         if report.machine in self._dismissed:
             raise Rejected(
                 f"{report.name} is at fault, and another machine has taken its place: see "
                 "its log, and replace it."
             )
+        if now_s - self._left_s.get(report.machine, -math.inf) <= LOST_S:
+            raise Rejected(f"{report.name} has left: this report was late.")
         if report.machine in self._machines:
             return
         if self._state is RunState.ENDED:
             raise Busy(f"the last run has ended ({self._reason}), and its machines have not left")
         if len(self._machines) >= _MAX_MACHINES:
             raise Rejected(f"{_MAX_MACHINES} machines have joined already.")
-        other = next((one.report for one in self._machines.values()), None)
-        if other is None:
+        if self._state is RunState.REBUILDING and report.attempt:
+            # Machines of the run precede those that reached a restarted rendezvous before them.
+            for machine, one in list(self._machines.items()):
+                if not one.report.attempt and _difference(one.report, report):
+                    del self._machines[machine]
+        others = [one.report for one in self._machines.values()]
+        if not others:
             return
-        for label, theirs, own in (
-            ("--rdzv-id", other.run_id, report.run_id),
-            ("--nnodes", other.num_machines, report.num_machines),
-            ("--nproc", other.num_ranks, report.num_ranks),
-            ("the configuration's fingerprint", other.fingerprint, report.fingerprint),
-        ):
-            if theirs != own:
-                raise Rejected(
-                    f"{label} is {own} here, but {theirs} on {other.name}, which has joined: "
-                    "start all machines with the same options and configuration, or start another "
-                    "rendezvous for this run."
-                )
+        other = max(others, key=lambda one: one.attempt)
+        if difference := _difference(other, report):
+            label, theirs, own = difference
+            raise Rejected(
+                f"{label} is {own} here, but {theirs} on {other.name}, which has joined: "
+                "start all machines with the same options and configuration, or start another "
+                "rendezvous for this run."
+            )
 
     def _record(self, report: Report, now_s: float) -> None:
         known = self._machines.get(report.machine)
@@ -174,6 +199,9 @@ class Coordinator:
 
     def _rebuild(self, now_s: float) -> None:
         """Learn the last attempt from the reports."""
+        if self._first_report_s is None:
+            # Not from the start of this process: all machines may reach it late.
+            self._first_report_s = now_s
         reports = [one.report for one in self._machines.values()]
         self._attempt = max(report.seen_attempt for report in reports)
         size = reports[0].num_machines
@@ -181,24 +209,34 @@ class Coordinator:
         self._members = [seats[n].machine if n in seats else "" for n in range(size)]
         if not self._attempt:
             self._members = []
-        if self._attempt and len(seats) == size:
-            for machine in self._members:
-                self._machines[machine].was_joined = True
-            self._store_port = seats[0].store_port
+        if seats and all(n in seats or self._has_finished(n) for n in range(size)):
+            for report in seats.values():
+                self._machines[report.machine].was_joined = True
+            self._store_port = seats[0].store_port if 0 in seats else 0
             self._state = RunState.RUNNING
             return
-        if now_s >= self._rebuilt_s:
+        if seats and self._first_member_s is None:
+            self._first_member_s = now_s
+        if self._attempt and self._first_member_s is None:
+            # Spares that know of an attempt prove that it had members, all of which are silent.
+            until_s = self._first_report_s + ALL_LOST_S
+        else:
+            until_s = (self._first_member_s or self._first_report_s) + self._learn_s
+        if now_s >= until_s:
             self._state = RunState.FORMING
 
     def _watch(self, now_s: float) -> None:
         """End the attempt when a member has left it, or the run when all have finished."""
-        members = [self._machines.get(machine) for machine in self._members]
+        members = [
+            self._machines.get(machine)
+            for node_rank, machine in enumerate(self._members)
+            if not self._has_finished(node_rank)
+        ]
         living = [one for one in members if one is not None]
         for one in living:
             one.was_joined = one.was_joined or one.report.attempt == self._attempt
         if len(living) == len(members):
-            phases = {one.report.phase for one in living if one.report.attempt == self._attempt}
-            if phases == {Phase.ENDED} and all(one.was_joined for one in living):
+            if all(self._has_ended(one.report) for one in living):
                 self._end(0, "all ranks have finished")
                 return
             if all(one.report.has_progress and one.was_joined for one in living):
@@ -207,6 +245,10 @@ class Coordinator:
             if not any(map(self._has_left, living)):
                 return
         self._state, self._is_judged = RunState.FORMING, False
+
+    def _has_ended(self, report: Report) -> bool:
+        """Return whether all ranks of a machine have finished in the present attempt."""
+        return report.attempt == self._attempt and report.phase is Phase.ENDED
 
     def _has_left(self, one: _Machine) -> bool:
         """Return whether a member does not train in the present attempt any more."""
@@ -243,6 +285,7 @@ class Coordinator:
         self._state, self._store_port, self._lost = RunState.RUNNING, 0, []
         self._policy.attempt_started()
         self._progress_since_s = None
+        self._finished = {}
         for one in self._machines.values():
             one.was_joined = False
 
@@ -262,18 +305,25 @@ class Coordinator:
         cause = None
         # A machine that is lost, or has stopped its ranks at the end of its lease, explains the
         # exceptions of the others, as a process that died does, and not the reverse.
-        was_cut = bool(self._lost) or any(one.report.has_lost_lease for one in former)
+        cut = [
+            one
+            for one in former
+            if one.report.has_lost_lease and one.report.attempt == self._attempt
+        ]
+        was_cut = bool(self._lost or cut)
         for kind in (FailureKind.USER_ERROR, FailureKind.DEATH, FailureKind.EXCEPTION):
             if by_kind[kind] and (kind is not FailureKind.EXCEPTION or not was_cut):
                 cause = min(by_kind[kind], key=lambda one: one.failed_at_s)
                 break
         stopping = next((one.report for one in former if one.report.is_stopping), None)
         if cause is None:
-            names = ", ".join(self._lost)
-            self._reason = f"lost {names}" if names else "a machine was out of reach"
+            names = ", ".join(self._lost or [one.report.name for one in cut])
+            self._reason = f"lost {names}" if self._lost else f"{names or 'a machine'} was cut off"
+            # An outage of the rendezvous cuts all of them off, and a bad network one of them.
+            suspects = cut if len(cut) < len(self._members) else []
             failure = Failure(self._reason, "", Path(os.devnull))
         else:
-            report = cause.report
+            report, suspects = cause.report, [cause]
             self._blamed = report.machine
             self._reason = f"{report.name}: {report.failure_text}"
             failure = Failure(
@@ -286,13 +336,14 @@ class Coordinator:
         if stopping is not None:
             self._end(failure.status or 1, f"{self._reason}; {stopping.name} was asked to stop")
             return
-        if cause is None and not self._lost:
+        if not suspects and not self._lost:
+            self._not_before_s = now_s + _OUTAGE_DELAY_S
             return
         is_user_error = cause is not None and cause.report.failure is FailureKind.USER_ERROR
         if is_user_error and failure.status != MACHINE_FAULT:
             self._end(failure.status, self._reason)
             return
-        is_replaced = self._replace_machine(failure, now_s)
+        is_replaced = self._replace([one.report.machine for one in suspects], failure, now_s)
         decision = self._policy.attempt_failed(failure, now_s)
         if is_replaced:
             self._not_before_s = now_s
@@ -301,28 +352,30 @@ class Coordinator:
         else:
             self._not_before_s = now_s + decision.delay_s
 
-    def _replace_machine(self, failure: Failure, now_s: float) -> bool:
-        """Take the node rank from a machine that is at fault or fails repeatedly, if there is a
-        spare one. Returns whether it did."""
+    def _replace(self, machines: list[str], failure: Failure, now_s: float) -> bool:
+        """Take the node ranks from those of `machines` that are at fault or cause failures
+        repeatedly, as long as there are spare ones. Returns whether it did."""
         since_s = self._progress_since_s
         if since_s is not None and now_s - since_s >= HEALTHY_S:
             self._suspects = {}
-        if not self._blamed:
-            return False
-        machine = self._blamed
-        self._suspects[machine] = self._suspects.get(machine, 0) + 1
+        for machine in machines:
+            self._suspects[machine] = self._suspects.get(machine, 0) + 1
         is_at_fault = failure.status == MACHINE_FAULT
-        if not is_at_fault and self._suspects[machine] < _FAILURES_OF_A_MACHINE:
-            return False
-        spares = [m for m in self._machines if m not in self._members]
-        better = [m for m in spares if self._suspects.get(m, 0) < self._suspects[machine]]
-        if not better:
-            return False
-        self._members[self._members.index(machine)] = ""
-        if is_at_fault:
-            self._dismissed.add(machine)
-            del self._machines[machine]
-        return True
+        spares = [machine for machine in self._ranked() if machine not in self._members]
+        is_replaced = False
+        for machine in machines:
+            num_failures = self._suspects[machine]
+            if not is_at_fault and num_failures < _FAILURES_OF_A_MACHINE:
+                continue
+            if not spares or self._suspects.get(spares[0], 0) >= num_failures:
+                continue
+            del spares[0]
+            self._members[self._members.index(machine)] = ""
+            is_replaced = True
+            if is_at_fault:
+                self._dismissed.add(machine)
+                del self._machines[machine]
+        return is_replaced
 
     def _end(self, status: int, reason: str) -> None:
         self._state, self._status, self._reason = RunState.ENDED, status, reason
@@ -348,3 +401,17 @@ class Coordinator:
             num_joined=len(names),
             joined=", ".join(names)[:1000],
         )
+
+
+def _difference(other: Report, report: Report) -> tuple[str, object, object] | None:
+    """Return the first setting in which two machines differ, and its values: they cannot take part
+    in the same run."""
+    for label, theirs, own in (
+        ("--rdzv-id", other.run_id, report.run_id),
+        ("--nnodes", other.num_machines, report.num_machines),
+        ("--nproc", other.num_ranks, report.num_ranks),
+        ("the configuration's fingerprint", other.fingerprint, report.fingerprint),
+    ):
+        if theirs != own:
+            return label, theirs, own
+    return None

@@ -13,10 +13,10 @@ from typing import Any
 
 import grpc
 
-from torchtitan_lite.errors import RpcError
+from torchtitan_lite.errors import MACHINE_FAULT, RpcError
 from torchtitan_lite.log import logger
 from torchtitan_lite.rendezvous.messages import PURPOSE, SERVICE, Answer, Report
-from torchtitan_lite.rendezvous.timing import BLOCKED_S, CALL_S, LEASE_S, REPORT_S
+from torchtitan_lite.rendezvous.timing import BLOCKED_S, CALL_S, LEASE_S, REPORT_S, lease_clock_s
 from torchtitan_lite.rpc.client import RpcClient
 
 _LEAVE_S = 1.0
@@ -56,7 +56,7 @@ class RendezvousLink:
         self.answer: Answer | None = None
         """The last answer."""
         self.rejection = ""
-        """Why the rendezvous does not accept this machine; final."""
+        """Why this machine must end: the rendezvous has never accepted it, or it is at fault."""
         self.problem = "it has not answered yet"
         """Why the last report had no answer; empty if it had one."""
         self._leased_s = self._beat_s = 0.0
@@ -80,13 +80,13 @@ class RendezvousLink:
 
     @property
     def lease_until_s(self) -> float:
-        """End of the lease (time.monotonic())."""
+        """End of the lease (`lease_clock_s`)."""
         return self._leased_s + LEASE_S
 
     @property
     def has_lease(self) -> bool:
         """Whether ranks of this machine may train."""
-        return time.monotonic() < self.lease_until_s
+        return lease_clock_s() < self.lease_until_s
 
     def leave(self, reason: str = "") -> None:
         """End the reports and notify the rendezvous, if it answers. All ranks must have ended.
@@ -99,16 +99,15 @@ class RendezvousLink:
             self._thread.join(CALL_S + _LEAVE_S)
         with suppress(RpcError):
             if self.answer is not None:
-                content = {"machine": self.report.machine, "reason": reason}
+                content = {"report": self.report.to_json(), "reason": reason}
                 self._client.call("Leave", content, _LEAVE_S)
         self._client.close()
 
     def _run(self) -> None:
         while not self._ended and not self.rejection:
             self._wake.clear()
-            now_s = time.monotonic()
-            if now_s - self._beat_s <= BLOCKED_S:
-                self._send(now_s)
+            if time.monotonic() - self._beat_s <= BLOCKED_S:
+                self._send(lease_clock_s())
             self._wake.wait(REPORT_S)
 
     def _send(self, now_s: float) -> None:
@@ -117,11 +116,14 @@ class RendezvousLink:
         try:
             answer = Answer.parse(self._client.call("Report", report.to_json(), CALL_S))
         except RpcError as error:
-            # Once it has answered, an error of another kind may be due to its restart.
-            if error.is_final or (self.answer is None and error.code in _PERMANENT):
+            # Once it has answered, an error may be due to its restart, after which a machine of
+            # another run may have reached it first.
+            is_final = error.is_final or error.code in _PERMANENT
+            is_at_fault = self.report.failure_status == MACHINE_FAULT
+            if is_final and (self.answer is None or is_at_fault):
                 self.rejection = str(error)
             elif not self.problem:
-                logger.warning("The rendezvous does not answer: %s", error)
+                logger.warning("The rendezvous does not renew the lease: %s", error)
             self.problem = str(error)
             return
         except ValueError as error:

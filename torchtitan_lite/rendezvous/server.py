@@ -60,6 +60,11 @@ class _Calls:
 
     async def leave(self, request: dict[str, Any]) -> dict[str, Any]:
         """Forget a machine."""
-        machine, reason = str(request.get("machine")), str(request.get("reason", ""))
-        self._coordinator.leave(machine, reason[:1000], time.monotonic())
+        try:
+            report = Report.parse(dict(request.get("report", {})))
+        except (TypeError, ValueError) as error:
+            text = f"The last report is malformed: {error}."
+            raise CallError(grpc.StatusCode.INVALID_ARGUMENT, text) from None
+        reason = str(request.get("reason", ""))
+        self._coordinator.leave(report, reason[:1000], time.monotonic())
         return {}

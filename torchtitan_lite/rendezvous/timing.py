@@ -4,7 +4,14 @@ A machine may train only while it holds a lease, which each answer of the rendez
 without an answer for LEASE_S stops its ranks and their checkpoint writers within STOP_S, by itself;
 the rendezvous gives its node rank to another machine only afterwards, so that two machines never
 train in the same place.
+
+Leases are measured with `lease_clock_s`, because CLOCK_MONOTONIC excludes the time for which a
+machine is suspended. Assumptions: clocks of two machines differ in rate by much less than the
+margin of LOST_S, and after a suspension a process checks its lease before it writes anything; the
+kernel does not guarantee that order.
 """
+
+import time
 
 REPORT_S = 0.5
 """Interval of the reports of a machine."""
@@ -27,3 +34,8 @@ CALL_S = 2.0
 """Timeout of a report. A report per lease may fail."""
 BLOCKED_S = 2.0
 """Time after which an agent whose main loop does not run stops to report."""
+
+
+def lease_clock_s() -> float:
+    """Return the time by which leases are measured, the same in all processes of a machine."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -5,6 +5,27 @@ import socket
 from torchtitan_lite.rank_recovery.channel import Channel
 
 
+def test_an_offer_to_an_end_that_does_not_read_is_dropped_whole() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel, other = Channel(ours), Channel(theirs)
+        num_accepted = 0
+        # This blocks forever if the offer waits.
+        while channel.offer(lease=num_accepted, text="x" * 40_000):
+            num_accepted += 1
+        assert num_accepted and not channel.offer(lease=-1)
+        received = []
+        while len(received) < num_accepted:
+            received += other.receive(wait=True)
+            channel.offer()
+        expected = [*range(num_accepted)]
+        assert [one["lease"] for one in received if "text" in one][:num_accepted] == expected
+        assert {"lease": -1} not in received
+        channel.send(abort=True)
+        while {"abort": True} not in received:
+            received += other.receive(wait=True)
+
+
 def test_messages_arrive_in_order_until_the_other_end_closes() -> None:
     ours, theirs = socket.socketpair()
     channel, other = Channel(ours), Channel(theirs)

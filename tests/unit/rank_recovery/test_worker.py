@@ -12,6 +12,7 @@ import pytest
 
 from torchtitan_lite.rank_recovery.channel import Channel
 from torchtitan_lite.rank_recovery.worker import CHANNEL
+from torchtitan_lite.rendezvous.timing import lease_clock_s
 
 _PROGRAM = """
 import sys, time
@@ -74,13 +75,13 @@ def test_a_rank_kills_itself_when_its_lease_ends(
 ) -> None:
     channel, process = slow
     # A parked process needs no lease.
-    channel.send(lease=time.monotonic() + 0.1)
+    channel.send(lease=lease_clock_s() + 0.1)
     time.sleep(0.5)
     assert process.poll() is None
-    channel.send(lease=time.monotonic() + 1.0)
+    channel.send(lease=lease_clock_s() + 1.0)
     channel.send(start={})
     for _ in range(4):
         time.sleep(0.5)
         assert process.poll() is None
-        channel.send(lease=time.monotonic() + 1.0)
+        channel.send(lease=lease_clock_s() + 1.0)
     assert process.wait(3) == -signal.SIGKILL

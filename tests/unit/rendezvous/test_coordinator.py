@@ -64,12 +64,18 @@ class Rig:
                 node_rank=answer.node_rank,
                 store_port=29000 + answer.attempt if answer.node_rank == 0 else 0,
                 has_progress=False,
+                has_lost_lease=False,
                 failure=FailureKind.NONE,
             )
         elif answer.state is RunState.FORMING and report.phase is not Phase.PARKED:
             report = replace(report, phase=Phase.PARKED)
         self.machines[name] = replace(report, seen_attempt=seen)
         return answer
+
+    def leave(self, name: str) -> None:
+        """Let a machine leave, which then is silent."""
+        self.silent.add(name)
+        self.coordinator.leave(self.machines[name], "", self.now_s)
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """Let time pass, with reports of all machines that are not silent."""
@@ -177,7 +183,7 @@ def test_an_exception_that_the_end_of_a_lease_explains_blames_nobody() -> None:
     _fail(rig, "a", FailureKind.EXCEPTION, closed)
     rig.run(5)
     assert rig.attempt() == 2 and not rig.answers["a"].is_blamed
-    assert rig.answers["a"].reason == "a machine was out of reach"
+    assert rig.answers["a"].reason == "b was cut off"
 
 
 def test_the_first_of_several_exceptions_is_the_cause() -> None:
@@ -238,6 +244,34 @@ def test_a_restarted_server_keeps_members_and_spares(is_parked: bool) -> None:
     assert rig.attempt() == (2 if is_parked else 1)
 
 
+@pytest.mark.parametrize("late_s", [0.0, LOST_S + 2])
+def test_members_that_reach_a_restarted_server_late_keep_their_places(late_s: float) -> None:
+    rig = Rig("a", "b", "c", "d")
+    rig.start()
+    # Nobody reaches it at first; then the spares do, and are enough for an attempt.
+    rig.restart_server()
+    rig.now_s += LOST_S + 1
+    _park(rig, "a", "b")
+    rig.silent = {"a", "b"}
+    rig.send("c")
+    rig.send("d")
+    rig.run(late_s)
+    rig.silent = set()
+    rig.run(5)
+    assert rig.places() == {"a": 0, "b": 1} and rig.attempt() == 2
+
+
+def test_spares_replace_members_that_never_reach_a_restarted_server() -> None:
+    rig = Rig("a", "b", "c", "d")
+    rig.start()
+    rig.restart_server()
+    rig.silent = {"a", "b"}
+    rig.run(ALL_LOST_S - 1)
+    assert rig.state() is RunState.REBUILDING
+    rig.run(3)
+    assert rig.attempt() == 2 and rig.answers["c"].node_rank != rig.answers["d"].node_rank
+
+
 def test_new_machines_wait_after_a_restart_of_the_server_until_leases_have_ended() -> None:
     rig = Rig("a", "b")
     rig.start()
@@ -295,6 +329,24 @@ def test_a_machine_of_another_run_is_rejected_with_the_difference(
     assert rig.send("x").num_joined == 1
 
 
+def test_a_machine_of_another_run_that_comes_first_after_a_restart_rejects_no_member() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.restart_server()
+    rig.add("x", run_id="other")
+    rig.send("x")
+    # A spare machine, which cannot prove that it is of the run, waits for a member.
+    with pytest.raises(Rejected):
+        rig.send("c")
+    rig.send("a")
+    with pytest.raises(Rejected, match="--rdzv-id is other here, but run on a"):
+        rig.send("x")
+    rig.silent = {"x"}
+    rig.run(LOST_S + 2)
+    assert rig.places() == {"a": 0, "b": 1} and rig.attempt() == 1
+    assert rig.answers["c"].num_joined == 3
+
+
 def test_the_next_run_waits_until_the_machines_of_the_last_one_have_left() -> None:
     rig = Rig("a", "b")
     rig.start()
@@ -306,7 +358,7 @@ def test_the_next_run_waits_until_the_machines_of_the_last_one_have_left() -> No
     with pytest.raises(Busy):
         rig.send("c")
     for name in "ab":
-        rig.coordinator.leave(name, "", rig.now_s)
+        rig.leave(name)
     assert rig.send("c").state is RunState.REBUILDING
 
 
@@ -318,6 +370,41 @@ def test_a_machine_that_fails_twice_in_a_row_is_replaced() -> None:
         rig.run(8)
         assert rig.attempt() == attempt
     assert rig.places() == {"a": 0, "c": 1}
+
+
+def test_a_machine_that_loses_its_lease_twice_in_a_row_is_replaced() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    for attempt in (2, 3):
+        rig.send("b", phase=Phase.PARKED, has_lost_lease=True)
+        rig.run(8)
+        assert rig.attempt() == attempt and rig.answers["a"].reason == "b was cut off"
+    assert rig.places() == {"a": 0, "c": 1}
+
+
+def test_a_machine_that_loses_its_lease_again_and_again_without_a_spare_ends_the_run() -> None:
+    rig = Rig("a", "b")
+    rig.start()
+    for _ in range(20):
+        rig.send("b", phase=Phase.PARKED, has_lost_lease=True)
+        rig.run(8, until=lambda: rig.state() is RunState.RUNNING)
+        if rig.state() is RunState.ENDED:
+            break
+    assert rig.state() is RunState.ENDED and "in a row" in rig.answers["a"].reason
+
+
+def test_leases_that_all_machines_lose_only_delay_the_next_attempt() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    for attempt in range(2, 20):
+        for name in "ab":
+            rig.machines[name] = replace(
+                rig.machines[name], phase=Phase.PARKED, has_lost_lease=True
+            )
+        rig.run(0.5)
+        assert rig.attempt() == attempt - 1
+        rig.run(3)
+        assert rig.places() == {"a": 0, "b": 1} and rig.attempt() == attempt
 
 
 def test_a_machine_at_fault_is_replaced_at_once_and_does_not_return() -> None:
@@ -360,10 +447,55 @@ def test_a_machine_asked_to_stop_ends_the_run_for_all() -> None:
 def test_a_member_that_leaves_is_replaced_without_a_wait() -> None:
     rig = Rig("a", "b", "c")
     rig.start()
-    rig.coordinator.leave("b", "", rig.now_s)
+    rig.leave("b")
     rig.silent = {"b"}
     rig.run(2)
     assert rig.attempt() == 2 and rig.answers["c"].node_rank == 1
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["running", "rebuilding"])
+def test_the_last_machine_may_leave_and_a_late_report_does_not_bring_it_back(is_new: bool) -> None:
+    rig = Rig("a", "b")
+    if is_new:
+        rig.run(1)
+    else:
+        rig.start()
+    rig.leave("a")
+    rig.leave("b")
+    with pytest.raises(Rejected, match="b has left"):
+        rig.send("b")
+    rig.add("c")
+    assert rig.send("c").joined == "c"
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_machine_that_has_finished_may_leave_while_others_still_save(is_restarted: bool) -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.machines["a"] = replace(rig.machines["a"], phase=Phase.ENDED)
+    if is_restarted:
+        rig.restart_server()
+        # It is not known yet.
+        rig.leave("a")
+    else:
+        rig.run(1)
+        rig.leave("a")
+    rig.run(LOST_S + 5)
+    assert rig.state() is RunState.RUNNING and rig.attempt() == 1
+    rig.machines["b"] = replace(rig.machines["b"], phase=Phase.ENDED)
+    rig.run(1)
+    assert rig.state() is RunState.ENDED and rig.answers["b"].status == 0
+
+
+def test_the_place_of_a_machine_that_has_finished_is_filled_if_another_fails() -> None:
+    rig = Rig("a", "b", "c")
+    rig.start()
+    rig.machines["a"] = replace(rig.machines["a"], phase=Phase.ENDED)
+    rig.run(1)
+    rig.leave("a")
+    _fail(rig, "b", FailureKind.DEATH, "rank 1: killed by SIGKILL")
+    rig.run(5)
+    assert rig.attempt() == 2 and (rig.answers["c"].node_rank, rig.places()["b"]) == (0, 1)
 
 
 def test_a_late_report_does_not_count() -> None:

@@ -5,23 +5,24 @@ import time
 import pytest
 
 from tests import launch
-from torchtitan_lite.errors import RpcError
+from torchtitan_lite.errors import MACHINE_FAULT, RpcError
 from torchtitan_lite.rendezvous import link as link_module
 from torchtitan_lite.rendezvous.link import RendezvousLink
 from torchtitan_lite.rendezvous.messages import PURPOSE, SERVICE
 from torchtitan_lite.rendezvous.server import rendezvous_server
+from torchtitan_lite.rendezvous.timing import LEASE_S
 from torchtitan_lite.rpc.client import RpcClient
 
 _SECRET = "a secret of the tests"
 
 
-def _link(endpoint: str) -> RendezvousLink:
+def _link(endpoint: str, run_id: str = "run") -> RendezvousLink:
     return RendezvousLink(
         endpoint,
         _SECRET,
         address="127.0.0.1",
         name="a",
-        run_id="run",
+        run_id=run_id,
         num_machines=1,
         num_ranks=1,
         fingerprint="1-abc",
@@ -44,6 +45,25 @@ def test_reports_end_while_the_main_loop_is_blocked(monkeypatch: pytest.MonkeyPa
         link.leave()
 
 
+def test_a_lease_ends_while_the_machine_is_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rendezvous_server("127.0.0.1:0", _SECRET) as server:
+        link = _link(server.address)
+        link.start()
+        launch.wait_until(lambda: (link.beat(), link.answer)[1], 10)
+        assert link.has_lease
+        # Only this clock counts the time of a suspension.
+        clock_gettime = time.clock_gettime
+
+        def resumed(clock: int) -> float:
+            return clock_gettime(clock) + (LEASE_S if clock == time.CLOCK_BOOTTIME else 0.0)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(link_module, "REPORT_S", 60.0)
+            patch.setattr(time, "clock_gettime", resumed)
+            assert not link.has_lease
+        link.leave()
+
+
 def test_a_changed_report_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "REPORT_S", 60.0)
     with rendezvous_server("127.0.0.1:0", _SECRET) as server:
@@ -53,6 +73,38 @@ def test_a_changed_report_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> No
         lease_s = link.lease_until_s
         link.update(is_stopping=True)
         assert launch.wait_until(lambda: link.lease_until_s > lease_s, 5) < 2
+        link.leave()
+
+
+@pytest.mark.parametrize("is_at_fault", [False, True])
+def test_only_a_machine_at_fault_ends_when_it_is_rejected_after_a_restart(
+    is_at_fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "REPORT_S", 0.05)
+    monkeypatch.setattr(link_module, "BLOCKED_S", 0.5)
+    with rendezvous_server("127.0.0.1:0", _SECRET) as server:
+        address = server.address
+        link = _link(address)
+        link.start()
+        launch.wait_until(lambda: (link.beat(), link.answer)[1], 10)
+        if is_at_fault:
+            link.update(failure_status=MACHINE_FAULT)
+        # It is silent until a machine of another run has reached the next server.
+        time.sleep(0.8)
+    with rendezvous_server(address, _SECRET):
+        other = _link(address, "other")
+        other.start()
+        launch.wait_until(lambda: (other.beat(), other.answer)[1], 10)
+
+        def is_rejected() -> bool:
+            link.beat()
+            return "--rdzv-id" in link.problem
+
+        launch.wait_until(is_rejected, 20)
+        assert bool(link.rejection) is is_at_fault
+        other.leave()
+        if not is_at_fault:
+            launch.wait_until(lambda: (link.beat(), not link.problem)[1], 20)
         link.leave()
 
 
