@@ -3,13 +3,18 @@ imports nothing of the project.
 """
 
 import ipaddress
+import math
 import os
 import socket
 import stat
+import struct
 from collections.abc import Collection
 from contextlib import suppress
 
 import psutil
+
+_LAST_DATA = 52
+"""Offset of tcpi_last_data_recv (32 bits, milliseconds) in Linux' struct tcp_info."""
 
 
 def address_toward(host: str, port: int) -> str:
@@ -86,6 +91,20 @@ def cut_connections(which: Collection[int] | None = None) -> None:
             if _is_connection(descriptor):
                 with socket.socket(fileno=os.dup(descriptor)) as one:
                     one.shutdown(socket.SHUT_RDWR)
+
+
+def seconds_since_data(which: Collection[int]) -> float:
+    """Return the seconds since any of the TCP connections with these inodes received data; infinity
+    if none of them is open."""
+    found = math.inf
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if os.fstat(descriptor).st_ino in which and _is_connection(descriptor):
+                with socket.socket(fileno=os.dup(descriptor)) as one:
+                    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA + 4)
+                (last_ms,) = struct.unpack_from("I", info, _LAST_DATA)
+                found = min(found, last_ms / 1000)
+    return found
 
 
 def _is_connection(descriptor: int) -> bool:

@@ -29,7 +29,7 @@ from torchft.work import _DummyWork
 
 from torchtitan_lite.checkpoint import history_name
 from torchtitan_lite.launcher.logs import TORCHFT_INFO
-from torchtitan_lite.network import connections, cut_connections
+from torchtitan_lite.network import connections, cut_connections, seconds_since_data
 from torchtitan_lite.replica.coordinator import Coordinator, CoordinatorClient, ReplicaIdentity
 from torchtitan_lite.replica.lighthouse_link import AuthenticatedLighthouse, TorchftLighthouse
 from torchtitan_lite.replica.quorum_checks import (
@@ -41,6 +41,8 @@ from torchtitan_lite.replica.quorum_checks import (
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
 _WATCH_INTERVAL_S = 0.1
+_SLOW_LINK_S = 2.0
+"""Time without data after which a member that sends no heartbeats is not merely slow."""
 _CONNECT_S = 5.0
 """Time limit of a connection between the process groups of a quorum. gloo waits up to five times as
 long for a member that does not connect (2.13)."""
@@ -247,12 +249,20 @@ class QuorumManager(Manager):
                 time.sleep(_WATCH_INTERVAL_S)
                 continue
             is_broken = bool(self._ranks_client.wait_until_broken(quorum_id))
+            # On a slow link the gradients may delay the heartbeats; then the step still succeeds.
+            while is_broken and quorum_id == self._quorum_id and self._receives_data():
+                time.sleep(_WATCH_INTERVAL_S)
             with self._group_lock:
                 if is_broken and quorum_id == self._quorum_id:
                     # What waits for the other replicas fails now. A group that is still connecting
                     # is aborted afterwards.
                     self._broken_id = quorum_id
                     self.group.abort()
+
+    def _receives_data(self) -> bool:
+        """Return whether another member of the process group sends data."""
+        group = self.group
+        return isinstance(group, _GlooAtAddress) and group.seconds_since_data() < _SLOW_LINK_S
 
     def shutdown(self, wait: bool = True) -> None:
         self._is_shut_down = True
@@ -407,6 +417,10 @@ class _GlooAtAddress(ProcessGroupGloo):
         # reference is not that of a thread that trains.
         threading.Thread(target=_keep, args=(self._pg,), name="ended group", daemon=True).start()
         super().abort(errored)
+
+    def seconds_since_data(self) -> float:
+        """Return the seconds since this rank received data from another member."""
+        return seconds_since_data(self._connections)
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
         options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]

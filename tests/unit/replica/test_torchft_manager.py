@@ -1,6 +1,8 @@
 """Differences from torchft 0.2.0, and additions to it."""
 
 import logging
+import math
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.launch import wait_until
 from tests.unit.replica.managers import (
     Replica,
     form_quorum,
@@ -21,6 +24,7 @@ from tests.unit.replica.managers import (
 )
 from tests.unit.replica.test_healing import Run
 from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.network import seconds_since_data
 from torchtitan_lite.replica.quorum_checks import IncompatiblePeers
 from torchtitan_lite.replica.torchft_manager import _GlooAtAddress
 
@@ -89,6 +93,21 @@ def test_an_abort_wakes_a_collective_at_once() -> None:
         aborted.result(timeout=30)
         assert time.monotonic() - started_s < 5
         groups[1].abort()
+
+
+def test_the_time_since_data_of_a_connection() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as one,
+    ):
+        other, _ = listener.accept()
+        with other:
+            inode = os.fstat(one.fileno()).st_ino
+            time.sleep(0.5)
+            assert 0.4 < seconds_since_data({inode}) < 30
+            other.sendall(b"data")
+            wait_until(lambda: seconds_since_data({inode}) < 0.2, 10)
+    assert seconds_since_data({inode}) == math.inf
 
 
 def test_a_lighthouse_that_never_starts_is_named() -> None:
