@@ -112,7 +112,7 @@ def finish(run: machines.MachinesRun) -> str:
     [
         ((1, 1), 1),
         pytest.param((1, 1), 0, marks=pytest.mark.matrix),
-        ((2, 1), 0),
+        pytest.param((2, 1), 0, marks=pytest.mark.matrix),
         pytest.param((1, 1, 1), 1, marks=pytest.mark.matrix),
     ],
 )
@@ -136,6 +136,7 @@ def test_a_lost_machine_is_restored_from_its_buddy(
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.matrix
 def test_a_corrupt_copy_is_named_and_storage_is_used(start_run: Start) -> None:
     run = start_run((1, 1))
     run.wait_for_step(2 * _INTERVAL)
@@ -153,6 +154,7 @@ def test_a_corrupt_copy_is_named_and_storage_is_used(start_run: Start) -> None:
     assert resumes(run)[-1] == 1
 
 
+@pytest.mark.matrix
 def test_copies_of_an_abandoned_session_are_not_restored(start_run: Start) -> None:
     run = start_run((1, 1))
     wait_for_copies(run, 0, 4 * _INTERVAL)
@@ -170,6 +172,7 @@ def test_copies_of_an_abandoned_session_are_not_restored(start_run: Start) -> No
     assert resumes(run)[-1] <= last
 
 
+@pytest.mark.matrix
 def test_training_and_copies_survive_a_process_killed_during_a_copy(start_run: Start) -> None:
     # At this rate a copy takes seconds.
     run = start_run((1, 1), "--checkpoint.buddy_mib_per_s=1", "--checkpoint.ram_interval=1")

@@ -27,7 +27,7 @@ _CLIENT = """
 import socket, sys, time
 begin = time.monotonic()
 try:
-    with socket.create_connection((sys.argv[1], 4000), timeout=1) as connection:
+    with socket.create_connection((sys.argv[1], 4000), timeout=3) as connection:
         connection.settimeout(float(sys.argv[3]))
         for _ in range(int(sys.argv[2])):
             connection.sendall(bytes(10_000))
@@ -61,7 +61,7 @@ def network() -> Iterator[Network]:
 
 
 def _echo_s(
-    network: Network, source: str, target: str, rounds: int = 1, timeout_s: float = 1.0
+    network: Network, source: str, target: str, rounds: int = 1, timeout_s: float = 3.0
 ) -> float | None:
     """Return the time in which 10 kB return so many times; None if there is no connection."""
     command = [*network.command(source), sys.executable, "-c", _CLIENT]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import launch
-from torchtitan_lite.launcher.processes import WRITER_MODULE, command_line
+from torchtitan_lite.launcher.processes import WRITER_MODULE, Subreaper, command_line
 from torchtitan_lite.rank_recovery import machine_agent
 from torchtitan_lite.rank_recovery.machine_agent import MachineAgent
 from torchtitan_lite.rank_recovery.rank_process import RankProcess
@@ -58,6 +58,8 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Agent]:
     """An agent without processes, which has a lease."""
     # The agents of other tests run in processes of their own.
     monkeypatch.setattr(machine_agent, "become_subreaper", lambda: None)
+    # It would reap processes of other tests.
+    monkeypatch.setattr(Subreaper, "reap", lambda *ignored: None)
     monkeypatch.setenv("TORCH_ELASTIC_WORKER_IDENTICAL", "1")
     with rendezvous_server("127.0.0.1:0", _SECRET) as server:
         link = RendezvousLink(
