@@ -63,6 +63,14 @@ class HistoryClaim:
             members=members,
         )
 
+    def supersedes(self, token: int, name: str, *, is_claimed: bool) -> bool:
+        """Return whether the state of the replica `name` under `token` does not belong to the run
+        any more, given that this is the newest claim: because it descends from a takeover after
+        `token`, or, for a quorum that continued under `token` without a claim of its own
+        (`is_claimed` is false), because other replicas made it."""
+        is_other = self.token > token and name not in self.names
+        return token < self.last_takeover or (not is_claimed and is_other)
+
     def is_of(self, lighthouse: str, quorum_id: int, members: tuple[str, ...]) -> bool:
         """Return whether a quorum with these properties made the claim."""
         given = (lighthouse, quorum_id, members)
@@ -159,16 +167,12 @@ class RunHistory:
             draft.unlink(missing_ok=True)
 
     def superseded_by(self, token: int, *, is_claimed: bool = True) -> HistoryClaim | None:
-        """Return the newest claim if the state of `token` does not belong to the run any more:
-        because the claim descends from a takeover after it, or, for a quorum that continued under
-        `token` without a claim of its own (`is_claimed` is false), because other replicas made it.
-        Raises as `newest` does."""
+        """Return the newest claim if it supersedes this replica's state under `token`. Raises as
+        `newest` does."""
         newest = self.newest()
-        if newest is None:
+        if newest is None or not newest.supersedes(token, self.name, is_claimed=is_claimed):
             return None
-        is_other = newest.token > token and self.name not in newest.names
-        is_superseded = token < newest.last_takeover or (not is_claimed and is_other)
-        return newest if is_superseded else None
+        return newest
 
     def check(self, token: int, *, is_claimed: bool = True) -> None:
         """Raise SupersededError if the state of `token` does not belong to the run any more, and

@@ -114,10 +114,9 @@ class CheckpointManager:
         if history is None:
             return False
         last, taken_over = run_on_all_ranks(lambda: self._last_tokens(history))
-        token = self._mesh.broadcast_int(last)
+        token = self._mesh.broadcast_int(last if taken_over is None else taken_over.token)
         has_lost = bool(self._mesh.broadcast_int(int(taken_over is not None)))
         if has_lost:
-            token = self._mesh.broadcast_int(0 if taken_over is None else taken_over.token)
             remove_regions(self._context.identity.run_id)
             # On all machines, before the replica counts as up to date.
             self._mesh.any(False)

@@ -165,9 +165,7 @@ class SynchronousSaver:
         def commit() -> None:
             if committed is not None:
                 _wait_for_parts(storage, committed, step, token)
-                if context.history is not None:
-                    group = self._writer_group
-                    context.history.check(group.fencing_token, is_claimed=group.is_claimed)
+                self._writer_group.check(context.history)
                 commit_parts(storage, committed, step, token)
 
         failed, problem = self._together(write)

@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 import psutil
@@ -72,45 +72,42 @@ def let_gloo_listen_toward_master() -> None:
 
 def connections() -> set[int]:
     """Return the TCP connections of this process, each by the inode of its socket."""
-    found: set[int] = set()
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        # Another thread may close it at any time.
-        with suppress(OSError):
-            if _is_connection(descriptor):
-                found.add(os.fstat(descriptor).st_ino)
-    return found
+    return {inode for inode, _ in _open_connections()}
 
 
 def cut_connections(which: Collection[int] | None = None) -> None:
     """Cut the TCP connections of this process, so that whatever waits for them fails; all, or those
     with the given inodes."""
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    for _, connection in _open_connections(which):
         with suppress(OSError):
-            if which is not None and os.fstat(descriptor).st_ino not in which:
-                continue
-            if _is_connection(descriptor):
-                with socket.socket(fileno=os.dup(descriptor)) as one:
-                    one.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def seconds_since_data(which: Collection[int]) -> float:
     """Return the seconds since any of the TCP connections with these inodes received data; infinity
     if none of them is open."""
     found = math.inf
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    for _, connection in _open_connections(which):
         with suppress(OSError):
-            if os.fstat(descriptor).st_ino in which and _is_connection(descriptor):
-                with socket.socket(fileno=os.dup(descriptor)) as one:
-                    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA + 4)
-                (last_ms,) = struct.unpack_from("I", info, _LAST_DATA)
-                found = min(found, last_ms / 1000)
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA + 4)
+            (last_ms,) = struct.unpack_from("I", info, _LAST_DATA)
+            found = min(found, last_ms / 1000)
     return found
 
 
-def _is_connection(descriptor: int) -> bool:
-    """Return whether a descriptor is a TCP socket that does not listen. Raises OSError."""
-    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-        return False
-    with socket.socket(fileno=os.dup(descriptor)) as one:
-        is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-        return is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+def _open_connections(
+    which: Collection[int] | None = None,
+) -> Iterator[tuple[int, socket.socket]]:
+    """Yield the inode and a duplicate of each TCP socket that does not listen; of all, or of those
+    with the given inodes. The duplicate is closed afterwards."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        # Another thread may close it at any time.
+        with suppress(OSError):
+            status = os.fstat(descriptor)
+            is_meant = which is None or status.st_ino in which
+            if not is_meant or not stat.S_ISSOCK(status.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as one:
+                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    yield status.st_ino, one

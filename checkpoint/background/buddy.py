@@ -151,20 +151,18 @@ class ServedSnapshot:
             yield self.data[max(start - size, 0) : stop - size]
 
 
-class _Source(threading.Thread):
-    """Computes checksums of ordered snapshots and offers them."""
+class _Worker(threading.Thread):
+    """Carries out the newest copy order."""
 
-    def __init__(self, region: Region, server: StateServer) -> None:
-        super().__init__(name="source", daemon=True)
-        self._region, self._server = region, server
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
         self._order: CopyOrder | None = None
         self._changed = threading.Condition()
 
     def set_order(self, order: CopyOrder | None) -> None:
-        """Offer the ordered snapshot, or nothing, from now on."""
+        """Carry out this order instead of any other, or nothing."""
         with self._changed:
             self._order = order
-            self._server.withdraw()
             self._changed.notify()
 
     def run(self) -> None:
@@ -174,25 +172,44 @@ class _Source(threading.Thread):
                 while self._order is None or self._order is done:
                     self._changed.wait()
                 order = done = self._order
-            try:
-                served = ServedSnapshot.of(self._region, order)
-            except CheckpointError as error:
-                # The receivers time out, and report it.
-                log_to_stderr(f"Step {order.step} cannot be copied: {error}")
-                continue
-            with self._changed:
-                if self._order is order:
-                    self._server.offer(order.number, served)
+            self._carry_out(order)
+
+    def _carry_out(self, order: CopyOrder) -> None:
+        raise NotImplementedError
 
 
-class _Receiver(threading.Thread):
+class _Source(_Worker):
+    """Computes checksums of ordered snapshots and offers them."""
+
+    def __init__(self, region: Region, server: StateServer) -> None:
+        super().__init__("source")
+        self._region, self._server = region, server
+
+    def set_order(self, order: CopyOrder | None) -> None:
+        with self._changed:
+            self._server.withdraw()
+            super().set_order(order)
+
+    def _carry_out(self, order: CopyOrder) -> None:
+        try:
+            served = ServedSnapshot.of(self._region, order)
+        except CheckpointError as error:
+            # The receivers time out, and report it.
+            log_to_stderr(f"Step {order.step} cannot be copied: {error}")
+            return
+        with self._changed:
+            if self._order is order:
+                self._server.offer(order.number, served)
+
+
+class _Receiver(_Worker):
     """Receives the snapshots of one rank."""
 
     def __init__(
         self, source: int, own: RegionDescription, folder: Path, settings: BuddySettings,
         channel: Channel,
     ) -> None:  # fmt: skip
-        super().__init__(name=f"receiver-{source}", daemon=True)
+        super().__init__(f"receiver-{source}")
         self._source, self._own, self._folder = source, own, folder
         self._settings, self._channel = settings, channel
         self._endpoint = PeerEndpoint(
@@ -204,31 +221,17 @@ class _Receiver(threading.Thread):
         self._chunk_bytes = int(min(max(per_s / _CHUNKS_PER_S, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES))
         self._lock = RankLock(folder, source, COPY)
         self._region: Region | None = None
-        self._order: CopyOrder | None = None
-        self._changed = threading.Condition()
 
-    def set_order(self, order: CopyOrder | None) -> None:
-        """Receive the ordered step instead of any other, or nothing."""
-        with self._changed:
-            self._order = order
-            self._changed.notify()
-
-    def run(self) -> None:
-        done: CopyOrder | None = None
-        while True:
-            with self._changed:
-                while self._order is None or self._order is done:
-                    self._changed.wait()
-                order = done = self._order
-            try:
-                self._receive(order)
-            except _Canceled:
-                continue
-            except _WRONG as error:
-                text = f"{type(error).__name__}: {error}"
-                self._channel.send(failed=order.number, source=self._source, error=text)
-            else:
-                self._channel.send(received=order.number, source=self._source)
+    def _carry_out(self, order: CopyOrder) -> None:
+        try:
+            self._receive(order)
+        except _Canceled:
+            return
+        except _WRONG as error:
+            text = f"{type(error).__name__}: {error}"
+            self._channel.send(failed=order.number, source=self._source, error=text)
+        else:
+            self._channel.send(received=order.number, source=self._source)
 
     def _receive(self, order: CopyOrder) -> None:
         """Receive a step. Raises _Canceled, and what `_WRONG` lists."""
@@ -385,7 +388,7 @@ def main(region_path: str) -> int:
             settings.purpose,
             listener=socket.socket(fileno=settings.listener_fd),
         )
-        workers: list[_Source | _Receiver] = [_Source(region, server)]
+        workers: list[_Worker] = [_Source(region, server)]
         for source in settings.sources:
             workers.append(_Receiver(source, own, region.path.parent, settings, channel))
     except _WRONG as error:

@@ -140,9 +140,7 @@ class RankSave:
 
     def check_history(self) -> None:
         """Raise SupersededError if other replicas have taken the run over from this one."""
-        if self.history is not None:
-            group = self.writer_group
-            self.history.check(group.fencing_token, is_claimed=group.is_claimed)
+        self.writer_group.check(self.history)
 
     def is_complete(self, step: int, token: str) -> bool:
         """Return whether all ranks have announced their parts."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchtitan_lite.checkpoint.format import BYTES_PER_ELEMENT, parse_writer, tensor_file_name
+from torchtitan_lite.checkpoint.history import RunHistory
 from torchtitan_lite.checkpoint.shared_memory.description import HeldTensor, RegionDescription
 
 
@@ -44,6 +45,12 @@ class WriterGroup:
     def writes(self) -> bool:
         """Whether this replica writes: without a token only the first does, for all."""
         return self.index == 0 or bool(self.token)
+
+    def check(self, history: RunHistory | None) -> None:
+        """Raise SupersededError if others have taken the run over from this replica; `history` is
+        that of the run, if it has other replicas. Raises as `RunHistory.check`."""
+        if history is not None:
+            history.check(self.fencing_token, is_claimed=self.is_claimed)
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "WriterGroup":

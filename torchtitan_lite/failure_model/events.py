@@ -7,7 +7,7 @@ once is one interruption.
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from random import Random
 
@@ -60,8 +60,9 @@ class EventStream:
         """Time of the next events, infinite if there are none."""
         return self._planned[0].at_s if self._planned else math.inf
 
-    def pop(self) -> ClusterEvents:
-        """Return the next events, all that happen at the same time."""
+    def pop(self, present: Set[int]) -> ClusterEvents:
+        """Return the next events, all that happen at the same time, and plan the return of those
+        of the `present` machines that are lost."""
         at_s = self.next_s
         found: dict[str, set[int]] = {"rank_lost": set(), "lost": set(), "arrived": set()}
         while self._planned and self._planned[0].at_s == at_s:
@@ -73,12 +74,10 @@ class EventStream:
                 found[kind].add(machine)
             else:
                 found[one.kind].add(one.machine)
-        return ClusterEvents(at_s=at_s, **{key: frozenset(value) for key, value in found.items()})
-
-    def replace(self, machine: int, at_s: float) -> None:
-        """Plan the return of a machine that was present and is lost at `at_s`."""
         if math.isfinite(self._replacement_s):
-            self._plan(at_s + self._replacement_s, "arrived", machine)
+            for machine in found["lost"] & present:
+                self._plan(at_s + self._replacement_s, "arrived", machine)
+        return ClusterEvents(at_s=at_s, **{key: frozenset(value) for key, value in found.items()})
 
     def _plan(self, at_s: float, kind: str, machine: int) -> None:
         heapq.heappush(self._planned, _Planned(at_s, self._count, kind, machine))

@@ -73,10 +73,7 @@ class ReplicatedJob:
             next_s = min(events.next_s, ready_s, until_s)
             self._advance(next_s)
             if events.next_s == next_s < until_s:
-                found = events.pop()
-                for machine in found.lost & self._present:
-                    events.replace(machine, next_s)
-                self._apply(found)
+                self._apply(events.pop(self._present))
             elif ready_s == next_s:
                 for one in [one for one in self._starting if one.ready_s == next_s]:
                     self._join(one)

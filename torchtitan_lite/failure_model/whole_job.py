@@ -86,10 +86,7 @@ class WholeJob:
             next_s = min(events.next_s, own_s, until_s)
             self._advance(next_s)
             if events.next_s == next_s < until_s:
-                found = events.pop()
-                for machine in found.lost & self._present:
-                    events.replace(machine, next_s)
-                self._apply(found)
+                self._apply(events.pop(self._present))
             elif self._ready_s == next_s:
                 self._ready_s = None
             elif self._grow_s == next_s:

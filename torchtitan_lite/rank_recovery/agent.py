@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -53,37 +52,43 @@ _UNLIMITED = 1 << 30
 _ADDRESS = "127.0.0.1"
 
 
-class MachineRendezvous(RendezvousHandler):
-    """Rendezvous of one machine: a new store for each attempt, on a port that the kernel chooses.
+class AgentRendezvous(RendezvousHandler):
+    """Rendezvous of torchelastic by the agent itself, which decides when an attempt starts."""
 
-    torch's static rendezvous keeps one store, in which a second attempt finds the addresses of the
-    first (2.13)."""
-
-    def __init__(self) -> None:
-        self._store: TCPStore | None = None
+    def __init__(self, join: Callable[[], RendezvousInfo]) -> None:
+        """`join` blocks until the next attempt starts."""
+        self._join = join
 
     def get_backend(self) -> str:
-        return "machine"
+        return "agent"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return a new store; the earlier one closes with its last reference."""
-        self._store = store = listening_store(_ADDRESS)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_ADDRESS, store.port))
+        return self._join()
 
     def is_closed(self) -> bool:
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: no other machine waits."""
+        """Do nothing: no other agent waits for this one."""
 
     def num_nodes_waiting(self) -> int:
         return 0
 
     def get_run_id(self) -> str:
-        return "machine"
+        return "agent"
 
     def shutdown(self) -> bool:
         return True
+
+
+def _join_alone() -> RendezvousInfo:
+    """Return a new store for each attempt, on a port that the kernel chooses; the earlier one
+    closes with its last reference.
+
+    torch's static rendezvous keeps one store, in which a second attempt finds the addresses of the
+    first (2.13)."""
+    store = listening_store(_ADDRESS)
+    return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_ADDRESS, store.port))
 
 
 class ProcessAgent(SimpleElasticAgent):
@@ -354,7 +359,7 @@ class RankAgent(ProcessAgent):
         requests: Sequence[int],
     ) -> None:
         """See `ProcessAgent`."""
-        rendezvous = MachineRendezvous()
+        rendezvous = AgentRendezvous(_join_alone)
         super().__init__(
             start_process, num_ranks, num_spares, rendezvous=rendezvous, requests=requests
         )

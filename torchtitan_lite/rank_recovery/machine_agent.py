@@ -13,7 +13,6 @@ from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateI
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
@@ -21,7 +20,7 @@ from torch.distributed.elastic.rendezvous import (
 from torchtitan_lite.launcher.processes import Subreaper, become_subreaper
 from torchtitan_lite.launcher.restart_policy import Failure
 from torchtitan_lite.log import logger
-from torchtitan_lite.rank_recovery.agent import ProcessAgent, succeeded
+from torchtitan_lite.rank_recovery.agent import AgentRendezvous, ProcessAgent, succeeded
 from torchtitan_lite.rank_recovery.lease import kill_writers
 from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
 from torchtitan_lite.rendezvous.link import RendezvousLink
@@ -46,7 +45,7 @@ class MachineAgent(ProcessAgent):
         requests: Sequence[int],
     ) -> None:
         """See `ProcessAgent`. `join_timeout_s` limits how long to wait for enough machines."""
-        rendezvous = _SeveralMachines(self)
+        rendezvous = AgentRendezvous(self.join)
 
         def start() -> RankProcess:
             process = start_process()
@@ -333,31 +332,3 @@ class MachineAgent(ProcessAgent):
 
     def _attempt(self) -> int:
         return self._attempt_number - 1
-
-
-class _SeveralMachines(RendezvousHandler):
-    """Rendezvous of torchelastic, by the agent itself."""
-
-    def __init__(self, agent: MachineAgent) -> None:
-        self._agent = agent
-
-    def get_backend(self) -> str:
-        return "several machines"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return self._agent.join()
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: the machines leave one by one."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return "several machines"
-
-    def shutdown(self) -> bool:
-        return True

@@ -87,7 +87,7 @@ class Fence:
         """Newest claim that is known."""
         self._quorum: _Quorum | None = None
         """Present quorum."""
-        self._superseded: HistoryClaim | None = None
+        self._is_superseded = False
         self._expired: tuple[int, float] | None = None
         """Token of an expired claim, and since when this replica knows it."""
         self._num_failures = 0
@@ -157,7 +157,7 @@ class Fence:
                 self._wanted_s = now_s
                 self._checks.notify_all()
                 self._checks.wait_for(lambda: self._checked_s >= now_s, _WAIT_S)
-        return self._superseded is not None
+        return self._is_superseded
 
     def release(self, own_id: str) -> None:
         """Record that this process leaves with its state saved, so that no one waits for it."""
@@ -184,19 +184,19 @@ class Fence:
         CheckpointError and ReplicaError."""
         newest = self._history.newest()
         found = self._decide(quorum, newest, started_s)
-        self._newest = found if isinstance(found, HistoryClaim) else newest
-        if isinstance(found, HistoryClaim):
-            if found is not newest:
-                if time.monotonic() - started_s >= _CLAIM_WITHIN_S:
-                    return "this replica was about to continue the run"
-                self._newest = newest
-                if not self._history.try_claim(found):
-                    return None
-                self._newest = found
-            if found.token != self.token:
-                # The claim says the same, unless this replica joins it later.
-                with suppress(OSError):
-                    self._history.record_token(found.token)
+        self._newest = newest
+        if not isinstance(found, HistoryClaim):
+            return found
+        if found is not newest:
+            if time.monotonic() - started_s >= _CLAIM_WITHIN_S:
+                return "this replica was about to continue the run"
+            if not self._history.try_claim(found):
+                return None
+            self._newest = found
+        if found.token != self.token:
+            # The claim says the same, unless this replica joins it later.
+            with suppress(OSError):
+                self._history.record_token(found.token)
         return found
 
     def _decide(
@@ -281,8 +281,8 @@ class Fence:
         newest = self._history.newest()
         if quorum is None or newest is None:
             return
-        self._superseded = self._history.superseded_by(token, is_claimed=is_claimed)
-        if self._superseded is not None:
+        self._is_superseded = newest.supersedes(token, self._history.name, is_claimed=is_claimed)
+        if self._is_superseded:
             return
         if not is_claimed:
             if newest.token == token:
