@@ -70,9 +70,11 @@ bench: setup ## Run every benchmark and write benchmarks/results/.
 	$(BIN)/python -m benchmarks.step --json benchmarks/results/step.json
 	$(BIN)/python -m benchmarks.parallel --json benchmarks/results/parallel.json
 	$(BIN)/python -m benchmarks.redistribute --json benchmarks/results/redistribute.json
+	$(BIN)/python -m benchmarks.optimizer --json benchmarks/results/optimizer.json
 	$(BIN)/python -m benchmarks.checkpoint --json benchmarks/results/checkpoint.json
 	$(BIN)/python -m benchmarks.recovery --json benchmarks/results/recovery.json
 	$(BIN)/python -m benchmarks.rank_recovery --json benchmarks/results/rank_recovery.json
+	$(BIN)/python -m benchmarks.resize --json benchmarks/results/resize.json
 	$(BIN)/python -m benchmarks.buddies --json benchmarks/results/buddies.json
 	$(BIN)/python -m benchmarks.lost_machine --json benchmarks/results/lost_machine.json
 	$(BIN)/python -m benchmarks.convert --json benchmarks/results/convert.json

@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan_lite.nn.attention import Attention
-from torchtitan_lite.nn.decoder import Decoder, DecoderBlock
-from torchtitan_lite.nn.feed_forward import FeedForward
-from torchtitan_lite.nn.rope import RotaryEmbedding
+from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
+from torchtitan_lite.nn.feed_forward import Dense
+from torchtitan_lite.nn.grouped_query import GroupedQuery
+from torchtitan_lite.nn.rope import Rope
 
 IGNORE_INDEX = -100
 
@@ -132,25 +132,20 @@ def update(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def decoder(dims: dict[str, Any]) -> Decoder:
     """Return a model of these dimensions with undefined weights."""
     head_size = dims["head_dim"] or dims["dim"] // dims["num_heads"]
+    attention = GroupedQuery(
+        num_heads=dims["num_heads"],
+        num_kv_heads=dims["num_kv_heads"],
+        head_dim=head_size,
+        rotation=Rope(head_dim=head_size, theta=dims["rope_theta"]),
+    )
+    layer = DecoderLayer(attention=attention, feed_forward=Dense(hidden_dim=dims["hidden_dim"]))
     return Decoder(
         dim=dims["dim"],
         vocab_size=dims["vocab_size"],
         norm_eps=dims["norm_eps"],
-        rotary=RotaryEmbedding(head_size, dims["rope_theta"], None),
-        blocks=[_block(dims, head_size) for _ in range(dims["num_layers"])],
+        layers=[layer] * dims["num_layers"],
         attention_backend="sdpa",
         tied_embeddings=dims["tied_embeddings"],
-        dropout=0.0,
-    )
-
-
-def _block(dims: dict[str, Any], head_size: int) -> DecoderBlock:
-    dim, num_heads, num_kv_heads = dims["dim"], dims["num_heads"], dims["num_kv_heads"]
-    return DecoderBlock(
-        dim=dim,
-        norm_eps=dims["norm_eps"],
-        attention=Attention(dim, num_heads, num_kv_heads, head_size, "sdpa"),
-        feed_forward=FeedForward(dim, dims["hidden_dim"]),
         dropout=0.0,
     )
 

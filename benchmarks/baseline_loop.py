@@ -44,7 +44,7 @@ class BaselineLoop:
         recipe = recipe_of(config)
         self._max_norm = recipe.max_norm
         self._lrs = [job.state.lr_scheduler.lr(step) for step in range(num_steps)]
-        samples = job.global_batch_size // degrees.batch
+        samples = job.batch_sizes.final // degrees.batch
         # Loaded before the measurement.
         self._batches = batches_of(
             job.state.loader, samples, mesh.batch_rank, degrees.batch, num_steps
@@ -149,7 +149,7 @@ def write_replica_batches(path: str, num_steps: int, trainer_arguments: list[str
     """Write inputs with `num_steps` batches of each replica, for `torchft_trainer`."""
     with built_job(trainer_arguments) as (config, built):
         loader, local_batch_size = built.job.state.loader, built.job.local_batch_size
-        num_replicas = built.job.global_batch_size // local_batch_size
+        num_replicas = built.job.batch_sizes.final // local_batch_size
         batches = [
             list(map(vars, batches_of(loader, local_batch_size, replica, num_replicas, num_steps)))
             for replica in range(num_replicas)

@@ -81,12 +81,7 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
         comparison = Comparison(f"1 of {_RANKS} ranks killed, {mesh}", other="torchrun")
         comparison.note(f"ours {formatted(ours.seconds)} s")
         comparison.note(f"torchrun {formatted(peer.seconds)} s")
-        common = sorted(ours.losses.keys() & peer.losses.keys())
-        comparison.close_losses(
-            [ours.losses[step] for step in common],
-            [peer.losses[step] for step in common],
-            shown=4,
-        )
+        compare_losses(comparison, ours.losses, peer.losses)
         comparison.small("steps repeated by one recovery", ours.repeated, 1)
         comparison.small("surviving processes replaced", ours.replaced, 0)
         median, count = statistics.median, len(plan.kills)
@@ -109,24 +104,17 @@ def _run(
     program: Sequence[str], mesh: str, kills: Sequence[int], folder: Path, *, num_processes: int
 ) -> _Recoveries:
     folder.mkdir()
-    arguments = [
-        *("--config", "configs/llama3_debug.toml", "--job.device", "cpu"),
-        *("--training.seq_len", "32", "--training.local_batch_size", "2"),
-        *("--training.global_batch_size", "8", "--training.steps", "1000000"),
-        *("--lr_scheduler.total_steps", "1000", "--validation.enable", "false"),
-        *("--checkpoint.enable", "true", "--checkpoint.interval", "1000000"),
-        *("--checkpoint.ram_interval", "1", "--metrics.enable_tensorboard", "false"),
-        *("--job.dump_folder", str(folder), *_MESHES[mesh]),
-    ]
     found, metrics = _Recoveries(), folder / "metrics.jsonl"
-    with started([*program, *arguments], [], 1, folder / "log.txt") as process:
-        _wait(process, lambda: len(_steps(metrics)) >= _BETWEEN_STEPS, folder)
+    with started(
+        [*program, *job_arguments(folder), *_MESHES[mesh]], [], 1, folder / "log.txt"
+    ) as process:
+        wait(process, lambda: len(steps(metrics)) >= _BETWEEN_STEPS, folder)
         for rank in kills:
-            _wait(process, lambda: len(processes(process)) == num_processes, folder)
+            wait(process, lambda: len(processes(process)) == num_processes, folder)
             # A spare has imported everything, and uses no more of the machine.
-            _wait(process, lambda: all(map(is_warm, processes(process))), folder)
+            wait(process, lambda: all(map(is_warm, processes(process))), folder)
             _recover(process, rank, found, folder)
-        found.losses = _steps(metrics)
+        found.losses = steps(metrics)
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_TIMEOUT_S)
@@ -135,28 +123,54 @@ def _run(
 
 def _recover(process: subprocess.Popen[bytes], rank: int, found: _Recoveries, folder: Path) -> None:
     metrics = folder / "metrics.jsonl"
-    before, step, num_resumes = ranks(process), max(_steps(metrics)), len(resumes(metrics))
+    before, step, num_resumes = ranks(process), max(steps(metrics)), len(resumes(metrics))
     if len(before) != _RANKS:
         raise ChildFailed(f"{len(before)} of {_RANKS} ranks are found: {folder / 'log.txt'}")
     os.kill(before[rank], signal.SIGKILL)
     began_s = time.perf_counter()
-    _wait(process, lambda: len(resumes(metrics)) > num_resumes, folder)
+    wait(process, lambda: len(resumes(metrics)) > num_resumes, folder)
     resumed = resumes(metrics)[-1]
-    _wait(process, lambda: max(_steps(metrics)) > resumed, folder)
+    wait(process, lambda: max(steps(metrics)) > resumed, folder)
     found.seconds.append(time.perf_counter() - began_s)
     found.repeated = max(found.repeated, step - resumed)
-    _wait(process, lambda: max(_steps(metrics)) >= resumed + _BETWEEN_STEPS, folder)
-    _wait(process, lambda: len(ranks(process)) == _RANKS, folder)
+    wait(process, lambda: max(steps(metrics)) >= resumed + _BETWEEN_STEPS, folder)
+    wait(process, lambda: len(ranks(process)) == _RANKS, folder)
     after = ranks(process)
     found.replaced += sum(after[one] != before[one] for one in after if one != rank)
 
 
-def _wait(process: subprocess.Popen[bytes], holds: Callable[[], bool], folder: Path) -> None:
+def job_arguments(folder: Path) -> list[str]:
+    """Return the arguments of an endless run with a snapshot in shared memory after each step, and
+    with its outputs in `folder`."""
+    return [
+        *("--config", "configs/llama3_debug.toml", "--job.device", "cpu"),
+        *("--training.seq_len", "32", "--training.local_batch_size", "2"),
+        *("--training.global_batch_size", "8", "--training.steps", "1000000"),
+        *("--lr_scheduler.total_steps", "1000", "--validation.enable", "false"),
+        *("--checkpoint.enable", "true", "--checkpoint.interval", "1000000"),
+        *("--checkpoint.ram_interval", "1", "--metrics.enable_tensorboard", "false"),
+        *("--job.dump_folder", str(folder)),
+    ]
+
+
+def compare_losses(
+    comparison: Comparison, ours: Mapping[int, float], other: Mapping[int, float]
+) -> None:
+    """Require equal losses in the steps that both runs have taken."""
+    common = sorted(ours.keys() & other.keys())
+    comparison.close_losses(
+        [ours[step] for step in common], [other[step] for step in common], shown=4
+    )
+
+
+def wait(process: subprocess.Popen[bytes], holds: Callable[[], bool], folder: Path) -> None:
+    """Block until `holds`. Raises ChildTimeout if the process ends before, or after a time
+    limit."""
     deadline = time.monotonic() + _TIMEOUT_S
     while not holds():
         if process.poll() is not None or time.monotonic() >= deadline:
             text = (folder / "log.txt").read_text(encoding="utf-8")[-3000:]
-            raise ChildTimeout(f"No recovery within {_TIMEOUT_S:.0f} s:\n{text}")
+            raise ChildTimeout(f"No progress within {_TIMEOUT_S:.0f} s:\n{text}")
         time.sleep(_POLL_S)
 
 
@@ -169,7 +183,7 @@ def records(metrics: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _steps(metrics: Path) -> dict[int, float]:
+def steps(metrics: Path) -> dict[int, float]:
     """Return the loss of each recorded step."""
     return {one["step"]: one["loss"] for one in records(metrics) if "event" not in one}
 

@@ -5,9 +5,12 @@ python -m benchmarks.recovery [--quick] [--json PATH]
 All variants get the same faults in one run, ours with both lighthouses. Two replicas of one rank
 and one thread each. Ranks are killed (SIGKILL) and restart; lighthouses are killed. A stall is the
 longest gap between two commits of the survivor beyond its median step of the same work, because a
-survivor processes the samples of all, in longer steps. Goodput is wall time without faults over
-wall time with faults for the same samples, both of one run. The overhead without faults is that
+survivor processes the samples of all, in longer steps. The overhead without faults is that
 over HSDP of the same ranks, and the rate of healing is compared with a bare socket.
+
+Then all variants, and ours with a spare instead of replicas, get one schedule of failures: the time
+to the work of some steps, first without failures, then with ranks killed at the same times,
+recovered or not. Last, the link of a replica is cut, where there are network namespaces.
 
 The exit status is 1 if a process fails or variants did other work; a missed goal is only reported
 in its row.
@@ -24,13 +27,22 @@ from benchmarks.baseline_loop import write_replica_batches
 from benchmarks.harness import Result, main
 from benchmarks.heal import HealCase, measure_heal
 from benchmarks.processes import TRAINER, run, run_ranks
-from benchmarks.recovery_faults import FaultSchedule, FaultyRun, Line, run_with_faults
+from benchmarks.recovery_faults import (
+    FailureSchedule,
+    FaultSchedule,
+    FaultyRun,
+    Line,
+    run_with_faults,
+    run_with_schedule,
+)
+from benchmarks.recovery_links import measure_cut
 from benchmarks.recovery_overhead import OverheadCase, measure_overhead
-from benchmarks.recovery_rows import Runs, compare, goodput_rows, rows_of
+from benchmarks.recovery_rows import Runs, compare, rows_of, schedule_rows
 from benchmarks.recovery_variants import (
     NUM_REPLICAS,
     CheckpointRestart,
     Ours,
+    Spares,
     Torchft,
     Variant,
     Workload,
@@ -53,8 +65,10 @@ class Plan:
     """Consecutive faults."""
     lighthouses: Sequence[str]
     """Of ours."""
-    seldom: FaultSchedule | None
-    """Rare faults, for goodput, also of a restart from a checkpoint."""
+    schedule: FailureSchedule | None
+    """Failures for all variants, also for a restart from a checkpoint, and for spares."""
+    cut_s: float | None
+    """Seconds for which a link is cut."""
     turns: Turns
     heal: HealCase
     max_reference_steps: int
@@ -64,9 +78,10 @@ class Plan:
 
 FULL = Plan(
     workload=Workload(flavor="debugmodel", seq_len=64, local_batch_size=2),
-    often=FaultSchedule(undisturbed_s=3, faults=5, period_s=0, lighthouse_faults=2),
+    often=FaultSchedule(undisturbed_s=3, faults=5, lighthouse_faults=2),
     lighthouses=("builtin", "torchft"),
-    seldom=FaultSchedule(undisturbed_s=15, faults=2, period_s=60, seed=1),
+    schedule=FailureSchedule(steps=400, mean_interval_s=20, seed=1),
+    cut_s=20.0,
     turns=Turns(warmup_steps=5, steps=10, count=5),
     heal=HealCase(num_tensors=36, rows=1024, warmup_rounds=2, rounds=7),
     max_reference_steps=400,
@@ -74,9 +89,10 @@ FULL = Plan(
 )
 QUICK = Plan(
     workload=Workload(flavor="tiny", seq_len=32, local_batch_size=1),
-    often=FaultSchedule(undisturbed_s=1, faults=1, period_s=0),
+    often=FaultSchedule(undisturbed_s=1, faults=1),
     lighthouses=("builtin",),
-    seldom=None,
+    schedule=None,
+    cut_s=None,
     turns=Turns(warmup_steps=2, steps=4, count=2),
     heal=HealCase(num_tensors=16, rows=1024, warmup_rounds=1, rounds=3),
     max_reference_steps=80,
@@ -92,22 +108,25 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
     yield measure_overhead(overhead, folder / "overhead")
     runs: dict[str, list[FaultyRun]] = {}
 
-    def inject(variant: Variant, schedule: FaultSchedule) -> FaultyRun:
+    def inject(variant: Variant, faults: FaultSchedule | FailureSchedule) -> FaultyRun:
         own = folder / f"run_{sum(map(len, runs.values()))}"
-        found = run_with_faults(variant, plan.workload, schedule, own)
+        if isinstance(faults, FaultSchedule):
+            found = run_with_faults(variant, plan.workload, faults, own)
+        else:
+            found = run_with_schedule(variant, plan.workload, faults, own)
         runs.setdefault(variant.name, []).append(found)
         return found
 
     torchft = Torchft(_write_inputs(plan.workload, folder))
     ours = [Ours(lighthouse) for lighthouse in plan.lighthouses]
+    if plan.schedule is not None:
+        ours.append(Ours("builtin", num_spares=1))
     for variant in (*ours, torchft):
         inject(variant, plan.often)
-    peers: dict[str, FaultyRun] = {}
-    seldom = None
-    if plan.seldom is not None:
-        seldom = inject(ours[0], plan.seldom)
-        restart = CheckpointRestart()
-        peers = {variant.name: inject(variant, plan.seldom) for variant in (torchft, restart)}
+    scheduled: dict[str, FaultyRun] = {}
+    if plan.schedule is not None:
+        for variant in (ours[0], ours[-1], Spares(), torchft, CheckpointRestart()):
+            scheduled[variant.name] = inject(variant, plan.schedule)
     last_step = max(runs[variant.name][0].reader.progress()[-1].step for variant in ours)
     steps = min(last_step, plan.max_reference_steps)
     reference, dtype = _reference_run(plan, steps, folder / "reference")
@@ -124,9 +143,12 @@ def measure(plan: Plan, folder: Path) -> Iterator[Result]:
         max_stall_s = _MAX_STALL_S[variant.lighthouse]
         both = valid(name, peer)
         yield from rows_of(results[name], results[peer], reference, max_stall_s, valid=both)
-    if seldom is not None and plan.seldom is not None:
-        all_valid = valid(ours[0].name, *peers)
-        yield from goodput_rows(seldom, peers, plan.seldom.period_s, valid=all_valid)
+    if plan.schedule is not None:
+        names = list(scheduled)
+        own, peers = ({name: scheduled[name] for name in some} for some in (names[:3], names[3:]))
+        yield from schedule_rows(own, peers, plan.schedule, valid=valid(*names))
+    if plan.cut_s is not None:
+        yield from measure_cut(plan.cut_s, folder / "cut")
 
 
 def _write_inputs(workload: Workload, folder: Path) -> Path:

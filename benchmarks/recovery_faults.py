@@ -8,7 +8,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,12 +17,14 @@ from statistics import median
 from typing import Any, TypeVar
 
 from benchmarks.processes import ChildFailed, ChildTimeout, wait_for
-from benchmarks.recovery_variants import Running, Variant, Workload
+from benchmarks.recovery_variants import NUM_REPLICAS, Running, Variant, Workload
 from torchtitan_lite.launcher.logs import Tail
 from torchtitan_lite.outputs import RECEIVES_STATE
 
 _Found = TypeVar("_Found")
 _TIMEOUT_S = 120.0
+_MAX_WORK_S = 900.0
+"""Time for the work of a `FailureSchedule`."""
 _POLL_S = 0.01
 _READ_S = 0.004
 _QUIET_STEPS = 4
@@ -151,12 +153,28 @@ class FaultSchedule:
     undisturbed_s: float
     """Between the first steps of all replicas and the first fault."""
     faults: int
-    """Ranks that are killed, of each replica in turn."""
-    period_s: float
-    """From fault to fault; longer if the run has not recovered."""
+    """Ranks that are killed, of each replica in turn, after the recovery from the one before."""
     lighthouse_faults: int = 0
     """Lighthouses that are killed, after the ranks."""
     seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureSchedule:
+    """Work that is done without failures, and then with failures, which come at the same times for
+    all variants, recovered or not."""
+
+    steps: int
+    """Steps of all replicas whose number of tokens is the work."""
+    mean_interval_s: float
+    seed: int = 0
+
+    def failures(self) -> Iterator[tuple[float, int]]:
+        """Yield, without end, when a rank is killed, in seconds from the start, and its number."""
+        draw, at_s = random.Random(self.seed), 0.0
+        while True:
+            at_s += draw.expovariate(1 / self.mean_interval_s)
+            yield at_s, draw.randrange(NUM_REPLICAS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,13 +222,16 @@ class FaultyRun:
     lighthouse_stalls_s: list[float] = field(default_factory=list)
     lighthouse_deaths: int = 0
     """Ranks that died after their lighthouse."""
-    undisturbed_tokens_per_s: float = 0.0
-    disturbed_tokens_per_s: float = 0.0
+    undisturbed_s: float = 0.0
+    """Time of the work of a `FailureSchedule` without failures."""
+    disturbed_s: float = 0.0
+    failures: int = 0
+    """Ranks that were killed during it."""
 
     @property
     def goodput(self) -> float:
-        """Wall time without faults over wall time with faults, for the same samples."""
-        return self.disturbed_tokens_per_s / self.undisturbed_tokens_per_s
+        """Wall time without failures over wall time with failures, for the same work."""
+        return self.undisturbed_s / self.disturbed_s
 
     @property
     def step_s(self) -> float:
@@ -226,24 +247,60 @@ def run_with_faults(
     draw = random.Random(schedule.seed)
     with variant.running(workload, folder) as running, Reader(running.metrics) as reader:
         found = FaultyRun(reader=reader)
-        began_s = _wait_for_steps(running, reader, _WARMUP_STEPS, since_s=0.0)
+        _wait_for_steps(running, reader, _WARMUP_STEPS, since_s=0.0)
         time.sleep(schedule.undisturbed_s)
-        first_s = time.time()
-        fault_s = []
         for number in range(schedule.faults):
-            if number:
-                time.sleep(max(0.0, fault_s[-1] + schedule.period_s - time.time()))
             time.sleep(draw.uniform(0, _MAX_DELAY_S))
             victim = number % reader.num_replicas
-            fault_s.append(time.time())
+            _wait(running, lambda: _now_if(running.has_spares()), "spare")
             found.recoveries.append(_kill_rank(running, reader, victim))
-        time.sleep(max(0.0, fault_s[-1] + schedule.period_s - time.time()))
-        found.undisturbed_tokens_per_s = _tokens_per_s(reader, began_s, first_s)
-        found.disturbed_tokens_per_s = _tokens_per_s(reader, first_s, time.time())
         for _ in range(schedule.lighthouse_faults):
             time.sleep(draw.uniform(0, _MAX_DELAY_S))
             _kill_lighthouse(running, reader, found)
     return found
+
+
+def run_with_schedule(
+    variant: Variant, workload: Workload, schedule: FailureSchedule, folder: Path
+) -> FaultyRun:
+    """Run a variant until it has done the work of a schedule, without failures and then with them.
+    Raises ChildFailed if it does not."""
+    folder.mkdir(parents=True)
+    num_tokens = schedule.steps * workload.tokens_per_step
+    with variant.running(workload, folder) as running, Reader(running.metrics) as reader:
+        found = FaultyRun(reader=reader)
+        _wait_for_steps(running, reader, _WARMUP_STEPS, since_s=0.0)
+        found.undisturbed_s = _time_of(running, found, num_tokens, iter(()))
+        found.disturbed_s = _time_of(running, found, num_tokens, schedule.failures())
+    return found
+
+
+def _time_of(
+    running: Running, found: FaultyRun, num_tokens: int, failures: Iterator[tuple[float, int]]
+) -> float:
+    """Return the seconds until so many more tokens are trained, with failures."""
+    first, never = found.reader.progress()[-1], (float("inf"), 0)
+    began_s = time.time()
+    deadline_s = began_s + _MAX_WORK_S
+    at_s, victim = next(failures, never)
+    while True:
+        time.sleep(_POLL_S)
+        left = num_tokens
+        for one in found.reader.progress():
+            if one.seen_s > first.seen_s:
+                left -= one.values["num_target_tokens"]
+            if left <= 0:
+                return one.seen_s - first.seen_s
+        running.check()
+        if time.time() >= deadline_s:
+            raise ChildFailed(f"{left} tokens are left after {_MAX_WORK_S:g} s:\n{running.log(0)}")
+        if time.time() >= began_s + at_s:
+            # A rank that is about to start again cannot fail.
+            ranks = running.ranks(victim % found.reader.num_replicas)
+            for rank in ranks[victim % len(ranks) :][:1] if ranks else ():
+                rank.kill()
+                found.failures += 1
+            at_s, victim = next(failures, never)
 
 
 def _kill_rank(running: Running, reader: Reader, victim: int) -> Recovery:
@@ -361,12 +418,3 @@ def _wait(running: Running, find: Callable[[], _Found | None], what: str) -> _Fo
         return wait_for(find, what, timeout_s=_TIMEOUT_S, check=running.check, poll_s=_POLL_S)
     except ChildTimeout as error:
         raise ChildFailed(f"{error}\n{running.log(0)[-3000:]}") from None
-
-
-def _tokens_per_s(reader: Reader, start_s: float, stop_s: float) -> float:
-    """Between the last commit before the start and the last before the stop."""
-    steps = reader.progress()
-    first = max((one for one in steps if one.seen_s <= start_s), key=lambda one: one.seen_s)
-    within = [one for one in steps if first.seen_s < one.seen_s <= stop_s]
-    tokens = sum(one.values["num_target_tokens"] for one in within)
-    return tokens / (within[-1].seen_s - first.seen_s)

@@ -12,14 +12,13 @@ from statistics import median
 
 from benchmarks.harness import Comparison, Result
 from benchmarks.processes import THREADS
-from benchmarks.recovery_faults import FaultyRun, Line, Recovery
+from benchmarks.recovery_faults import FailureSchedule, FaultyRun, Line, Recovery
 from benchmarks.step import START_GOAL
 
 TOLERANCE = 2e-4
 """Relative, float32 over hundreds of steps: the present replicas add the same terms in another
 order. One other sample of a few hundred tokens changes a loss by more than ten times that."""
 _MAX_FAILED_STEPS = 1
-_MIN_GOODPUT = 0.9
 _NUM_LOSSES = 8
 """Of the first steps, which all variants take without faults."""
 
@@ -127,17 +126,31 @@ def rows_of(
         )
 
 
-def goodput_rows(
-    ours: FaultyRun, peers: Mapping[str, FaultyRun], period_s: float, *, valid: bool
+def schedule_rows(
+    ours: Mapping[str, FaultyRun],
+    peers: Mapping[str, FaultyRun],
+    schedule: FailureSchedule,
+    *,
+    valid: bool,
 ) -> Iterator[Result]:
-    """Goodput with one fault in so many seconds."""
-    comparison = Comparison(f"a fault every {period_s:g} s", other="required")
+    """The time to the same work, without failures and with those of a schedule."""
+    steps, mean_s = schedule.steps, schedule.mean_interval_s
+    comparison = Comparison(f"the work of {steps} steps", other="required")
     comparison.same("valid comparison of all variants", valid, True)
-    unit, better = "undisturbed / disturbed", {"more_is_better": True}
-    yield comparison.value("goodput", unit, ours.goodput, goal=_MIN_GOODPUT, **better)
-    for name, peer in peers.items():
-        metric = f"goodput against {name}"
-        yield comparison.ratio(metric, unit, ours.goodput, peer=peer.goodput, goal=1.0, **better)
+    for name, run in {**ours, **peers}.items():
+        comparison.note(
+            f"{name}: {run.undisturbed_s:.1f} s without failures, {run.disturbed_s:.1f} s with "
+            f"{run.failures}"
+        )
+    for own, run in ours.items():
+        for name, peer in peers.items():
+            pair = f"{own}, against {name}"
+            metric = f"time without failures: {pair}"
+            yield comparison.value(metric, "s", run.undisturbed_s, peer=peer.undisturbed_s)
+            metric = f"time with a failure every {mean_s:g} s: {pair}"
+            yield comparison.ratio(metric, "s", run.disturbed_s, peer=peer.disturbed_s, goal=1.0)
+            metric = f"goodput with a failure every {mean_s:g} s: {pair}"
+            yield comparison.value(metric, "of the time", run.goodput, peer=peer.goodput)
 
 
 def _deaths(runs: Runs) -> int:

@@ -16,6 +16,8 @@ from typing import Protocol
 import psutil
 
 from benchmarks.processes import ChildFailed, Group, Supervisor, free_port, start, tail
+from benchmarks.rank_recovery import is_warm
+from benchmarks.rank_recovery import ranks as rank_pids
 from tests.chaos.job_view import FaultNotApplicable, JobView, processes_using
 
 NUM_REPLICAS = 2
@@ -38,6 +40,10 @@ class Workload:
     @property
     def name(self) -> str:
         return f"{self.flavor}, {NUM_REPLICAS} x {self.local_batch_size} x {self.seq_len} tokens"
+
+    @property
+    def tokens_per_step(self) -> int:
+        return NUM_REPLICAS * self.local_batch_size * self.seq_len
 
     @property
     def arguments(self) -> list[str]:
@@ -84,6 +90,10 @@ class Running(Protocol):
         """Raise ChildFailed if the run cannot continue."""
         ...
 
+    def has_spares(self) -> bool:
+        """Whether all spares have imported everything, if there are any."""
+        ...
+
 
 class Variant(Protocol):
     """A system that trains under faults."""
@@ -101,10 +111,12 @@ class Ours:
     """The product, under its launcher with one of its lighthouses."""
 
     lighthouse: str
+    num_spares: int = 0
+    """Per replica."""
 
     @property
     def name(self) -> str:
-        return f"ours, {self.lighthouse} lighthouse"
+        return f"ours, {self.lighthouse} lighthouse{', spares' if self.num_spares else ''}"
 
     @contextmanager
     def running(self, workload: Workload, folder: Path) -> Iterator[Running]:
@@ -116,11 +128,12 @@ class Ours:
             *("--checkpoint.enable_first_step_checkpoint", "false"),
         ]
         command = [sys.executable, "-m", "torchtitan_lite", "launch", f"--replicas={NUM_REPLICAS}"]
-        command += ["--lighthouse", self.lighthouse, "--max-restarts=1000", "--", *arguments]
+        command += ["--lighthouse", self.lighthouse, "--max-restarts=1000"]
+        command += [f"--spares={self.num_spares}", "--", *arguments]
         log = folder / "launch.log"
         process = start(command, log)
         try:
-            yield _UnderLauncher(process, folder / "run", log)
+            yield _UnderLauncher(process, folder / "run", log, self.num_spares)
         finally:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -129,8 +142,10 @@ class Ours:
 
 
 class _UnderLauncher:
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path, log: Path) -> None:
-        self._process, self._log = process, log
+    def __init__(
+        self, process: subprocess.Popen[bytes], folder: Path, log: Path, num_spares: int
+    ) -> None:
+        self._process, self._log, self._num_spares = process, log, num_spares
         self._job = JobView(process.pid, folder, NUM_REPLICAS)
         self.metrics = [
             folder / f"replica_{number:03d}" / "metrics.jsonl" for number in range(NUM_REPLICAS)
@@ -156,6 +171,66 @@ class _UnderLauncher:
     def check(self) -> None:
         if self._process.poll() is not None:
             raise ChildFailed(f"The launcher ended:\n{tail(self._log)}")
+
+    def has_spares(self) -> bool:
+        if not self._num_spares:
+            return True
+        with suppress(FaultNotApplicable, psutil.NoSuchProcess):
+            parents = [self._job.parent(replica) for replica in range(NUM_REPLICAS)]
+            return all(_are_warm(parent, 1 + self._num_spares) for parent in parents)
+        return False
+
+
+@dataclass(frozen=True)
+class Spares:
+    """The product without replicas: a spare replaces a rank that dies."""
+
+    name: str = "ours, spares"
+
+    @contextmanager
+    def running(self, workload: Workload, folder: Path) -> Iterator[Running]:
+        arguments = [
+            *workload.arguments,
+            *("--job.dump_folder", str(folder / "run")),
+            *("--parallelism.data_parallel_replicate_degree", str(NUM_REPLICAS)),
+            *("--parallelism.data_parallel_shard_degree", "1"),
+            *("--checkpoint.interval", "500", "--checkpoint.ram_interval", "1"),
+            *("--checkpoint.enable_first_step_checkpoint", "false"),
+        ]
+        command = [sys.executable, "-m", "torchtitan_lite", "train", f"--nproc={NUM_REPLICAS}"]
+        log = folder / "train.log"
+        process = start([*command, "--spares=1", *arguments], log)
+        try:
+            yield _WithSpares(process, folder / "run", log)
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+            _end(process, folder)
+
+
+class _WithSpares:
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, log: Path) -> None:
+        self._process, self._log = process, log
+        self.metrics = [folder / "metrics.jsonl"]
+
+    def ranks(self, replica: int) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            return [psutil.Process(pid) for _, pid in sorted(rank_pids(self._process).items())]
+        return []
+
+    def log(self, replica: int) -> str:
+        return tail(self._log)
+
+    def lighthouse(self) -> psutil.Process:
+        raise ChildFailed("There is no lighthouse.")
+
+    def check(self) -> None:
+        if self._process.poll() is not None:
+            raise ChildFailed(f"The agent ended:\n{tail(self._log)}")
+
+    def has_spares(self) -> bool:
+        return _are_warm(psutil.Process(self._process.pid), NUM_REPLICAS + 1)
 
 
 @dataclass(frozen=True)
@@ -226,6 +301,15 @@ class _Supervised:
 
     def check(self) -> None:
         self._supervisor.check()
+
+    def has_spares(self) -> bool:
+        return True
+
+
+def _are_warm(agent: psutil.Process, num_processes: int) -> bool:
+    """Whether an agent has so many processes, and those that are no ranks wait."""
+    children = agent.children()
+    return len(children) == num_processes and all(map(is_warm, children))
 
 
 def _end(process: subprocess.Popen[bytes] | None, folder: Path) -> None:

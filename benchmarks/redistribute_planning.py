@@ -37,7 +37,7 @@ from torchtitan_lite.redistribute.calibration import (
     predicted_s,
     time_steps,
 )
-from torchtitan_lite.redistribute.cost import ExchangeOptions
+from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs, ExchangeOptions
 
 _SEED = 0
 _CACHED_CALLS = 1000
@@ -69,11 +69,23 @@ def measure_planner(case: PlannerCase) -> Iterator[Result]:
 
 
 def _rows(case: PlannerCase) -> Iterator[Result]:
-    for shape, goals_ms in (((2, 2, 2), (0.5,)), ((4, 4, 4), (0.5,)), ((4,) * 5, (1.0, 10.0))):
-        seconds = _random_pairs(shape, case.pairs)
-        name = f"random layouts on {' x '.join(map(str, shape))} ranks, cold"
+    few, many = (0.5, 10.0), (1.0, 10.0)
+    for shape, costs, goals_ms in (
+        ((2, 2, 2), CPU, few),
+        ((4, 4, 4), CPU, few),
+        ((4,) * 5, CPU, many),
+        ((4, 4, 4), CUDA, few),
+        ((4,) * 5, CUDA, many),
+        ((4, 4, 4), CUDA.with_ranks_per_node(8), few),
+        ((4, 4, 16), CUDA.with_ranks_per_node(8), few),
+        ((4,) * 5, CPU.with_ranks_per_node(8), many),
+    ):
+        seconds = _random_pairs(shape, costs, case.pairs)
+        where = f"{'CUDA' if costs.within == CUDA.within else 'CPU'} costs"
+        where += f", nodes of {costs.ranks_per_node}" if costs.ranks_per_node else ""
+        name = f"random layouts on {' x '.join(map(str, shape))} ranks, {where}, cold"
         for what, value, goal in zip(
-            ("median", "worst"), (statistics.median(seconds), max(seconds)), goals_ms, strict=False
+            ("median", "worst"), (statistics.median(seconds), max(seconds)), goals_ms, strict=True
         ):
             yield _row(name, f"{what} of {len(seconds)} plans and parts", value * 1e3, "ms", goal)
     state_ms = _cold_seconds(_state_pairs, case.rounds) * 1e3
@@ -106,7 +118,7 @@ def _clear_caches() -> None:
                         clear()
 
 
-def _random_pairs(mesh_shape: Sequence[int], count: int) -> list[float]:
+def _random_pairs(mesh_shape: Sequence[int], costs: Costs, count: int) -> list[float]:
     """Seconds of each plan with the transfers of one rank, for random layouts of a tensor."""
     choice = random.Random(_SEED)
     seconds = []
@@ -115,7 +127,7 @@ def _random_pairs(mesh_shape: Sequence[int], count: int) -> list[float]:
         pair = _layout(choice, mesh, True), _layout(choice, mesh, False), _shape(choice)
         _clear_caches()
         began_s = time.perf_counter()
-        _plan_and_transfers(pair, choice.choice(mesh.holders))
+        _plan_and_transfers(pair, choice.choice(mesh.holders), costs)
         seconds.append(time.perf_counter() - began_s)
     return seconds
 
@@ -176,9 +188,9 @@ def _cached_seconds(rounds: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def _plan_and_transfers(pair: Pair, rank: object) -> None:
+def _plan_and_transfers(pair: Pair, rank: object, costs: Costs = CPU) -> None:
     src, dst, shape = pair
-    plan(src, dst, shape, torch.float32).transfers(rank)
+    plan(src, dst, shape, torch.float32, costs=costs).transfers(rank)
 
 
 @dataclass(frozen=True, kw_only=True)

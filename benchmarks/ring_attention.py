@@ -23,7 +23,6 @@ from benchmarks.worker import alternate, peak_tensor_bytes, timed
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Mesh, start_mesh
 from torchtitan_lite.models.llama3 import FLAVORS, Llama3Dims, build, spec_of
-from torchtitan_lite.nn.attention import BlockContext
 from torchtitan_lite.nn.decoder import DecoderBlock
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.parallel import context
@@ -114,10 +113,9 @@ class ShardedAttention:
         """Run forward and backward, and return the output and the input's gradient."""
         x_BSD = self._x_BSD.detach().requires_grad_()
         positions_BS = self._positions_BS
-        cos, sin = self._model.rotary(positions_BS)
-        mask = self._model.mask(positions_BS, None)
         rng_keys_B = torch.zeros_like(positions_BS[:, 0])
-        out_BSD = self.attention(x_BSD, BlockContext(cos, sin, mask, positions_BS, rng_keys_B))
+        context = self._model.contexts(positions_BS, rng_keys_B, None)["0"]
+        out_BSD = self.attention(x_BSD, context)
         out_BSD.backward(self._grad_BSD)
         assert x_BSD.grad is not None
         self.attention.zero_grad()

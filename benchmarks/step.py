@@ -58,11 +58,30 @@ class Plan:
 _TURNS = Turns(warmup_steps=3, steps=6, count=9)
 _SHORT_TURNS = Turns(warmup_steps=2, steps=2, count=5)
 _SHORTEST_TURNS = Turns(warmup_steps=2, steps=1, count=5)
+_FAMILIES = {"MLA": "deepseek_v3", "Gated DeltaNet": "qwen3_next"}
+_NO_ROUTER_UPDATES = (
+    # What the baseline loop does not do.
+    *("--model.router_bias_update_rate", "0"),
+    *("--model.router_balance_loss_weight", "0"),
+)
 FULL = Plan(
     step_cases=[
-        StepCase(flavor=flavor, num_processes=number, turns=turns)
-        for flavor, turns in (("tiny", _TURNS), ("debugmodel", _SHORT_TURNS))
-        for number in (1, 2)
+        *(
+            StepCase(flavor=flavor, num_processes=number, turns=turns)
+            for flavor, turns in (("tiny", _TURNS), ("debugmodel", _SHORT_TURNS))
+            for number in (1, 2)
+        ),
+        *(
+            StepCase(
+                flavor="tiny",
+                num_processes=number,
+                turns=_SHORT_TURNS,
+                technique=technique,
+                arguments=("--model.name", family, *_NO_ROUTER_UPDATES),
+            )
+            for technique, family in _FAMILIES.items()
+            for number in (1, 2)
+        ),
     ],
     start_cases=[
         StartCase(flavor="tiny", num_processes=number, warmup_rounds=1, rounds=5)

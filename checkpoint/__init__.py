@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_lite._links import refuse_other_name
 
 if TYPE_CHECKING:
+    from torchtitan_lite.checkpoint.adapters import (
+        FrozenBase,
+        MergedSnapshot,
+        adapted_layers,
+        recorded_base,
+    )
     from torchtitan_lite.checkpoint.collective import run_on_all_ranks
+    from torchtitan_lite.checkpoint.copier import Copier
+    from torchtitan_lite.checkpoint.frozen_weights import load_base, open_merged
     from torchtitan_lite.checkpoint.history import (
         HistoryClaim,
         RunHistory,
@@ -29,6 +37,7 @@ if TYPE_CHECKING:
         replica_run_id,
         shared_run_id,
     )
+    from torchtitan_lite.checkpoint.save_plan import SavePlan, layouts_json, plan_save
     from torchtitan_lite.checkpoint.snapshots import (
         SavedValues,
         Snapshot,
@@ -37,32 +46,45 @@ if TYPE_CHECKING:
     )
     from torchtitan_lite.checkpoint.tensors import (
         DTYPE_NAMES,
+        DTYPES,
         copy_back,
         local_tensors,
         tensor_bytes,
+        tensor_from_bytes,
     )
     from torchtitan_lite.checkpoint.verification import verify
 
 __all__ = [
+    "DTYPES",
     "DTYPE_NAMES",
     "NUM_SAVE_SIGNALS",
     "CheckpointManager",
     "Checkpointable",
+    "Copier",
+    "FrozenBase",
     "HistoryClaim",
     "Manifest",
+    "MergedSnapshot",
     "RunHistory",
+    "SavePlan",
     "SavedValues",
     "Snapshot",
     "StoredSnapshot",
     "SupersededError",
+    "adapted_layers",
     "copy_back",
     "history_name",
+    "layouts_json",
     "layouts_of",
     "load",
+    "load_base",
     "local_tensors",
+    "open_merged",
     "open_snapshot",
+    "plan_save",
     "read_manifest_alone",
     "read_tensor",
+    "recorded_base",
     "reject_external",
     "replica_name",
     "replica_run_id",
@@ -70,11 +92,16 @@ __all__ = [
     "shared_run_id",
     "superseded_message",
     "tensor_bytes",
+    "tensor_from_bytes",
     "verify",
 ]
 
 _MODULES = {
+    "adapters": ("FrozenBase", "MergedSnapshot", "adapted_layers", "recorded_base"),
     "collective": ("run_on_all_ranks",),
+    "copier": ("Copier",),
+    "save_plan": ("SavePlan", "layouts_json", "plan_save"),
+    "frozen_weights": ("load_base", "open_merged"),
     "loading": ("load", "open_snapshot", "reject_external"),
     "history": (
         "HistoryClaim",
@@ -88,7 +115,14 @@ _MODULES = {
     "manifest": ("Manifest", "layouts_of", "read_manifest_alone"),
     "save_context": ("NUM_SAVE_SIGNALS", "Checkpointable", "replica_run_id", "shared_run_id"),
     "snapshots": ("SavedValues", "Snapshot", "StoredSnapshot", "read_tensor"),
-    "tensors": ("DTYPE_NAMES", "tensor_bytes", "local_tensors", "copy_back"),
+    "tensors": (
+        "DTYPES",
+        "DTYPE_NAMES",
+        "copy_back",
+        "local_tensors",
+        "tensor_bytes",
+        "tensor_from_bytes",
+    ),
     "verification": ("verify",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

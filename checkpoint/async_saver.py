@@ -30,6 +30,7 @@ from torchtitan_lite.checkpoint.save_context import (
 )
 from torchtitan_lite.checkpoint.shared_memory.folder import release_rank
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
+from torchtitan_lite.checkpoint.snapshot_index import HeldPart, Position
 from torchtitan_lite.checkpoint.tensors import local_tensors
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
@@ -102,33 +103,47 @@ class AsynchronousSaver:
         """Consecutive failed saves."""
         return self._backoff.consecutive_failures
 
-    def holds(self, origin: SnapshotOrigin) -> bool:
-        """Return whether this region holds the snapshot that the run was restored from. After
-        machines were swapped, the region may belong to another session with different steps."""
-        region = self._region
-        sessions = (region.taken_over_from, *region.sessions)
-        return origin.session in sessions and origin.step in region.complete_slots()
-
     def resume_from(self, origin: SnapshotOrigin | None) -> None:
-        """Resume with the slot from which this run was restored, if all ranks have it. All other
-        slots hold steps that will be repeated, and are invalidated."""
-        self._region.finish_takeover()
-        step = None if origin is None else origin.step
-        for slot, header in enumerate(self._region.slots()):
-            if (
-                header.step == step
-                and header.state == SlotState.COMPLETE
-                and self._common_slot is None
-            ):
-                self._common_slot = slot
-            elif header.state != SlotState.EMPTY:
-                self._region.begin(slot, header.step)
-        self._region.confirm(-1 if step is None or self._common_slot is None else step)
+        """Resume with the slot from which this run was restored, if all ranks have it, and keep the
+        newest snapshot of which there are copies until a newer one is copied. All other slots hold
+        steps that will be repeated, and are invalidated. Every rank must call it."""
+        region = self._region
+        kept = self.slots_to_keep(origin)
+        for slot, header in enumerate(region.slots()):
+            if slot not in kept.values() and header.state != SlotState.EMPTY:
+                region.begin(slot, header.step)
+        # If only some ranks resumed with an old snapshot, ranks would take the next ones at
+        # different steps.
+        if origin is not None and not self._context.mesh.any(origin.position not in kept):
+            self._common_slot, self._snapshot_step = kept[origin.position], origin.step
+            region.confirm(origin.step)
+        else:
+            self._common_slot, self._snapshot_step = None, self._context.state.step - 1
+            region.confirm(-1)
+        if self.buddies is None or origin is None:
+            region.finish_takeover()
         if self.buddies is not None:
-            self.buddies.resume_from(self._common_slot, origin)
-        self._snapshot_step = (
-            self._context.state.step - 1 if self._common_slot is None else step or 0
-        )
+            position = origin and (origin.copied_position or origin.position)
+            self.buddies.resume_from(position and kept.get(position), position)
+
+    def slots_to_keep(self, origin: SnapshotOrigin | None) -> dict[Position, int]:
+        """Return the slots of this region that `resume_from` keeps. After machines were swapped,
+        the region may belong to another session with different steps."""
+        region = self._region
+        if origin is None:
+            return {}
+        wanted = {origin.position: origin.session}
+        if self.buddies is not None and origin.copied_position is not None:
+            wanted.setdefault(origin.copied_position, origin.copied_session or origin.session)
+        sessions = {*region.earlier_sessions, *region.sessions}
+        complete = region.complete_slots()
+        return {
+            position: complete[position.step]
+            for position, session in wanted.items()
+            if session in sessions
+            and position.step in complete
+            and HeldPart(region.rank, False, position) not in origin.damaged
+        }
 
     def rewind_to(self, origin: SnapshotOrigin | None) -> None:
         """Discard snapshots after an earlier step to which the run rolls back, and abandon their
@@ -136,7 +151,7 @@ class AsynchronousSaver:
         if self._save is not None:
             self._writer.abandon(self._save.step)
             self._save, self._save_pending = None, True
-        self._newest_slot = self._common_slot = self._step_to_confirm = None
+        self._newest_slot = self._step_to_confirm = None
         self._problem = ""
         self.resume_from(origin)
         if self._common_slot is None:
@@ -187,6 +202,7 @@ class AsynchronousSaver:
             snapshot_failed=float(bool(self._problem)),
             buddy_pending=copies.pending,
             buddy_failed=copies.failed,
+            buddy_stuck=copies.stuck,
         )
 
     def apply_signals(self, all_ranks: SaveSignals) -> None:
@@ -200,8 +216,11 @@ class AsynchronousSaver:
             self._region.confirm(self._step_to_confirm)
             self._common_slot = self._newest_slot
         self._step_to_confirm = None
-        if self.buddies is not None:
-            self.buddies.apply(CopySignals(all_ranks.buddy_pending, all_ranks.buddy_failed))
+        if self.buddies is not None and self.buddies.apply(
+            CopySignals(all_ranks.buddy_pending, all_ranks.buddy_failed, all_ranks.buddy_stuck)
+        ):
+            # Until now, older copies may have belonged to the earlier session alone.
+            self._region.finish_takeover()
         self._interval.update(all_ranks.copy_s, all_ranks.step_s)
         save = self._save
         if save is None:

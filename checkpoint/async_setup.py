@@ -105,11 +105,9 @@ def open_async_saver(
         return None
     assert saver is not None
     if pairing is not None:
-        saver.buddies = open_buddies(context, pairing, saver.region_path)
-    # If only some ranks resumed with an old snapshot, ranks would take the next ones at different
-    # steps.
-    has_it = origin is not None and saver.holds(origin)
-    saver.resume_from(None if mesh.any(not has_it) else origin)
+        session = None if origin is None else origin.session_to_keep
+        saver.buddies = open_buddies(context, pairing, saver.region_path, session)
+    saver.resume_from(origin)
     return saver
 
 
@@ -178,7 +176,7 @@ def _region(
         slot_bytes,
         num_slots=num_slots,
         values_bytes=present,
-        session=None if origin is None else origin.session,
+        session=None if origin is None else origin.session_to_keep,
     )
     if adopted is not None:
         return adopted

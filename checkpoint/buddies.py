@@ -14,14 +14,14 @@ import os
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.background.buddy import BuddySettings, CopyOrder
 from torchtitan_lite.checkpoint.background.process import BackgroundProcess
 from torchtitan_lite.checkpoint.collective import first_message
-from torchtitan_lite.checkpoint.leftover_snapshots import SnapshotOrigin
 from torchtitan_lite.checkpoint.save_context import SaveContext
 from torchtitan_lite.checkpoint.shared_memory.folder import (
     COPY,
@@ -29,6 +29,8 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
     machine_number,
     region_path,
 )
+from torchtitan_lite.checkpoint.snapshot_index import Position
+from torchtitan_lite.events import StepEvent
 from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints, broadcast_bytes
 from torchtitan_lite.log import logger
 from torchtitan_lite.network import address_for_others
@@ -38,6 +40,9 @@ NUM_EXTRA_SLOTS = 2
 """Slots that copies add to a region: the snapshot being copied, and that of the newest copy."""
 _MODULE = "torchtitan_lite.checkpoint.background.buddy"
 _CLOSE_S = 5.0
+_STUCK_S = 40.0
+"""Time without progress after which a copy is reported; longer than that after which the process
+itself reports a failure, if it can."""
 
 
 def buddies_of(machines: Sequence[int]) -> list[int] | None:
@@ -95,9 +100,11 @@ def pair_buddies(context: SaveContext) -> BuddyPairing | None:
     )
 
 
-def open_buddies(context: SaveContext, pairing: BuddyPairing, region: Path) -> "BuddyCopies | None":
+def open_buddies(
+    context: SaveContext, pairing: BuddyPairing, region: Path, resumed_session: str | None
+) -> "BuddyCopies | None":
     """Start the process that copies this rank's snapshots; None, with a warning, if that fails on
-    any rank. Every rank must call it."""
+    any rank. Copies of `resumed_session` are taken over. Every rank must call it."""
     listener: socket.socket | None = None
     about = {"url": "", "problem": ""}
     address = ""
@@ -126,8 +133,9 @@ def open_buddies(context: SaveContext, pairing: BuddyPairing, region: Path) -> "
             sources={rank: peers[rank]["url"] for rank in pairing.sources},
             bytes_per_s=config.buddy_mib_per_s * 2**20,
             nice=config.writer_nice,
+            resumed_session=resumed_session,
         )
-        found = BuddyCopies(context, BuddyProcess(region, settings, listener), pairing.sources)
+        found = BuddyCopies(context, BuddyProcess(region, settings, listener))
         try:
             found.start()
         except OSError as error:
@@ -150,6 +158,7 @@ class BuddyProcess(BackgroundProcess):
     def __init__(self, region: Path, settings: BuddySettings, listener: socket.socket) -> None:
         """`listener` is kept open, so that the address outlives the process."""
         super().__init__([sys.executable, "-m", _MODULE, str(region)], settings.to_json())
+        self.settings = settings
         self.folder = region.parent
         """Folder of the run in shared memory."""
         self._inherited = (listener.detach(),)
@@ -172,17 +181,24 @@ class _Copy:
     """Sources that this rank has not received yet."""
     pid: int | None = None
     """Process that has the order; None before it is sent."""
+    begun_s: float = field(default_factory=time.monotonic)
+    progress_s: dict[int, float] = field(default_factory=dict)
+    """Source -> time of its last sign of progress, or of the order."""
     restarts: int = 0
-    failed: bool = False
+    error: str = ""
+    """Why this rank's part failed, as a sentence."""
 
 
 @dataclass(frozen=True)
 class _Kept:
     """A snapshot of which there are copies."""
 
-    slot: int
+    slot: int | None
+    """None if this rank does not have it itself."""
     position: tuple[int, int]
     """Its segment and step."""
+    taken_s: float | None
+    """None if another process took it."""
 
 
 @dataclass
@@ -193,21 +209,28 @@ class CopySignals:
     """Nonzero if this rank has not received everything."""
     failed: float = 0.0
     """Nonzero if this rank's part failed."""
+    stuck: float = 0.0
+    """Nonzero if this rank receives nothing."""
 
 
 class BuddyCopies:
     """Orders the copies of one rank's snapshots. All ranks take the same decisions, because they
     follow from the step and from the summed signals."""
 
-    def __init__(self, context: SaveContext, process: BuddyProcess, sources: Sequence[int]) -> None:
-        """Use `open_buddies` instead. `sources`: ranks whose buddy this rank is."""
-        self._context, self.process, self._sources = context, process, frozenset(sources)
+    def __init__(self, context: SaveContext, process: BuddyProcess) -> None:
+        """Use `open_buddies` instead."""
+        self._context, self.process = context, process
+        self._sources = frozenset(process.settings.sources)
+        """Ranks whose buddy this rank is."""
         self._copy: _Copy | None = None
         self._number = 0
         self._begun_at: int | None = None
         """Step of the newest copy that was begun."""
         self._kept: _Kept | None = None
         self._has_copied = False
+        self._failing_since_s: float | None = None
+        """Start time of the first of the consecutive failed copies."""
+        self._events: list[StepEvent] = []
 
     def start(self) -> None:
         """Start the process. Raises OSError."""
@@ -249,21 +272,92 @@ class BuddyCopies:
             return CopySignals()
         if copy.pid is None or not self.process.alive:
             self._send(copy)
-        return CopySignals(float(copy.pid is None or bool(copy.missing)), float(copy.failed))
+        return CopySignals(
+            pending=float(copy.pid is None or bool(copy.missing)),
+            failed=float(bool(copy.error)),
+            stuck=float(_is_stuck(copy)),
+        )
 
-    def apply(self, all_ranks: CopySignals) -> None:
-        """Act on the signals summed over all ranks."""
+    def apply(self, all_ranks: CopySignals) -> bool:
+        """Act on the signals summed over all ranks, and return whether a copy became complete.
+        Every rank must call it."""
         copy = self._copy
         if copy is None:
-            return
+            return False
+        if all_ranks.failed > 0 or all_ranks.stuck > 0:
+            self._report_failure(copy)
         if all_ranks.failed > 0:
             self.cancel()
-        elif all_ranks.pending == 0:
-            order, self._copy = copy.order, None
-            if not self._has_copied and self._context.mesh.is_leader:
-                logger.info("Step %d is copied to the memory of other machines.", order.step)
-            self._has_copied = True
-            self._kept = _Kept(order.slot, (order.segment, order.step))
+            return False
+        if all_ranks.pending > 0:
+            return False
+        order, self._copy = copy.order, None
+        if not self._has_copied and self._context.mesh.is_leader:
+            logger.info("Step %d is copied to the memory of other machines.", order.step)
+        self._has_copied = True
+        self._kept = _Kept(order.slot, (order.segment, order.step), copy.begun_s)
+        self._report_success(order.step)
+        return True
+
+    def events(self) -> list[StepEvent]:
+        """Return the events since the last call."""
+        found, self._events = self._events, []
+        return found
+
+    def _report_failure(self, copy: _Copy) -> None:
+        """Report the first of consecutive failures. Every rank must call it."""
+        if self._failing_since_s is not None:
+            return
+        self._failing_since_s = copy.begun_s
+        reason = first_message(self._reason(copy))
+        kept = self._kept
+        age_s = None if kept is None or kept.taken_s is None else time.monotonic() - kept.taken_s
+        if kept is None:
+            newest = "There is no earlier copy"
+        elif age_s is None:
+            newest = f"The newest copy is of step {kept.position[1]}, from before this start"
+        else:
+            newest = f"The newest copy is of step {kept.position[1]}, taken {age_s:.0f} s ago"
+        if self._context.mesh.is_leader:
+            logger.warning(
+                "Step %d is not copied to another machine: %s %s; the loss of a machine would cost "
+                "the steps since then. The next copy is due checkpoint.buddy_interval = %d steps "
+                "after this one.",
+                copy.order.step,
+                reason,
+                newest,
+                self._context.config.buddy_interval,
+            )
+        values = {"reason": reason, "copied_step": self.copied_step, "copy_age_s": age_s}
+        self._events.append(StepEvent("buddy_copies_failed", values))
+
+    def _reason(self, copy: _Copy) -> str:
+        """Return why this rank's part of a copy failed or is stuck; "" if neither."""
+        if copy.error:
+            return copy.error
+        if not _is_stuck(copy):
+            return ""
+        source = min(copy.missing, key=copy.progress_s.__getitem__)
+        silent_s = time.monotonic() - copy.progress_s[source]
+        silence = f"nothing from {self.process.settings.sources[source]} for {silent_s:.0f} s."
+        return f"{self._this_rank}, the buddy of rank {source}, has received {silence}"
+
+    @property
+    def _this_rank(self) -> str:
+        return f"Rank {self._context.mesh.rank} at {self.process.settings.address}"
+
+    def _report_success(self, step: int) -> None:
+        """Report the end of consecutive failures."""
+        if self._failing_since_s is None:
+            return
+        outage_s = time.monotonic() - self._failing_since_s
+        self._failing_since_s = None
+        if self._context.mesh.is_leader:
+            logger.info(
+                "Step %d is copied to another machine, after %.0f s without a copy.", step, outage_s
+            )
+        values = {"copied_step": step, "outage_s": outage_s}
+        self._events.append(StepEvent("buddy_copies_recovered", values))
 
     def cancel(self) -> None:
         """Drop the copy in progress."""
@@ -271,13 +365,13 @@ class BuddyCopies:
             self._copy = None
             self.process.cancel()
 
-    def resume_from(self, slot: int | None, origin: SnapshotOrigin | None) -> None:
-        """Resume from `origin`, whose snapshot is in `slot`; None if it is not in this region. Of
-        the earlier copies only those of that step, if there are any, are useful now."""
+    def resume_from(self, slot: int | None, position: Position | None) -> None:
+        """Of the earlier copies keep those of `position`, which this rank has in `slot`, if it has
+        it, until a newer one is complete."""
         self.cancel()
         self._begun_at = self._kept = None
-        if slot is not None and origin is not None:
-            self._kept = _Kept(slot, (origin.segment, origin.step))
+        if position is not None:
+            self._kept = _Kept(slot, position, taken_s=None)
 
     def close(self, *, free: bool) -> None:
         """End the process. `free`: the state is durable, so the copies are removed."""
@@ -296,33 +390,40 @@ class BuddyCopies:
         """Send the order to the process, and again to its successor if it has died."""
         if not self.process.alive:
             if copy.restarts:
-                copy.failed = True
+                copy.error = f"{self._this_rank}: the process that copies snapshots died twice."
                 return
             copy.restarts += 1
             logger.warning("The process that copies snapshots has died. It is started again.")
             try:
                 self.process.start()
             except OSError as error:
-                logger.error("The process that copies snapshots cannot be started: %s", error)
-                copy.failed = True
+                copy.error = (
+                    f"{self._this_rank}: the process that copies snapshots cannot be started: "
+                    f"{error}."
+                )
                 return
         copy.missing = set(self._sources)
         self.process.copy(copy.order)
         copy.pid = self.process.pid
+        copy.progress_s = dict.fromkeys(copy.missing, time.monotonic())
 
     def _handle(self, response: dict[str, object]) -> None:
         copy = self._copy
         if copy is None or copy.pid is None:
             return
-        if response.get("received") == copy.order.number:
-            copy.missing.discard(int(str(response["source"])))
-        elif response.get("failed") == copy.order.number:
-            copy.failed = True
-            logger.error(
-                "Step %d of rank %s was not copied to this machine: %s The next copy is due after "
-                "checkpoint.buddy_interval = %d steps.",
-                copy.order.step,
-                response["source"],
-                response["error"],
-                self._context.config.buddy_interval,
-            )
+        kind = next((one for one in ("progress", "received", "failed") if one in response), "")
+        if not kind or response[kind] != copy.order.number:
+            # Of a copy that was canceled.
+            return
+        source = int(str(response["source"]))
+        copy.progress_s[source] = time.monotonic()
+        if kind == "received":
+            copy.missing.discard(source)
+        elif kind == "failed":
+            copy.error = f"{self._this_rank}, the buddy of rank {source}: {response['error']}"
+
+
+def _is_stuck(copy: _Copy) -> bool:
+    """Return whether a source from which this rank copies has made no progress for too long."""
+    since_s = time.monotonic() - _STUCK_S
+    return copy.pid is not None and any(copy.progress_s[one] <= since_s for one in copy.missing)

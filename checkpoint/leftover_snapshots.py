@@ -27,6 +27,7 @@ from torchtitan_lite.checkpoint.shared_memory.folder import (
 )
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotHeader, SlotState
 from torchtitan_lite.checkpoint.snapshot_index import (
+    HeldPart,
     HeldRegion,
     Position,
     SnapshotIndex,
@@ -53,6 +54,24 @@ class SnapshotOrigin:
     step: int
     segment: int = 0
     """Segment of the run's history, see `lineage`."""
+    copied_position: Position | None = None
+    """Newest position, of any session, of which each part exists twice: with its own rank and as a
+    copy."""
+    copied_session: str | None = None
+    """Session of `copied_position`."""
+    damaged: frozenset[HeldPart] = frozenset()
+    """Parts found to be damaged before, which must not be used again."""
+
+    @property
+    def position(self) -> Position:
+        """Position in the run's history."""
+        return Position(self.segment, self.step)
+
+    @property
+    def session_to_keep(self) -> str:
+        """Session that regions must still belong to when they are taken over: that of the copies,
+        if there are any."""
+        return self.copied_session or self.session
 
 
 class LeftoverSnapshot:
@@ -79,6 +98,8 @@ class LeftoverSnapshot:
         self._regions, self._reach = regions, reach
         self._contents: dict[Holder, _Content] = {}
         self._copies = {region_name(rank) for rank in copies}
+        self.damaged: set[HeldPart] = set()
+        """Parts that this rank has found to be damaged."""
 
     def check(self) -> None:
         """Raise DamagedCheckpoint if a region no longer holds the step: a second process of the
@@ -105,10 +126,16 @@ class LeftoverSnapshot:
             raise DamagedCheckpoint(f"{content.path} is damaged: {name} is not described.")
         raw = content.data[held.offset : held.offset + held.bytes]
         digest = content.digests.get(name)
+        damage = ""
         if digest is None and holder in self._copies:
-            raise DamagedCheckpoint(f"{content.path} is damaged: {name} has no checksum.")
-        if digest is not None and xxhash.xxh3_64_hexdigest(raw) != digest:
-            raise DamagedCheckpoint(f"{content.path} is damaged: {name} in slot {content.slot}.")
+            damage = "has no checksum"
+        elif digest is not None and xxhash.xxh3_64_hexdigest(raw) != digest:
+            damage = f"in slot {content.slot}"
+        if damage:
+            is_copy = holder in self._copies
+            saver = self._regions[holder][0].rank
+            self.damaged.add(HeldPart(saver, is_copy, self.origin.position))
+            raise DamagedCheckpoint(f"{content.path} is damaged: {name} {damage}.")
         return tensor_from_bytes(raw, DTYPES[held.dtype], held.local_shape)
 
     def read_part(self, name: str, holder: Holder, into: torch.Tensor) -> None:
@@ -133,10 +160,16 @@ class _Content:
 
 
 def newest_leftover(
-    run_id: str, rank: int, lineage: SnapshotLineage, at_most: int | None = None
+    run_id: str,
+    rank: int,
+    lineage: SnapshotLineage,
+    at_most: int | None = None,
+    before: Position | None = None,
+    excluded: Collection[HeldPart] = (),
 ) -> LeftoverSnapshot | None:
-    """Return the newest step of a run's history, at most `at_most`, that all saving ranks
-    completed, on any machines of this run; None if there is none. Every rank must call it."""
+    """Return the newest step of a run's history, at most `at_most` and earlier than `before`, that
+    all saving ranks completed, on any machines of this run, without the parts `excluded`; None if
+    there is none. Every rank must call it."""
     machines = all_gather_ints(machine_number())
     regions = _regions(run_id)
     # All ranks of a machine see the same regions.
@@ -144,7 +177,7 @@ def newest_leftover(
     held = [one.held(saver, is_copy) for (saver, is_copy), one in regions.items()]
     texts = all_gather_bytes(_encoded([one.to_json() for one in held], is_reported))
     seen = [[HeldRegion.from_json(one) for one in json.loads(text or "[]")] for text in texts]
-    found = newest_common(seen, machines, at_most, lineage.permitted())
+    found = newest_common(seen, machines, at_most, lineage.permitted(), before, excluded)
     if found is None:
         _close(regions)
         return None
@@ -171,7 +204,7 @@ def newest_leftover(
     try:
         if problems := [one["problem"] for one in reports if "problem" in one]:
             raise DamagedSnapshot("; ".join(problems))
-        return _snapshot(found, reports, mine, own)
+        return _snapshot(found, reports, mine, own, excluded)
     except _WRONG as error:
         # All ranks raise, because all have the same data.
         logger.warning("Snapshots in shared memory are not usable: %s", error)
@@ -290,6 +323,7 @@ def _snapshot(
     reports: Sequence[Mapping[str, Any]],
     mine: Mapping[int, _OpenRegion],
     own: Mapping[str, Any],
+    excluded: Collection[HeldPart],
 ) -> LeftoverSnapshot:
     """Assemble the snapshot from the reports of all ranks."""
     tensors: dict[str, TensorSpec] = {}
@@ -305,7 +339,14 @@ def _snapshot(
         region_name(saver): (one.region, one.slots[found.position]) for saver, one in mine.items()
     }
     return LeftoverSnapshot(
-        SnapshotOrigin(found.session, step, found.position.segment),
+        SnapshotOrigin(
+            found.session,
+            step,
+            found.position.segment,
+            found.copied_position,
+            found.copied_session,
+            frozenset(excluded),
+        ),
         SavedValues(
             step, first["values"], rng, first["mesh"], model_only=False, dims=first["dims"]
         ),

@@ -16,12 +16,13 @@ import torch
 from torchtitan_lite.checkpoint.collective import raise_on_all_ranks
 from torchtitan_lite.checkpoint.hugging_face.folder import is_hugging_face
 from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
-from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot
+from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot, WeightsSnapshot
 from torchtitan_lite.checkpoint.storage.base import Storage, exists, is_permanent
 from torchtitan_lite.checkpoint.storage.manifest_json import MANIFEST
 from torchtitan_lite.checkpoint.tensors import copy_back, local_tensors
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.nn.lora import LORA_A
 from torchtitan_lite.redistribute import Layout, TensorSpec, gather_specs
 from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.redistribute.read_plan import ReadPlan, assign_readers, distribute_reads
@@ -36,7 +37,7 @@ _DCP = ".metadata"
 
 def open_snapshot(
     storage: Storage, name: str, spec: ModelSpec | None, *, num_ranks: int = 1
-) -> Snapshot:
+) -> WeightsSnapshot:
     """Open a checkpoint, or a Hugging Face folder of `spec`'s model, of which `num_ranks` ranks
     each read a part.
 
@@ -176,6 +177,13 @@ def _check_fit(snapshot: Snapshot, wanted: Mapping[str, TensorSpec], parts: set[
         for name, placed in wanted.items()
         if name in saved and saved[name].shape != placed.shape
     ]
+    adapters = [name for name in saved.keys() - wanted.keys() if name.endswith(f".{LORA_A}")]
+    if adapters and not any(name.endswith(f".{LORA_A}") for name in wanted):
+        raise CheckpointError(
+            f"{snapshot.where} holds adapters alone, without the weights that they belong to. "
+            f"Merge both, torchtitan-lite convert to-hf {snapshot.where} OUT_DIR --merge, and load "
+            "OUT_DIR."
+        )
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise CheckpointError(

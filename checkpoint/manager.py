@@ -31,6 +31,7 @@ from torchtitan_lite.checkpoint.snapshots import SavedValues
 from torchtitan_lite.checkpoint.storage.base import open_storage
 from torchtitan_lite.checkpoint.sync_saver import SynchronousSaver
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.events import StepEvent
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.schema.checkpoint import CheckpointConfig
@@ -241,6 +242,12 @@ class CheckpointManager:
     def wait_for_saves(self) -> None:
         """Block until no save is in progress. Every rank must call it."""
         self._saver.wait()
+
+    def events(self) -> list[StepEvent]:
+        """Return the events since the last call: copies to other machines that fail, or succeed
+        again."""
+        buddies = None if self._asynchronous is None else self._asynchronous.buddies
+        return [] if buddies is None else buddies.events()
 
     @property
     def consecutive_failures(self) -> int:

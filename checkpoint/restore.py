@@ -4,12 +4,13 @@ Invariant: a damaged checkpoint is never loaded, and all ranks load the same one
 loading, leftover_snapshots and save_context.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torchtitan_lite import rng
 from torchtitan_lite.checkpoint.collective import run_on_all_ranks
-from torchtitan_lite.checkpoint.format import step_name
+from torchtitan_lite.checkpoint.format import parse_step_name, step_name
 from torchtitan_lite.checkpoint.leftover_snapshots import (
     LeftoverSnapshot,
     SnapshotOrigin,
@@ -17,10 +18,11 @@ from torchtitan_lite.checkpoint.leftover_snapshots import (
 )
 from torchtitan_lite.checkpoint.loading import load, open_snapshot
 from torchtitan_lite.checkpoint.save_context import PARTS, SaveContext
+from torchtitan_lite.checkpoint.snapshot_index import HeldPart, Position
 from torchtitan_lite.checkpoint.snapshots import SavedValues, Snapshot, model_dims
 from torchtitan_lite.checkpoint.storage.base import Storage, open_parent_storage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint, UserError
-from torchtitan_lite.host_collectives import broadcast_bytes
+from torchtitan_lite.host_collectives import all_gather_bytes, broadcast_bytes
 from torchtitan_lite.log import logger
 from torchtitan_lite.spec import differing_dims
 
@@ -77,7 +79,8 @@ class Restorer:
         parts = set(PARTS) - set(config.exclude_from_loading)
         steps = self._stored_steps()
         self.newest_seen = max(steps, default=-1)
-        leftover = None
+        uses_snapshots = self._has_snapshots and config.load_step < 0
+        leftover = self._newest_leftover() if uses_snapshots else None
         if config.load_step >= 0:
             if config.load_step not in steps:
                 known = ", ".join(map(str, sorted(steps))) or "none"
@@ -95,10 +98,6 @@ class Restorer:
                     ", ".join(map(str, sorted(newer))),
                 )
             steps = [config.load_step]
-        elif self._has_snapshots:
-            leftover = newest_leftover(
-                self._context.identity.run_id, self._mesh.rank, self._context.lineage
-            )
         candidates = self._newest_first(steps, leftover)
         is_initial = False
         if not candidates and config.initial_load_path is not None:
@@ -112,8 +111,6 @@ class Restorer:
         finally:
             # A mapped file occupies the disk even after it is deleted.
             storage.close()
-            if leftover is not None:
-                leftover.close()
         if found is None:
             return None
         if isinstance(found, LeftoverSnapshot):
@@ -135,10 +132,7 @@ class Restorer:
         """Load the newest intact state of this run, at most step `newest`, that `accepts` admits,
         without the position in the data. None, with nothing changed, if there is none. Raises
         CheckpointError, with the state partly overwritten, if none of the candidates is intact."""
-        leftover = None
-        if self._has_snapshots:
-            run_id = self._context.identity.run_id
-            leftover = newest_leftover(run_id, self._mesh.rank, self._context.lineage, newest)
+        leftover = self._newest_leftover(newest) if self._has_snapshots else None
         storage = self._context.storage
         steps = [step for step in self._stored_steps() if step <= newest]
         candidates = self._newest_first(steps, leftover)
@@ -147,8 +141,6 @@ class Restorer:
             found = self._load_first_intact(candidates, parts, accepts)
         finally:
             storage.close()
-            if leftover is not None:
-                leftover.close()
         if found is None:
             return None
         origin = found.origin if isinstance(found, LeftoverSnapshot) else None
@@ -175,6 +167,18 @@ class Restorer:
         names = broadcast_bytes(" ".join(map(str, reversed(run_on_all_ranks(look)))).encode())
         return list(map(int, names.split()))
 
+    def _newest_leftover(
+        self,
+        at_most: int | None = None,
+        before: Position | None = None,
+        excluded: Collection[HeldPart] = (),
+    ) -> LeftoverSnapshot | None:
+        """Return the newest snapshot of this run in shared memory, see `newest_leftover`."""
+        context = self._context
+        return newest_leftover(
+            context.identity.run_id, self._mesh.rank, context.lineage, at_most, before, excluded
+        )
+
     def _newest_first(
         self, steps: Sequence[int], leftover: LeftoverSnapshot | None
     ) -> list[_Candidate]:
@@ -192,40 +196,101 @@ class Restorer:
         parts: set[str],
         accepts: Callable[[SavedValues], bool] = lambda saved: True,
     ) -> Snapshot | None:
-        """Load the first accepted candidate that is intact on all ranks. All ranks must pass the
-        same list."""
+        """Load the first accepted candidate that is intact on all ranks. A damaged snapshot in
+        shared memory makes the newest one without its damaged parts a candidate. All ranks must
+        pass the same list, whose snapshots in shared memory are closed."""
         damage: list[str] = []
-        for candidate in candidates:
-            if isinstance(candidate, LeftoverSnapshot):
-                if not accepts(candidate.saved):
-                    continue
-                try:
-                    self._load(candidate, parts)
-                    run_on_all_ranks(candidate.check)
-                except UserError as error:
-                    damage.append(
-                        f"{error} (`torchtitan-lite inspect --shm --free "
-                        f"{self._context.identity.run_id}` removes it.)"
+        remaining, damaged = list(candidates), set[HeldPart]()
+        try:
+            while remaining:
+                candidate = remaining.pop(0)
+                if isinstance(candidate, LeftoverSnapshot):
+                    found = self._load_leftover(
+                        candidate, parts, accepts, remaining, damage, damaged
                     )
-                    logger.warning("The snapshot in shared memory is not used: %s", error)
-                    continue
-                return candidate
-            try:
-                found = self._open(*candidate)
-                if not accepts(found.saved):
-                    continue
-                self._load(found, parts)
-            except DamagedCheckpoint as error:
-                damage.append(str(error))
-                logger.warning("Skipping a damaged checkpoint: %s", error)
-                continue
-            return found
+                else:
+                    found = self._load_stored(candidate, parts, accepts, damage)
+                if found is not None:
+                    return found
+        finally:
+            for one in remaining:
+                if isinstance(one, LeftoverSnapshot):
+                    one.close()
         if damage:
             raise DamagedCheckpoint(
                 "None of the requested checkpoints is intact: " + " ".join(damage) + " Delete the "
                 "damaged ones, or set another checkpoint.load_step or checkpoint.folder."
             )
         return None
+
+    def _load_leftover(
+        self,
+        leftover: LeftoverSnapshot,
+        parts: set[str],
+        accepts: Callable[[SavedValues], bool],
+        remaining: list[_Candidate],
+        damage: list[str],
+        damaged: set[HeldPart],
+    ) -> Snapshot | None:
+        """Load and close an accepted snapshot in shared memory. If it cannot be used, add why to
+        `damage`, its damaged parts to `damaged`, and the newest snapshot without them to
+        `remaining`, and return None."""
+        try:
+            if not accepts(leftover.saved):
+                return None
+            self._load(leftover, parts)
+            run_on_all_ranks(leftover.check)
+        except UserError as error:
+            damage.append(
+                f"{error} (`torchtitan-lite inspect --shm --free "
+                f"{self._context.identity.run_id}` removes it.)"
+            )
+            logger.warning("The snapshot in shared memory is not used: %s", error)
+            if isinstance(error, DamagedCheckpoint):
+                self._insert_next(remaining, leftover, damaged)
+            return None
+        finally:
+            leftover.close()
+        return leftover
+
+    def _load_stored(
+        self,
+        candidate: tuple[Storage, str],
+        parts: set[str],
+        accepts: Callable[[SavedValues], bool],
+        damage: list[str],
+    ) -> Snapshot | None:
+        """Load an accepted checkpoint. If it is damaged, add why to `damage` and return None."""
+        try:
+            found = self._open(*candidate)
+            if not accepts(found.saved):
+                return None
+            self._load(found, parts)
+        except DamagedCheckpoint as error:
+            damage.append(str(error))
+            logger.warning("Skipping a damaged checkpoint: %s", error)
+            return None
+        return found
+
+    def _insert_next(
+        self, remaining: list[_Candidate], leftover: LeftoverSnapshot, damaged: set[HeldPart]
+    ) -> None:
+        """Add the damaged parts of a snapshot in shared memory to `damaged`, and insert the newest
+        snapshot without any of these, if there is one, in its place among the remaining candidates:
+        the same step with the other holder of the parts, or else an earlier step."""
+        texts = all_gather_bytes(json.dumps(sorted(leftover.damaged)).encode())
+        found = {
+            HeldPart(saver, is_copy, Position(*position))
+            for text in texts
+            for saver, is_copy, position in json.loads(text)
+        }
+        # Without a part to avoid, only an earlier step can be intact.
+        before = None if found else leftover.origin.position
+        damaged |= found
+        following = self._newest_leftover(leftover.saved.step, before, damaged)
+        if following is not None:
+            stored = [parse_step_name(one[1]) or 0 for one in remaining if isinstance(one, tuple)]
+            remaining.insert(sum(step > following.saved.step for step in stored), following)
 
     def _open(self, storage: Storage, name: str) -> Snapshot:
         spec, num_ranks = self._context.spec, self._mesh.world_size

@@ -144,6 +144,8 @@ class SaveSignals:
     """Nonzero if this rank has not received all buddy copies of the step being copied."""
     buddy_failed: float = 0.0
     """Nonzero if it cannot receive them."""
+    buddy_stuck: float = 0.0
+    """Nonzero if it receives nothing."""
 
     def to_list(self) -> list[float]:
         """Return the fields in order."""

@@ -6,7 +6,7 @@ mesh and tensors.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -62,8 +62,11 @@ class SavePlan:
         )
 
 
-def plan_save(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> SavePlan:
-    """Plan the save of `tensors`. All ranks of a stage must pass the same names in the same order.
+def plan_save(
+    tensors: Mapping[str, torch.Tensor], mesh: Mesh, dtype: torch.dtype | None = None
+) -> SavePlan:
+    """Plan the save of `tensors`, of floating-point ones as `dtype` if given. All ranks of a stage
+    must pass the same names in the same order.
 
     Raises CheckpointError for a dtype that safetensors does not support.
     """
@@ -71,6 +74,11 @@ def plan_save(tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> SavePlan:
         name: TensorSpec.from_dtensor(mesh.to_dtensor(tensor), "order")
         for name, tensor in tensors.items()
     }
+    if dtype is not None:
+        placed = {
+            name: replace(found, dtype=dtype) if found.dtype.is_floating_point else found
+            for name, found in placed.items()
+        }
     shapes = {name: p.layout.local_shape(p.shape, mesh.rank) for name, p in placed.items()}
     for name, found in placed.items():
         if found.dtype not in DTYPE_NAMES:

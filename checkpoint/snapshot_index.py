@@ -5,8 +5,8 @@ Invariant: all ranks choose the same one, whose parts are all of one session and
 functions of plain values.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 
@@ -16,6 +16,17 @@ class Position(NamedTuple):
 
     segment: int
     step: int
+
+
+_NO_POSITION = Position(-1, -1)
+
+
+class HeldPart(NamedTuple):
+    """One rank's part of a snapshot, in its own region or as a copy."""
+
+    saver: int
+    is_copy: bool
+    position: Position
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,11 @@ class SnapshotIndex:
     """Ranks that can open the region of each saving rank."""
     copies: frozenset[int] = frozenset()
     """Saving ranks whose part is read from a copy."""
+    copied_position: Position | None = None
+    """Newest position, of any session, of which each part exists twice: with its own rank and as a
+    copy."""
+    copied_session: str | None = None
+    """Session of `copied_position`."""
 
     def reporter(self, saver: int) -> int:
         """Return the rank that reports a region: its own rank if possible."""
@@ -64,11 +80,14 @@ def newest_common(
     machines: Sequence[int],
     at_most: int | None = None,
     permitted: Mapping[int, int | None] | None = None,
+    before: Position | None = None,
+    excluded: Collection[HeldPart] = (),
 ) -> SnapshotIndex | None:
-    """Return the newest step, at most `at_most`, of the regions `seen` on the ranks' `machines`;
-    one rank reports per machine. A machine that was reassigned to other ranks may still hold
-    regions of an earlier session. `permitted`, as returned by `SnapshotLineage.permitted`, excludes
-    abandoned steps."""
+    """Return the newest step, at most `at_most` and earlier than `before`, of the regions `seen` on
+    the ranks' `machines`; one rank reports per machine. A machine that was reassigned to other
+    ranks may still hold regions of an earlier session. `permitted`, as returned by
+    `SnapshotLineage.permitted`, excludes abandoned steps; `excluded` are parts that are damaged."""
+    seen = [[_without(one, excluded) for one in held] for held in seen]
     sessions = sorted({s for held in seen for one in held for s in one.sessions})
 
     def is_usable(position: Position) -> bool:
@@ -76,6 +95,8 @@ def newest_common(
             last = permitted.get(position.segment, -1)
             if last is not None and position.step > last:
                 return False
+        if before is not None and position >= before:
+            return False
         return at_most is None or position.step <= at_most
 
     known = [
@@ -83,7 +104,25 @@ def newest_common(
         for session in sessions
         if (found := _newest_of_session(session, seen, machines, is_usable))
     ]
-    return max(known, key=lambda one: one.position, default=None)
+    if not known:
+        return None
+
+    def copied(one: SnapshotIndex) -> Position:
+        return one.copied_position or _NO_POSITION
+
+    # Of two sessions of a region that is being taken over, the one that the copies belong to.
+    newest = max(known, key=lambda one: (one.position, copied(one)))
+    safest = max((newest, *known), key=copied)
+    return replace(
+        newest, copied_position=safest.copied_position, copied_session=safest.copied_session
+    )
+
+
+def _without(region: HeldRegion, excluded: Collection[HeldPart]) -> HeldRegion:
+    def is_excluded(position: Position) -> bool:
+        return HeldPart(region.saver, region.is_copy, position) in excluded
+
+    return replace(region, positions=[p for p in region.positions if not is_excluded(p)])
 
 
 def _newest_of_session(
@@ -92,8 +131,8 @@ def _newest_of_session(
     machines: Sequence[int],
     is_usable: Any,
 ) -> SnapshotIndex | None:
-    """Return None if a rank of the session is missing, its ranks disagree on the world size, or
-    have no common step."""
+    """Return the newest step of one session, and its newest copied one. None if a rank of the
+    session is missing, its ranks disagree on the world size, or have no common step."""
     holders: dict[int, list[tuple[HeldRegion, int]]] = {}
     for held, machine in zip(seen, machines, strict=True):
         for one in held:
@@ -101,11 +140,18 @@ def _newest_of_session(
                 holders.setdefault(one.saver, []).append((one, machine))
     if {one.world_size for held in holders.values() for one, _ in held} != {len(holders)}:
         return None
-    of_savers = (
-        {position for one, _ in held for position in one.positions if is_usable(position)}
-        for held in holders.values()
+    own, copied = (
+        {
+            saver: {p for one, _ in held if one.is_copy == is_copy for p in one.positions}
+            for saver, held in holders.items()
+        }
+        for is_copy in (False, True)
     )
-    position = max(set.intersection(*of_savers), default=None)
+
+    def newest(of_savers: Iterable[set[Position]]) -> Position | None:
+        return max(filter(is_usable, set.intersection(*of_savers)), default=None)
+
+    position = newest(own[saver] | copied[saver] for saver in holders)
     if position is None:
         return None
     reach: dict[int, Sequence[int]] = {}
@@ -117,4 +163,8 @@ def _newest_of_session(
         reach[saver] = [rank for rank, machine in enumerate(machines) if machine == where]
         if one.is_copy:
             copies.add(saver)
-    return SnapshotIndex(session, position, reach, frozenset(copies))
+    copied_position = newest(own[saver] & copied[saver] for saver in holders)
+    copied_session = None if copied_position is None else session
+    return SnapshotIndex(
+        session, position, reach, frozenset(copies), copied_position, copied_session
+    )

@@ -6,7 +6,8 @@ memory.
 Invariant: a part is returned only if its checksum matches, if it has one; nothing is unpickled.
 """
 
-import threading
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,14 +17,13 @@ import xxhash
 
 from torchtitan_lite.checkpoint.manifest import BoxEntry, layouts_of, read_manifest
 from torchtitan_lite.checkpoint.storage.base import Storage, read_error
-from torchtitan_lite.checkpoint.tensors import DTYPES, tensor_bytes, tensor_from_bytes
+from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, DTYPES, tensor_bytes, tensor_from_bytes
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
 from torchtitan_lite.redistribute import Layout, TensorSpec
 from torchtitan_lite.redistribute.placements import Holder
-from torchtitan_lite.redistribute.read_plan import ReadPlan, distribute_reads
+from torchtitan_lite.redistribute.read_plan import held_blocks
 
 _HERE = Layout.on_holder(0)
-_taking = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,23 @@ class Snapshot(Protocol):
         ...
 
 
+class WeightsSnapshot(Snapshot, Protocol):
+    """A snapshot in files."""
+
+    def fingerprint(self) -> str:
+        """Return a digest of the weights as they are stored: equal for copies, and in practice
+        different for other weights."""
+        ...
+
+
 class StoredSnapshot:
     """A checkpoint in files."""
 
-    def __init__(self, storage: Storage, folder: str) -> None:
-        """Raises DamagedCheckpoint if it is visibly incomplete without reading all of it, and
-        CheckpointError for another format version."""
-        self._storage, self._folder = storage, folder
+    def __init__(self, storage: Storage, folder: str, *, ema: bool = False) -> None:
+        """With `ema`, the moving averages of the weights are in place of the weights. Raises
+        DamagedCheckpoint if it is visibly incomplete without reading all of it, and CheckpointError
+        for another format version, or if there are no averages."""
+        self._storage, self._folder, self.ema = storage, folder, ema
         self.where = f"{storage.root}/{folder}"
         self.manifest = manifest = read_manifest(storage, folder)
         self._boxes: dict[tuple[str, Holder], BoxEntry] = {}
@@ -95,6 +105,8 @@ class StoredSnapshot:
             layout, dtype = layouts[entry.layout], DTYPES[entry.dtype]
             self.tensors[name] = TensorSpec(layout, tuple(entry.shape), dtype)
             self._boxes |= {(name, box.file): box for box in entry.boxes}
+        if ema:
+            self._use_averages()
         self.saved = SavedValues(
             manifest.step,
             manifest.values,
@@ -103,6 +115,39 @@ class StoredSnapshot:
             manifest.model_only,
             model_dims(manifest.config),
         )
+
+    def _use_averages(self) -> None:
+        prefix, suffix = "optimizer.", ".ema"
+        averages = {
+            name: f"model.{name.removeprefix(prefix).removesuffix(suffix)}"
+            for name in self.tensors
+            if name.startswith(prefix) and name.endswith(suffix)
+        }
+        if not averages:
+            why = (
+                "it has weights only"
+                if self.manifest.model_only
+                else "its run had optimizer.ema_decay = 0"
+            )
+            raise CheckpointError(f"{self.where} has no moving average of the weights: {why}.")
+        self.tensors |= {name: self.tensors.pop(average) for average, name in averages.items()}
+        self._boxes |= {
+            (averages[name], file): self._boxes[name, file]
+            for name, file in list(self._boxes)
+            if name in averages
+        }
+
+    def fingerprint(self) -> str:
+        """Return a digest of the checksums of all boxes of the weights."""
+        boxes: dict[str, list[Any]] = {}
+        for (name, _), box in self._boxes.items():
+            boxes.setdefault(name, []).append([box.offset, box.size, box.xxh3])
+        described = [
+            [name, DTYPE_NAMES[placed.dtype], placed.shape, sorted(boxes.get(name, []))]
+            for name, placed in sorted(self.tensors.items())
+            if name.startswith("model.")
+        ]
+        return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).hexdigest()
 
     def reach(self, holder: Holder) -> None:
         """Return None: every rank can read the storage."""
@@ -156,7 +201,7 @@ class StoredSnapshot:
 
 
 def read_tensor(source: Snapshot, name: str) -> torch.Tensor:
-    """Assemble a whole tensor from its holders' parts. Thread-safe."""
+    """Assemble a whole tensor from its holders' parts. Thread-safe, and not collective."""
     placed = source.tensors[name]
     holders = placed.layout.mesh.holders
     tensor = torch.empty(placed.shape, dtype=placed.dtype)
@@ -169,7 +214,6 @@ def read_tensor(source: Snapshot, name: str) -> torch.Tensor:
         shape = placed.layout.local_shape(placed.shape, holder)
         parts[holder] = torch.empty(shape, dtype=placed.dtype)
         source.read_part(name, holder, parts[holder])
-    taking = ReadPlan(placed.layout, _HERE, placed.shape, placed.dtype, dict.fromkeys(holders, 0))
-    with _taking:
-        distribute_reads([taking], [parts], [tensor])
+    for block in held_blocks(placed.layout, _HERE, placed.shape, 0):
+        tensor[block.target] = parts[block.holders[0]][block.source]
     return tensor

@@ -137,14 +137,26 @@ def flavor_dims(flavors: Mapping[str, _Dims], config: ModelConfig) -> _Dims:
         changes["attention_backend"] = config.attention_backend
     if config.attention_mask != "auto":
         changes["document_mask"] = config.attention_mask == "document"
-    if config.router_bias_update_rate is not None:
-        moe = getattr(base, "moe", None)
+    moe = getattr(base, "moe", None)
+    for name in ("bias_update_rate", "balance_loss_weight", "z_loss_weight"):
+        value = getattr(config, f"router_{name}")
+        if value is None:
+            continue
         if moe is None:
             raise ConfigError(
-                f"model.router_bias_update_rate ({config.router_bias_update_rate}): {config.name} "
-                f"{config.flavor} has no experts. Leave it out."
+                f"model.router_{name} ({value}): {config.name} {config.flavor} has no experts. "
+                "Leave it out."
             )
-        changes["moe"] = replace(moe, bias_update_rate=config.router_bias_update_rate)
+        moe = changes["moe"] = replace(moe, **{name: value})
+    for name in ("mtp_depth", "mtp_loss_weight"):
+        value = getattr(config, name)
+        if value is not None and not hasattr(base, name):
+            raise ConfigError(
+                f"model.{name} ({value}): {config.name} {config.flavor} has no multi-token "
+                "prediction. Leave it out, or choose deepseek_v3."
+            )
+        if value is not None:
+            changes[name] = value
     return replace(base, **changes)
 
 

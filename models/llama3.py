@@ -10,24 +10,19 @@ from typing import Any
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import Backend
-from torchtitan_lite.nn.decoder import Decoder
-from torchtitan_lite.nn.decoder_family import (
-    build_decoder,
-    check_head_width,
-    check_heads,
-    decoder_model_spec,
-)
+from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
+from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
 from torchtitan_lite.nn.decoder_hugging_face import (
     decoder_hugging_face_keys,
     decoder_values,
     ignored_keys,
     read_decoder,
 )
-from torchtitan_lite.nn.decoder_spec import (
-    decoder_torchtitan_keys,
-)
+from torchtitan_lite.nn.decoder_spec import decoder_torchtitan_keys
+from torchtitan_lite.nn.feed_forward import Dense
+from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
-from torchtitan_lite.nn.rope import RopeScaling
+from torchtitan_lite.nn.rope import Rope, RopeScaling
 from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
 
@@ -58,17 +53,37 @@ class Llama3Dims:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check_heads(self.num_heads, self.num_kv_heads)
         if self.head_dim is None and self.dim % self.num_heads:
             raise ConfigError(
                 f"num_heads ({self.num_heads}) must divide dim ({self.dim}), or set head_dim."
             )
-        check_head_width(self.head_size)
+        # Raises ConfigError for sizes that do not fit.
+        _ = self.attention
 
     @property
     def head_size(self) -> int:
         """Width of a head."""
         return self.head_dim or self.dim // self.num_heads
+
+    @property
+    def attention(self) -> GroupedQuery:
+        """The attention of every layer."""
+        return GroupedQuery(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            rotation=Rope(
+                head_dim=self.head_size, theta=self.rope_theta, scaling=self.rope_scaling
+            ),
+        )
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        """All layers."""
+        layer = DecoderLayer(
+            attention=self.attention, feed_forward=Dense(hidden_dim=self.hidden_dim)
+        )
+        return [layer] * self.num_layers
 
 
 # The released sizes stretch their rotations from a context of 8,192 (Llama 3.1 and 3.2).
@@ -157,14 +172,13 @@ def spec_of(dims: Llama3Dims, flavor: str) -> ModelSpec:
         dims,
         name="llama3",
         flavor=flavor,
-        head_dim=dims.head_size,
-        feed_forward=dims.hidden_dim,
-        rope_scaling=dims.rope_scaling,
         # It turns pairs of neighbours, as Meta's release does (docs/adr/0003).
-        torchtitan_keys=decoder_torchtitan_keys(rope_heads=(dims.num_heads, dims.num_kv_heads)),
+        torchtitan_keys=decoder_torchtitan_keys(
+            dims.layers, dims.attention.torchtitan_keys(pairs=True)
+        ),
         hugging_face=HuggingFaceModel(
             config=_hugging_face_config(dims),
-            keys=decoder_hugging_face_keys(tied_embeddings=dims.tied_embeddings),
+            keys=decoder_hugging_face_keys(dims.layers, tied_embeddings=dims.tied_embeddings),
             ignored=ignored_keys(tied_embeddings=dims.tied_embeddings),
             differences=lambda config: differences(dims, dims_of_hugging_face(config)),
         ),
@@ -176,11 +190,12 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Llama3Dims:
     config = HuggingFaceConfig(values)
     config.architecture(ARCHITECTURES)
     sizes = read_decoder(config)
-    theta, scaling = config.rope(10000.0, stretched=True)
+    theta, scaling = config.rope(10000.0, scaled=("llama3",))
     usual = sizes["dim"] // sizes["num_heads"]
     head_dim = config.integer("head_dim", usual)
     hidden_dim = config.integer("intermediate_size")
     config.check()
+    assert scaling is None or isinstance(scaling, RopeScaling)
     return Llama3Dims(
         **sizes,
         hidden_dim=hidden_dim,
@@ -204,9 +219,4 @@ def _hugging_face_config(dims: Llama3Dims) -> dict[str, Any]:
 
 def build(dims: Llama3Dims) -> Decoder:
     """Build the module, with parameters as the current default device creates them."""
-    return build_decoder(
-        dims,
-        head_dim=dims.head_size,
-        feed_forward=dims.hidden_dim,
-        rope_scaling=dims.rope_scaling,
-    )
+    return build_decoder(dims)

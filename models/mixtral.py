@@ -9,7 +9,8 @@ from typing import Any
 
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import Backend
-from torchtitan_lite.nn.decoder_family import check_head_width, check_heads, decoder_model_spec
+from torchtitan_lite.nn.decoder import DecoderLayer
+from torchtitan_lite.nn.decoder_family import decoder_model_spec
 from torchtitan_lite.nn.decoder_hugging_face import (
     MoEKeys,
     decoder_hugging_face_keys,
@@ -18,8 +19,10 @@ from torchtitan_lite.nn.decoder_hugging_face import (
     is_known_routing,
     read_decoder,
 )
+from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
 from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.nn.rope import Rope
 from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
 
@@ -48,8 +51,19 @@ class MixtralDims:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check_heads(self.num_heads, self.num_kv_heads)
-        check_head_width(self.head_dim)
+        # Raises ConfigError for sizes that do not fit.
+        _ = self.layers
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        """All layers."""
+        attention = GroupedQuery(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rotation=Rope(head_dim=self.head_dim, theta=self.rope_theta),
+        )
+        return [DecoderLayer(attention=attention, feed_forward=self.moe)] * self.num_layers
 
 
 FLAVORS = {
@@ -93,8 +107,6 @@ def spec_of(dims: MixtralDims, flavor: str) -> ModelSpec:
         dims,
         name="mixtral",
         flavor=flavor,
-        head_dim=dims.head_dim,
-        feed_forward=dims.moe,
         hugging_face=_hugging_face(dims),
     )
 
@@ -104,7 +116,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> MixtralDims:
     config = HuggingFaceConfig(values)
     config.architecture(ARCHITECTURES)
     sizes = read_decoder(config)
-    theta, _ = config.rope(None, stretched=False)
+    theta, _ = config.rope(None)
     config.only("sliding_window", None)
     head_dim = config.integer("head_dim", sizes["dim"] // sizes["num_heads"])
     experts: dict[str, Any] = {
@@ -131,7 +143,9 @@ def _hugging_face(dims: MixtralDims) -> HuggingFaceModel | None:
             "sliding_window": None,
             **rope_values(dims.rope_theta, None),
         },
-        keys=decoder_hugging_face_keys(tied_embeddings=dims.tied_embeddings, moe=_EXPERTS),
+        keys=decoder_hugging_face_keys(
+            dims.layers, tied_embeddings=dims.tied_embeddings, moe=_EXPERTS
+        ),
         ignored=ignored_keys(tied_embeddings=dims.tied_embeddings),
         differences=lambda config: differences(dims, dims_of_hugging_face(config)),
     )

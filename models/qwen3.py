@@ -11,13 +11,8 @@ from typing import Any
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models import flavor_dims
 from torchtitan_lite.nn.attention import Backend
-from torchtitan_lite.nn.decoder import Decoder
-from torchtitan_lite.nn.decoder_family import (
-    build_decoder,
-    check_head_width,
-    check_heads,
-    decoder_model_spec,
-)
+from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
+from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
 from torchtitan_lite.nn.decoder_hugging_face import (
     MoEKeys,
     decoder_hugging_face_keys,
@@ -26,11 +21,12 @@ from torchtitan_lite.nn.decoder_hugging_face import (
     is_known_routing,
     read_decoder,
 )
-from torchtitan_lite.nn.decoder_spec import (
-    decoder_torchtitan_keys,
-)
+from torchtitan_lite.nn.decoder_spec import decoder_torchtitan_keys
+from torchtitan_lite.nn.feed_forward import Dense
+from torchtitan_lite.nn.grouped_query import GroupedQuery
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
 from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.nn.rope import Rope
 from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
 
@@ -62,8 +58,8 @@ class Qwen3Dims:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check_heads(self.num_heads, self.num_kv_heads)
-        check_head_width(self.head_dim)
+        # Raises ConfigError for sizes that do not fit.
+        _ = self.attention
         if (self.hidden_dim is None) == (self.moe is None):
             raise ConfigError(
                 f"Give either hidden_dim ({self.hidden_dim}), for dense blocks, or moe "
@@ -71,12 +67,25 @@ class Qwen3Dims:
             )
 
     @property
-    def feed_forward(self) -> int | MoEDims:
-        """The width of a dense block, or the experts in its place."""
-        if self.moe is not None:
-            return self.moe
-        assert self.hidden_dim is not None
-        return self.hidden_dim
+    def attention(self) -> GroupedQuery:
+        """The attention of every layer."""
+        return GroupedQuery(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rotation=Rope(head_dim=self.head_dim, theta=self.rope_theta),
+            qk_norm_eps=self.norm_eps,
+        )
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        """All layers."""
+        feed_forward = self.moe
+        if feed_forward is None:
+            assert self.hidden_dim is not None
+            feed_forward = Dense(hidden_dim=self.hidden_dim)
+        layer = DecoderLayer(attention=self.attention, feed_forward=feed_forward)
+        return [layer] * self.num_layers
 
 
 _TINY = Qwen3Dims(
@@ -169,10 +178,9 @@ def spec_of(dims: Qwen3Dims, flavor: str) -> ModelSpec:
         dims,
         name="qwen3",
         flavor=flavor,
-        head_dim=dims.head_dim,
-        feed_forward=dims.feed_forward,
-        qk_norm=True,
-        torchtitan_keys=decoder_torchtitan_keys(qk_norm=True, moe=dims.moe is not None),
+        torchtitan_keys=decoder_torchtitan_keys(
+            dims.layers, dims.attention.torchtitan_keys(pairs=False)
+        ),
         hugging_face=_hugging_face(dims),
     )
 
@@ -182,7 +190,7 @@ def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3Dims:
     config = HuggingFaceConfig(values)
     architecture = config.architecture(ARCHITECTURES)
     sizes = read_decoder(config)
-    theta, _ = config.rope(None, stretched=False)
+    theta, _ = config.rope(None)
     head_dim = config.integer("head_dim", 128)
     config.only("use_sliding_window", False)
     hidden_dim: int | None = None
@@ -224,7 +232,7 @@ def _hugging_face(dims: Qwen3Dims) -> HuggingFaceModel | None:
             **_feed_forward_values(dims),
         },
         keys=decoder_hugging_face_keys(
-            qk_norm=True,
+            dims.layers,
             tied_embeddings=dims.tied_embeddings,
             moe=None if dims.moe is None else _EXPERTS,
         ),
@@ -248,4 +256,4 @@ def _feed_forward_values(dims: Qwen3Dims) -> dict[str, Any]:
 
 def build(dims: Qwen3Dims) -> Decoder:
     """Build the module, with parameters as the current default device creates them."""
-    return build_decoder(dims, head_dim=dims.head_dim, feed_forward=dims.feed_forward, qk_norm=True)
+    return build_decoder(dims)

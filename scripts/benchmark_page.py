@@ -40,6 +40,11 @@ TITLES = {
         "the planner against time limits; exchanges against a copy of the same bytes (floor) and "
         "DTensor (peer)",
     ),
+    "optimizer": (
+        "Muon on shards",
+        "the iterations of one process divided by the ranks, and a bare exchange of the same bytes "
+        "(floor); an all-gather of every matrix on every rank (peer)",
+    ),
     "checkpoint": (
         "Checkpoints",
         "torchtitan's checkpoint manager and torch DCP (peers); memcpy, safetensors and plain "
@@ -52,6 +57,10 @@ TITLES = {
     "rank_recovery": (
         "Replacement of a dead rank",
         "torchrun's agent, which starts all ranks again (peer)",
+    ),
+    "resize": (
+        "A live run on another mesh",
+        "a save, a restart on the other mesh, and a load (peer)",
     ),
     "buddies": (
         "Copies of snapshots on another machine",

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node N -m scripts.calibrate --out costs.json [--device cpu] [--turns 9]
 
-Times a set of exchanges and collectives in the world that torchrun started, fits `Costs` to them,
+Times a set of exchanges in the world that torchrun started, fits `Costs` to them,
 and reports how well these predict other exchanges. Every rank must run it; rank 0 writes the file.
 """
 

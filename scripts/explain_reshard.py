@@ -18,7 +18,6 @@ from scripts.layout_syntax import EXAMPLE, parse_dtype, parse_layout, parse_shap
 from scripts.reshard_svg import as_svg
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.redistribute import Plan, plan
-from torchtitan_lite.redistribute.collective_search import Collective
 from torchtitan_lite.redistribute.cost import BUCKET_BYTES, Costs, Transport, default_costs
 from torchtitan_lite.redistribute.explain import (
     explain,
@@ -79,10 +78,6 @@ def _as_json(exchange_plan: Plan, dtensor: DTensorPrediction | None) -> str:
         "shape": exchange_plan.shape,
         "dtype": str(exchange_plan.dtype).removeprefix("torch."),
         "rounds": [] if exchange_plan.is_noop else exchange_plan.rounds,
-        "steps": [
-            step.kind if isinstance(step, Collective) else "exchange"
-            for step in exchange_plan.steps
-        ],
         "predicted_s": exchange_plan.predicted_s,
         "moved_bytes": exchange_plan.moved_bytes,
         "lower_bound_bytes": lower_bound_bytes(exchange_plan),

@@ -30,6 +30,7 @@ from torchtitan_lite.checkpoint.shared_memory.folder import region_files
 from torchtitan_lite.checkpoint.shared_memory.region import Region
 from torchtitan_lite.cli.train import train_rank
 from torchtitan_lite.nn.feed_forward import FeedForward
+from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 from torchtitan_lite.optim.optimizer import ShardedOptimizer
 from torchtitan_lite.process_exit import exit_process
 from torchtitan_lite.replica import fault_tolerant, joining
@@ -47,10 +48,11 @@ _CALLS: dict[str, tuple[Any, str]] = {
     "confirm": (Region, "confirm"),
     "order": (WriterProcess, "save"),
     "agreement": (CheckpointManager, "apply_signals"),
+    "iteration": (NewtonSchulz, "orthogonalize_"),
 }
 """Functions that change the state, its snapshot, or what is recorded of a save."""
 CRASH_POINTS = [f"{name}.{when}" for name in _CALLS for when in ("before", "after")]
-"""The points for `killed_in_call`."""
+"""The points for `killed_in_call`; the last two are in the step of Muon only."""
 
 
 def heal_interrupted(rank: str) -> None:

@@ -13,6 +13,15 @@ from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -23,6 +32,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.job import FIXTURE
@@ -55,6 +66,16 @@ _SCALED_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_YARN_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 64,
+}
 _DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 20000.0}
 
 
@@ -72,6 +93,23 @@ def _qwen3_moe(**more: Any) -> PreTrainedModel:
     return Qwen3MoeForCausalLM(config)
 
 
+def _qwen3_next(**more: Any) -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 14,
+        "initializer_range": 0.16,
+        "rope_parameters": {**_DEFAULT_ROPE, "partial_rotary_factor": 0.25},
+    }
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**_COMMON | sizes | more))
+
+
 def _mixtral() -> PreTrainedModel:
     sizes: dict[str, Any] = {
         "num_local_experts": 4,
@@ -81,7 +119,69 @@ def _mixtral() -> PreTrainedModel:
     return MixtralForCausalLM(MixtralConfig(**_COMMON, **sizes, rope_parameters=_DEFAULT_ROPE))
 
 
+def _deepseek(config: type, model: type, **more: Any) -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "num_key_value_heads": 6,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 14,
+        "intermediate_size": 80,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "initializer_range": 0.16,
+    }
+    common = {name: value for name, value in _COMMON.items() if name != "head_dim"}
+    return model(config(**{**common, **sizes, "rope_parameters": _YARN_ROPE, **more}))
+
+
+def gpt_oss(**more: Any) -> PreTrainedModel:
+    """Return a model of this family with some sizes changed. Its widths consist of whole blocks of
+    MXFP4."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 96,
+        "sliding_window": 9,
+        "rope_parameters": {
+            **{name: _YARN_ROPE[name] for name in ("rope_type", "rope_theta", "factor")},
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    }
+    return GptOssForCausalLM(GptOssConfig(**_COMMON | sizes | more))
+
+
+def _llama4(**more: Any) -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "intermediate_size": 40,
+        "intermediate_size_mlp": 56,
+        "attention_chunk_size": 9,
+        "floor_scale": 7,
+        "rope_parameters": _DEFAULT_ROPE,
+    }
+    return Llama4ForCausalLM(Llama4TextConfig(**_COMMON | sizes | more))
+
+
 _FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt_oss": gpt_oss,
+    "llama4": lambda: _llama4(use_qk_norm=True),
+    "llama4_some_experts": lambda: _llama4(
+        interleave_moe_layer_step=2,
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+        rope_parameters=_SCALED_ROPE,
+    ),
     "llama": lambda: _llama(rope_parameters=_DEFAULT_ROPE, rms_norm_eps=3e-5),
     "llama_tied_stretched": lambda: _llama(rope_parameters=_SCALED_ROPE, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3ForCausalLM(
@@ -94,19 +194,54 @@ _FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3_moe": lambda: _qwen3_moe(norm_topk_prob=True),
     "qwen3_moe_raw_weights": lambda: _qwen3_moe(norm_topk_prob=False),
+    "qwen3_next": lambda: _qwen3_next(norm_topk_prob=True),
+    "qwen3_next_half": lambda: _qwen3_next(
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_conv_kernel_dim=3,
+        norm_topk_prob=False,
+        rope_parameters={**_DEFAULT_ROPE, "partial_rotary_factor": 0.5},
+    ),
     "mixtral": _mixtral,
+    "deepseek_v3": lambda: _deepseek(
+        DeepseekV3Config, DeepseekV3ForCausalLM, q_lora_rank=20, norm_topk_prob=True
+    ),
+    "deepseek_v3_plain_queries": lambda: _deepseek(
+        *(DeepseekV3Config, DeepseekV3ForCausalLM),
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        rms_norm_eps=3e-5,
+        rope_parameters=_DEFAULT_ROPE,
+    ),
+    "deepseek_v2": lambda: _deepseek(
+        *(DeepseekV2Config, DeepseekV2ForCausalLM),
+        q_lora_rank=20,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=3.0,
+    ),
+    "deepseek_v2_lite": lambda: _deepseek(
+        DeepseekV2Config, DeepseekV2ForCausalLM, q_lora_rank=None, n_group=1, topk_group=1
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 
 
 def make_model(family: str) -> PreTrainedModel:
-    """Return the same model in each call, in float32, with norm weights other than 1."""
+    """Return the same model in each call, in float32, with norm weights other than 1 and biases
+    other than 0."""
     torch.manual_seed(5)
     model = _FAMILIES[family]()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                # Qwen3-Next's multiply by 1 + weight, but those of heads.
+                is_centered = family.startswith("qwen3_next") and "linear_attn" not in name
+                parameter.uniform_(-0.5, 0.5) if is_centered else parameter.uniform_(0.5, 1.5)
+            elif "bias" in name or "sinks" in name:
+                parameter.uniform_(-0.5, 0.5)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.uniform_(-0.2, 0.2)
     return model.eval()
 
 
@@ -170,6 +305,22 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
     return tensors
+
+
+def assert_loads_in_transformers(folder: Path, vocab_size: int, tolerance: float) -> None:
+    """Check that transformers loads an exported folder, with the logits that the model has here."""
+    tokens_BS = torch.randint(0, vocab_size, (2, 31), generator=torch.Generator().manual_seed(1))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = our_model(folder)
+    with torch.no_grad():
+        expected_BSV = theirs(tokens_BS).logits
+        actual_BSV = ours(
+            tokens_BS,
+            positions_BS=torch.arange(31).expand(2, -1),
+            rng_keys_B=torch.zeros(2, dtype=torch.int64),
+        )
+    assert expected_BSV.std() > 0.1
+    torch.testing.assert_close(actual_BSV, expected_BSV, atol=tolerance, rtol=0)
 
 
 def tokens() -> torch.Tensor:

@@ -17,8 +17,10 @@ from torchtitan_lite.config import Config, config_from
 from torchtitan_lite.config.constraints import check_against
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Mesh, ParallelDims, resolve_degrees
-from torchtitan_lite.models import llama3, qwen3
+from torchtitan_lite.models import deepseek_v3, gpt_oss, llama3, llama4, qwen3, qwen3_next
+from torchtitan_lite.nn.grouped_query import Temperature
 from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.nn.rope import YarnScaling
 from torchtitan_lite.preemption import StopRequest
 from torchtitan_lite.redistribute import local_box
 from torchtitan_lite.torch_compat import local_tensor
@@ -63,20 +65,103 @@ FOUR_KV_HEADS = replace(ODD_DIMS, num_heads=8, num_kv_heads=4, hidden_dim=52)
 ODD_EXPERTS = replace(
     ODD_QWEN3, hidden_dim=None, moe=MoEDims(num_experts=5, top_k=2, hidden_dim=22)
 )
-MANY_EXPERTS = replace(
-    ODD_EXPERTS,
-    moe=MoEDims(
-        num_experts=12,
-        top_k=2,
-        hidden_dim=22,
-        shared_hidden_dim=14,
-        score="sigmoid",
-        bias_update_rate=0.02,
-        balance_loss_weight=0.01,
-    ),
+MANY_EXPERTS_DIMS = MoEDims(
+    num_experts=12,
+    top_k=2,
+    hidden_dim=22,
+    shared_hidden_dim=14,
+    score="sigmoid",
+    bias_update_rate=0.02,
+    balance_loss_weight=0.01,
 )
+MANY_EXPERTS = replace(ODD_EXPERTS, moe=MANY_EXPERTS_DIMS)
 """Enough experts for expert parallelism, most of which get no token in some microbatch, and all
 options of the router."""
+
+ODD_DEEPSEEK = deepseek_v3.DeepseekV3Dims(
+    dim=36,
+    num_layers=3,
+    num_dense_layers=1,
+    num_heads=4,
+    hidden_dim=52,
+    moe=replace(
+        MANY_EXPERTS_DIMS,
+        num_groups=4,
+        top_groups=2,
+        route_scale=2.5,
+        # Divides by 4 ranks of tensor parallelism.
+        shared_hidden_dim=16,
+    ),
+    q_lora_rank=18,
+    kv_lora_rank=14,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=11,
+    vocab_size=517,
+    rope_scaling=YarnScaling(
+        factor=4.0, original_max_position=32, beta_fast=4.0, mscale=1.0, mscale_all_dim=0.7
+    ),
+    mtp_depth=2,
+    document_mask=True,
+)
+"""Queries and keys have 16 numbers, values 11; two more tokens are predicted."""
+
+ODD_GPT_OSS = gpt_oss.GptOssDims(
+    dim=36,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=10,
+    moe=replace(MANY_EXPERTS_DIMS, score="softmax", shared_hidden_dim=0, swiglu_limit=0.1),
+    window=5,
+    vocab_size=517,
+    rope_scaling=YarnScaling(factor=4.0, original_max_position=32, truncate=False),
+    document_mask=True,
+)
+"""Some gates and values are clamped."""
+
+
+ODD_LLAMA4 = llama4.Llama4Dims(
+    dim=36,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=10,
+    hidden_dim=50,
+    moe=replace(
+        MANY_EXPERTS_DIMS,
+        top_k=1,
+        normalize_weights=False,
+        weights_inputs=True,
+    ),
+    moe_interval=2,
+    nope_interval=2,
+    first_nope_layer=1,
+    chunk=5,
+    qk_norm=True,
+    temperature=Temperature(weight=0.3, interval=7),
+    vocab_size=517,
+    document_mask=True,
+)
+
+ODD_QWEN3_NEXT = qwen3_next.Qwen3NextDims(
+    dim=36,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    moe=replace(MANY_EXPERTS_DIMS, score="softmax", shared_hidden_dim=16, shared_gate=True),
+    full_attention_interval=2,
+    head_dim=10,
+    rotated_share=0.45,
+    linear_num_key_heads=4,
+    linear_num_value_heads=12,
+    linear_key_head_dim=5,
+    linear_value_head_dim=7,
+    chunk_size=5,
+    vocab_size=517,
+    document_mask=True,
+)
+"""Gated DeltaNet before and behind attention; chunks do not divide the pieces of a sequence."""
 
 
 def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
@@ -113,6 +198,19 @@ def odd_config(folder: Path, overrides: Mapping[str, Any]) -> Config:
     qwen3.FLAVORS["capped_experts"] = replace(
         ODD_EXPERTS, moe=MoEDims(num_experts=4, top_k=2, hidden_dim=22, capacity_factor=1.0)
     )
+    deepseek_v3.FLAVORS["odd"] = ODD_DEEPSEEK
+    gpt_oss.FLAVORS["odd"] = ODD_GPT_OSS
+    llama4.FLAVORS["odd"] = ODD_LLAMA4
+    qwen3_next.FLAVORS["odd"] = ODD_QWEN3_NEXT
+    # As V2-Lite: no latent of queries, softmax.
+    deepseek_v3.FLAVORS["odd_lite"] = replace(
+        ODD_DEEPSEEK,
+        q_lora_rank=None,
+        mtp_depth=0,
+        moe=replace(
+            MANY_EXPERTS_DIMS, num_groups=3, top_groups=2, normalize_weights=False, score="softmax"
+        ),
+    )
     return config_from(values, "the test")
 
 
@@ -126,6 +224,9 @@ def run_config(config: Config, stop_after: int = 0) -> Outcome:
     """Train `config` in this worker; see `run_job`."""
     logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
     outcome = Outcome()
+    # Graphs of the worker's earlier jobs would count towards dynamo's limit per function, as if one
+    # job had recompiled them.
+    torch.compiler.reset()
     stop = StopRequest()
 
     def watch(state: TrainState, report: StepReport) -> None:
@@ -135,7 +236,9 @@ def run_config(config: Config, stop_after: int = 0) -> Outcome:
         outcome.committed.append(report.committed)
         outcome.targets.append(report.num_target_tokens)
         if stop_after and report.number == stop_after - 1:
-            stop.requested = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+            stop.was_signaled = (
+                torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+            )
 
     mesh = mesh_for(config)
     check_against(config, mesh.world_size)

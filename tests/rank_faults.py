@@ -3,7 +3,8 @@
 
 `RANK_FAULTS="slow=0.1 raises=1:5"`: each step takes 0.1 s longer, and rank 1 raises an exception
 after step 5 and each later one. `computes=0:5`: rank 0 computes without end after step 5, until
-it is interrupted.
+it is interrupted. `not_on=3`: worlds of 3 ranks raise an exception at their first step;
+`stuck_on=3`: they wait there without end.
 """
 
 import os
@@ -29,6 +30,10 @@ def faults(context: HookContext) -> Hook:
         rank, first = map(int, _FAULTS.get("raises", "-1:0").split(":"))
         if rank == context.mesh.rank and report.number >= first:
             raise InjectedError(f"after step {report.number}")
+        if _FAULTS.get("not_on") == str(context.mesh.world_size):
+            raise InjectedError(f"on {context.mesh.world_size} ranks")
+        while _FAULTS.get("stuck_on") == str(context.mesh.world_size):
+            time.sleep(0.1)
         if _FAULTS.get("computes") == f"{context.mesh.rank}:{report.number}":
             _FAULTS.clear()
             while True:

@@ -11,6 +11,10 @@ addition, some 1e4 additions deep, and Adam divides by small second moments in i
 PARITY_FLOAT32_LOSS = 1e-6
 """Relative, of a summed loss in float32. Ten times its rounding unit (1.2e-7)."""
 
+RESIZED_FLOAT32_LOSS = 1e-5
+"""Relative, of the loss of a step in float32 after some 50 steps on several meshes: ten times
+`PARITY_FLOAT32_LOSS`, because AdamW carries the differences of earlier steps on."""
+
 PARITY_FLOAT32_NORM = 1e-6
 """Relative, of the gradient's norm in float32: the errors of single gradients, from the order of
 the sums in forward and backward, average out. The norm adds less than 1e-7 (`NORM_FLOAT32`)."""
@@ -43,12 +47,20 @@ LOGITS_FLOAT32 = 2e-5
 LOGITS_FLOAT64 = 1e-6
 """Absolute, of logits in float64. Both sides compute rotations and angles in float32."""
 
+MERGED_FLOAT64 = 1e-12
+"""Absolute, of logits about 1: W x + B (A x) against (W + B A) x, which rounds otherwise in sums of
+some 1e2 terms."""
+
 ATTENTION_FLOAT64 = 1e-12
 """Absolute, of outputs about 1. Calls with and without a mask use two kernels with equal terms."""
 
 OPTIMIZER_FLOAT32 = 1e-6
 """Absolute, of weights about 1 after some steps: fused kernels combine multiplications and
 additions."""
+
+NEWTON_SCHULZ_FLOAT64 = 1e-12
+"""Absolute, of an orthogonalized matrix with elements below 1: products of matrices against a
+singular value decomposition. A step multiplies errors by at most 3.4, five of them by 500."""
 
 SCHEDULE = 1e-12
 """Relative. Python's floats, with the same formula in another order of operations."""
@@ -64,6 +76,13 @@ bit of a draw differently, which changes the sum by 1e-6; another seed, name or 
 MOE_FLOAT64 = 1e-12
 """Absolute and relative, of outputs and gradients about 1 to 10: the same products as in a loop
 over single tokens, summed in another order."""
+
+DELTA_FLOAT64 = 1e-12
+"""Absolute, of outputs of Gated DeltaNet about 1: a chunk solves a triangular system, a recurrence
+adds one position after the other."""
+
+DELTA_FLOAT32 = 1e-5
+"""The same in float32, over some hundred positions."""
 
 GROUPED_BFLOAT16 = 2e-2
 """Relative to the largest element. Both sides sum in float32 and round to bfloat16 (4e-3) once; on
@@ -89,6 +108,11 @@ accuracy of a conversion. Both sides round the same formula in another order."""
 PRETRAINED_GRADIENTS = 2e-5
 """Relative to the largest element of a gradient, float32: sums over some 80 tokens, in another
 order."""
+
+PRETRAINED_DELTA = 5e-4
+"""Absolute for logits about 1, and relative to the largest element of a gradient, float32, with
+Gated DeltaNet: norms of heads divide by outputs that may be near 0, and so enlarge rounding errors.
+Both sides are that far from float64, in which they agree to 1e-6."""
 
 GPU_FLOAT32_LOSS = 1e-4
 """Relative, of losses of a GPU against a CPU, both in float32 without TF32: other orders of sums in

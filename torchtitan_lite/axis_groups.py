@@ -6,8 +6,10 @@ each gloo group has threads that wake a hundred times a second. Layer: above tor
 
 import gc
 import math
+import weakref
+from collections.abc import Hashable
 from datetime import timedelta
-from functools import _lru_cache_wrapper, cache
+from functools import cache
 from threading import Lock
 
 import torch
@@ -16,9 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.network import cut_connections
 from torchtitan_lite.torch_compat import (
+    MESH_CACHES,
     abort_groups,
     clear_mesh_caches,
+    compile_time_ns,
+    detach_mesh,
     flatten_axes,
+    lru_caches,
+    mesh_group_names,
     new_local_group,
     set_group_timeout,
 )
@@ -40,7 +47,9 @@ class AxisGroups:
         it."""
         ranks = torch.arange(math.prod(shape)).view(shape)
         groups = [self._over(ranks, axes, (axis,)) for axis in axes]
-        return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=axes)
+        mesh = DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=axes)
+        _prepare_caches(mesh, (kind, shape, axes))
+        return mesh
 
     def over(self, mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
         """Return the group of the ranks that differ from this one along `axes` of a mesh of all
@@ -55,6 +64,9 @@ class AxisGroups:
         if group not in self._names and group != self._world:
             self._names[group] = "+".join(axes)
             set_group_timeout(group, self._timeout)
+        _prepare_caches(
+            flat, (flat.device_type, tuple(mesh.shape), mesh.mesh_dim_names, axes, name)
+        )
         return flat
 
     def name_of(self, group: dist.ProcessGroup) -> str | None:
@@ -117,6 +129,10 @@ def leave_groups() -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         _groups.cache_clear()
+        while _meshes:
+            mesh = _meshes.pop()()
+            if mesh is not None:
+                detach_mesh(mesh)
 
 
 def abort_all_groups() -> None:
@@ -134,15 +150,35 @@ def abort_all_groups() -> None:
 
 def forget_groups() -> None:
     """Free what refers to process groups that were left or aborted, so that this process can join
-    another world."""
+    another world.
+
+    What DTensor has derived for its operations is kept for equal meshes of that world, because
+    deriving it takes seconds.
+    """
     leave_groups()
-    clear_mesh_caches()
-    for found in gc.get_objects():
+    for function in lru_caches("torch.distributed.", "torchtitan_lite."):
         # Some of these caches have a group or a mesh as their key.
-        if type(found) is _lru_cache_wrapper and (found.__module__ or "").startswith(_CACHING):
-            found.cache_clear()
+        if not function.__module__.startswith(MESH_CACHES):
+            function.cache_clear()
+    if compile_time_ns():
+        clear_mesh_caches()
     gc.collect()
 
 
+def _prepare_caches(mesh: DeviceMesh, key: Hashable) -> None:
+    """Record a new mesh, equal to all others with its `key`. Clear the caches of DTensor if they
+    may hold an equal mesh of an earlier world in which this process had another rank, or the
+    process groups other names."""
+    names = (str(dist.get_rank()), *mesh_group_names(mesh))
+    if _names_by_mesh.setdefault(key, names) != names:
+        clear_mesh_caches()
+        _names_by_mesh.clear()
+        _names_by_mesh[key] = names
+    _meshes.append(weakref.ref(mesh))
+
+
 _leaving = Lock()
-_CACHING = ("torch.distributed.", "torchtitan_lite.")
+_meshes: list[weakref.ref[DeviceMesh]] = []
+"""Meshes of the present world."""
+_names_by_mesh: dict[Hashable, tuple[str, ...]] = {}
+"""Rank, and names of the groups, in each mesh, by what equal meshes have in common."""

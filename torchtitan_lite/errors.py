@@ -46,6 +46,10 @@ class LayoutError(UserError):
     """A layout that contradicts itself or the tensor, or to which there is no plan."""
 
 
+class PublishError(UserError):
+    """Weights that are not published, not any more, or not for this subscriber."""
+
+
 class TrainingDiverged(UserError):
     """Training ended by anomalies: losses or gradients that are not finite or spike."""
 

@@ -1,4 +1,5 @@
-"""Cross entropy as a sum over target tokens, fused with the output projection.
+"""Cross entropy as a sum over target tokens, fused with the output projection; its gradient may
+include that of a z-loss.
 
 The sum is divided once, by the step's global number of target tokens, when the gradient is scaled.
 Forward computes the gradient chunk by chunk, so the logits of all tokens are never materialized.
@@ -7,6 +8,7 @@ nothing. Layer: above spec.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -21,13 +23,20 @@ _Chunk = Callable[
 
 
 def cross_entropy(
-    *, logits_per_chunk: int = 1 << 24, compile_backend: str | None = None
+    *,
+    logits_per_chunk: int = 1 << 24,
+    compile_backend: str | None = None,
+    z_loss_weight: float = 0.0,
 ) -> TokenLoss:
     """Return the trainer's loss, in chunks of at most `logits_per_chunk` logits, but at least 512
-    tokens. `compile_backend` compiles the arithmetic of a chunk."""
+    tokens. `compile_backend` compiles the arithmetic of a chunk. `z_loss_weight` adds the z-loss
+    (arXiv:2204.02311, section 5), `z_loss_weight` * log(Z)^2 per target, where Z is the sum of the
+    exponentials of the logits: to the gradient only, not to the value."""
     chunk: _Chunk = _chunk_loss_and_gradients
     if compile_backend is not None:
         chunk = torch.compile(chunk, backend=compile_backend)
+    if z_loss_weight:
+        chunk = partial(chunk, z_loss_weight=z_loss_weight)
 
     def loss(
         hidden_TD: torch.Tensor,
@@ -94,19 +103,26 @@ def _chunk_loss_and_gradients(
     weight_VD: torch.Tensor,
     targets_C: torch.Tensor,
     shard: VocabularyShard | None,
+    z_loss_weight: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the summed loss of a chunk of C tokens, and its gradients for hidden states and
-    weight."""
+    """Return the summed loss of a chunk of C tokens, and the gradients of it and of its z-loss for
+    hidden states and weight."""
     logits_CV = (hidden_CD @ weight_VD.T).to(_accumulator(hidden_CD.dtype))
     rows_C1, is_mine_C1 = _rows(targets_C, weight_VD, shard)
     counted_C1 = (targets_C != IGNORE_INDEX)[:, None]
     # Few passes over the logits and few copies of them: this is most of what the loss costs.
-    log_probs_CV = (
-        logits_CV.log_softmax(-1) if shard is None else logits_CV - _log_sum_exp(logits_CV, shard)
-    )
+    log_z_C1 = None
+    if shard is None and not z_loss_weight:
+        log_probs_CV = logits_CV.log_softmax(-1)
+    else:
+        log_z_C1 = _log_sum_exp(logits_CV, shard)
+        log_probs_CV = logits_CV - log_z_C1
     del logits_CV
     losses_C1 = -_picked(log_probs_CV, rows_C1, is_mine_C1, shard) * counted_C1
     grad_CV = log_probs_CV.exp_()
+    if z_loss_weight and log_z_C1 is not None:
+        # The derivative of log(Z)^2 by the logits is 2 log(Z) softmax(logits).
+        grad_CV *= 1 + 2 * z_loss_weight * log_z_C1
     grad_CV.scatter_add_(1, rows_C1, -is_mine_C1.to(grad_CV.dtype))
     grad_CV = grad_CV.mul_(counted_C1).to(hidden_CD.dtype)
     return losses_C1.sum(), grad_CV @ weight_VD, grad_CV.T @ hidden_CD

@@ -2,6 +2,7 @@
 imports nothing of the project.
 """
 
+import hashlib
 import ipaddress
 import math
 import os
@@ -10,6 +11,7 @@ import stat
 import struct
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -68,6 +70,17 @@ def let_gloo_listen_toward_master() -> None:
         return
     if interface is not None and interface != "lo":
         os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def abstract_socket_scope() -> int:
+    """Return a number below 2**63 that is equal for processes that reach each other's abstract Unix
+    sockets: those of one network namespace. Where there are none it is random."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    try:
+        identity = f"{boot.read_text()}{os.stat('/proc/self/ns/net').st_ino}".encode()
+    except OSError:
+        identity = os.urandom(16)
+    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little") >> 1
 
 
 def connections() -> set[int]:

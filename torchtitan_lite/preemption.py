@@ -7,7 +7,7 @@ at once.
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -21,13 +21,20 @@ once."""
 class StopRequest:
     """Flag of whether this process was asked to stop."""
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, also: Callable[[], bool] = lambda: False) -> None:
+        """`also` tells whether something other than a signal requests to stop."""
+        self.was_signaled = False
+        self._also = also
         self._first_at = 0.0
 
+    @property
+    def requested(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self.was_signaled or self._also()
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self.requested:
-            self.requested = True
+        if not self.was_signaled:
+            self.was_signaled = True
             self._first_at = time.monotonic()
             name = signal.Signals(number).name
             logger.warning("%s received: finishing the step, then saving and exiting.", name)

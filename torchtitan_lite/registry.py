@@ -1,4 +1,5 @@
-"""What a user's own package adds to a run: model families, data sets, hooks and metrics sinks.
+"""What a user's own package adds to a run: model families, data sets, losses, hooks and metrics
+sinks.
 
 `experimental.custom_import` names a module; it is imported before the configuration is checked, and
 its top level calls the `register_*` functions here. `job.custom_config_module` names a module whose
@@ -37,6 +38,8 @@ class Registry:
     models: dict[str, str] = field(default_factory=dict)
     """Family -> module."""
     datasets: dict[str, Dataset] = field(default_factory=dict)
+    online_datasets: dict[str, Callable[[str | None], Any]] = field(default_factory=dict)
+    losses: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
     hooks: list[Callable[[Any], Any]] = field(default_factory=list)
     sinks: list[Callable[[Any], Any]] = field(default_factory=list)
 
@@ -67,9 +70,31 @@ def register_dataset(
     Raises ConfigError if another function has that name.
     """
     given = Dataset(documents=documents, version=version)
-    if REGISTRY.datasets.get(name, given) != given:
+    if REGISTRY.datasets.get(name, given) != given or name in REGISTRY.online_datasets:
         raise ConfigError(f'The data set "{name}" is registered twice.')
     REGISTRY.datasets[name] = given
+
+
+def register_online_dataset(name: str, open: Callable[[str | None], Any]) -> None:
+    """Add the online data set `name`, which `training.dataset` selects: its samples are made while
+    the run trains. `open(dataset_path)` returns a `data.online.OnlineDataset`.
+
+    Raises ConfigError if another function has that name.
+    """
+    if REGISTRY.online_datasets.get(name, open) != open or name in REGISTRY.datasets:
+        raise ConfigError(f'The data set "{name}" is registered twice.')
+    REGISTRY.online_datasets[name] = open
+
+
+def register_loss(name: str, make: Callable[[Any], Any]) -> None:
+    """Add the loss `name`, which `training.loss` selects: `make(config)` returns a
+    `spec.MicrobatchLoss`.
+
+    Raises ConfigError if another function has that name.
+    """
+    if REGISTRY.losses.get(name, make) != make:
+        raise ConfigError(f'The loss "{name}" is registered twice.')
+    REGISTRY.losses[name] = make
 
 
 def register_hook(make: Callable[[Any], Any]) -> None:

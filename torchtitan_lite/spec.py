@@ -6,11 +6,11 @@ Layer: above errors, log and rng only.
 
 Shape legend, used as suffixes of tensor names everywhere: B samples   S positions   T = B*S tokens
 D model width   H query heads   K key/value heads E width of a head   F width of the feed-forward
-V vocabulary
+V vocabulary  J depths of multi-token prediction
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Protocol
 
@@ -38,6 +38,43 @@ class Microbatch:
     """int64 key of each sample for random draws in forward; a function of seed, step and sample."""
     samples: tuple[int, ...]
     """Indices of the samples in the global order."""
+    future_tokens_BJS: torch.Tensor | None = None
+    """int64; the token 1, 2, ... J positions ahead, for multi-token prediction. See `with_future`.
+    """
+    future_targets_BJS: torch.Tensor | None = None
+    """int64; the target of that position."""
+    target_values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """float64 [B, S] by name: numbers of each target from an online data set, for a registered
+    loss."""
+
+    def with_future(self, depth: int) -> "Microbatch":
+        """Return a copy with what `depth` modules of multi-token prediction need
+        (arXiv:2412.19437, section 2.2), from entire sequences. A position has no target where a
+        document ends in between."""
+        if not depth:
+            return self
+        shifted = [self._shifted(distance) for distance in range(1, depth + 1)]
+        tokens, targets = (torch.stack(part, dim=1) for part in zip(*shifted, strict=True))
+        return replace(self, future_tokens_BJS=tokens, future_targets_BJS=targets)
+
+    def _shifted(self, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens_BS = self.tokens_BS.roll(-distance, dims=1)
+        targets_BS = self.targets_BS.roll(-distance, dims=1)
+        targets_BS[:, -distance:] = IGNORE_INDEX
+        if self.documents_BS is not None:
+            is_other_BS = self.documents_BS.roll(-distance, dims=1) != self.documents_BS
+            targets_BS = targets_BS.masked_fill(is_other_BS, IGNORE_INDEX)
+        return tokens_BS, targets_BS
+
+    @property
+    def future_inputs(self) -> dict[str, torch.Tensor]:
+        """The arguments of forward for multi-token prediction; empty without it."""
+        if self.future_tokens_BJS is None or self.future_targets_BJS is None:
+            return {}
+        return {
+            "future_tokens_BJS": self.future_tokens_BJS,
+            "future_targets_BJS": self.future_targets_BJS,
+        }
 
     def to(self, device: torch.device) -> "Microbatch":
         """Return a copy on `device`; from pinned memory without waiting."""
@@ -45,14 +82,10 @@ class Microbatch:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)
 
-        return Microbatch(
-            tokens_BS=move(self.tokens_BS),
-            targets_BS=move(self.targets_BS),
-            positions_BS=move(self.positions_BS),
-            documents_BS=None if self.documents_BS is None else move(self.documents_BS),
-            rng_keys_B=move(self.rng_keys_B),
-            samples=self.samples,
-        )
+        found = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
+        values = {name: move(value) for name, value in self.target_values.items()}
+        moved = {name: move(value) for name, value in found.items()}
+        return replace(self, **moved, target_values=values)
 
 
 class VocabularyShard(Protocol):
@@ -88,6 +121,11 @@ class TokenLoss(Protocol):
         ...
 
 
+MicrobatchLoss = Callable[[Microbatch], TokenLoss]
+"""Returns the loss of a microbatch on this rank's device. Under context parallelism it holds this
+rank's positions, as the loss does."""
+
+
 class PipelineSchedule(Protocol):
     """Runs the microbatches of a step through this rank's stages.
 
@@ -117,10 +155,15 @@ class InitRule:
     wins."""
 
     pattern: str
-    kind: Literal["normal", "ones", "zeros"]
+    kind: Literal["normal", "log_uniform", "fan_in_uniform", "ones", "zeros"]
+    """log_uniform: the logarithm of a uniform draw. fan_in_uniform: uniform in +-1 / sqrt(columns),
+    as `nn.Linear` draws its weight."""
     std: float = 0.0
     cutoff_stds: float = 3.0
     """Truncation of a normal draw, in standard deviations."""
+    low: float = 0.0
+    """Bounds of a uniform draw."""
+    high: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +172,22 @@ class ShardRule:
     first match wins; a parameter without one is replicated."""
 
     pattern: str
-    style: Literal["columns", "rows", "embedding", "output", "sequence", "heads"]
-    """columns: a linear's output features. rows: its input features. embedding, output: the
-    vocabulary. sequence: the weight is replicated and its module works on a shard of the
-    sequence. heads: the weight is replicated and its module works on this rank's heads (dim 2)."""
+    style: Literal[
+        "columns",
+        "local_columns",
+        "rows",
+        "embedding",
+        "output",
+        "sequence",
+        "heads",
+        "head_weights",
+    ]
+    """columns: a linear's output features; the input of the module that holds it is gathered along
+    the sequence, once for all of them. local_columns: the same, but an `nn.attention.AcrossHeads`
+    before the linear gathers. rows: its input features. embedding, output: the vocabulary.
+    sequence: the weight is replicated and its module works on a shard of the sequence. heads: the
+    weight is replicated and its module works on this rank's heads (dim 2). head_weights: a weight
+    per head, sharded as the heads; its module returns those of this rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +210,16 @@ class HuggingFaceForm:
     """Its key, with `*` for the layer number. A second `*` counts along dim 0: each element is a
     tensor of its own."""
     part: tuple[int, int] = (0, 1)
-    """(k, n): part k of n equal parts of the second-last dim, if several parameters are fused."""
+    """(k, n): part k of n equal parts of the second-last dim (the last one there, if `transposed`),
+    if several parameters are fused."""
+    transposed: bool = False
+    """Whether the last two dims are swapped there."""
+    rows: tuple[int, int] | None = None
+    """Set, (first, total): rows from `first` of a tensor of `total` rows, if several parameters are
+    fused along dim 0."""
+    scales: str | None = None
+    """Set: the key holds MXFP4 blocks of 32 numbers, and this one their scales; read as bfloat16,
+    and never written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +242,9 @@ class HuggingFaceModel:
     """Of all parameters and persistent buffers."""
     ignored: tuple[str, ...]
     """Patterns (fnmatch) of keys to ignore."""
+    always_written: tuple[str, ...] = ()
+    """Keys of `config` that an export takes from there, and not from the config.json that the model
+    was imported with."""
     differences: Callable[[Mapping[str, Any]], list[str]]
     """Return how a config.json differs from these dimensions. Raises ConfigError if it is of
     another family."""
@@ -192,6 +259,27 @@ class ModelCost:
     """Parameters per token; fewer than all with experts."""
     flops_per_token: int
     """FLOPs of forward and backward per token at the given sequence length, attention included."""
+
+
+Rotation = Literal["allgather", "alltoall", "ulysses"]
+"""How context parallelism exchanges what attention needs of other ranks' positions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSharding:
+    """What parallelism may do with one kind of attention of a model."""
+
+    name: str = "attention"
+    """What error messages call it."""
+    num_heads: int
+    """Query heads, which Ulysses shards."""
+    state_width: int = 0
+    """Numbers per position that context parallelism gathers, for estimates."""
+    rotations: tuple[Rotation, ...] = ("allgather", "alltoall", "ulysses")
+    """Exchanges of context parallelism that it supports."""
+    carried_inputs: int = 0
+    """Set for a recurrence: the inputs of a convolution that a rank hands on beside the state,
+    whatever the rotation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +302,8 @@ class ModelSpec:
     """Rules of tensor parallelism."""
     sharded_sizes: tuple[tuple[str, int], ...] = ()
     """(description, size): sizes that the degree of tensor parallelism must divide."""
-    num_heads: int = 0
-    """Query heads of each attention, which Ulysses shards."""
+    attentions: tuple[AttentionSharding, ...] = ()
+    """The kinds of attention in the model."""
     num_experts: int = 0
     """Experts per MoE block. 0: none."""
     expert_width: int = 0
@@ -227,6 +315,11 @@ class ModelSpec:
     are None or deleted. Empty: no pipeline parallelism."""
     tied_units: tuple[str, str] | None = None
     """Two modules whose `weight` is one parameter, in the order of forward."""
+    prediction_units: tuple[str, ...] = ()
+    """Modules of multi-token prediction, among the `stage_units`: only training runs them, forward
+    takes `Microbatch.future_inputs` for them, and the last stage of a pipeline must hold them."""
+    copied_units: tuple[str, ...] = ()
+    """Units of other stages whose `weight` the prediction units need."""
     width: int = 0
     """Width of the hidden states between stages."""
     blocks: str = "layers.*"
@@ -238,15 +331,27 @@ class ModelSpec:
     convertible."""
     hugging_face: HuggingFaceModel | None = None
     """None: the family has no Hugging Face form."""
-    no_decay: tuple[str, ...] = field(default=("*norm*", "*embeddings*", "*.bias"))
+    no_decay: tuple[str, ...] = field(default=("*norm*", "*embeddings*", "*bias", "*sinks*"))
     """Parameters without weight decay."""
+    no_muon: tuple[str, ...] = field(
+        default=("*embed*", "output.*", "*.router.*", "*.shared_gate.*", "*bias*", "*_conv.*")
+    )
+    """Parameters that the optimizer Muon leaves to AdamW although they have two dims, or three (a
+    stack of matrices along dim 0), beside the embedding and the output of the shard plan."""
     cost: Callable[[int], ModelCost]
     """Maps a sequence length to the cost."""
+
+    @property
+    def muon_exclusions(self) -> tuple[str, ...]:
+        """Patterns of the parameters of two or three dims that Muon leaves to AdamW."""
+        rules = (rule for rule in self.shard_plan if rule.style in ("embedding", "output"))
+        return (*self.no_muon, *(rule.pattern for rule in rules))
 
 
 _RUN_SETTINGS = {
     *("attention_backend", "document_mask", "dropout", "max_seq_len"),
-    *("balance_loss_weight", "bias_update_rate"),
+    *("balance_loss_weight", "z_loss_weight", "bias_update_rate", "mtp_loss_weight"),
+    "chunk_size",
 }
 """Dimensions of a flavor that do not change the function of its weights: settings of the run."""
 

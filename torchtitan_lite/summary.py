@@ -52,13 +52,14 @@ def _start_rows(built: Built, config: Config) -> dict[str, str]:
     compute = str(compute_dtype_of(config.training, mesh.device)).removeprefix("torch.")
     stored = config.training.dtype
     dtype = stored if compute == stored else f"{stored} parameters, {compute} compute"
-    tokens = job.global_batch_size * job.seq_len
+    sizes = job.batch_sizes
+    warmup = "".join(f"{size:,} until sample {end:,}, then " for end, size in sizes.stages)
     return {
         "Model": f"{spec.name} {spec.flavor}, {cost.num_params:,} parameters{active}",
         "Mesh": f"{processes}{': ' if axes else ''}{axes}",
         "Device": f"{mesh.device.kind}, {dtype}",
-        "Global batch": f"{job.global_batch_size:,} samples x {job.seq_len:,} tokens = "
-        f"{tokens:,} tokens per step",
+        "Global batch": f"{warmup}{sizes.final:,} samples x {job.seq_len:,} tokens = "
+        f"{sizes.final * job.seq_len:,} tokens per step",
         "Steps": f"{job.state.step:,} of {job.steps:,} done",
         "State": _origin(built),
     }

@@ -6,13 +6,14 @@ Each docstring states why the public API is not sufficient, and until when the f
 
 import ctypes
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
-from functools import cache, lru_cache
+from functools import _lru_cache_wrapper, cache, lru_cache
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any, TypeGuard
@@ -95,9 +96,36 @@ def abort_groups() -> None:
     distributed_c10d._abort_process_group()
 
 
+_unknown_names = itertools.count()
+MESH_CACHES = "torch.distributed.tensor."
+"""Prefix of the modules with caches of DTensor, which refer to groups through meshes only."""
+
+
+def detach_mesh(mesh: DeviceMesh) -> None:
+    """Release the process groups that a mesh keeps for itself and for the meshes sliced from it.
+
+    DTensor's caches keep the meshes of a world that has ended. Code that is not compiled asks a
+    mesh for the names of its groups and finds them by these, so that the entries serve an equal
+    mesh of the next world if its groups have the same names; compiled code takes the groups from
+    the mesh (2.13). A torch that keeps the groups elsewhere gets its caches cleared instead. Needed
+    until the groups of a mesh can be replaced.
+    """
+    groups = getattr(mesh, "_pg_registry", None)
+    if groups is None:
+        clear_mesh_caches()
+    else:
+        groups.clear()
+
+
+def mesh_group_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of the process groups of a mesh's axes; see `detach_mesh`. If this torch
+    keeps them elsewhere, a name that no other call returns, so that no mesh counts as equal."""
+    names = getattr(mesh, "_dim_group_names", None)
+    return (f"unknown-{next(_unknown_names)}",) if names is None else tuple(names)
+
+
 def clear_mesh_caches() -> None:
-    """Clear the caches of DTensor. They keep the meshes of a world that has ended, and thereby its
-    process groups, and would return them for equal meshes of the next world.
+    """Clear the caches of DTensor, in which meshes of a world that has ended may be left.
 
     Only a debugging function clears the cache of sharding propagation (2.13). Needed until
     `destroy_process_group` clears it.
@@ -107,6 +135,26 @@ def clear_mesh_caches() -> None:
 
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
+    for function in lru_caches(MESH_CACHES):
+        function.cache_clear()
+
+
+def lru_caches(*prefixes: str) -> "Iterator[_lru_cache_wrapper[Any]]":
+    """Yield the functions and methods with a cache of `functools` in modules with these prefixes.
+
+    A search in all objects of the process would take tenths of a second.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith(prefixes):
+            for value in list(vars(module).values()):
+                # `isinstance` would ask some objects of torch for their class, and make them warn.
+                is_class = issubclass(type(value), type)
+                members = vars(value).values() if is_class else ()
+                for one in (value, *members):
+                    is_wrapped = type(one) in (classmethod, staticmethod)
+                    function = one.__func__ if is_wrapped else one
+                    if type(function) is _lru_cache_wrapper:
+                        yield function
 
 
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float) -> None:
@@ -367,10 +415,16 @@ def redistribute_on_all_ranks(
 
 
 def attention_with_lse(
-    q_BHSE: torch.Tensor, k_BHSE: torch.Tensor, v_BHSE: torch.Tensor, causal: bool
+    q_BHSE: torch.Tensor,
+    k_BHSE: torch.Tensor,
+    v_BHSE: torch.Tensor,
+    causal: bool,
+    scale: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention, and the log-sum-exp [B, H, S] of its scores, by which partial results are
-    merged.
+    merged. `scale` multiplies scores, by default 1 / sqrt(E); `bias` [B or 1, H or 1, S, S] is
+    added to them, on a CPU only.
 
     scaled_dot_product_attention does not return the latter, so the kernels behind it are called:
     the CPU's, and FlashAttention on a GPU (float16 and bfloat16 only). Needed until the public
@@ -378,10 +432,11 @@ def attention_with_lse(
     """
     if q_BHSE.is_cpu:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BHSE, k_BHSE, v_BHSE, 0.0, causal
+            q_BHSE, k_BHSE, v_BHSE, 0.0, causal, attn_mask=bias, scale=scale
         )
+    assert bias is None
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        q_BHSE, k_BHSE, v_BHSE, 0.0, causal
+        q_BHSE, k_BHSE, v_BHSE, 0.0, causal, scale=scale
     )
     return out, lse
 
@@ -394,6 +449,8 @@ def attention_backward(
     out: torch.Tensor,
     lse_BHS: torch.Tensor,
     causal: bool,
+    scale: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v for a part, given the output and log-sum-exp of the whole.
 
@@ -402,14 +459,15 @@ def attention_backward(
     inputs = (grad_out, q_BHSE, k_BHSE, v_BHSE, out.contiguous(), lse_BHS.contiguous())
     if q_BHSE.is_cpu:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *inputs, 0.0, causal
+            *inputs, 0.0, causal, attn_mask=bias, scale=scale
         )
+    assert bias is None
     seed = torch.zeros(2, dtype=torch.uint64, device=q_BHSE.device)
     offset = torch.zeros((), dtype=torch.uint64, device=q_BHSE.device)
     lengths = q_BHSE.shape[2], k_BHSE.shape[2]
     # Cumulative sequence lengths, even empty ones, would select the kernel for packed sequences.
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *inputs, None, None, *lengths, 0.0, causal, seed, offset
+        *inputs, None, None, *lengths, 0.0, causal, seed, offset, scale=scale
     )
 
 

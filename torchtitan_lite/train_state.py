@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.anomalies import History
+from torchtitan_lite.checkpoint import FrozenBase
 from torchtitan_lite.data import DataLoader
 from torchtitan_lite.optim import ShardedOptimizer, WarmupStableDecay
 
@@ -51,12 +52,14 @@ class TrainState:
     """What the decision about the next step depends on."""
     outer: OuterState | None = None
     """Of semi-synchronous replicas only."""
+    base: FrozenBase | None = None
+    """The frozen weights, if only adapters are trained. They are no part of the state."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's tensors: `model.NAME`, and once the optimizer has state,
         `optimizer.NAME.SLOT`."""
-        tensors = model_tensors(self.model)
-        for name, parameter in self.model.named_parameters():
+        tensors = trained_tensors(self.model)
+        for name, parameter in _trained(self.model).items():
             for slot, value in self.optimizer.slots(parameter).items():
                 tensors[f"optimizer.{name}.{slot}"] = value
         if self.outer is not None:
@@ -66,12 +69,14 @@ class TrainState:
     def values(self) -> dict[str, Any]:
         """Return everything that is not a tensor, by the part that `exclude_from_loading` names."""
         outer = {} if self.outer is None else {"outer": self.outer.values()}
+        base = {} if self.base is None else {"base": self.base.to_json()}
         return {
             "train_state": {
                 "step": self.step,
                 "tokens": self.tokens,
                 "history": self.history.values(),
                 **outer,
+                **base,
             },
             "lr_scheduler": asdict(self.lr_scheduler),
             "dataloader": {"cursor": self.cursor, "sources": self.loader.state(self.cursor)},
@@ -80,7 +85,7 @@ class TrainState:
     def allocate(self, slots: Mapping[str, tuple[int, ...]]) -> None:
         """Create the optimizer's state, which torch creates in its first step. `slots` are the
         shapes of saved tensors, by name."""
-        parameters = dict(self.model.named_parameters())
+        parameters = _trained(self.model)
         outer = {} if self.outer is None else self.outer.tensors()
         for full_name, shape in slots.items():
             part, _, rest = full_name.partition(".")
@@ -90,8 +95,11 @@ class TrainState:
 
     def load_values(self, values: Mapping[str, Any]) -> None:
         """Restore from `values`. The learning rate scheduler is that of the config, which may have
-        changed on purpose (more steps); the saved one is for information only."""
+        changed on purpose (more steps); the saved one is for information only. Raises
+        CheckpointError for the state of adapters of other weights."""
         if "train_state" in values:
+            if self.base is not None:
+                self.base.check(values["train_state"].get("base"))
             self.step = values["train_state"]["step"]
             self.tokens = values["train_state"]["tokens"]
             self.history = History.of(values["train_state"].get("history", {}))
@@ -108,3 +116,23 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     persistent = model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return parameters | {f"model.{name}": buffer for name, buffer in buffers.items()}
+
+
+def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what training changes of the tensors of a model: all of them, or if some parameters
+    are frozen, the other parameters."""
+    trained = {f"model.{name}" for name in _trained(model)}
+    tensors = model_tensors(model)
+    if len(trained) == len(list(model.parameters())):
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if name in trained}
+
+
+def frozen_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the other tensors of a model."""
+    trained = trained_tensors(model)
+    return {name: t for name, t in model_tensors(model).items() if name not in trained}
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: one for name, one in model.named_parameters() if one.requires_grad}

@@ -16,15 +16,16 @@ from torch import nn
 
 from torchtitan_lite.anomalies import Action, Decision
 from torchtitan_lite.checkpoint import CheckpointManager
-from torchtitan_lite.data import microbatch_indices
+from torchtitan_lite.data import BatchSizes, microbatch_indices
 from torchtitan_lite.errors import MachineFault, TrainingDiverged
+from torchtitan_lite.events import StepEvent
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.metrics.sample_ledger import NoLedger, StepLedger
 from torchtitan_lite.parallel.expert import RouterBalance
 from torchtitan_lite.phases import Phase, Phases
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import LeaveRequested, ReplicaEvent, Replicas, Share
+from torchtitan_lite.replica import LeaveRequested, Replicas, Share
 from torchtitan_lite.spec import IGNORE_INDEX, Microbatch, PipelineSchedule
 from torchtitan_lite.step.anomalous_steps import handle_anomaly, report_faulty_ranks
 from torchtitan_lite.step.monitor import StepMonitor
@@ -62,8 +63,8 @@ class StepReport:
     samples: tuple[int, ...]
     """Global indices of this rank's samples."""
     data_time_s: float
-    events: tuple[ReplicaEvent, ...] = ()
-    """Events of replicas, of slow ranks, and of a skipped step."""
+    events: tuple[StepEvent, ...] = ()
+    """Events of replicas, of slow ranks, of copies to other machines, and of a skipped step."""
     fatal_error: TrainingDiverged | MachineFault | None = None
     """Why the run, or this replica, ends."""
     step_time_s: float = 0.0
@@ -94,7 +95,7 @@ class Job:
     hooks: Sequence[Hook]
     stop: StopRequest
     steps: int
-    global_batch_size: int
+    batch_sizes: BatchSizes
     local_batch_size: int
     seq_len: int
     max_norm: float
@@ -132,6 +133,7 @@ def train(job: Job) -> bool:
             checkpoint_stall_s=stall_s,
             failed_saves=job.checkpoints.consecutive_failures,
             saved_step=job.checkpoints.saved_step,
+            events=(*report.events, *job.checkpoints.events()),
             gc_time_s=gc_s,
         )
         for hook in job.hooks:
@@ -166,7 +168,7 @@ def _end(job: Job, report: StepReport, why: TrainingDiverged | MachineFault) -> 
 def train_step(job: Job) -> StepReport:
     """Run one step: agree, load, forward and backward, reduce, decide, apply."""
     state, phases = job.state, job.phases
-    parameters = list(state.model.parameters())
+    parameters = [one for one in state.model.parameters() if one.requires_grad]
     with phases.enter(Phase.QUORUM):
         before = state.step, state.cursor
         share = job.replicas.agree()
@@ -174,10 +176,12 @@ def train_step(job: Job) -> StepReport:
             # It has healed.
             job.ledger.placed(state.step, state.cursor)
         job.checkpoints.set_writer_group(job.replicas.writer_group)
+    # Samples in the step, over all replicas. `_apply` moves the cursor, on which they depend.
+    step_size = share.step_size(job.batch_sizes.at(state.cursor))
     with job.monitor.observe():
         with phases.enter(Phase.DATA):
             microbatches, data_time_s = _load(job, share)
-            _record_attempt(job, share, microbatches)
+            _record_attempt(job, share, step_size, microbatches)
         loss = _forward_backward(job, microbatches, parameters)
     values = _local_values(job, share, microbatches, loss)
     with phases.enter(Phase.COMMUNICATION):
@@ -198,7 +202,7 @@ def train_step(job: Job) -> StepReport:
     number, lr = state.step + 1, state.lr_scheduler.lr(state.step)
     if decision.action is Action.COMMIT and not is_updated:
         _update(job, totals)
-    router_loads, events, fatal_error = _apply(job, decision, totals, share)
+    router_loads, events, fatal_error = _apply(job, decision, totals, share, step_size)
     job.ledger.end(decision.action.value, state.step, state.cursor)
     committed = decision.action is Action.COMMIT
     stop_requested = totals.num_stop_requests > 0
@@ -215,7 +219,7 @@ def train_step(job: Job) -> StepReport:
         grad_norm=totals.grad_norm,
         lr=lr,
         num_target_tokens=round(totals.num_targets),
-        num_tokens=share.step_size(job.global_batch_size) * job.seq_len,
+        num_tokens=step_size * job.seq_len,
         num_replicas=share.count,
         router_loads=router_loads,
         samples=_samples_of(microbatches),
@@ -234,21 +238,24 @@ def _load(job: Job, share: Share) -> tuple[list[Microbatch], float]:
     def indices(cursor: int) -> list[range]:
         # A replica's share must not have fewer microbatches than its pipeline can run.
         fewest = job.pipeline_schedule.min_microbatches
-        samples = share.samples(cursor, job.global_batch_size, local * degrees.batch, fewest)
+        batch_size = job.batch_sizes.at(cursor)
+        samples = share.samples(cursor, batch_size, local * degrees.batch, fewest)
         return microbatch_indices(samples, local, job.mesh.batch_rank, degrees.batch)
 
     microbatches = state.loader.load(indices(state.cursor), state.step + 1)
     if state.step + 1 < job.steps:
-        following = state.cursor + share.step_size(job.global_batch_size)
+        following = state.cursor + share.step_size(job.batch_sizes.at(state.cursor))
         state.loader.prefetch(indices(following), state.step + 2)
     return microbatches, time.perf_counter() - started
 
 
-def _record_attempt(job: Job, share: Share, microbatches: Sequence[Microbatch]) -> None:
+def _record_attempt(
+    job: Job, share: Share, step_size: int, microbatches: Sequence[Microbatch]
+) -> None:
     job.ledger.begin(
         job.state.step + 1,
         job.state.cursor,
-        share.step_size(job.global_batch_size),
+        step_size,
         share=(share.index, share.count),
         token=job.replicas.writer_group.token,
         samples=_samples_of(microbatches),
@@ -293,12 +300,12 @@ def _apply(
     decision: Decision,
     totals: StepTotals,
     share: Share,
-) -> tuple[Mapping[str, torch.Tensor], list[ReplicaEvent], TrainingDiverged | MachineFault | None]:
+    step_size: int,
+) -> tuple[Mapping[str, torch.Tensor], list[StepEvent], TrainingDiverged | MachineFault | None]:
     """Apply the decision to everything but weights and optimizer: commit, skip, or leave the state
     as it was. Returns the router loads, the events, and why the run ends, if it does."""
     state, number = job.state, job.state.step + 1
     committed = decision.action is Action.COMMIT
-    step_size = share.step_size(job.global_batch_size)
     samples = range(state.cursor, state.cursor + step_size)
     if decision.action is not Action.ABORT:
         # An aborted step is retried with the same samples.

@@ -6,20 +6,23 @@ not delay copies, and copies do not delay saves.
 
 The first line of standard input holds the settings. One order per line follows, as JSON: {"copy":
 {"number": c, "slot": k, "step": n, "segment": s, "keep": [s, n] or null}}, {"cancel": true}, or
-{"stop": true}. All ranks get the same copies, by consecutive numbers. Responses: {"received": c,
-"source": rank} or {"failed": c, "source": rank, "error": text}. The end of input ends the process.
+{"stop": true}. All ranks get the same copies, by consecutive numbers. Responses: {"progress": c,
+"source": rank} while the copy advances, {"received": c, "source": rank}, or {"failed": c,
+"source": rank, "error": text}. The end of input ends the process.
 
 Invariants: a copy is complete only if all its checksums match those that the source computed; one
 thread alone writes to the copies of a rank, and never to the slot of the copy to `keep`; an order
 never waits for a transfer. Layer: above channel, shared_memory and rpc.
 """
 
+import itertools
 import json
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,18 +37,23 @@ from torchtitan_lite.checkpoint.background.channel import (
 from torchtitan_lite.checkpoint.background.save import log_to_stderr
 from torchtitan_lite.checkpoint.background.writer import lower_priority
 from torchtitan_lite.checkpoint.shared_memory.description import RegionDescription
-from torchtitan_lite.checkpoint.shared_memory.folder import COPY, RankLock
+from torchtitan_lite.checkpoint.shared_memory.folder import COPY, RankLock, lock_run_folder
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotHeader, SlotState
 from torchtitan_lite.checkpoint.storage.safetensors_file import TokenBucket
 from torchtitan_lite.errors import CheckpointError, DamagedSnapshot, RpcError
 from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
-from torchtitan_lite.rpc.state_server import StateServer
+from torchtitan_lite.rpc.state_server import FramedState, StateServer
 
 NUM_COPIES = 2
 """Slots per copied rank: the newest copy that all ranks have, and the one being received."""
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 64 << 10, 4 << 20
 _CHUNKS_PER_S = 8
 _RETRY_S = 0.5
+_PROGRESS_S = 1.0
+_DIGEST_CHUNK_BYTES = 64 << 20
+"""Bytes hashed between two signs of progress."""
+_MAX_BLOCKED_S = 300.0
+"""Time for which waiting for locks and allocating memory count as progress."""
 _WRONG = (CheckpointError, RpcError, OSError, LookupError, TypeError, ValueError)
 
 
@@ -65,6 +73,8 @@ class BuddySettings:
     """Maximum rate of each copy; None for no limit."""
     timeout_s: float = 30.0
     """Time without progress after which a copy fails."""
+    resumed_session: str | None = None
+    """Session whose copies are taken over and kept until there is a newer one."""
     nice: int = 10
     """Increment of the process's niceness."""
 
@@ -107,48 +117,29 @@ class _Canceled(Exception):
     """The order was canceled, or a newer one arrived."""
 
 
-@dataclass(frozen=True)
-class ServedSnapshot:
-    """A slot as it is served: its description, values and checksums, then its data."""
-
-    header: bytes
-    data: memoryview
-
-    @classmethod
-    def of(cls, region: Region, order: CopyOrder) -> "ServedSnapshot":
-        """Read a slot and compute its checksums. Raises CheckpointError if the slot does not hold
-        the ordered step during that time."""
-        _require(region, order)
-        about = RegionDescription.from_dict(region.description, slot_bytes=region.slot_bytes)
-        data = region.data(order.slot)
-        digests = {
-            held.name: xxhash.xxh3_64_hexdigest(data[held.offset : held.offset + held.bytes])
-            for held in about.tensors
-        }
-        content = {
-            "description": region.description,
-            "slot_bytes": region.slot_bytes,
-            "values_bytes": region.values_bytes,
-            "step": order.step,
-            "segment": order.segment,
-            "values": region.values(order.slot),
-            "digests": digests,
-        }
-        _require(region, order)
-        encoded = json.dumps(content).encode()
-        return cls(len(encoded).to_bytes(8, "little") + encoded, data[: _used_bytes(about)])
-
-    @property
-    def length(self) -> int:
-        return len(self.header) + len(self.data)
-
-    def read(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the bytes from `start` to `stop`."""
-        size = len(self.header)
-        if start < size:
-            yield memoryview(self.header)[start:stop]
-        if stop > size:
-            yield self.data[max(start - size, 0) : stop - size]
+def _served_snapshot(region: Region, order: CopyOrder, tick: Callable[[], None]) -> FramedState:
+    """Read a slot as it is served (description, values and checksums, then its data), and compute
+    its checksums. `tick` is called regularly, and may raise. Raises CheckpointError if the slot
+    does not hold the ordered step during that time."""
+    _require(region, order)
+    about = RegionDescription.from_dict(region.description, slot_bytes=region.slot_bytes)
+    data = region.data(order.slot)
+    digests = {
+        held.name: _digest(data[held.offset : held.offset + held.bytes], tick)
+        for held in about.tensors
+    }
+    content = {
+        "description": region.description,
+        "slot_bytes": region.slot_bytes,
+        "values_bytes": region.values_bytes,
+        "step": order.step,
+        "segment": order.segment,
+        "values": region.values(order.slot),
+        "digests": digests,
+    }
+    _require(region, order)
+    encoded = json.dumps(content).encode()
+    return FramedState(encoded, data[: _used_bytes(about)])
 
 
 class _Worker(threading.Thread):
@@ -191,8 +182,18 @@ class _Source(_Worker):
             super().set_order(order)
 
     def _carry_out(self, order: CopyOrder) -> None:
+        progress = itertools.count(1)
+
+        def tick() -> None:
+            with self._changed:
+                if self._order is not order:
+                    raise _Canceled
+                self._server.prepare(order.number, next(progress))
+
         try:
-            served = ServedSnapshot.of(self._region, order)
+            served = _served_snapshot(self._region, order, tick)
+        except _Canceled:
+            return
         except CheckpointError as error:
             # The receivers time out, and report it.
             log_to_stderr(f"Step {order.step} cannot be copied: {error}")
@@ -221,6 +222,8 @@ class _Receiver(_Worker):
         self._chunk_bytes = int(min(max(per_s / _CHUNKS_PER_S, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES))
         self._lock = RankLock(folder, source, COPY)
         self._region: Region | None = None
+        self._reported_s = 0.0
+        """Time of the last report of progress."""
 
     def _carry_out(self, order: CopyOrder) -> None:
         try:
@@ -241,11 +244,15 @@ class _Receiver(_Worker):
             if self._order is not order:
                 raise _Canceled
 
+        def on_progress() -> None:
+            deadline.extend()
+            self._report_progress(order)
+
         while True:
             connection = StateConnection(self._endpoint, order.number)
             try:
-                header = connection.fetch_header(check)
-                self._fill(connection, header, order, deadline, check)
+                header = connection.fetch_header(check, on_progress)
+                self._fill(connection, header, order, check, on_progress)
                 return
             except RpcError:
                 # The source's process may have been restarted.
@@ -258,11 +265,13 @@ class _Receiver(_Worker):
 
     def _fill(
         self, connection: StateConnection, header: bytes, order: CopyOrder,
-        deadline: "_Deadline", check: Any,
+        check: Callable[[], None], on_progress: Callable[[], None],
     ) -> None:  # fmt: skip
         content = _Content(header)
         self._check_origin(content, order)
-        region = self._open(content)
+        with self._blocked(order):
+            region = self._open(content)
+        on_progress()
         slot = _free_slot(region, order.keep)
         region.begin(slot, order.step)
         data = region.data(slot)
@@ -271,11 +280,16 @@ class _Receiver(_Worker):
             check()
             view = data[first : min(first + self._chunk_bytes, content.used_bytes)]
             connection.fetch(start + first, [view])
-            deadline.extend()
+            on_progress()
             self._rate.spend(len(view), check)
+
+        def tick() -> None:
+            check()
+            on_progress()
+
         for held in content.about.tensors:
             part = data[held.offset : held.offset + held.bytes]
-            if xxhash.xxh3_64_hexdigest(part) != content.digests[held.name]:
+            if _digest(part, tick) != content.digests[held.name]:
                 raise CheckpointError(
                     f"The copy of step {order.step} of rank {self._source} is damaged: the "
                     f"checksum of {held.name} does not match."
@@ -283,6 +297,30 @@ class _Receiver(_Worker):
         check()
         region.complete(slot, content.values)
         region.store_digests(slot, content.digests)
+
+    def _report_progress(self, order: CopyOrder) -> None:
+        """Report progress to the trainer, at most once per `_PROGRESS_S`."""
+        if time.monotonic() >= self._reported_s + _PROGRESS_S:
+            self._reported_s = time.monotonic()
+            self._channel.send(progress=order.number, source=self._source)
+
+    @contextmanager
+    def _blocked(self, order: CopyOrder) -> Iterator[None]:
+        """Report progress while the thread waits for locks and allocates memory in the kernel."""
+        ended = threading.Event()
+
+        def report() -> None:
+            until = time.monotonic() + _MAX_BLOCKED_S
+            while not ended.wait(_PROGRESS_S) and time.monotonic() < until:
+                self._report_progress(order)
+
+        reporter = threading.Thread(target=report, name=f"{self.name}-blocked", daemon=True)
+        reporter.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            reporter.join()
 
     def _check_origin(self, content: "_Content", order: CopyOrder) -> None:
         about, own = content.about, self._own
@@ -307,12 +345,17 @@ class _Receiver(_Worker):
         values_bytes = content.values_bytes + len(json.dumps(content.digests))
         rank = self._source
         self._region = Region.adopt(
-            self._folder, rank, description, slot_bytes,
-            num_slots=NUM_COPIES, values_bytes=values_bytes, kind=COPY,
-        ) or Region.create(
-            self._folder, rank, description, slot_bytes,
-            num_slots=NUM_COPIES, values_bytes=values_bytes, kind=COPY,
+            self._folder, rank, description, slot_bytes, num_slots=NUM_COPIES,
+            values_bytes=values_bytes, session=self._settings.resumed_session, kind=COPY,
         )  # fmt: skip
+        if self._region is None:
+            # Serialized with the ranks and the other copies, so that each sees what those before it
+            # have allocated.
+            with lock_run_folder(self._folder):
+                self._region = Region.create(
+                    self._folder, rank, description, slot_bytes,
+                    num_slots=NUM_COPIES, values_bytes=values_bytes, kind=COPY,
+                )  # fmt: skip
         return self._region
 
 
@@ -343,6 +386,15 @@ class _Deadline:
     @property
     def is_over(self) -> bool:
         return time.monotonic() >= self._until
+
+
+def _digest(data: memoryview, tick: Callable[[], None]) -> str:
+    """Return the checksum of `data`; `tick` is called after each chunk, and may raise."""
+    found = xxhash.xxh3_64()
+    for first in range(0, len(data), _DIGEST_CHUNK_BYTES):
+        found.update(data[first : first + _DIGEST_CHUNK_BYTES])
+        tick()
+    return found.hexdigest()
 
 
 def _used_bytes(about: RegionDescription) -> int:

@@ -13,19 +13,28 @@ from torchtitan_lite.checkpoint.hugging_face.folder import (
     saved_assets,
 )
 from torchtitan_lite.checkpoint.hugging_face.from_hf import BLOCK_BYTES, HuggingFaceImport
-from torchtitan_lite.checkpoint.hugging_face.snapshot import HuggingFaceSnapshot
-from torchtitan_lite.checkpoint.hugging_face.to_hf import HuggingFaceExport
+from torchtitan_lite.checkpoint.hugging_face.snapshot import (
+    HuggingFaceSnapshot,
+    expand_key,
+    match_key,
+)
+from torchtitan_lite.checkpoint.hugging_face.to_hf import HuggingFaceExport, export_tensors
+from torchtitan_lite.checkpoint.hugging_face.to_peft import AdapterExport
 
 __all__ = [
     "BLOCK_BYTES",
     "GENERATION",
+    "AdapterExport",
     "HuggingFaceExport",
     "HuggingFaceFolder",
     "HuggingFaceImport",
     "HuggingFaceSnapshot",
     "TargetExists",
     "check_disk_space",
+    "expand_key",
+    "export_tensors",
     "is_hugging_face",
+    "match_key",
     "read_config",
     "save_assets",
     "saved_assets",

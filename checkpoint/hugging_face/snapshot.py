@@ -6,9 +6,10 @@ is contiguous in its file. Layer: above folder.
 """
 
 import errno
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -16,6 +17,7 @@ import torch
 
 from torchtitan_lite.checkpoint.conversion import expected_shapes
 from torchtitan_lite.checkpoint.hugging_face.folder import HuggingFaceFolder
+from torchtitan_lite.checkpoint.hugging_face.mxfp4 import BLOCK, dequantize
 from torchtitan_lite.checkpoint.snapshots import SavedValues
 from torchtitan_lite.checkpoint.storage.base import Storage, read_error
 from torchtitan_lite.checkpoint.tensors import tensor_bytes, tensor_from_bytes
@@ -29,6 +31,8 @@ _SMALL_BYTES = 1 << 20
 _ZEROS: Holder = "nowhere"
 """Holder of buffers that such folders do not contain, and that are zero."""
 _SHOWN = 40
+_SAMPLE_BYTES = 4096
+"""Bytes at each end of a tensor that count for the fingerprint."""
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -50,6 +54,12 @@ class ParameterSource:
     shape: tuple[int, ...]
     pieces: tuple[RowSlice, ...]
     """Of equal length along dim 0. Empty for a buffer that is not in the folder, and is zero."""
+    transposed: bool = False
+    """Whether each piece is a matrix, one element of dim 0, with its dims swapped."""
+    part: tuple[int, int] = (0, 1)
+    """(k, n): if transposed, part k of n of the columns of the matrix."""
+    scales: RowSlice | None = None
+    """Scales of MXFP4 blocks, which are in the only piece; None if the pieces are the numbers."""
 
 
 class HuggingFaceSnapshot:
@@ -84,6 +94,11 @@ class HuggingFaceSnapshot:
                 "the folder, which takes the model from there."
             )
         self._storage = storage
+        patterns = spec.hugging_face.ignored
+        self.ignored = [
+            key for key in folder.tensors if any(fnmatchcase(key, one) for one in patterns)
+        ]
+        """Keys of tensors that are not loaded."""
         parameters, buffers = expected_shapes(spec)
         sources = map_parameters(folder, spec, parameters | buffers)
         self._sources = {f"model.{name}": source for name, source in sources.items()}
@@ -103,6 +118,19 @@ class HuggingFaceSnapshot:
         """Return whether the folder contains the tensor; False for a zero buffer."""
         return bool(self._sources[name].pieces)
 
+    def fingerprint(self) -> str:
+        """Return a digest of the tensors' names, dtypes and shapes, and of the first and last bytes
+        of each: such a folder has no checksums, and reading all of it would take as long as loading
+        it."""
+        digest = hashlib.blake2b(digest_size=16)
+        for key, found in sorted(self.folder.tensors.items()):
+            about = found.tensor
+            digest.update(f"{key} {about.dtype} {about.shape} ".encode())
+            for first in (about.first, max(about.first, about.end - _SAMPLE_BYTES)):
+                last = min(first + _SAMPLE_BYTES, about.end)
+                digest.update(self._read(found.file, first, last))
+        return digest.hexdigest()
+
     def reach(self, holder: Holder) -> None:
         """Return None: every rank can read the storage."""
         return None
@@ -112,24 +140,59 @@ class HuggingFaceSnapshot:
         shape = placed.layout.local_shape(placed.shape, holder)
         if holder == _ZEROS or 0 in shape:
             return torch.zeros(shape, dtype=placed.dtype)
+        source = self._sources[name]
+        if source.scales is not None:
+            return self._dequantized(name, holder, source.scales, shape)
         file, first, end = self._place(name, holder)
-        try:
-            raw = self._storage.read(self.folder.path(file), first, end)
-        except OSError as error:
-            raise self._read_error(file, error) from None
-        if len(raw) != end - first:
-            raise self._read_error(file, OSError(errno.ENODATA, f"it ends before byte {end}"))
+        if source.transposed:
+            end = first + source.part[1] * (end - first)
+        raw = self._read(file, first, end)
+        if source.transposed:
+            rows, columns = shape[-2:]
+            number, count = source.part
+            stored = tensor_from_bytes(raw, placed.dtype, (columns, count * rows))
+            return stored.chunk(count, dim=1)[number].t().contiguous().view(shape)
         return tensor_from_bytes(raw, placed.dtype, shape)
 
     def read_part(self, name: str, holder: Holder, into: torch.Tensor) -> None:
         if holder == _ZEROS or into.numel() == 0:
             into.zero_()
             return
+        source = self._sources[name]
+        if source.transposed or source.scales is not None:
+            into.copy_(self.part(name, holder))
+            return
         file, first, _ = self._place(name, holder)
         try:
             self._storage.read_into(self.folder.path(file), first, tensor_bytes(into), _ignore)
         except OSError as error:
             raise self._read_error(file, error) from None
+
+    def _read(self, file: str, first: int, end: int) -> bytes | memoryview:
+        """Read bytes [first, end) of a file."""
+        try:
+            raw = self._storage.read(self.folder.path(file), first, end)
+        except OSError as error:
+            raise self._read_error(file, error) from None
+        if len(raw) != end - first:
+            raise self._read_error(file, OSError(errno.ENODATA, f"it ends before byte {end}"))
+        return raw
+
+    def _dequantized(
+        self, name: str, holder: Holder, scales: RowSlice, shape: Sequence[int]
+    ) -> torch.Tensor:
+        """Return a holder's elements of dim 0, from their blocks and scales."""
+        placed, blocks = self.tensors[name], self._pieces[name, holder]
+        (box,) = placed.layout.boxes(placed.shape, holder)
+        first = box.offset[0] * prod(placed.shape[1:])
+        end = first + prod(shape)
+        numbers = self._read(blocks.file, blocks.first + first // 2, blocks.first + end // 2)
+        at = (scales.first + first // BLOCK, scales.first + end // BLOCK)
+        exponents = self._read(scales.file, *at)
+        return dequantize(
+            torch.frombuffer(bytearray(numbers), dtype=torch.uint8),
+            torch.frombuffer(bytearray(exponents), dtype=torch.uint8),
+        ).view(*shape)
 
     def _place(self, name: str, holder: Holder) -> tuple[str, int, int]:
         """Return the byte range of a holder's block in its file."""
@@ -162,6 +225,14 @@ def map_parameters(
         form = next((f for f in rule.forms if _is_there(folder, f, numbers)), rule.forms[0])
         keys = expand_key(form, numbers, shape)
         used.update(keys)
+        if form.scales is not None:
+            (scales,) = expand_key(replace(form, key=form.scales), numbers, shape)
+            used.add(scales)
+            wrong = list(_mxfp4_problems(folder, keys[0], scales, shape))
+            problems += [f"{problem} (needed for {name})" for problem in wrong]
+            if not wrong:
+                found[name] = _mxfp4_source(folder, keys[0], scales, shape)
+            continue
         wanted = _shape_there(form, shape)
         wrong = list(_problems(folder, keys, wanted))
         problems += [f"{problem} (needed for {name})" for problem in wrong]
@@ -209,6 +280,9 @@ def _block_layout(
     pieces = source.pieces
     if not pieces:
         return Layout.on_holder(_ZEROS), {}
+    if source.transposed:
+        owners = {_holder(piece, 0): piece for piece in pieces}
+        return Layout.sharded_by_dims((len(pieces),), tuple(owners)), owners
     if len(pieces) == 1:
         owners = {_holder(pieces[0], block): pieces[0] for block in range(num_blocks)}
         return Layout.sharded_by_dims((num_blocks,), tuple(owners)), owners
@@ -233,6 +307,10 @@ def _is_there(folder: HuggingFaceFolder, form: HuggingFaceForm, numbers: Sequenc
 def _shape_there(form: HuggingFaceForm, shape: Sequence[int]) -> tuple[int, ...]:
     _, count = form.part
     there = tuple(shape[1:]) if form.key.count("*") > 1 else tuple(shape)
+    if form.rows is not None:
+        return (form.rows[1], *there[1:])
+    if form.transposed:
+        return (*there[:-2], there[-1], there[-2] * count)
     if count == 1:
         return there
     return (*there[:-2], there[-2] * count, there[-1])
@@ -262,10 +340,53 @@ def _source(
     for key in keys:
         found = folder.tensors[key]
         first, end = found.tensor.first, found.tensor.end
+        if form.rows is not None:
+            row_bytes = (end - first) // form.rows[1]
+            start = first + form.rows[0] * row_bytes
+            pieces.append(RowSlice(key, found.file, start, start + shape[0] * row_bytes))
+            continue
         # A fused tensor is a stack of matrices, and this parameter is some rows of each.
-        matrices = prod(found.tensor.shape[:-2]) if count > 1 else 1
+        matrices = prod(found.tensor.shape[:-2]) if count > 1 or form.transposed else 1
         stride = (end - first) // matrices
+        if form.transposed:
+            starts = range(first, end, stride)
+            pieces += [RowSlice(key, found.file, start, start + stride) for start in starts]
+            continue
         for matrix in range(matrices):
             start = first + matrix * stride + number * stride // count
             pieces.append(RowSlice(key, found.file, start, start + stride // count))
-    return ParameterSource(folder.tensors[keys[0]].tensor.dtype, tuple(shape), tuple(pieces))
+    return ParameterSource(
+        folder.tensors[keys[0]].tensor.dtype,
+        tuple(shape),
+        tuple(pieces),
+        transposed=form.transposed,
+        part=form.part,
+    )
+
+
+def _mxfp4_problems(
+    folder: HuggingFaceFolder, blocks: str, scales: str, shape: Sequence[int]
+) -> Iterator[str]:
+    *rows, width = shape
+    if width % BLOCK:
+        yield f"{blocks} holds blocks of {BLOCK} numbers, which do not divide {width}"
+        return
+    wanted = {blocks: (*rows, width // BLOCK, BLOCK // 2), scales: (*rows, width // BLOCK)}
+    for key, there in wanted.items():
+        found = folder.tensors.get(key)
+        if found is None:
+            yield f"{key} is missing"
+        elif found.tensor.shape != there:
+            yield f"{key} has shape {list(found.tensor.shape)}, and {list(there)} is needed"
+        elif found.tensor.dtype != torch.uint8:
+            yield f"{key} is of {found.tensor.dtype}, and torch.uint8 is needed"
+
+
+def _mxfp4_source(
+    folder: HuggingFaceFolder, blocks: str, scales: str, shape: Sequence[int]
+) -> ParameterSource:
+    def whole(key: str) -> RowSlice:
+        found = folder.tensors[key]
+        return RowSlice(key, found.file, found.tensor.first, found.tensor.end)
+
+    return ParameterSource(torch.bfloat16, tuple(shape), (whole(blocks),), scales=whole(scales))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_lite.checkpoint.adapters import MergedSnapshot
 from torchtitan_lite.checkpoint.conversion import (
     TargetExists,
     Tick,
@@ -32,13 +33,13 @@ from torchtitan_lite.checkpoint.hugging_face.folder import (
     json_bytes,
 )
 from torchtitan_lite.checkpoint.hugging_face.snapshot import expand_key, match_key
-from torchtitan_lite.checkpoint.snapshots import StoredSnapshot, read_tensor
+from torchtitan_lite.checkpoint.snapshots import Snapshot, StoredSnapshot, read_tensor
 from torchtitan_lite.checkpoint.storage.files import Files
 from torchtitan_lite.checkpoint.storage.safetensors_file import PartBox, write_stream
 from torchtitan_lite.checkpoint.tensors import DTYPE_NAMES, cast_pieces
 from torchtitan_lite.errors import CheckpointError, UserError
 from torchtitan_lite.redistribute import TensorSpec
-from torchtitan_lite.spec import HuggingFaceKey, HuggingFaceModel, ModelSpec
+from torchtitan_lite.spec import HuggingFaceForm, HuggingFaceKey, HuggingFaceModel, ModelSpec
 
 _MODEL = "model."
 _MARK = ".converting-"
@@ -56,6 +57,11 @@ class ExportTensor:
     """Index of its row along dim 0; None for the whole parameter."""
     shape: tuple[int, ...]
     dtype: torch.dtype
+    transposed: bool = False
+    """Whether the last two dims of the parameter are swapped."""
+    fused_with: tuple[str, ...] = ()
+    """Names of parameters that follow it along `fused_dim`, before that."""
+    fused_dim: int = -2
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +85,7 @@ class HuggingFaceExport:
 
     def __init__(
         self,
-        source: StoredSnapshot,
+        source: StoredSnapshot | MergedSnapshot,
         target: Path,
         spec: ModelSpec,
         *,
@@ -96,10 +102,7 @@ class HuggingFaceExport:
         Raises TargetExists if `target` exists, and CheckpointError if transformers does not support
         the model, or the checkpoint holds another one.
         """
-        if os.path.lexists(target):
-            raise TargetExists(f"{target} already exists. Delete it, or use another folder.")
-        if assets is not None and not assets.is_dir():
-            raise CheckpointError(f"The tokenizer folder {assets} is not a folder.")
+        check_target(target, assets)
         if spec.hugging_face is None:
             raise CheckpointError(
                 f"{spec.name} {spec.flavor} is unknown to transformers, so {source.where} cannot "
@@ -114,9 +117,12 @@ class HuggingFaceExport:
         tensors = {name: source.tensors[f"{_MODEL}{name}"] for name in names}
         groups = export_tensors(self._model.keys, tensors, dtype)
         self._shards = split_into_files(groups, max_shard_bytes)
-        self._config = self._config_json(groups[0][0].dtype, special_ids or {})
-        description = json.dumps([source.where, source.manifest.xxh3, str(dtype), max_shard_bytes])
-        token = hashlib.sha256(description.encode()).hexdigest()[:12]
+        self._config = self._config_json(
+            groups[0][0].dtype, special_ids or {}, is_dtype_chosen=dtype is not None
+        )
+        # What another attempt must have in common with this one to continue it.
+        described = [source.where, source.fingerprint(), str(dtype), max_shard_bytes]
+        token = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:12]
         self._folder = PartialFolder(target, token, self._files)
 
     @property
@@ -171,8 +177,14 @@ class HuggingFaceExport:
             if unit.name != name:
                 # Freed first, so that one tensor is in memory at a time.
                 del tensor
-                name, tensor = unit.name, read_tensor(self._source, f"{_MODEL}{unit.name}")
-            yield _pieces(unit, tensor, written)
+                name, tensor = unit.name, self._read(unit)
+            yield pieces(unit, tensor, written)
+
+    def _read(self, unit: ExportTensor) -> torch.Tensor:
+        parts = [
+            read_tensor(self._source, f"{_MODEL}{name}") for name in (unit.name, *unit.fused_with)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=unit.fused_dim)
 
     def _write_rest(self) -> list[str]:
         folder = self._folder.path
@@ -190,18 +202,34 @@ class HuggingFaceExport:
         return copied
 
     def _config_json(
-        self, dtype: torch.dtype, special_ids: Mapping[str, int | None]
+        self,
+        dtype: torch.dtype,
+        special_ids: Mapping[str, int | None],
+        *,
+        is_dtype_chosen: bool,
     ) -> dict[str, Any]:
         """Return the config.json that the model was imported with, if it still matches; otherwise a
-        generated one."""
+        generated one. Raises CheckpointError for one of quantized weights, unless a dtype was
+        chosen."""
         # transformers uses the architecture's defaults for missing keys.
         unknown = {"bos_token_id": None, "eos_token_id": None}
         values: Mapping[str, Any] = {**self._model.config, **unknown, **special_ids}
         if self._assets is not None:
             with suppress(OSError, ValueError, UserError):
                 original = json.loads((self._assets / CONFIG).read_bytes())
-                if not self._model.differences(original):
+                # That of a model with vision, say, is of more than these weights.
+                is_whole = "text_config" not in original
+                if is_whole and not self._model.differences(original):
                     values = original
+        own = {key: self._model.config[key] for key in self._model.always_written}
+        values = {**values, **own}
+        if "quantization_config" in values:
+            if not is_dtype_chosen:
+                raise CheckpointError(
+                    f"{self._source.where} was imported from quantized weights, which are not "
+                    "written. Pass --dtype bf16 to export it without quantization."
+                )
+            values = {key: value for key, value in values.items() if key != "quantization_config"}
         key = "dtype" if "dtype" in values else "torch_dtype"
         return {**values, key: str(dtype).removeprefix("torch.")}
 
@@ -216,11 +244,20 @@ class HuggingFaceExport:
                 )
 
 
+def check_target(target: Path, assets: Path | None) -> None:
+    """Raise TargetExists if `target` exists, and CheckpointError if `assets` is not a folder."""
+    if os.path.lexists(target):
+        raise TargetExists(f"{target} already exists. Delete it, or use another folder.")
+    if assets is not None and not assets.is_dir():
+        raise CheckpointError(f"The tokenizer folder {assets} is not a folder.")
+
+
 def export_tensors(
     rules: Sequence[HuggingFaceKey], tensors: Mapping[str, TensorSpec], dtype: torch.dtype | None
 ) -> list[list[ExportTensor]]:
     """Return the exported tensors of each parameter; zero buffers are omitted."""
     found = []
+    fused: dict[str, dict[int, str]] = {}
     for name, placed in tensors.items():
         rule, numbers = match_key(rules, name)
         if not rule.forms:
@@ -232,8 +269,34 @@ def export_tensors(
                 [ExportTensor(key, name, row, shape[1:], kind) for row, key in enumerate(keys)]
             )
         else:
-            found.append([ExportTensor(keys[0], name, None, shape, kind)])
+            form = rule.forms[0]
+            parts = fused.setdefault(keys[0], {})
+            parts[form.part[0] if form.rows is None else form.rows[0]] = name
+            if not _is_complete(form, [tensors[part].shape for part in parts.values()]):
+                continue
+            first, *others = (parts[part] for part in sorted(parts))
+            if form.rows is not None:
+                shape = (form.rows[1], *shape[1:])
+            elif others:
+                shape = (*shape[:-2], shape[-2] * form.part[1], shape[-1])
+            if form.transposed:
+                shape = (*shape[:-2], shape[-1], shape[-2])
+            found.append(
+                [
+                    ExportTensor(
+                        *(keys[0], first, None, shape, kind, form.transposed, tuple(others)),
+                        fused_dim=-2 if form.rows is None else 0,
+                    )
+                ]
+            )
     return found
+
+
+def _is_complete(form: HuggingFaceForm, parts: Sequence[Sequence[int]]) -> bool:
+    """Return whether parameters of these shapes are all of a fused tensor."""
+    if form.rows is None:
+        return len(parts) == form.part[1]
+    return sum(shape[0] for shape in parts) == form.rows[1]
 
 
 def split_into_files(groups: Sequence[Sequence[ExportTensor]], max_bytes: int) -> list[ExportFile]:
@@ -300,7 +363,7 @@ class PartialFolder:
         self._files.sync_folder(self._target.parent)
 
 
-def _weights(source: StoredSnapshot, spec: ModelSpec) -> list[str]:
+def _weights(source: Snapshot, spec: ModelSpec) -> list[str]:
     """Return the model's parameters and buffers. Raises CheckpointError that lists mismatches."""
     parameters, buffers = expected_shapes(spec)
     wanted = parameters | buffers
@@ -318,10 +381,14 @@ def _weights(source: StoredSnapshot, spec: ModelSpec) -> list[str]:
     return list(wanted)
 
 
-def _pieces(
+def pieces(
     unit: ExportTensor, tensor: torch.Tensor, written: Callable[[int], None]
 ) -> Iterator[memoryview]:
+    """Yield the bytes of `unit`, from the parameter `tensor`, and report their numbers to
+    `written`."""
     found = tensor if unit.row is None else tensor[unit.row]
+    if unit.transposed:
+        found = found.transpose(-2, -1).contiguous()
     for piece in cast_pieces(unit.key, found, unit.dtype):
         yield piece
         written(len(piece))

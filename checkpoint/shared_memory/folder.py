@@ -1,7 +1,8 @@
 """The folder of a run in shared memory, its rank locks, and cleanup of leftovers.
 
-`/dev/shm/torchtitan_lite-UID/RUN_ID` holds `rank-R.snapshots` and `rank-R.lock` per rank, and
-`buddy-R.snapshots` and `buddy-R.lock` for the copies of a rank of another machine.
+`/dev/shm/torchtitan_lite-UID/RUN_ID` holds `rank-R.snapshots` and `rank-R.lock` per rank,
+`buddy-R.snapshots` and `buddy-R.lock` for the copies of a rank of another machine, and
+`published-R.snapshots` for the weights that a rank publishes.
 Invariants: only folders owned by this user and private to it are used; lock files are never removed
 while a run may use them, because a lock on an unlinked file has no effect.
 """
@@ -23,9 +24,10 @@ from torchtitan_lite.errors import CheckpointError
 
 SHARED_MEMORY = Path("/dev/shm")
 _RUN_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
-OWN, COPY = "rank", "buddy"
-"""Kinds of regions: a rank's own snapshots, and copies of those of a rank of another machine."""
-_SNAPSHOTS = re.compile(r"(rank|buddy)-([0-9]{5})\.snapshots", re.ASCII)
+OWN, COPY, PUBLISHED = "rank", "buddy", "published"
+"""Kinds of regions: a rank's own snapshots, copies of those of a rank of another machine, and
+published weights of a rank."""
+_SNAPSHOTS = re.compile(r"(rank|buddy|published)-([0-9]{5})\.snapshots", re.ASCII)
 _POLL_S = 0.02
 
 
@@ -173,13 +175,19 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
 
 
 def release_rank(folder: Path, rank: int) -> None:
-    """Remove a rank's lock and, after the last one, the folder of a completed run; files that
-    another process of the run uses are kept."""
+    """Remove the lock of a rank of a completed run, those of ranks that the run had before it was
+    resized, and, after the last one, its folder; files that another process of the run uses are
+    kept."""
     lock = RankLock(folder, rank)
     # Another rank may remove the folder concurrently.
     with suppress(OSError):
         if lock.try_acquire():
             lock.path.unlink(missing_ok=True)
+            for earlier in _locked_ranks(folder):
+                other = RankLock(folder, earlier)
+                if other.try_acquire():
+                    other.path.unlink(missing_ok=True)
+                other.release()
             for pattern in ("flush-*.json", "leave-*"):
                 for left in folder.glob(pattern):
                     left.unlink(missing_ok=True)
@@ -193,6 +201,23 @@ def machine_number() -> int:
     device = os.stat(SHARED_MEMORY).st_dev if SHARED_MEMORY.is_dir() else 0
     identity = f"{platform.node()}-{boot.read_text().strip() if boot.is_file() else ''}-{device}"
     return xxhash.xxh3_64_intdigest(identity.encode()) >> 1
+
+
+def try_flock(path: Path, operation: int, *, create: bool = True) -> int | None:
+    """Lock the file at `path` by flock's `operation` without waiting, and return its descriptor,
+    which holds the lock; None if another process holds it. Raises FileNotFoundError for a missing
+    file unless `create`."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 class RankLock:
@@ -210,16 +235,9 @@ class RankLock:
         """Acquire the lock if it is free, and write this process's id into its file."""
         if self._descriptor is not None:
             return True
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = os.open(self.path, flags, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
+        descriptor = try_flock(self.path, fcntl.LOCK_EX)
+        if descriptor is None:
             return False
-        except BaseException:
-            os.close(descriptor)
-            raise
         self._descriptor = descriptor
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)

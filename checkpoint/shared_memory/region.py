@@ -24,7 +24,7 @@ from typing import Any
 
 import xxhash
 
-from torchtitan_lite.checkpoint.shared_memory.folder import COPY, OWN, region_path
+from torchtitan_lite.checkpoint.shared_memory.folder import COPY, OWN, PUBLISHED, region_path
 from torchtitan_lite.checkpoint.shared_memory.region_file import (
     ALIGNMENT,
     CHECKSUM_BYTES,
@@ -96,8 +96,8 @@ class Region:
         self._data_start = block.headers_start + self.num_slots * self._header_bytes
         self._descriptions: list[_DescriptionCopy] = []
         """Newest first."""
-        self.taken_over_from: str | None = None
-        """Session from which this process took the region over."""
+        self.earlier_sessions: tuple[str, ...] = ()
+        """Sessions that the region belonged to when this process took it over."""
 
     @classmethod
     def create(
@@ -136,8 +136,8 @@ class Region:
         )
         path = region_path(folder, rank, kind)
         path.unlink(missing_ok=True)
-        whose = "The copies of snapshots" if kind == COPY else "The snapshots"
-        what = f"{whose} of rank {rank} ({num_slots} slots of {slot_bytes / 2**20:.1f} MiB)"
+        whose = {COPY: "copies of snapshots", PUBLISHED: "published weights"}.get(kind, "snapshots")
+        what = f"The {whose} of rank {rank} ({num_slots} slots of {slot_bytes / 2**20:.1f} MiB)"
         check_capacity(folder, block.file_bytes, what)
         mapped = allocate_file(path, block.file_bytes, what)
         region = cls(path, mapped, block)
@@ -355,11 +355,11 @@ class Region:
             description_sum=xxhash.xxh3_64_intdigest(encoded),
             token=secrets.token_bytes(16),
         )
+        self.earlier_sessions = tuple(self.sessions)
         self._descriptions = [kept]
         place = 1 - kept.place
         self._clear(place)
         self._put_description(place, block, encoded)
-        self.taken_over_from = kept.session
 
     def _put_description(self, place: int, block: Superblock, encoded: bytes) -> None:
         self._store(block.description_start(place), encoded)

@@ -7,7 +7,8 @@ ARGUMENTS are arguments of train.py; by default, the debug config is trained in 
 run under the launcher on this machine. Faults are injected one after the other, and the run must
 recover from each. The exit status is 0 if the run recovers and every loss, the target tokens and
 samples of every step and the final state equal those of an undisturbed run; 1 if not; 2 if the
-command line is invalid.
+command line is invalid. The summary has the cost of each kind of fault, and the memory of the
+processes at the start and the end, with the growth of a trainer per quorum change.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from tests.chaos.disturbed_run import (
 )
 from tests.chaos.faults import FAULT_KINDS, FaultKind
 from tests.chaos.job_view import MetricsFollower, processes_using
+from tests.chaos.memory import MemoryRecord
 
 _ENDLESS = 1_000_000
 _LOSS_TOLERANCE = 1e-8
@@ -113,17 +115,25 @@ def disturb(
         folder=folder / "run",
         num_replicas=options.replicas,
         num_ranks=options.nproc_per_replica,
-        launch_options=["--max-restarts=1000", "--max-restart-delay-s=1"],
+        launch_options=[
+            "--max-restarts=1000",
+            "--max-restart-delay-s=1",
+            f"--spares={options.spares}",
+        ],
     )
     faults: list[InjectedFault] = []
     problems: list[str] = []
+    memory, usage = MemoryRecord(), []
     with MetricsFollower(spec.folder, spec.num_replicas) as follower:
         try:
             with DisturbedRun(spec, follower, folder / "launch.log", options.seed) as run:
                 run.wait_for_all()
+                memory.sample(run.job)
                 for number, kind in enumerate(draw_kinds(kinds, options.faults, options.seed), 1):
                     faults.append(run.inject(kind))
                     print(f"{number:4}/{options.faults}  {_line(faults[-1])}", flush=True)
+                    memory.sample(run.job)
+                usage = [*memory.summary(run.job), _size_of_logs(spec.folder)]
                 status = run.stop()
                 if status:
                     problems.append(f"the launcher exited with status {status}")
@@ -131,7 +141,7 @@ def disturb(
         except DisturbedRunFailed as error:
             print(error, file=sys.stderr)
             return False
-    for line in cost_table(faults):
+    for line in (*cost_table(faults), *usage):
         print(line)
     last = newest_checkpoint_step(spec.folder)
     reference_folder = folder / "undisturbed"
@@ -168,6 +178,11 @@ def disturb(
     return not problems
 
 
+def _size_of_logs(folder: Path) -> str:
+    sizes = [path.stat().st_size for path in (folder / "launch_logs").rglob("*") if path.is_file()]
+    return f"{len(sizes)} logs of {sum(sizes) / 2**20:.1f} MiB"
+
+
 def _line(fault: InjectedFault) -> str:
     description = f"{fault.kind.label}, replica {fault.replica}, after step {fault.step}"
     if fault.skip_reason:
@@ -186,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default 0)")
     parser.add_argument("--replicas", type=int, default=2, help="default 2")
     parser.add_argument("--nproc-per-replica", type=int, default=1, help="default 1")
+    parser.add_argument("--spares", type=int, default=0, help="per replica (default 0)")
     parser.add_argument(
         "--kinds",
         type=lambda text: text.split(","),

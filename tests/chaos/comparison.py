@@ -19,7 +19,8 @@ from torchtitan_lite.outputs import METRICS
 from torchtitan_lite.report import check_samples
 
 _MAX_SHOWN = 5
-_TIMEOUT_S = 3600.0
+_TIMEOUT_S, _TIMEOUT_S_PER_STEP = 600.0, 1.0
+"""A run with 200 faults has tens of thousands of steps."""
 
 
 class UndisturbedRunFailed(Exception):
@@ -48,7 +49,7 @@ def undisturbed_run(arguments: Sequence[str], folder: Path, steps: int) -> list[
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=_TIMEOUT_S,
+        timeout=_TIMEOUT_S + _TIMEOUT_S_PER_STEP * steps,
     )
     if result.returncode:
         raise UndisturbedRunFailed(result.stdout[-3000:])

@@ -83,14 +83,18 @@ class DisturbedRun:
     def __exit__(self, *raised: object) -> None:
         self._kill()
 
+    @property
+    def job(self) -> JobView:
+        """Its processes and files now."""
+        return JobView(self._launcher.pid, self._spec.folder, self._spec.num_replicas)
+
     def inject(self, kind: FaultKind) -> InjectedFault:
         """Inject a fault and block until it is over. Raises DisturbedRunFailed."""
         time.sleep(self._rng.uniform(0, _MAX_DELAY_S))
         follower, replica = self._follower, self._rng.randrange(self._spec.num_replicas)
         before, failed = follower.last_step, sum(follower.failed_steps)
         skip_reason, started_s = "", time.monotonic()
-        job = JobView(self._launcher.pid, self._spec.folder, self._spec.num_replicas)
-        target = FaultTarget(job=job, replica=replica, rng=self._rng)
+        target = FaultTarget(job=self.job, replica=replica, rng=self._rng)
         for _ in range(_ATTEMPTS):
             started_s = time.monotonic()
             skip_reason = _try_to_inject(kind, target)

@@ -25,6 +25,7 @@ from torchtitan_lite.outputs import METRICS, replica_folder
 _Result = TypeVar("_Result")
 _POLL_S = 0.02
 _TORCHRUN = "torch.distributed.run"
+_SPARES = "--spares="
 _REPLICA_ID = "--fault_tolerance.replica_id"
 
 
@@ -51,27 +52,29 @@ class JobView:
     def leave_notice_sender(self) -> psutil.Process:
         return self._one(lambda words: "torchtitan_lite.launcher.leave_notices" in words)
 
-    def torchrun(self, replica: int) -> psutil.Process:
-        return self._one(lambda words: _TORCHRUN in words and _replica_of(words) == replica)
+    def parent(self, replica: int) -> psutil.Process:
+        """Return torchrun, or the agent of a replica with spares."""
+        return self._one(lambda words: _is_parent(words) and _replica_of(words) == replica)
 
     def ranks(self, replica: int) -> list[psutil.Process]:
-        """Return the running trainers of a replica, in no particular order."""
-        return self._all(
-            lambda words: _TORCHRUN not in words and _replica_of(words) == replica,
-            self.torchrun(replica),
+        """Return the running trainers of a replica, without spares, in no particular order."""
+        trainers = self._all(
+            lambda words: not _is_parent(words) and _replica_of(words) == replica,
+            self.parent(replica),
         )
+        return [one for one in trainers if _has_rank(one)]
 
     def writers(self, replica: int) -> list[psutil.Process]:
         """Return the checkpoint writers of a replica."""
-        return self._all(is_writer, self.torchrun(replica))
+        return self._all(is_writer, self.parent(replica))
 
     def replica_processes(self, replica: int) -> list[psutil.Process]:
-        """Return torchrun and all its descendants."""
-        torchrun = self.torchrun(replica)
+        """Return the parent of the ranks and all its descendants."""
+        parent = self.parent(replica)
         try:
-            return [torchrun, *torchrun.children(recursive=True)]
+            return [parent, *parent.children(recursive=True)]
         except psutil.NoSuchProcess:
-            raise FaultNotApplicable("torchrun has exited") from None
+            raise FaultNotApplicable("the parent of the ranks has exited") from None
 
     def snapshots(self, replica: int) -> list[Path]:
         """Return the shared-memory files that hold a replica's snapshots."""
@@ -218,8 +221,20 @@ def processes_using(folder: Path) -> list[psutil.Process]:
     return [process for process in psutil.process_iter(["cmdline", "status"]) if matches(process)]
 
 
+def _is_parent(words: list[str]) -> bool:
+    """Return whether a command line is that of torchrun or of an agent."""
+    return _TORCHRUN in words or any(word.startswith(_SPARES) for word in words)
+
+
+def _has_rank(process: psutil.Process) -> bool:
+    """Return whether a trainer prints into the log of a rank, which a spare does not."""
+    with suppress(OSError):
+        return "/rank_" in os.readlink(f"/proc/{process.pid}/fd/1")
+    return False
+
+
 def _replica_of(words: list[str]) -> int | None:
-    """Return the replica in the command line of torchrun or a trainer."""
+    """Return the replica in the command line of the parent of ranks or a trainer."""
     if _REPLICA_ID not in words or not {"train.py", "torchtitan_lite"} & set(words):
         return None
     return int(words[words.index(_REPLICA_ID) + 1])

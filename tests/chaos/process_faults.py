@@ -55,12 +55,12 @@ def all_replicas_killed(target: FaultTarget) -> None:
     kill_all(rank for replica in range(job.num_replicas) for rank in job.ranks(replica))
 
 
-def torchrun_killed(target: FaultTarget) -> None:
-    _send(target.job.torchrun(target.replica), signal.SIGKILL)
+def parent_killed(target: FaultTarget) -> None:
+    _send(target.job.parent(target.replica), signal.SIGKILL)
 
 
-def torchrun_paused(target: FaultTarget) -> None:
-    _pause([target.job.torchrun(target.replica)], _PAUSE_S)
+def parent_paused(target: FaultTarget) -> None:
+    _pause([target.job.parent(target.replica)], _PAUSE_S)
 
 
 def rank_killed_during_startup(target: FaultTarget) -> None:
@@ -184,8 +184,8 @@ FAULTS = (
     replica_killed,
     two_ranks_killed,
     all_replicas_killed,
-    torchrun_killed,
-    torchrun_paused,
+    parent_killed,
+    parent_paused,
     rank_killed_during_startup,
     healing_replica_killed,
     donor_killed_during_healing,

@@ -30,6 +30,8 @@ NOT_RUN = {
     r"make test-gpu|python -m benchmarks\.gpu |bash scripts/gpu_suite\.sh (test|bench) ": "needs a "
     "GPU; tests/end_to_end/test_gpu_preparation.py runs them on a CPU",
     r"bash scripts/gpu_suite\.sh prepare ": "downloads; see the same test",
+    r"torchtitan-lite subscribe ": "needs a run that continues; tests/end_to_end/test_publish.py",
+    r"torchtitan-lite resize ": "needs a run that continues; tests/resilience/test_live_resize.py",
     r"py-spy ": "needs an extra package and the right to trace processes",
 }
 """Maps the pattern of a command's beginning to the reason."""

@@ -58,13 +58,13 @@ _NEW_FILES = {
 }
 _EDITS = {
     "An optimizer": [
-        ("torchtitan_lite/schema/optimizer.py", '"Adagrad"]', '"Adagrad", "RMSprop"]'),
+        ("torchtitan_lite/schema/optimizer.py", '"Muon"]', '"Muon", "RMSprop"]'),
         (
             "torchtitan_lite/optim/optimizer.py",
-            '        if config.name == "Adagrad":\n',
-            '        if config.name == "RMSprop":\n'
-            "            return torch.optim.RMSprop(groups, lr=config.lr, eps=config.eps)\n"
-            '        if config.name == "Adagrad":\n',
+            '    if config.name == "Adagrad":\n',
+            '    if config.name == "RMSprop":\n'
+            "        return torch.optim.RMSprop(groups, lr=config.lr, eps=config.eps)\n"
+            '    if config.name == "Adagrad":\n',
         ),
     ],
     "A technique of parallelism": [

@@ -138,9 +138,10 @@ def _observe(
     identity = b'["00000000000000000000000000000000", "000000000000"]'
     leader = patch("torchtitan_lite.checkpoint.save_context.broadcast_bytes", lambda _: identity)
     # Without a driver, inductor cannot generate kernels.
-    kernel = patch("torchtitan_lite.nn.attention._compiled_flex", lambda: flex_attention)
+    kernel = patch("torchtitan_lite.nn.attention.compiled_flex", lambda: flex_attention)
+    sinks = patch("torchtitan_lite.nn.attention_sinks.compiled_flex", lambda: flex_attention)
     mask = patch("torchtitan_lite.nn.attention._compiled_block_mask", lambda: create_block_mask)
-    with leader, kernel, mask, device.running():
+    with leader, kernel, sinks, mask, device.running():
         mesh = Mesh(detect_device("cuda"), resolve_degrees(config.parallelism, size))
         check_against(config, size)
         with build(config, mesh, StopRequest()) as built:

@@ -9,10 +9,11 @@ from torch import nn
 
 from tests.fake_cuda.device import FakeDevice
 from tests.fake_cuda.job import observe_in_child
-from tests.fake_cuda.test_meshes import COMPILED, EXPERTS, STEP_BUDGET
+from tests.fake_cuda.test_meshes import COMPILED, EXPERTS, STEP_BUDGET, TOTALS
 from tests.forks import exit_status
 from tests.job import FIXTURE
-from torchtitan_lite.nn.attention import FlexKernel
+from torchtitan_lite.nn.attention import Attention, FlexKernel
+from torchtitan_lite.nn.attention_sinks import SinkKernel
 from torchtitan_lite.replica.gradient_reducer import GradientReducer
 from torchtitan_lite.torch_compat import local_tensor
 from torchtitan_lite.trainer import Job
@@ -20,6 +21,8 @@ from torchtitan_lite.trainer import Job
 OFFLOAD = {"training.enable_cpu_offload": True}
 EVEN = {"model.flavor": "tiny", "training.seq_len": 32}
 """Sizes that FlexAttention and float8 support."""
+MUON = {"optimizer.name": "Muon"}
+MUON_STEP = "torchtitan_lite/optim/muon.py step"
 FLOAT8 = {"model.converters": ["quantize.linear.float8"]}
 VALIDATION = "torchtitan_lite/validation.py validate"
 
@@ -58,6 +61,18 @@ FEATURES: dict[str, tuple[int, dict[str, Any], dict[str, int]]] = {
     "float8-compiled": (2, {**EVEN, **FLOAT8, **COMPILED}, {}),
     "replay-check": (2, {"fault_tolerance.replay_check": True}, {}),
     "foreach-optimizer": (2, {"optimizer.implementation": "foreach"}, {}),
+    "muon": (2, MUON, {}),
+    "muon-replicated-experts": (
+        4,
+        {
+            **MUON,
+            **EXPERTS,
+            "parallelism.data_parallel_replicate_degree": 2,
+            "training.local_batch_size": 2,
+        },
+        {},
+    ),
+    "muon-offload": (2, {**MUON, **OFFLOAD, "training.local_batch_size": 4}, {MUON_STEP: 1}),
     "sample-ledger": (2, {"debug.sample_ledger": True}, {}),
     "dropout": (2, {"model.dropout": 0.1}, {}),
 }
@@ -81,7 +96,10 @@ def _what_is_loaded_arrives(job: Job) -> None:
     for tensor in job.state.tensors().values():
         local_tensor(tensor).fill_(7)
     slots = [
-        value for slots in job.state.optimizer.inner.state.values() for value in slots.values()
+        value
+        for inner in job.state.optimizer.inner
+        for slots in inner.state.values()
+        for value in slots.values()
     ]
     assert len(slots) > 3 * 3
     for value in [*slots, *map(local_tensor, job.state.model.parameters())]:
@@ -99,8 +117,21 @@ def test_a_document_mask_takes_flex_attention(cp: int, tmp_path: Path) -> None:
     assert observed.waits[-1] == STEP_BUDGET
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_windows_chunks_and_sinks_take_flex_attention(family: str, tmp_path: Path) -> None:
+    overrides = {**EVEN, "model.name": family, "model.attention_mask": "causal"}
+    observed = observe_in_child(tmp_path, 1, 0, overrides, _uses_flex_attention)
+    assert observed.waits[-1][TOTALS] == 1
+
+
 def _uses_flex_attention(job: Job) -> None:
-    assert any(isinstance(module, FlexKernel) for module in job.state.model.modules())
+    kernels = [
+        module.kernel for module in job.state.model.modules() if isinstance(module, Attention)
+    ]
+    assert kernels
+    for kernel in kernels:
+        is_flex = isinstance(kernel, SinkKernel) and kernel.backend == "flex"
+        assert is_flex or isinstance(kernel, FlexKernel)
 
 
 def test_sums_over_replicas_do_not_wait() -> None:

@@ -156,7 +156,7 @@ class _Recording:
         self.step_s.append(report.step_time_s)
         self.stall_s.append(report.checkpoint_stall_s)
         if report.number == self._stop_after - 1:
-            self._stop.requested = True
+            self._stop.was_signaled = True
 
     def keep(self, state: TrainState, report: StepReport, interval: int) -> None:
         """Copy the state of a step that is saved, on its own device, without waiting."""

@@ -73,16 +73,26 @@ def check(family: str, mesh: str, pools: Pools, tmp_path: Path) -> None:
         8 + int.from_bytes(file.read_bytes()[:8], "little") for file in folder.glob("model-*")
     )
     weights = sum(file.stat().st_size for file in folder.glob("model-*")) - headers
-    assert read_alone == headers + weights
+    if family.startswith("llama4"):
+        # Both halves of a fused stack are read by whole rows: the stack is read twice.
+        assert headers + weights < read_alone < headers + 1.5 * weights
+    else:
+        assert read_alone == headers + weights
     world_size, parallelism = MESHES[mesh]
     found = pools(world_size).run(load, tmp_path / "n", folder, parallelism)
-    assert sum(read for _, read in found) == world_size * headers + weights
+    assert sum(read for _, read in found) == world_size * headers + (read_alone - headers)
     for outcome, _ in found:
         assert_same(outcome, alone, PARITY_FLOAT64, unequal_targets=False)
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh"), [("llama_tied_stretched", "fsdp-2-tp-2"), ("mixtral", "fsdp-4-ep-4")]
+    ("family", "mesh"),
+    [
+        ("llama_tied_stretched", "fsdp-2-tp-2"),
+        ("mixtral", "fsdp-4-ep-4"),
+        ("llama4", "fsdp-4-ep-4"),
+        ("qwen3_next", "fsdp-2-tp-2"),
+    ],
 )
 def test_a_folder_loads_on_a_mesh(family: str, mesh: str, pools: Pools, tmp_path: Path) -> None:
     check(family, mesh, pools, tmp_path)
@@ -94,6 +104,8 @@ def test_a_folder_loads_on_a_mesh(family: str, mesh: str, pools: Pools, tmp_path
 def test_every_folder_loads_on_every_mesh(
     family: str, mesh: str, pools: Pools, tmp_path: Path
 ) -> None:
-    if "ep" in mesh and family not in ("mixtral", "qwen3_moe", "qwen3_moe_raw_weights"):
+    if "ep" in mesh and not family.startswith(
+        ("mixtral", "qwen3_moe", "qwen3_next", "deepseek", "gpt_oss", "llama4")
+    ):
         pytest.skip("no experts")
     check(family, mesh, pools, tmp_path)

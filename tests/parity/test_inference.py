@@ -33,9 +33,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied": {"model.flavor": "odd_tied"},
     "experts": {"model.name": "qwen3", "model.flavor": "many_experts"},
+    # With modules of multi-token prediction, which inference leaves out.
+    "deepseek": {"model.name": "deepseek_v3", "model.flavor": "odd"},
+    # With states of recurrences in the cache, and prompts of unequal lengths.
+    "qwen3-next": {"model.name": "qwen3_next", "model.flavor": "odd"},
 }
 TIED = pytest.param("llama-tied", marks=pytest.mark.matrix)
 EXPERTS = pytest.param("experts", marks=pytest.mark.matrix)
+DEEPSEEK = pytest.param("deepseek", marks=pytest.mark.matrix)
+QWEN3_NEXT = pytest.param("qwen3-next", marks=pytest.mark.matrix)
 PROMPTS = ("--prompt=def ", "--prompt=import os\n\nclass A:", "--prompt=", "--num-samples=2")
 
 
@@ -55,7 +61,8 @@ def texts(
     """The generated texts on one rank."""
     world = _world(folder, overrides)
     options = parser().parse_args(["generate", str(folder / "checkpoint"), *arguments])
-    return [asdict(text) for text in generate.generate(options, world)[0]]
+    ((texts, _),) = generate.generate(options, world)
+    return [asdict(text) for text in texts]
 
 
 def record(
@@ -76,7 +83,7 @@ def _world(folder: Path, overrides: Mapping[str, Any]) -> Any:
     return mesh_for(odd_config(folder, overrides))
 
 
-@pytest.mark.parametrize("trained", ["llama", TIED, EXPERTS], indirect=True)
+@pytest.mark.parametrize("trained", ["llama", TIED, EXPERTS, DEEPSEEK, QWEN3_NEXT], indirect=True)
 def test_the_same_texts_on_every_mesh(trained: Path, pools: Pools) -> None:
     greedy = (*PROMPTS, "--max-new-tokens=8", "--temperature=0")
     sampled = (*PROMPTS, "--max-new-tokens=8", "--temperature=1.5", "--top-p=0.8")
@@ -100,7 +107,7 @@ def test_the_same_texts_on_every_mesh(trained: Path, pools: Pools) -> None:
     assert pools(2).run(texts, trained, {}, single) == [expected] * 2
 
 
-@pytest.mark.parametrize("trained", ["llama", TIED, EXPERTS], indirect=True)
+@pytest.mark.parametrize("trained", ["llama", TIED, EXPERTS, DEEPSEEK, QWEN3_NEXT], indirect=True)
 def test_evaluation_gives_the_loss_of_the_trainer_on_every_mesh(
     trained: Path, pools: Pools
 ) -> None:

@@ -48,12 +48,24 @@ def test_implementations_agree_on_all_kinds_of_shards(
             )
 
 
-@pytest.mark.parametrize("mesh", ["accumulation-1", "pp-2", "fsdp-2-tp-2"])
+@pytest.mark.parametrize(
+    ("mesh", "optimizer"),
+    [
+        ("accumulation-1", "AdamW"),
+        ("pp-2", "AdamW"),
+        ("fsdp-2-tp-2", "AdamW"),
+        ("fsdp-2-tp-2", "Muon"),
+    ],
+)
 def test_a_parameter_without_a_gradient_is_unchanged(
-    mesh: str, pools: Pools, tmp_path: Path
+    mesh: str, optimizer: str, pools: Pools, tmp_path: Path
 ) -> None:
     world_size, overrides = MESHES[mesh]
-    settings = {"model.flavor": "with_unused", "optimizer.weight_decay": 0.5}
+    settings = {
+        "model.flavor": "with_unused",
+        "optimizer.name": optimizer,
+        "optimizer.weight_decay": 0.5,
+    }
     frozen = {**settings, "optimizer.lr": 0.0, "training.steps": 1}
     (before,) = pools(1).run(run_with_the_file, tmp_path / "1", frozen)
     after = pools(world_size).run(run_with_the_file, tmp_path / "n", {**settings, **overrides})[0]
@@ -61,4 +73,7 @@ def test_a_parameter_without_a_gradient_is_unchanged(
     assert torch.equal(after.weights[unused], before.weights[unused])
     assert not torch.equal(after.weights[used], before.weights[used])
     assert f"optimizer.{used}.exp_avg" in after.state
-    assert f"optimizer.{unused}.exp_avg" not in after.state
+    assert not any(name.startswith(f"optimizer.{unused}.") for name in after.state)
+    matrix = "blocks.1.attention.wq.weight"
+    slot = "momentum_buffer" if optimizer == "Muon" else "exp_avg"
+    assert f"optimizer.{matrix}.{slot}" in after.state

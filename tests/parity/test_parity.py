@@ -51,6 +51,7 @@ TIED_LONG = [
     ("pp-2-tp-2", "AdamW"),
 ]
 REFERENCE = {"training.local_batch_size": 8}
+Z_LOSS = {"training.z_loss_weight": 0.05}
 EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts", "training.global_batch_size": 8}
 
 
@@ -106,6 +107,46 @@ def test_same_training_with_dropout(
     assert expected.losses != reference().losses
     for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
         assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        *(("llama3", "fsdp-2"), ("llama3", "tp-2"), ("llama3", "pp-2"), ("qwen3", "tp-2-ep-2")),
+        *long(
+            *(("llama3", mesh) for mesh in ("tp-2-whole-logits", "cp-2-allgather", "pp-2-tp-2")),
+            *(("qwen3", mesh) for mesh in ("ep-2", "tp-2-ep-2-whole-sequence", "pp-2-ep-2")),
+            *(("deepseek_v3", mesh) for mesh in ("fsdp-2", "tp-2", "pp-2")),
+        ),
+    ],
+)
+def test_same_training_with_z_losses(
+    family: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = {**EXPERT_MESHES, **MESHES}[mesh]
+    models = {"llama3": {"model.flavor": "odd"}, "qwen3": EXPERTS}
+    model = models.get(family, {"model.name": family, "model.flavor": "odd"})
+    shared = {**model, **chosen(overrides), **Z_LOSS}
+    if family != "llama3":
+        shared["model.router_z_loss_weight"] = 0.05
+    expected, without = reference(**shared), reference(**{**model, **chosen(overrides)})
+    # The first weights are equal, and the loss is without the z-loss.
+    assert expected.losses[0] == pytest.approx(without.losses[0], rel=tolerances.PARITY_FLOAT64)
+    assert expected.grad_norms[0] != without.grad_norms[0]
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+def test_same_loss_and_norm_in_float32_with_a_z_loss(
+    pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = MESHES["tp-2"]
+    shared = {**Z_LOSS, "training.dtype": "float32"}
+    expected = reference(**shared)
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_FLOAT32_LOSS)
+        norms = pytest.approx(expected.grad_norms, rel=tolerances.PARITY_FLOAT32_NORM)
+        assert outcome.grad_norms == norms
 
 
 @pytest.mark.parametrize("mesh", ["fsdp-2", *long("fsdp-2-tp-2", "tp-2", "pp-2")])
@@ -340,6 +381,17 @@ def test_compiled_experts_train_equally_on_meshes(
     overrides = {**overrides, **EXPERTS, **COMPILED, **RECOMPUTE[recompute]}
     for outcome in pools(world_size).run(run_job, tmp_path / "run", overrides, timeout_s=280):
         assert_same(outcome, reference(**EXPERTS), tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize("recompute", ["op", *long("none", "full")])
+def test_compiled_z_losses_train_equally(
+    recompute: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = EXPERT_MESHES["tp-2"]
+    shared = {**EXPERTS, **Z_LOSS, "model.router_z_loss_weight": 0.05}
+    overrides = {**overrides, **shared, **COMPILED, **RECOMPUTE[recompute]}
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", overrides, timeout_s=280):
+        assert_same(outcome, reference(**shared), tolerances.PARITY_FLOAT64)
 
 
 def test_compiled_experts_support_another_batch_size_in_validation(

@@ -78,9 +78,8 @@ def test_a_sample_of_pairs_on_eight_ranks(pools: Pools) -> None:
     pools(8).run(all_at_once, moves, [SHARED_MEMORY, COLLECTIVE])
 
 
-def test_collectives_and_relays_on_four_ranks(pools: Pools) -> None:
-    """With costs of other machines: single collectives, several plan steps, relays, and ranks of
-    which only some share memory."""
+def test_relays_on_four_ranks(pools: Pools) -> None:
+    """With costs of other machines: relays, and ranks of which only some share memory."""
     mesh = HolderMesh.ranks(2, 2)
     layouts = [Layout(mesh, pair) for pair in itertools.product([R, S0, S1, P], repeat=2)]
     moves = _moves(_cases(layouts, layouts, 40))

@@ -1,4 +1,4 @@
-"""Llama 3's debugmodel against torchtitan 0.2.2's, through a DCP checkpoint in both directions."""
+"""Debug models against torchtitan 0.2.2's, through a DCP checkpoint in both directions."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,9 @@ ARGUMENTS = (*SMALL, "--model.flavor=debugmodel")
 
 
 @pytest.mark.parametrize("mode", ["load", "save"])
-def test_logits_equal_those_of_torchtitan(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama3", "llama4", "deepseek_v3"])
+def test_logits_equal_those_of_torchtitan(family: str, mode: str, tmp_path: Path) -> None:
+    arguments = (*ARGUMENTS, f"--model.name={family}")
     generator = torch.Generator().manual_seed(0)
     tokens_BS = torch.randint(0, 2048, (2, LENGTH), generator=generator)
     (tmp_path / "tokens.json").write_text(json.dumps(tokens_BS.tolist()))
@@ -31,20 +33,21 @@ def test_logits_equal_those_of_torchtitan(mode: str, tmp_path: Path) -> None:
     step = run / "checkpoint" / "step-2"
     if mode == "load":
         saving = ("--checkpoint.enable=true", "--training.steps=2", f"--job.dump_folder={run}")
-        run_command("train", *ARGUMENTS, *saving)
+        run_command("train", *arguments, *saving)
         assert main(["convert", "to-dcp", str(step), str(dcp), "--torchtitan", "0.2"]) == 0
     run_script(
         "torchtitan",
         ("torchtitan==0.2.2", "triton"),
         "torchtitan_logits.py",
         tmp_path,
+        family,
         "debugmodel",
         tmp_path / "tokens.json",
         dcp,
         mode,
     )
     if mode == "save":
-        assert main(["convert", "from-dcp", str(dcp), str(run), *ARGUMENTS]) == 0
+        assert main(["convert", "from-dcp", str(dcp), str(run), *arguments]) == 0
         step = run / "step-0"
     theirs_BSV = torch.load(tmp_path / f"{mode}.pt", weights_only=True)
     snapshot = StoredSnapshot(*open_parent_storage(str(step)))

@@ -39,6 +39,15 @@ EXPERT_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 SAVING = {"checkpoint.enable": True, "checkpoint.interval": 100}
 
 
+def with_muon(
+    meshes: dict[str, tuple[int, dict[str, Any]]],
+) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Add Muon in float64: in bfloat16, a weight that another order of sums changes in its last bit
+    may round to another number."""
+    muon = {"optimizer.name": "Muon", "optimizer.muon_dtype": "float64"}
+    return {name: (size, {**settings, **muon}) for name, (size, settings) in meshes.items()}
+
+
 SHORT = ("one process", "fsdp-2-tp-2", "pp-2-fsdp-2", "fsdp-2-cp-2", "hsdp-2x2")
 SHORT_EXPERTS = ("one process", "fsdp-2-ep-2", "ep-4")
 
@@ -48,10 +57,16 @@ SHORT_EXPERTS = ("one process", "fsdp-2-ep-2", "ep-4")
     [
         {name: MESHES[name] for name in SHORT},
         {name: EXPERT_MESHES[name] for name in SHORT_EXPERTS},
+        with_muon({name: EXPERT_MESHES[name] for name in SHORT_EXPERTS}),
         pytest.param(MESHES, marks=pytest.mark.matrix),
         pytest.param(EXPERT_MESHES, marks=pytest.mark.matrix),
+        pytest.param(with_muon(MESHES), marks=pytest.mark.matrix),
+        pytest.param(with_muon(EXPERT_MESHES), marks=pytest.mark.matrix),
     ],
-    ids=["dense", "experts", "all dense", "all experts"],
+    ids=[
+        *("dense", "experts", "experts, Muon", "all dense", "all experts"),
+        *("all dense, Muon", "all experts, Muon"),
+    ],
 )
 def test_a_run_moves_from_mesh_to_mesh(
     meshes: dict[str, tuple[int, dict[str, Any]]], pools: Pools, tmp_path: Path

@@ -10,6 +10,8 @@ import pytest
 
 from tests import launch
 from tests.chaos.faults import FAULT_KINDS
+from tests.chaos.job_view import JobView
+from tests.chaos.memory import MemoryRecord, Sample, growth
 from tests.launch import RankFailed
 
 _ARGUMENTS = (
@@ -61,3 +63,21 @@ def test_five_kinds_do_not_change_the_outcome(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_kinds_do_not_change_the_outcome(ranks: int, tmp_path: Path) -> None:
     _disturb(tmp_path, f"--faults={len(FAULT_KINDS)}", "--seed=1", num_ranks=ranks)
+
+
+def test_the_growth_per_quorum_change_is_found() -> None:
+    mib = 2**20
+    samples = [Sample(10.0 * number, (300 + 2 * number) * mib) for number in range(6)]
+    # One before the first sample, and one before each further sample.
+    changes_s = [-1.0, *(10.0 * number - 5 for number in range(1, 6))]
+    assert growth(samples, changes_s) == ", +2.00 MiB per quorum change over 5 changes"
+    for num_changes, expected in ((1, "0 quorum changes"), (2, "1 quorum change")):
+        assert growth(samples, changes_s[:num_changes]) == f", {expected}"
+
+
+def test_the_memory_of_a_process_without_trainers_is_recorded(tmp_path: Path) -> None:
+    job = JobView(os.getpid(), tmp_path, num_replicas=2)
+    memory = MemoryRecord()
+    memory.sample(job)
+    (line,) = memory.summary(job)
+    assert line.startswith("launcher: USS ")

@@ -25,9 +25,10 @@ _RANKS = 2
 _BETWEEN = 8
 """Steps between two kills."""
 _LAST = 14
-_CALL = {"forward": 4 * 7 + 1, "header": 2 * 7 + 1, "order": 2}
+_CALL = {"forward": 4 * 7 + 1, "header": 2 * 7 + 1, "order": 2, "iteration": 14 * 7 + 3}
 """Number of the call at which a rank is killed, if not the eighth: there are four layers, two
-headers per step, and a save every five steps."""
+headers per step, a save every five steps, and 14 matrices of Muon on each rank."""
+_MUON = ("--optimizer.name=Muon",)
 KILLED = ("one rank", "all ranks", "one writer", "everything")
 
 
@@ -163,6 +164,11 @@ def test_killed_at_a_point_of_a_step(
     call = _CALL.get(point.partition(".")[0], 8)
     fault = f"killed_in_call={rank}:{point}:{call}"
     arguments = _arguments(run, _LAST)
+    if point.startswith("iteration."):
+        # The other rank waits for its matrices.
+        arguments = [*arguments, *_MUON]
+        undisturbed = tmp_path / "undisturbed"
+        launch.run(_RANKS, [*_arguments(undisturbed, _LAST), *_MUON], tmp_path / "first.log")
     process = launch.start(_RANKS, arguments, log, program=launch.FAULTY_PROGRAM, FAULTS=fault)
     try:
         assert process.wait(timeout=120) != 0, log.read_text()[-3000:]

@@ -85,13 +85,11 @@ def rank_of(folder: Path, replica: int, rank: int = 0) -> psutil.Process:
 
 
 def _is_rank(process: psutil.Process, replica: int, rank: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
+    with suppress(psutil.NoSuchProcess, FileNotFoundError):
         words = process.cmdline()
-        return (
-            "torch.distributed.run" not in words
-            and _replica_of(words) == replica
-            and process.environ().get("RANK") == str(rank)
-        )
+        # A spare has no rank in its environment, and prints into the rank's log once it has one.
+        output = os.readlink(f"/proc/{process.pid}/fd/1")
+        return _replica_of(words) == replica and output.endswith(f"/rank_{rank}.log")
     return False
 
 

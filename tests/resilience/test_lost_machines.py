@@ -107,14 +107,9 @@ def finish(run: machines.MachinesRun) -> str:
     return output
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("counts", "lost"),
-    [
-        ((1, 1), 1),
-        pytest.param((1, 1), 0, marks=pytest.mark.matrix),
-        pytest.param((2, 1), 0, marks=pytest.mark.matrix),
-        pytest.param((1, 1, 1), 1, marks=pytest.mark.matrix),
-    ],
+    ("counts", "lost"), [((1, 1), 1), ((1, 1), 0), ((2, 1), 0), ((1, 1, 1), 1)]
 )
 def test_a_lost_machine_is_restored_from_its_buddy(
     counts: tuple[int, ...], lost: int, start_run: Start, undisturbed: Callable[..., Path]
@@ -152,6 +147,31 @@ def test_a_corrupt_copy_is_named_and_storage_is_used(start_run: Start) -> None:
     output = finish(run)
     assert re.search(r"not used: .*buddy-00001\.snapshots is damaged: \S+ in slot", output)
     assert resumes(run)[-1] == 1
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("first_loss", [False, True])
+def test_a_machine_lost_before_the_first_copy_after_a_resume_is_restored(
+    first_loss: bool, start_run: Start
+) -> None:
+    run = start_run((1, 1))
+    wait_for_copies(run, 0, 2 * _INTERVAL)
+    wait_for_copies(run, 1, 2 * _INTERVAL)
+    run.kill()
+    copied = min(max(some) for one in (0, 1) for some in copied_steps(run, one).values())
+    if first_loss:
+        run.replace(1)
+    shutil.rmtree(run.folder / "checkpoint")
+    # At this rate the first copy takes seconds.
+    run.start(_FOREVER, "--checkpoint.buddy_mib_per_s=1")
+    launch.wait_until(lambda: len(resumes(run)) == 1, 120)
+    begun = resumes(run)[0]
+    launch.wait_until(lambda: launch.steps_of(run.folder)[-1]["step"] >= begun + 2, 120)
+    run.kill()
+    assert max(map(max, copied_steps(run, 0).values())) <= begun, "a new copy is complete"
+    run.replace(1)
+    assert "in shared memory, with the buddy copies of ranks" in finish(run)
+    assert copied - _INTERVAL <= resumes(run)[-1] <= begun
 
 
 @pytest.mark.matrix

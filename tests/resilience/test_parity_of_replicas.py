@@ -65,9 +65,15 @@ def _remembered(run: Replicas, number: int) -> dict[int, dict[int, dict[str, byt
 
 @pytest.mark.matrix
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mesh", ["FSDP", "copies"])
+@pytest.mark.parametrize("mesh", ["FSDP", "copies", "adapters"])
 def test_replicas_are_equal_after_healing(tmp_path: Path, mesh: str) -> None:
     arguments = list(_ARGUMENTS)
+    if mesh == "adapters":
+        saving = ("--training.steps=1", "--checkpoint.enable=true")
+        base = [*launch.SMALL, *saving, f"--job.dump_folder={tmp_path}/base"]
+        launch.run(1, base, tmp_path / "base-log")
+        arguments += ["--model.converters=lora"]
+        arguments += [f"--checkpoint.initial_load_path={tmp_path}/base/checkpoint/step-1"]
     if mesh == "copies":
         arguments += ["--parallelism.data_parallel_shard_degree=1"]
         arguments += ["--parallelism.data_parallel_replicate_degree=2"]
@@ -101,5 +107,8 @@ def test_replicas_are_equal_after_healing(tmp_path: Path, mesh: str) -> None:
                 assert first.keys() == second.keys()
                 differing = [name for name in first if first[name] != second[name]]
                 assert not differing, (step, rank, len(first))
+            if mesh == "adapters":
+                tensors = of_replicas[0][0][step].keys() - {"values"}
+                assert tensors and all(".lora_" in name for name in tensors)
             if mesh == "copies":
                 assert of_replicas[0][0][step] == of_replicas[0][1][step]

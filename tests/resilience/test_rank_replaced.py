@@ -4,11 +4,7 @@ and the final state is bitwise that of an undisturbed run (`train --nproc N --sp
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,23 +12,11 @@ import pytest
 import torch
 
 from tests import launch
-from torchtitan_lite.checkpoint.shared_memory import folder as shared
-from torchtitan_lite.errors import CheckpointError
+from tests.spared_run import SparedRun
 
-_RECOVERED_S = 60.0
-"""Time limit for a recovery, which takes 2 s on an idle machine (`benchmarks/recovery.py`)."""
-_SMALL = (
-    *launch.SMALL,
-    "--training.dtype=float64",
-    "--training.global_batch_size=8",
-    "--checkpoint.enable=true",
-    "--checkpoint.interval=100000",
-    "--checkpoint.ram_interval=1",
-    "--metrics.log_freq=1",
-    "--experimental.custom_import=tests.rank_faults",
-)
 _EXPERTS = ("--model.name=qwen3", "--model.flavor=tiny_moe")
 _MESHES = {
+    "fsdp-2": (),
     "fsdp-4": (),
     "fsdp-2-tp-2": ("--parallelism.tensor_parallel_degree=2",),
     "pp-2-fsdp-2": ("--parallelism.pipeline_parallel_degree=2",),
@@ -40,121 +24,11 @@ _MESHES = {
 }
 
 
-class SparedRun:
-    """A run with spares, as a user starts it."""
-
-    def __init__(
-        self, folder: Path, num_ranks: int, num_spares: int, *arguments: str, **faults: str
-    ):
-        self.folder, self.log = folder, folder.with_suffix(".log")
-        self.num_ranks = num_ranks
-        self.arguments = (*_SMALL, f"--job.dump_folder={folder}", *arguments)
-        command = [sys.executable, "-m", "torchtitan_lite", "train", f"--nproc={num_ranks}"]
-        spares = [f"--spares={num_spares}"] if num_spares else []
-        given = " ".join(f"{name}={value}" for name, value in faults.items())
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, *spares, *self.arguments],
-                cwd=launch.REPOSITORY,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "RANK_FAULTS": given},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    def children(self) -> set[int]:
-        """Return the process ids of ranks and spares."""
-        return {child.pid for child in psutil.Process(self.process.pid).children()}
-
-    def ranks(self) -> dict[int, int]:
-        """Return the process of each rank whose checkpoint writer runs, which begins after its
-        first step."""
-        found = {}
-        for pid in self.children():
-            with suppress(psutil.NoSuchProcess):
-                for writer in psutil.Process(pid).children():
-                    match = re.search(r"rank-(\d+)\.snapshots", " ".join(writer.cmdline()))
-                    if match:
-                        found[int(match[1])] = pid
-        return found
-
-    def last_step(self) -> int:
-        """Return the newest step in metrics.jsonl."""
-        return max((line["step"] for line in launch.steps_of(self.folder)), default=0)
-
-    def wait_for_step(self, step: int) -> None:
-        """Block until the run has taken `step`."""
-        launch.wait_for_step(self.folder, step, self.process, self.log)
-
-    def wait_for_spares(self, num_processes: int) -> None:
-        """Block until there are so many processes, spares included, and those are warm."""
-        launch.wait_until(lambda: len(self.children()) == num_processes, 60)
-        spares = self.children() - set(self.ranks().values())
-        # A spare starts no thread until it has imported everything.
-        launch.wait_until(lambda: all(_is_parked(pid) for pid in spares), 60)
-
-    def resumes(self) -> list[int]:
-        """Return the steps at which the run has resumed."""
-        return [one["step"] for one in launch.events_of(self.folder) if one["event"] == "resume"]
-
-    def kill_rank(self, rank: int) -> float:
-        """Kill a rank, and return the seconds until the run has resumed and taken a step."""
-        before, step, resumes = self.ranks(), self.last_step(), len(self.resumes())
-        assert len(before) == self.num_ranks
-        os.kill(before[rank], signal.SIGKILL)
-        started = time.monotonic()
-        launch.wait_until(
-            lambda: len(self.resumes()) > resumes or self.process.poll() is not None, _RECOVERED_S
-        )
-        assert self.process.poll() is None, self.log.read_text()[-4000:]
-        assert self.resumes()[-1] >= step - 1, "more than one step is repeated"
-        self.wait_for_step(self.resumes()[-1] + 1)
-        elapsed_s = time.monotonic() - started
-        launch.wait_until(lambda: len(self.ranks()) == self.num_ranks, 60)
-        return elapsed_s
-
-    def end(self) -> None:
-        """Kill what still runs, and free the shared memory."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        known = self.folder / "run_id"
-        deadline = time.monotonic() + 40
-        while known.is_file() and time.monotonic() < deadline:
-            try:
-                shared.free_run(known.read_text().strip())
-            except CheckpointError as error:
-                if "No run" in str(error):
-                    return
-                time.sleep(0.2)
-            else:
-                return
-
-
-def _is_parked(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess, IndexError):
-        return psutil.Process(pid).num_threads() > 1 and psutil.Process(pid).cpu_percent(0.1) < 20
-    return True
-
-
-@pytest.fixture
-def runs() -> Iterator[list[SparedRun]]:
-    """Runs that end with the test."""
-    started: list[SparedRun] = []
-    yield started
-    for run in started:
-        run.end()
-
-
-def _final_tensors(run: SparedRun, step: int) -> dict[str, torch.Tensor]:
-    assert run.process.wait(180) == 0, run.log.read_text()[-4000:]
-    assert [line["step"] for line in launch.steps_of(run.folder)] == list(range(1, step + 1))
-    return launch.saved_tensors(run.folder / "checkpoint" / f"step-{step}")
-
-
 @pytest.mark.parametrize(
     ("mesh", "rank"),
     [
-        ("fsdp-2-tp-2", 2),
+        ("fsdp-2", 1),
+        pytest.param("fsdp-2-tp-2", 2, marks=pytest.mark.matrix),
         pytest.param("fsdp-4", 0, marks=pytest.mark.matrix),
         pytest.param("pp-2-fsdp-2", 1, marks=pytest.mark.matrix),
         pytest.param("ep-4", 3, marks=pytest.mark.matrix),
@@ -164,20 +38,21 @@ def test_a_spare_takes_the_place_of_a_killed_rank(
     mesh: str, rank: int, runs: list[SparedRun], tmp_path: Path
 ) -> None:
     last = 40
+    num_ranks = 2 if mesh == "fsdp-2" else 4
     arguments = (*_MESHES[mesh], f"--training.steps={last}")
-    undisturbed = SparedRun(tmp_path / "undisturbed", 4, 0, *arguments)
+    undisturbed = SparedRun(tmp_path / "undisturbed", num_ranks, 0, *arguments)
     runs.append(undisturbed)
-    expected = _final_tensors(undisturbed, last)
-    run = SparedRun(tmp_path / "run", 4, 1, *arguments, slow="0.2")
+    expected = undisturbed.final_tensors(last)
+    run = SparedRun(tmp_path / "run", num_ranks, 1, *arguments, slow="0.2")
     runs.append(run)
     run.wait_for_step(4)
-    run.wait_for_spares(5)
+    run.wait_for_spares(num_ranks + 1)
     before, children = run.ranks(), run.children()
     run.kill_rank(rank)
     after = run.ranks()
     assert {r: after[r] for r in after if r != rank} == {r: before[r] for r in before if r != rank}
     assert after[rank] in children and after[rank] not in before.values()
-    actual = _final_tensors(run, last)
+    actual = run.final_tensors(last)
     assert actual.keys() == expected.keys() and len(expected) > 50
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
@@ -217,7 +92,7 @@ def test_a_computing_survivor_is_interrupted(runs: list[SparedRun], tmp_path: Pa
     time.sleep(1)
     run.kill_rank(1)
     assert run.ranks()[0] == before[0] and run.ranks()[1] != before[1]
-    _final_tensors(run, 20)
+    run.final_tensors(20)
 
 
 @pytest.mark.matrix
@@ -233,7 +108,7 @@ def test_a_survivor_that_does_not_leave_its_training_is_replaced(
     run.kill_rank(1)
     assert not set(run.ranks().values()) & set(before.values())
     assert "Rank 0 did not leave its training" in run.log.read_text()
-    _final_tensors(run, 60)
+    run.final_tensors(60)
 
 
 @pytest.mark.matrix

@@ -32,6 +32,18 @@ _MESHES: dict[str, tuple[int, list[str]]] = {
             "--parallelism.expert_parallel_degree=2",
         ],
     ),
+    "Muon": (
+        2,
+        [
+            "--model.name=qwen3",
+            "--model.flavor=tiny_moe",
+            "--training.global_batch_size=12",
+            "--optimizer.name=Muon",
+            "--optimizer.muon_dtype=float64",
+        ],
+    ),
+    # The first steps are one round, which only one replica has.
+    "batch size warm-up": (1, ["--training.batch_size_warmup=[[24, 2], [200, 4]]"]),
     # Two and four microbatches of six.
     "PP, experts": (
         2,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tests.job import mesh_for, odd_config
 from tests.pool import WorkerPool
 from torchtitan_lite.builders import build
+from torchtitan_lite.events import StepEvent
 from torchtitan_lite.preemption import StopRequest
-from torchtitan_lite.replica import ReplicaEvent
 from torchtitan_lite.step.work_times import WorkTimes
 from torchtitan_lite.train_state import TrainState
 from torchtitan_lite.trainer import StepReport, train
@@ -22,7 +22,7 @@ _STEPS = 82
 steps."""
 
 
-def events_of(folder: Path) -> list[ReplicaEvent]:
+def events_of(folder: Path) -> list[StepEvent]:
     """Return the events of a job whose rank 1 works far longer than the others."""
     settings = {
         "parallelism.data_parallel_replicate_degree": 2,
@@ -38,7 +38,7 @@ def events_of(folder: Path) -> list[ReplicaEvent]:
             time.sleep(0.1)
         end(self)
 
-    reported: list[ReplicaEvent] = []
+    reported: list[StepEvent] = []
 
     def watch(state: TrainState, report: StepReport) -> None:
         reported.extend(report.events)

@@ -1,15 +1,26 @@
-"""Process groups of the axes: created once, with their timeouts and names."""
+"""Process groups of the axes: created once, with their timeouts and names, and left for others."""
 
+import gc
+import os
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import _lru_cache_wrapper
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.pool import GLOO_TIMEOUT_S, WorkerPool
-from torchtitan_lite.axis_groups import AxisGroups
+from torchtitan_lite import axis_groups, torch_compat
+from torchtitan_lite.axis_groups import AxisGroups, abort_all_groups, forget_groups
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.mesh import Mesh, ParallelDims
+from torchtitan_lite.torch_compat import lru_caches
 
 
 def time_limits(group: dist.ProcessGroup) -> timedelta:
@@ -47,3 +58,96 @@ def test_groups_have_their_ranks_names_and_timeouts(
     pools: Callable[[int], WorkerPool],
 ) -> None:
     pools(4).run(groups_of_a_mesh)
+
+
+def derived_in_world(rank: int, store: str) -> int:
+    """Join a world of two ranks, compute with a tensor sharded over `tp`, abort the groups, and
+    return how often DTensor derived the sharding of an operation."""
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    derive, count = propagator._propagate_tensor_meta_non_cached, 0
+
+    def counted(schema: object) -> object:
+        nonlocal count
+        count += 1
+        return derive(schema)
+
+    propagator._propagate_tensor_meta_non_cached = counted
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = AxisGroups(timedelta(seconds=30)).device_mesh("cpu", (1, 2), ("dp", "tp"))
+    weight_VD = torch.arange(24, dtype=torch.float64).view(4, 6)
+    sharded_VD = distribute_tensor(weight_VD, mesh, [Replicate(), Shard(1)])
+    local_VD = sharded_VD.to_local()
+    assert torch.equal(local_VD, weight_VD.chunk(2, dim=1)[rank])
+    product: Any = sharded_VD @ sharded_VD.t()
+    product_VV = product.full_tensor()
+    assert torch.equal(product_VV, weight_VD @ weight_VD.t())
+    group = weakref.ref(mesh.get_group("tp"))
+    del mesh, sharded_VD, local_VD, product, product_VV
+    abort_all_groups()
+    forget_groups()
+    assert group() is None, "a cache keeps a process group"
+    propagator._propagate_tensor_meta_non_cached = derive
+    return count
+
+
+def consecutive_worlds(rank: int, folder: str) -> None:
+    """Take part in three worlds, in the last with the ranks exchanged."""
+    assert derived_in_world(rank, f"{folder}/0") > 0
+    assert derived_in_world(rank, f"{folder}/1") == 0
+    assert derived_in_world(1 - rank, f"{folder}/2") > 0
+
+
+def test_an_equal_world_reuses_what_was_derived_and_another_does_not(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("stores")
+    code = "import sys; from tests.unit.test_axis_groups import consecutive_worlds as run; "
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"{code}run({rank}, {str(folder)!r})"],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+
+
+class RenamedMesh:
+    """Mesh of a torch that keeps the groups in other attributes."""
+
+    group_names = ("dp", "tp")
+
+
+def test_caches_are_cleared_if_the_groups_of_a_mesh_are_kept_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cleared: list[str] = []
+    monkeypatch.setattr(axis_groups, "clear_mesh_caches", lambda: cleared.append("new mesh"))
+    monkeypatch.setattr(torch_compat, "clear_mesh_caches", lambda: cleared.append("old mesh"))
+    monkeypatch.setattr(axis_groups, "_names_by_mesh", {})
+    monkeypatch.setattr(axis_groups, "_meshes", [])
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    meshes: list[Any] = [RenamedMesh(), RenamedMesh()]
+    axis_groups._prepare_caches(meshes[0], "key")
+    assert cleared == []
+    axis_groups._prepare_caches(meshes[1], "key")
+    assert cleared == ["new mesh"]
+    axis_groups.leave_groups()
+    assert cleared == ["new mesh", "old mesh", "old mesh"]
+
+
+def test_all_caches_that_may_hold_a_group_are_found() -> None:
+    prefixes = ("torch.distributed.", "torchtitan_lite.")
+    found = {id(one) for one in lru_caches(*prefixes)}
+    caches = [one for one in gc.get_objects() if type(one) is _lru_cache_wrapper]
+    missing = {
+        f"{one.__module__}.{one.__qualname__}"
+        for one in caches
+        if id(one) not in found and (one.__module__ or "").startswith(prefixes)
+    }
+    # The cache of sharding propagation has its own function to clear it.
+    assert {name for name in missing if "propagate_op_sharding" not in name} == set()

@@ -18,6 +18,7 @@ from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.spec import IGNORE_INDEX
 
 _NUM_TOKENS, _VOCAB, _DIM = 101, 37, 16
+_Z_WEIGHT = 0.05
 
 
 @pytest.fixture(params=[1, 10, 101, 512], ids=lambda size: f"chunk{size}")
@@ -69,6 +70,39 @@ def test_unneeded_gradients_are_not_computed(
     for value in (under_no_grad, of_constants):
         assert not value.requires_grad
         torch.testing.assert_close(value, with_gradient.detach(), rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loss_rtol", "grad_tolerance"),
+    [
+        (torch.float64, CHUNKED_LOSS_FLOAT64, CHUNKED_LOSS_FLOAT64),
+        (torch.float32, PARITY_FLOAT32_LOSS, CHUNKED_LOSS_FLOAT32),
+    ],
+)
+def test_a_z_loss_adds_its_gradient_and_keeps_the_value(
+    chunk_tokens: int, dtype: torch.dtype, loss_rtol: float, grad_tolerance: float
+) -> None:
+    ours, theirs = _inputs(dtype), _inputs(dtype)
+    loss = cross_entropy(logits_per_chunk=chunk_tokens * _VOCAB, z_loss_weight=_Z_WEIGHT)(*ours)
+    (loss * 0.7).backward()
+    expected = _reference(*theirs)
+    (0.7 * (expected + _z_loss(*theirs))).backward()
+    torch.testing.assert_close(loss, expected, rtol=loss_rtol, atol=0)
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=grad_tolerance, atol=grad_tolerance)
+    without = _inputs(dtype)
+    _reference(*without).mul(0.7).backward()
+    assert ours[1].grad is not None and without[1].grad is not None
+    assert (ours[1].grad - without[1].grad).abs().max() > 0.1
+
+
+def test_a_compiled_z_loss() -> None:
+    ours, theirs = _inputs(torch.float64), _inputs(torch.float64)
+    cross_entropy(compile_backend="aot_eager", z_loss_weight=_Z_WEIGHT)(*ours).backward()
+    (_reference(*theirs) + _z_loss(*theirs)).backward()
+    for mine, other in zip(ours[:2], theirs[:2], strict=True):
+        tolerance = CHUNKED_LOSS_FLOAT64
+        torch.testing.assert_close(mine.grad, other.grad, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("learner", [0, 1])
@@ -148,3 +182,9 @@ def _inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 def _reference(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(hidden @ weight.T, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def _z_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The auxiliary loss of arXiv:2204.02311, section 5, over the targets."""
+    denominators = (hidden @ weight.T).exp().sum(-1)[targets != IGNORE_INDEX]
+    return _Z_WEIGHT * (denominators.log() ** 2).sum()

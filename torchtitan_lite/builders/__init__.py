@@ -18,7 +18,7 @@ from torchtitan_lite.builders.model import build_model, spec_on_device
 from torchtitan_lite.builders.state import RestoredState, build_state
 from torchtitan_lite.checkpoint import run_on_all_ranks
 from torchtitan_lite.config import Config, to_toml
-from torchtitan_lite.data import OpenedData, open_data
+from torchtitan_lite.data import OpenedData, open_data, share_streams_on_node
 from torchtitan_lite.errors import UserError
 from torchtitan_lite.launcher.supervised import announce, is_restarted
 from torchtitan_lite.log import logger
@@ -77,8 +77,7 @@ def build(config: Config, mesh: Mesh, stop: StopRequest) -> Iterator[Built]:
         tracker = _open_goodput_tracker(config, folder, stack, faults) if mesh.is_leader else None
         phases = Phases(_phase_listeners(config, mesh, tracker, folder, stack))
         announce("reading data")
-        data = _build_data(config, spec, mesh)
-        stack.callback(data.loader.close)
+        data = _build_data(config, spec, mesh, stack)
         announce("building model")
         parts = build_model(config, spec, mesh)
         restored = build_state(config, spec, join_stages(parts, spec, mesh), data, mesh)
@@ -162,14 +161,19 @@ def _phase_listeners(
 ) -> list[PhaseListener]:
     listeners: list[PhaseListener] = [] if tracker is None else [tracker]
     hang_timeout_s = config.fault_tolerance.hang_timeout_s
-    if config.fault_tolerance.enable and hang_timeout_s > 0:
+    if config.fault_tolerance.enable:
         traces = folder / config.comm.save_traces_folder
         listeners += stack.enter_context(hang_listeners(hang_timeout_s, mesh.rank, traces))
     return listeners
 
 
-def _build_data(config: Config, spec: ModelSpec, mesh: Mesh) -> OpenedData:
-    return open_data(
+def _build_data(config: Config, spec: ModelSpec, mesh: Mesh, stack: ExitStack) -> OpenedData:
+    node = None
+    if any(corpus.streaming for corpus in config.training.resolved_corpora()):
+        node = share_streams_on_node()
+    if node is not None:
+        stack.enter_context(node)
+    data = open_data(
         config.training,
         config.validation,
         hf_assets_path=config.model.hf_assets_path,
@@ -177,7 +181,12 @@ def _build_data(config: Config, spec: ModelSpec, mesh: Mesh) -> OpenedData:
         seed=config.debug.seed or 0,
         document_mask=spec.document_mask,
         pin_memory=mesh.device.pin_memory,
+        node=node,
     )
+    stack.callback(data.loader.close)
+    if node is not None:
+        stack.callback(node.stop)
+    return data
 
 
 def _open_metrics(

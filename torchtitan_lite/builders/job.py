@@ -16,9 +16,14 @@ from torch import nn
 from torchtitan_lite.anomalies import AnomalyDetector
 from torchtitan_lite.builders.model import model_on_meta
 from torchtitan_lite.builders.state import RestoredState
-from torchtitan_lite.checkpoint import RunHistory, shared_run_id
+from torchtitan_lite.checkpoint import (
+    RunHistory,
+    replica_run_id,
+    run_on_all_ranks,
+    shared_run_id,
+)
 from torchtitan_lite.config import Config, config_fingerprint
-from torchtitan_lite.data import OpenedData
+from torchtitan_lite.data import OpenedData, batch_sizes
 from torchtitan_lite.debug import (
     ScheduleInside,
     StepTrace,
@@ -39,6 +44,7 @@ from torchtitan_lite.metrics import GoodputTracker, Metrics
 from torchtitan_lite.metrics.garbage import ScheduledGarbageCollection
 from torchtitan_lite.metrics.profiler import StepProfiler
 from torchtitan_lite.metrics.sample_ledger import NoLedger, SampleLedger, StepLedger
+from torchtitan_lite.models import recorded_dims
 from torchtitan_lite.output_files import OutputFaults
 from torchtitan_lite.outputs import sample_ledger
 from torchtitan_lite.parallel import build_pipeline_schedule
@@ -46,14 +52,18 @@ from torchtitan_lite.parallel.expert import RouterBalance, routers_of
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
 from torchtitan_lite.phases import Phases
 from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.publish.publisher import Publisher, describe_model, published_tensors
+from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.replica import Replicas, SingleReplica
-from torchtitan_lite.spec import ModelSpec, PipelineSchedule
+from torchtitan_lite.rpc.authentication import TOKEN
+from torchtitan_lite.schema.training import CROSS_ENTROPY
+from torchtitan_lite.spec import MicrobatchLoss, ModelSpec, PipelineSchedule
 from torchtitan_lite.step.monitor import StepMonitor
 from torchtitan_lite.step.replay import TOLERANCE, Replay
 from torchtitan_lite.step.work_times import WorkTimes
 from torchtitan_lite.text_generator import TextGenerator
 from torchtitan_lite.train_state import TrainState
-from torchtitan_lite.trainer import Hook, Job
+from torchtitan_lite.trainer import Hook, Job, StepReport
 
 StepContext = Callable[[int], AbstractContextManager[object]]
 
@@ -97,9 +107,6 @@ def build_job(
         folder=folder,
         faults=faults,
     )
-    global_batch_size = training.global_batch_size
-    if global_batch_size == -1:
-        global_batch_size = training.local_batch_size * mesh.degrees.batch
     local_batch_size = training.local_batch_size
     if mesh.degrees.pp > 1:
         local_batch_size = config.parallelism.pipeline_parallel_microbatch_size
@@ -117,7 +124,7 @@ def build_job(
         ledger=_open_ledger(config, mesh, restored, folder, stack, faults),
         stop=stop,
         steps=training.steps,
-        global_batch_size=global_batch_size,
+        batch_sizes=batch_sizes(training, mesh.degrees.batch),
         local_batch_size=local_batch_size,
         seq_len=training.seq_len,
         max_norm=training.max_norm,
@@ -133,12 +140,24 @@ def _build_schedule(
     return build_pipeline_schedule(
         parts,
         spec,
-        cross_entropy(logits_per_chunk=mesh.device.logits_per_chunk, compile_backend=loss_backend),
+        cross_entropy(
+            logits_per_chunk=mesh.device.logits_per_chunk,
+            compile_backend=loss_backend,
+            z_loss_weight=config.training.z_loss_weight,
+        ),
         mesh,
         config.parallelism,
         hidden_dtype=compute_dtype_of(config.training, mesh.device),
         is_compiled=config.compile.covers("model"),
+        training_loss=_registered_loss(config),
     )
+
+
+def _registered_loss(config: Config) -> MicrobatchLoss | None:
+    """Create the loss that `training.loss` names; None for cross entropy."""
+    if config.training.loss == CROSS_ENTROPY:
+        return None
+    return REGISTRY.losses[config.training.loss](config)
 
 
 def _debug_schedule(
@@ -220,8 +239,42 @@ def _build_hooks(
         )
         stack.enter_context(profiler)
         hooks.append(lambda state, report: profiler.step(report.number))
+    if config.publish.enable:
+        hooks.append(_publish_hook(config, stack, spec=spec, state=state, mesh=mesh, folder=folder))
     context = HookContext(config=config, mesh=mesh, spec=spec, metrics=metrics, folder=folder)
     return [*hooks, *registered_hooks(context)]
+
+
+def _publish_hook(
+    config: Config,
+    stack: ExitStack,
+    *,
+    spec: ModelSpec,
+    state: TrainState,
+    mesh: Mesh,
+    folder: Path,
+) -> Hook:
+    run_id = run_on_all_ranks(lambda: shared_run_id(Path(config.job.dump_folder)))
+    if config.fault_tolerance.enable:
+        run_id = replica_run_id(run_id, config.fault_tolerance.replica_id)
+    publisher = Publisher(
+        config.publish,
+        published_tensors(state.model),
+        mesh,
+        run_id=run_id,
+        folder=folder,
+        model=describe_model(spec, recorded_dims(config.model)),
+        secret=os.environ.get(TOKEN, ""),
+    )
+    stack.callback(publisher.close)
+    if config.publish.at_start:
+        publisher.publish(state.step, published_tensors(state.model))
+
+    def hook(state: TrainState, report: StepReport) -> None:
+        if report.committed:
+            publisher.after_step(state.step, published_tensors(state.model))
+
+    return hook
 
 
 def _open_ledger(

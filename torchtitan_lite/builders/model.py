@@ -9,15 +9,16 @@ import torch
 from torch import nn
 
 from torchtitan_lite.config import Config
+from torchtitan_lite.config.trained_model import trained_spec
 from torchtitan_lite.device import Device
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.models import model_spec
-from torchtitan_lite.nn.attention import Attention
+from torchtitan_lite.nn.attention import Attention, AttentionMask, Causal
+from torchtitan_lite.nn.attention_sinks import SinkKernel
 from torchtitan_lite.nn.initialize import allocate_memory, initialize, on_meta
 from torchtitan_lite.parallel import parallelize
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
-from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages
+from torchtitan_lite.parallel.pipeline_stages import keep_only, plan_stages, stage_modules
 from torchtitan_lite.parallel.tensor import check_plan
 from torchtitan_lite.spec import ModelSpec
 
@@ -28,19 +29,29 @@ _MIN_FLEX_HEAD_DIM = 16
 def spec_on_device(config: Config, device: Device) -> ModelSpec:
     """Return the model with the attention kernel for this device, unless one is configured.
 
-    With a mask in memory and grouped heads, torch's attention materializes all scores of a GPU, so
-    a document mask takes FlexAttention there.
+    With a mask in memory and grouped heads, torch's attention materializes all scores of a GPU, and
+    so does attention with sinks, so that documents, windows, chunks and sinks take FlexAttention
+    there.
     """
-    spec = model_spec(config.model)
+    spec = trained_spec(config)
     is_chosen = config.model.attention_backend != "auto" or config.debug.trace_communication
-    if device.kind != "cuda" or is_chosen or not spec.document_mask:
+    if device.kind != "cuda" or is_chosen:
         return spec
-    modules = model_on_meta(config, spec).modules()
+    modules = list(model_on_meta(config, spec).modules())
+    if not (spec.document_mask or any(map(_needs_scores, modules))):
+        return spec
     head_dims = [module.head_dim for module in modules if isinstance(module, Attention)]
     is_wide = compute_dtype_of(config.training, device).itemsize > torch.float32.itemsize
     if is_wide or min(head_dims, default=0) < _MIN_FLEX_HEAD_DIM:
         return spec
-    return model_spec(config.model.model_copy(update={"attention_backend": "flex"}))
+    model = config.model.model_copy(update={"attention_backend": "flex"})
+    return trained_spec(config.model_copy(update={"model": model}))
+
+
+def _needs_scores(module: nn.Module) -> bool:
+    """Whether torch's attention would materialize scores for this part of a model on a GPU."""
+    is_masked = isinstance(module, AttentionMask) and module.kind != Causal()
+    return is_masked or isinstance(module, SinkKernel)
 
 
 def build_model(
@@ -78,7 +89,7 @@ def parallelized_parts(
     parts = []
     for stage in plan.of_rank(mesh.device_mesh.get_local_rank("pp")):
         part = model_on_meta(config, spec)
-        units = plan.modules[stage]
+        units = stage_modules(plan, spec, stage)
         keep_only(part, spec, units if kept is None else kept(units))
         _parallelize(part, config, spec, mesh)
         parts.append(part)
@@ -107,5 +118,5 @@ def _parallelize(model: nn.Module, config: Config, spec: ModelSpec, mesh: Mesh) 
         precision=config.training,
         checkpointing=config.activation_checkpoint,
         compilation=config.compile,
-        quantization=config.quantize.linear.float8 if config.model.converters else None,
+        quantization=config.quantize.linear.float8 if config.model.uses_float8 else None,
     )

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from torchtitan_lite.checkpoint import CheckpointManager
+from torchtitan_lite.checkpoint import CheckpointManager, FrozenBase, load_base
 from torchtitan_lite.checkpoint.hugging_face import save_assets
 from torchtitan_lite.config import Config, to_record
 from torchtitan_lite.data import OpenedData
 from torchtitan_lite.launcher.supervised import announce
+from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.models import model_spec, recorded_dims
 from torchtitan_lite.optim import build_lr_scheduler, build_optimizer
 from torchtitan_lite.spec import ModelSpec
-from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.train_state import TrainState, frozen_tensors
 
 if TYPE_CHECKING:
     from torchtitan_lite.replica.semi_synchronous import Averaging
@@ -45,13 +47,23 @@ def build_state(
 ) -> RestoredState:
     """Build the state around this rank's `model`, and restore the newest one. Every rank must call
     it; the caller closes `checkpoints`. Raises as `CheckpointManager.restore` does."""
+    checkpoint = config.checkpoint
+    base = None
+    if config.model.uses_lora:
+        announce("loading frozen weights")
+        base = _load_base(config, spec, model, mesh)
+        # The rest of the state has another origin.
+        checkpoint = checkpoint.model_copy(update={"initial_load_path": None})
     state = TrainState(
         model=model,
-        optimizer=build_optimizer(config.optimizer, model, spec.no_decay, mesh.device),
+        optimizer=build_optimizer(
+            config.optimizer, model, spec.no_decay, mesh.device, no_muon=spec.muon_exclusions
+        ),
         lr_scheduler=build_lr_scheduler(
             config.lr_scheduler, config.optimizer, config.training.steps
         ),
         loader=data.loader,
+        base=base,
     )
     fault_tolerance = config.fault_tolerance
     averaging = None
@@ -62,7 +74,7 @@ def build_state(
         averaging = Averaging(fault_tolerance, model)
         state.outer = averaging
     checkpoints = CheckpointManager(
-        config.checkpoint,
+        checkpoint,
         dump_folder=Path(config.job.dump_folder),
         state=state,
         mesh=mesh,
@@ -85,3 +97,23 @@ def build_state(
     return RestoredState(
         state=state, checkpoints=checkpoints, averaging=averaging, restored_from=restored_from
     )
+
+
+def _load_base(config: Config, spec: ModelSpec, model: nn.Module, mesh: Mesh) -> FrozenBase:
+    """Load the frozen weights under the adapters of this rank's `model`. Every rank must call
+    it."""
+    path, base = config.checkpoint.initial_load_path, model_spec(config.model)
+    assert path is not None
+    loaded = load_base(
+        path,
+        frozen_tensors(model),
+        base,
+        mesh,
+        dims=recorded_dims(config.model),
+        scale=config.lora.scale,
+    )
+    num_params, num_frozen = (one.cost(config.training.seq_len).num_params for one in (spec, base))
+    logger.info(
+        "Adapters have %s of %s parameters.", f"{num_params - num_frozen:,}", f"{num_params:,}"
+    )
+    return loaded

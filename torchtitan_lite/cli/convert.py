@@ -20,9 +20,15 @@ from rich.progress import (
 )
 from torch import nn
 
-from torchtitan_lite.checkpoint import StoredSnapshot, reject_external
+from torchtitan_lite.checkpoint import (
+    StoredSnapshot,
+    adapted_layers,
+    open_merged,
+    reject_external,
+)
 from torchtitan_lite.checkpoint.hugging_face import (
     BLOCK_BYTES,
+    AdapterExport,
     HuggingFaceExport,
     HuggingFaceImport,
     HuggingFaceSnapshot,
@@ -59,6 +65,8 @@ def from_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int
     except (UserError, OSError) as error:
         logger.error("%s", error)
         return 1
+    if ignored := conversion.source.ignored:
+        logger.info("%d tensors were not imported, such as %s.", len(ignored), ignored[0])
     print(f"{conversion.where}: {len(conversion.source.tensors)} tensors, weights only.")
     return 0
 
@@ -74,6 +82,8 @@ def _prepare(options: argparse.Namespace) -> HuggingFaceImport:
     # Assets are read from a local folder, so they cannot be in an object store.
     assets = None if "://" in options.out_dir else local_path(options.out_dir) / "assets"
     model = hugging_face_model(read_config(storage, name), str(assets or folder))
+    if options.mtp_depth:
+        model = model.model_copy(update={"mtp_depth": options.mtp_depth})
     return HuggingFaceImport(
         source=HuggingFaceSnapshot(storage, name, model_spec(model), block_bytes=BLOCK_BYTES),
         storage=open_storage(options.out_dir),
@@ -87,20 +97,8 @@ def to_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
     """Convert a checkpoint to a Hugging Face folder. Returns the exit status."""
     configure_logging()
     try:
-        source, config = _open_step(options.checkpoint)
-        spec = model_spec(config.model)
-        weights = Weights(snapshot=source, spec=spec, config=config)
-        assets = options.assets or _tokenizer_folder(weights)
-        conversion = HuggingFaceExport(
-            source,
-            options.out_dir,
-            spec,
-            dtype=_dtype(options),
-            max_shard_bytes=options.max_shard_size,
-            assets=assets,
-            special_ids=special_ids(assets),
-            drop_expert_bias=options.drop_expert_bias,
-        )
+        source, config = _open_step(options.checkpoint, ema=options.ema)
+        conversion = _export(source, config, options)
         check_disk_space(options.out_dir, conversion.num_bytes_left)
         copied = _run_with_bar(
             conversion.num_bytes,
@@ -116,6 +114,42 @@ def to_hugging_face(options: argparse.Namespace, others: Sequence[str]) -> int:
         )
     print(f"{options.out_dir}: {conversion.num_bytes / 1e6:.1f} MB of weights.")
     return 0
+
+
+def _export(
+    source: StoredSnapshot, config: Config, options: argparse.Namespace
+) -> HuggingFaceExport | AdapterExport:
+    """Prepare the export of all weights, of adapters alone, or of both merged."""
+    has_adapters = bool(adapted_layers(source))
+    asked = " and ".join(
+        name for name, given in (("--merge", options.merge), ("--base", options.base)) if given
+    )
+    if asked and not has_adapters:
+        raise CheckpointError(
+            f"{asked}: {source.where} holds no adapters, but all weights. Leave it out."
+        )
+    if options.base and not options.merge:
+        raise CheckpointError(
+            "--base is where the weights are that --merge adds adapters to. Give both."
+        )
+    spec = model_spec(config.model)
+    weights = Weights(snapshot=source, spec=spec, config=config)
+    assets = options.assets or _tokenizer_folder(weights)
+    if has_adapters and not options.merge:
+        return AdapterExport(
+            source, options.out_dir, spec, config.lora, dtype=_dtype(options), assets=assets
+        )
+    whole = open_merged(source, spec, options.base) if has_adapters else source
+    return HuggingFaceExport(
+        whole,
+        options.out_dir,
+        spec,
+        dtype=_dtype(options),
+        max_shard_bytes=options.max_shard_size,
+        assets=assets,
+        special_ids=special_ids(assets),
+        drop_expert_bias=options.drop_expert_bias,
+    )
 
 
 def _tokenizer_folder(weights: Weights) -> Path | None:
@@ -161,6 +195,11 @@ def to_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
     configure_logging()
     try:
         source, config = _open_step(options.checkpoint, needs_flavor=True)
+        if adapted_layers(source):
+            raise CheckpointError(
+                f"{source.where} holds adapters alone, for which torchtitan's checkpoints have no "
+                "names here. Export them: torchtitan-lite convert to-hf."
+            )
         number = convert_to_dcp(
             source,
             options.out_dir,
@@ -175,12 +214,14 @@ def to_dcp(options: argparse.Namespace, others: Sequence[str]) -> int:
     return 0
 
 
-def _open_step(path: str, *, needs_flavor: bool = False) -> tuple[StoredSnapshot, Config]:
-    """Open the checkpoint of a step, with the configuration that it records. Raises as
-    `run_config`."""
+def _open_step(
+    path: str, *, needs_flavor: bool = False, ema: bool = False
+) -> tuple[StoredSnapshot, Config]:
+    """Open the checkpoint of a step, with the configuration that it records; with `ema`, the moving
+    average of its weights. Raises as `run_config`."""
     storage, name = open_parent_storage(path)
     reject_external(storage, name)
-    source = StoredSnapshot(storage, name)
+    source = StoredSnapshot(storage, name, ema=ema)
     return source, run_config(source, needs_flavor=needs_flavor)
 
 
@@ -216,11 +257,20 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 def _param_group(source: StoredSnapshot, config: Config) -> dict[str, Any]:
     """Return the parameter group of torch's optimizer, with the learning rate of the next step.
-    torchtitan has one weight decay for all parameters."""
+    torchtitan has one weight decay for all parameters. Raises CheckpointError for the state of
+    Muon and AdamW, because torchtitan has one optimizer for all parameters, too."""
+    if config.optimizer.name == "Muon":
+        if source.saved.model_only:
+            return {}
+        raise CheckpointError(
+            'The checkpoint has the state of optimizer.name = "Muon", for which torchtitan has no '
+            "form. Convert the weights alone: torchtitan-lite convert to-hf."
+        )
     optimizer = build_optimizer(
         config.optimizer, nn.Linear(1, 1, bias=False), (), detect_device("cpu")
     )
-    (group,) = optimizer.inner.param_groups
+    (inner,) = optimizer.inner
+    (group,) = inner.param_groups
     saved = source.saved.values.get("lr_scheduler")
     schedule = (
         WarmupStableDecay(**saved)

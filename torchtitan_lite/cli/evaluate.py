@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
 def evaluate(options: argparse.Namespace, others: Sequence[str], world: Mesh) -> dict[str, Any]:
     """Compute loss, perplexity and speed, on every rank; `others` are overrides as for `train`.
     Every rank must call it."""
-    weights = open_weights(options.checkpoint, world)
+    weights = open_weights(options.checkpoint, world, ema=options.ema)
     config = _config(weights, options, others)
     check_against(config, world.world_size)
     mesh = world.with_degrees(resolve_degrees(config.parallelism, world.world_size))
@@ -143,7 +143,7 @@ def _config(weights: Weights, options: argparse.Namespace, others: Sequence[str]
         "debug": {"seed": run.debug.seed},
     }
     if not _names_data(options, others):
-        batch = {"local_batch_size", "global_batch_size"}
+        batch = {"local_batch_size", "global_batch_size", "batch_size_warmup"}
         data_keys = DataConfig.model_fields.keys() - batch
         tables["training"] |= _part_of(run.training.model_dump(), data_keys)
         changes = {"enable": True, "samples": 0, "steps": -1}

@@ -2,17 +2,19 @@
 
 import argparse
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import nn
 
 from torchtitan_lite.data.tokenizer import check_vocab_size
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import UserError
-from torchtitan_lite.host_collectives import all_gather_bytes
+from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints
 from torchtitan_lite.inference import (
     BatchGenerator,
     Prompt,
@@ -25,10 +27,16 @@ from torchtitan_lite.inference import (
     stop_ids,
     tokenizer_of,
 )
-from torchtitan_lite.log import configure_logging, log_once
+from torchtitan_lite.log import configure_logging, log_once, logger
 from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.publish import Subscriber, Target
+from torchtitan_lite.rpc.authentication import TOKEN
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.train_state import model_tensors
+
+_MAX_WAIT_S = 60
+"""Limit of the wait for the next version."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +64,22 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
     configure_logging()
     try:
         with start_mesh(ParallelismConfig(), CommConfig(), detect_device(options.device)) as mesh:
-            texts, seconds = generate(options, mesh)
-            if mesh.is_leader:
-                _print(options, texts, seconds)
+            for texts, seconds in generate(options, mesh):
+                if mesh.is_leader:
+                    _print(options, texts, seconds)
     except (UserError, OSError) as error:
         log_once(error)
         return 1
     return 0
 
 
-def generate(options: argparse.Namespace, world: Mesh) -> tuple[list[Text], float]:
-    """Return the text of each prompt, on every rank, and the seconds it took after the model was
-    loaded. Every rank must call it."""
+def generate(options: argparse.Namespace, world: Mesh) -> Iterator[tuple[list[Text], float]]:
+    """Yield the text of each prompt, on every rank, and the seconds it took after the model was
+    loaded: once, or with each version of the weights to which `options` subscribe. Every rank must
+    call it."""
     sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
     requested = [prompt for prompt in _prompts(options) for _ in range(options.num_samples)]
-    weights = open_weights(options.checkpoint, world)
+    weights = open_weights(options.checkpoint, world, ema=options.ema)
     files = tokenizer_of(weights, options.tokenizer)
     tokenizer = files.load()
     check_vocab_size(files.folder, tokenizer.vocab_size, weights.spec.vocab_size)
@@ -82,36 +91,69 @@ def generate(options: argparse.Namespace, world: Mesh) -> tuple[list[Text], floa
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     model, mesh = serve(weights, world, dtype=dtype, tensor_parallel=options.tensor_parallel)
     generator = BatchGenerator(model, weights.spec, mesh)
-    on_token, stream = _ignore, None
-    if len(requested) == 1 and mesh.is_leader:
-        # A single text is streamed.
-        stream = TextStream(tokenizer, sys.stdout)
-        sys.stdout.write(requested[0])
-        on_token = _streamed(stream)
-    own = slice(mesh.batch_rank, None, mesh.degrees.batch)
-    begin = time.perf_counter()
-    results = generator.generate(
-        prompts[own],
-        max_new_tokens=options.max_new_tokens,
-        sampling=sampling,
-        stop_ids=stop_ids(tokenizer, files.folder),
-        on_token=on_token,
-    )
-    world.barrier()
-    seconds = time.perf_counter() - begin
-    if stream is not None:
-        stream.close()
-    texts = [
-        asdict(Text(text, tokenizer.decode(one.ids), one.ids, "stop" if one.stopped else "length"))
-        for text, one in zip(requested[own], results, strict=True)
-    ]
-    is_first = mesh.device_mesh.get_local_rank("tp") == 0
-    gathered = all_gather_bytes(json.dumps(texts).encode() if is_first else b"")
-    copies = [json.loads(text) for text in gathered if text]
-    return [
-        Text(**copies[number % len(copies)][number // len(copies)])
-        for number in range(len(requested))
-    ], seconds
+
+    def texts() -> tuple[list[Text], float]:
+        on_token, stream = _ignore, None
+        if len(requested) == 1 and mesh.is_leader:
+            # A single text is streamed.
+            stream = TextStream(tokenizer, sys.stdout)
+            sys.stdout.write(requested[0])
+            on_token = _streamed(stream)
+        own = slice(mesh.batch_rank, None, mesh.degrees.batch)
+        begin = time.perf_counter()
+        results = generator.generate(
+            prompts[own],
+            max_new_tokens=options.max_new_tokens,
+            sampling=sampling,
+            stop_ids=stop_ids(tokenizer, files.folder),
+            on_token=on_token,
+        )
+        world.barrier()
+        seconds = time.perf_counter() - begin
+        if stream is not None:
+            stream.close()
+        own_texts = [
+            asdict(
+                Text(text, tokenizer.decode(one.ids), one.ids, "stop" if one.stopped else "length")
+            )
+            for text, one in zip(requested[own], results, strict=True)
+        ]
+        is_first = mesh.device_mesh.get_local_rank("tp") == 0
+        gathered = all_gather_bytes(json.dumps(own_texts).encode() if is_first else b"")
+        copies = [json.loads(text) for text in gathered if text]
+        return [
+            Text(**copies[number % len(copies)][number // len(copies)])
+            for number in range(len(requested))
+        ], seconds
+
+    for _ in _versions(options, model, mesh):
+        yield texts()
+
+
+def _versions(options: argparse.Namespace, model: nn.Module, mesh: Mesh) -> Iterator[int]:
+    """Yield once the model holds another version of the weights, which does not change until the
+    next one is asked for: texts are generated by one version. Without a subscription, yield 0, the
+    weights of the checkpoint."""
+    if options.subscribe is None:
+        yield 0
+        return
+    with Subscriber(options.subscribe, secret=os.environ.get(TOKEN, "")) as subscriber:
+        held = {
+            name.removeprefix("model."): mesh.to_dtensor(tensor)
+            for name, tensor in model_tensors(model).items()
+        }
+        subscription = subscriber.subscribe(Target(name, tensor) for name, tensor in held.items())
+        num_versions = 0
+        while options.versions is None or num_versions < options.versions:
+            update = subscription.update(
+                timeout_s=_MAX_WAIT_S, agree=lambda number: min(all_gather_ints(number))
+            )
+            if update is None:
+                logger.info("No further version within %d s.", _MAX_WAIT_S)
+                return
+            num_versions += 1
+            logger.info("Version %d, received in %.3f s", update.version, update.seconds)
+            yield update.version
 
 
 def _ignore(number: int, token: int) -> None:

@@ -27,6 +27,7 @@ def run(options: argparse.Namespace, others: Sequence[str]) -> int:
             others,
             num_replicas=options.replicas,
             ranks=ranks,
+            num_spares=options.spares,
             slots_file=options.slots_file,
             regrow_after_s=options.regrow_after_s,
             lighthouse=options.lighthouse,
@@ -90,6 +91,7 @@ def _check(options: argparse.Namespace, ranks: Sequence[int]) -> None:
         raise ConfigError(f"The launcher needs Linux, but this is {sys.platform}.")
     minimums = {
         "replicas": 1,
+        "spares": 0,
         "min_replicas": 1,
         "max_restarts": 0,
         "grace_s": 0,

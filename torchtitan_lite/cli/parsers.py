@@ -43,9 +43,11 @@ def parser() -> Parser:
     top.add_argument("--version", action="store_true", help="print the versions and exit")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     _train(commands)
+    _resize(commands)
     _rendezvous(commands)
     _launch(commands)
     _generate(commands)
+    _subscribe(commands)
     _evaluate(commands)
     _convert(commands)
     _estimate(commands)
@@ -105,6 +107,32 @@ def _train(commands) -> None:
     train.add_argument("--config", metavar="FILE", help="the TOML file")
 
 
+def _resize(commands) -> None:
+    resize = _add(
+        commands,
+        "resize",
+        "Change the number of ranks or the mesh of a live run, without a restart.",
+        "torchtitan-lite resize RUN --nproc N [--parallelism.key value ...]\n\n"
+        "RUN is the output folder of `train --spares K` on this machine. Processes that stay keep\n"
+        "their process ids; the state moves to the new mesh through shared memory. Keys that can\n"
+        "change are those of [parallelism], and training.local_batch_size; omitted ones have the\n"
+        "values with which the run was started. If the new mesh fails before its first step, the\n"
+        "run returns to the former one.",
+        module="resize",
+        passes_on=True,
+    )
+    add = resize.add_argument
+    add("run", type=Path, help="output folder of the run")
+    add("--nproc", type=positive, required=True, help="number of ranks")
+    add(
+        "--timeout",
+        type=positive,
+        default=300,
+        metavar="S",
+        help="seconds to wait for the first step on the new mesh (default: %(default)s)",
+    )
+
+
 def _rendezvous(commands) -> None:
     rendezvous = _add(
         commands,
@@ -132,7 +160,8 @@ def _launch(commands) -> None:
         "Train with several replicas on this machine; a failed one restarts and rejoins.",
         "torchtitan-lite launch --replicas 2 --nproc-per-replica 2 -- --config llama.toml\n\n"
         "Arguments after -- are those of `train`. Each replica is a torchrun of its own; one\n"
-        "whose ranks die or hang is restarted while the others keep training. SIGTERM or Ctrl-C:\n"
+        "whose ranks die or hang is restarted while the others keep training. With --spares, only\n"
+        "the rank that died is replaced, by a process that is ready. SIGTERM or Ctrl-C:\n"
         "all replicas save and leave; a second Ctrl-C kills them. Exit status 0: all replicas\n"
         "finished or left; 1: a replica failed permanently or was killed; 2: invalid command line\n"
         "or config.",
@@ -146,6 +175,13 @@ def _launch(commands) -> None:
         metavar="RANKS",
         help="processes per replica (default 1); 1:4 (from 1 to 4) or 1,2,4: the largest of these "
         "that every replica can have, resized when that changes",
+    )
+    add(
+        "--spares",
+        type=int,
+        default=0,
+        help="spare processes per replica, which have imported everything; one takes the place of "
+        "a rank that dies or hangs, and the other ranks keep their processes (default 0)",
     )
     add(
         "--slots-file",
@@ -201,6 +237,7 @@ def _generate(commands) -> None:
     )
     add = generate.add_argument
     add("checkpoint", help="folder of a step, folder of steps, or Hugging Face folder")
+    _add_ema(generate)
     add("--prompt", action="append", default=[], help="start of a text; several make a batch")
     add("--prompt-file", type=Path, help="file with one prompt per line")
     add("--max-new-tokens", type=positive, default=128, help="default: %(default)s")
@@ -226,7 +263,38 @@ def _generate(commands) -> None:
     )
     add("--tokenizer", help="folder of tokenizer.json (default: that of the checkpoint's run)")
     add("--json", type=Path, help="also write prompts, texts and ids to this file")
+    add(
+        "--subscribe",
+        metavar="SOURCE",
+        help="generate again with each version of the weights that a run publishes: its output "
+        "folder, or the URL of its first rank",
+    )
+    add("--versions", type=positive, help="with --subscribe: end after so many versions")
     _add_custom_import(generate)
+
+
+def _subscribe(commands) -> None:
+    subscribe = _add(
+        commands,
+        "subscribe",
+        "Receive the weights of a running training job as they change.",
+        "torchtitan-lite subscribe SOURCE [--out FOLDER] [--versions N]\n\n"
+        "SOURCE is the output folder of a run with --publish.enable, or the URL of its\n"
+        "first rank. Each version that arrives is one line; with --out it is also written to\n"
+        "FOLDER/version-N, a Hugging Face folder, which appears once it is complete.",
+        module="subscribe",
+    )
+    add = subscribe.add_argument
+    add("source", help="output folder of the run, or http://HOST:PORT of its first rank")
+    add("--out", type=Path, help="write each version as a Hugging Face folder below this one")
+    add("--keep", type=positive, default=2, help="versions to keep in --out (default: %(default)s)")
+    add("--versions", type=positive, help="end after so many versions (default: with the run)")
+    add(
+        "--timeout",
+        type=positive,
+        default=60,
+        help="end if no version arrives for so many seconds (default: %(default)s)",
+    )
 
 
 def _evaluate(commands) -> None:
@@ -245,6 +313,7 @@ def _evaluate(commands) -> None:
     )
     add = evaluate.add_argument
     add("checkpoint", help="folder of a step, folder of steps, or Hugging Face folder")
+    _add_ema(evaluate)
     add("--dataset", help='such as "python_stdlib", "c4_validation", or a name on the hub')
     add("--dataset-path", help="a local file, folder or glob")
     add("--dataset-config", help="configuration (subset) of a data set on the hub")
@@ -289,6 +358,14 @@ def _convert(commands) -> None:
     )
     from_hf.add_argument("hf_dir", type=local_path, help="the folder with config.json")
     from_hf.add_argument("out_dir", help="folder or URL in which step-0 is written")
+    from_hf.add_argument(
+        "--mtp-depth",
+        type=int,
+        default=0,
+        metavar="N",
+        help="import N layers of multi-token prediction too (default: 0), for runs with "
+        "model.mtp_depth = N",
+    )
     _add_conversion(from_hf)
     to_hf = _add(
         kinds,
@@ -302,12 +379,22 @@ def _convert(commands) -> None:
     )
     to_hf.add_argument("checkpoint", help='folder of a step, such as ".../step-1000"')
     to_hf.add_argument("out_dir", type=local_path, help="a folder that does not exist yet")
+    _add_ema(to_hf)
     to_hf.add_argument("--max-shard-size", type=size, default="5GB", help="(default: 5GB)")
     to_hf.add_argument("--assets", type=local_path, help="folder with the tokenizer's files")
     to_hf.add_argument(
         "--drop-expert-bias",
         action="store_true",
         help="omit the bias that balances the experts, which transformers does not have",
+    )
+    to_hf.add_argument(
+        "--merge",
+        action="store_true",
+        help="merge adapters (LoRA) into the weights that they were trained with; by default they "
+        "are written alone, as PEFT loads them",
+    )
+    to_hf.add_argument(
+        "--base", metavar="DIR", help="where these weights are now, if they were moved"
     )
     _add_conversion(to_hf)
     from_dcp = _add(
@@ -491,6 +578,14 @@ def _add_custom_import(parser: Parser) -> None:
         metavar="MODULE",
         help="module that registers the model family, as experimental.custom_import; the name that "
         "a checkpoint records is not imported",
+    )
+
+
+def _add_ema(parser: Parser) -> None:
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="use the moving average of the weights (optimizer.ema_decay)",
     )
 
 

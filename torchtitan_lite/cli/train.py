@@ -18,19 +18,20 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_lite.config import Config, parse_command_line
+from torchtitan_lite.config import Config, check_live_resize, parse_command_line
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher.heartbeat import report_early_stop
 from torchtitan_lite.launcher.processes import die_with_parent
-from torchtitan_lite.launcher.supervised import is_restarted
 from torchtitan_lite.log import configure_logging, log_once, logger
 from torchtitan_lite.network import address_for_others, names_loopback
 from torchtitan_lite.standard_streams import make_streams_patient
 
 if TYPE_CHECKING:
+    from torchtitan_lite.preemption import StopRequest
     from torchtitan_lite.rank_recovery.worker import Recovery
-    from torchtitan_lite.trainer import Job
+    from torchtitan_lite.train_state import TrainState
+    from torchtitan_lite.trainer import Job, StepReport
 
 _PARENT = "TORCHTITAN_LITE_PARENT_PID"
 """Environment variable: the process of --nproc; its ranks die with it."""
@@ -54,10 +55,9 @@ def train(argv: Sequence[str]) -> int:
         if "RANK" in os.environ or is_alone:
             return train_rank(arguments)
         config, _ = _checked(arguments, options.num_ranks * options.num_machines)
-        if (options.num_spares or options.endpoint) and config.fault_tolerance.enable:
+        if options.endpoint and config.fault_tolerance.enable:
             raise ConfigError(
-                "--spares and --rdzv-endpoint are not supported together with "
-                "fault_tolerance.enable: omit them, and a dead rank restarts its replica."
+                "--rdzv-endpoint is not supported together with fault_tolerance.enable: omit one."
             )
         if options.endpoint:
             return _train_on_machines(arguments, options, config)
@@ -65,7 +65,7 @@ def train(argv: Sequence[str]) -> int:
         log_once(error)
         return error.exit_status
     if options.num_spares:
-        return _train_with_spares(arguments, options.num_ranks, options.num_spares)
+        return _train_with_spares(arguments, options.num_ranks, options.num_spares, config)
     return _train_ranks(arguments, options.num_ranks, config)
 
 
@@ -96,18 +96,18 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
         from torchtitan_lite.trainer import train as train_job
 
         device = detect_device(config.job.device)
-        stop = StopRequest()
+        stop = StopRequest() if recovery is None else StopRequest(lambda: recovery.is_leaving)
         with (
             start_mesh(config.parallelism, config.comm, device, config.job.dump_folder) as mesh,
             recovery.report_failure() if recovery else nullcontext(),
             build(config, mesh, stop) as built,
             stop_on_signals(stop),
         ):
-            if recovery is None or not is_restarted():
+            if recovery is None or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 print_start(built, config)
             interruptible = recovery.interruptible() if recovery else nullcontext()
             with report_at_exit(built), interruptible:
-                finished = train_job(_reporting(built.job, recovery))
+                finished = train_job(_reporting(built.job, recovery, stop))
             if not finished:
                 report_early_stop()
             print_end(built, config, argv, finished=finished)
@@ -121,11 +121,18 @@ def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
     return 0
 
 
-def _reporting(job: "Job", recovery: "Recovery | None") -> "Job":
-    """Return the job with a hook that reports its first step to the agent, if there is one."""
+def _reporting(job: "Job", recovery: "Recovery | None", stop: "StopRequest") -> "Job":
+    """Return the job with a hook that reports its first step to the agent, if there is one, and
+    leaves the training if the agent orders it."""
     if recovery is None:
         return job
-    return replace(job, hooks=[*job.hooks, lambda state, report: recovery.step_committed()])
+
+    def hook(state: "TrainState", report: "StepReport") -> None:
+        recovery.step_committed()
+        if report.stop_requested:
+            recovery.leave_after_stop(lambda: stop.was_signaled)
+
+    return replace(job, hooks=[*job.hooks, hook])
 
 
 def _serve(argv: Sequence[str]) -> int:
@@ -133,7 +140,9 @@ def _serve(argv: Sequence[str]) -> int:
     _die_with_nproc()
     from torchtitan_lite.rank_recovery.worker import serve
 
-    return serve(lambda recovery: train_rank(argv, recovery), _import_training)
+    return serve(
+        lambda recovery, changed: train_rank([*argv, *changed], recovery), _import_training
+    )
 
 
 def _import_training() -> None:
@@ -274,17 +283,17 @@ def _die_with_nproc() -> None:
 def _train_ranks(arguments: Sequence[str], num_processes: int, config: Config) -> int:
     """Start the ranks, forward signals to them, and return the exit status of the first that
     failed, or 0."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.multiprocessing import (
         DefaultLogsSpecs,
         PContext,
         start_processes,
     )
 
+    from torchtitan_lite.stores import listening_store
+
     # torch logs each forwarded signal, and each failure as a table.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # Port 0: the kernel chooses a free one, which stays bound until the ranks connect.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = listening_store("127.0.0.1")
     command = ("-m", "torchtitan_lite", "train", *arguments)
     # torch would replace the handlers by ones that raise.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "NONE"
@@ -318,11 +327,18 @@ def _train_ranks(arguments: Sequence[str], num_processes: int, config: Config) -
     return first.exitcode if first.exitcode > 0 else 1
 
 
-def _train_with_spares(arguments: Sequence[str], num_processes: int, num_spares: int) -> int:
+def _train_with_spares(
+    arguments: Sequence[str], num_processes: int, num_spares: int, config: Config
+) -> int:
     """Start an agent with the ranks and the spares. Returns the exit status."""
     from torchtitan_lite.launcher.restart_policy import RestartPolicy
-    from torchtitan_lite.rank_recovery.agent import RankAgent
+    from torchtitan_lite.rank_recovery.rank_agent import RankAgent
     from torchtitan_lite.rank_recovery.rank_process import RankProcess
+    from torchtitan_lite.rank_recovery.resize_request import RequestInbox, ResizeRequest
+
+    def check_resize(request: ResizeRequest) -> None:
+        resized, _ = _checked([*arguments, *request.arguments], request.num_ranks)
+        check_live_resize(config, resized)
 
     environment = _of_agent()
     with _received_signals() as received:
@@ -330,8 +346,11 @@ def _train_with_spares(arguments: Sequence[str], num_processes: int, num_spares:
             lambda: RankProcess(arguments, environment),
             num_processes,
             num_spares,
-            policy=RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=1.0),
+            # Constant, because an attempt takes seconds anyway, and equal failures end the run.
+            policy=RestartPolicy(_MAX_RESTARTS, first_delay_s=0.1, max_delay_s=0.1),
             requests=received,
+            inbox=RequestInbox(Path(config.job.dump_folder)),
+            check_resize=check_resize,
         )
         agent.run()
     return agent.exit_status

@@ -82,7 +82,8 @@ def _compared(config: Config) -> Iterator[tuple[str, object]]:
     values["debug"]["seed"] = values["debug"]["seed"] or 0
     # Sections added by a user's module may change anything.
     added = sorted(type(config).model_fields.keys() - Config.model_fields.keys())
-    for section in (*_COMPARED_SECTIONS, *added):
+    converters = ("lora",) if config.model.uses_lora else ()
+    for section in (*_COMPARED_SECTIONS, *converters, *added):
         for key, value in values[section].items():
             if key in _MAY_DIFFER.get(section, ()):
                 continue
@@ -100,7 +101,12 @@ def check_rank_counts(config: Config, numbers: Sequence[int]) -> None:
     if len(numbers) == 1:
         check_against(config, numbers[0])
         return
-    problems = list(_resize_problems(config))
+    problems = list(
+        _resize_problems(
+            config,
+            "Replicas that may have another number of ranks (--nproc-per-replica with several)",
+        )
+    )
     for number in numbers:
         try:
             check_against(config, number)
@@ -110,21 +116,51 @@ def check_rank_counts(config: Config, numbers: Sequence[int]) -> None:
         raise config_error(problems)
 
 
-def _resize_problems(config: Config) -> Iterator[str]:
-    subject = "Replicas that may have another number of ranks (--nproc-per-replica with several)"
+def check_live_resize(config: Config, resized: Config) -> None:
+    """Raise ConfigError unless a live run with `config` can continue with `resized`."""
+    subject = "A run that is resized"
+    problems = list(_resize_problems(config, subject))
+    if config.fault_tolerance.enable:
+        problems.append(
+            "Replicas are resized together: start them by `torchtitan-lite launch` with several "
+            "numbers in --nproc-per-replica, and change --slots-file."
+        )
+    if not config.checkpoint.ram_interval:
+        problems.append(
+            f"{subject}: it resumes from snapshots in shared memory. Start it with "
+            "checkpoint.ram_interval = 1."
+        )
+    before, after = config.model_dump(), resized.model_dump()
+    problems += [
+        f"{section}.{key} would change from {value!r} to {after[section][key]!r}, but a resize "
+        "changes [parallelism] and training.local_batch_size only."
+        for section, values in before.items()
+        for key, value in values.items()
+        if after[section][key] != value and not _may_resize(section, key)
+    ]
+    if problems:
+        raise config_error(problems)
+
+
+def _may_resize(section: str, key: str) -> bool:
+    return section == "parallelism" or (section, key) == ("training", "local_batch_size")
+
+
+def _resize_problems(config: Config, subject: str) -> Iterator[str]:
     if config.training.global_batch_size == -1:
         yield (
-            f"{subject} need a global batch that does not depend on it, but "
-            "training.global_batch_size = -1 follows the mesh. Set it to the samples per step."
+            f"{subject}: the global batch must not depend on it, but training.global_batch_size "
+            "= -1 follows the mesh. Set it to the samples per step."
         )
     checkpoint = config.checkpoint
     if not checkpoint.enable or checkpoint.load_only:
         yield (
-            f"{subject} resume from checkpoints. Set checkpoint.enable = true, without load_only."
+            f"{subject}: it must resume from checkpoints. Set checkpoint.enable = true, without "
+            "load_only."
         )
     if checkpoint.load_step >= 0 or checkpoint.exclude_from_loading:
         yield (
-            f"{subject} resume from their newest state, but checkpoint.load_step or "
+            f"{subject}: the newest state must be resumed, but checkpoint.load_step or "
             "exclude_from_loading selects another. Start the run with it once, with one number of "
             "ranks, then without."
         )

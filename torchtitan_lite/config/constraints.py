@@ -19,13 +19,17 @@ from torchtitan_lite.config.mesh_constraints import (
 )
 from torchtitan_lite.config.problems import config_error
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.config.trained_model import trained_spec
 from torchtitan_lite.errors import ConfigError, MeshError
 from torchtitan_lite.mesh import ParallelDims, resolve_degrees
-from torchtitan_lite.models import check_family, model_spec
+from torchtitan_lite.models import check_family
 from torchtitan_lite.optional_dependencies import missing
 from torchtitan_lite.parallel.float8 import unsupported_reason
+from torchtitan_lite.registry import REGISTRY
+from torchtitan_lite.rpc.authentication import TOKEN, secret_problem
 from torchtitan_lite.schema.data import TEXT_DATASETS, CorpusConfig, DataConfig
 from torchtitan_lite.schema.section import toml_literal
+from torchtitan_lite.schema.training import CROSS_ENTROPY
 from torchtitan_lite.schema.validation import ValidationConfig
 from torchtitan_lite.spec import ModelSpec
 
@@ -41,11 +45,15 @@ def check_against(config: Config, world_size: int) -> None:
         problems += _sequence_length(config, spec)
         problems += _attention(config, spec)
         problems += _export(config, spec)
+    problems += _loss(config, spec, degrees)
+    problems += _optimizer(config)
     problems += _compiled(config)
     problems += _traced_step(config)
     problems += _float8(config)
+    problems += _lora(config, spec)
     problems += _device(config)
     problems += _conversations(config)
+    problems += _shuffled_streams(config)
     problems += _validation(config)
     problems += _samples(config)
     problems += _checkpoint(config)
@@ -53,6 +61,7 @@ def check_against(config: Config, world_size: int) -> None:
     problems += _files(config)
     problems += _dump_folder(config)
     problems += _replicas(config)
+    problems += _publish(config)
     problems += semi_sync_problems(config)
     if problems:
         raise config_error(problems)
@@ -90,7 +99,7 @@ def _mesh_and_model(
     except MeshError as error:
         problems.append(str(error))
     try:
-        spec = model_spec(config.model)
+        spec = trained_spec(config)
     except ConfigError as error:
         problems.append(str(error))
     return problems, degrees, spec
@@ -106,8 +115,30 @@ def _sequence_length(config: Config, spec: ModelSpec) -> Iterator[str]:
             )
 
 
+def _loss(config: Config, spec: ModelSpec | None, degrees: ParallelDims | None) -> Iterator[str]:
+    training = config.training
+    if training.loss == CROSS_ENTROPY:
+        return
+    asked = f'training.loss = "{training.loss}"'
+    if training.loss not in REGISTRY.losses:
+        names = ", ".join([CROSS_ENTROPY, *sorted(REGISTRY.losses)])
+        yield (
+            f"{asked} is not one of {names}. Set experimental.custom_import to the module that "
+            "registers it."
+        )
+    if degrees is not None and degrees.pp > 1:
+        yield f"{asked} does not support pipeline_parallel_degree = {degrees.pp}. Set it to 1."
+    if spec is not None and spec.prediction_units:
+        yield f"{asked} does not support multi-token prediction. Set mtp_depth to 0."
+    if training.z_loss_weight:
+        yield (
+            f"{asked} has no z-loss: training.z_loss_weight = {training.z_loss_weight} has no "
+            "effect. Set it to 0."
+        )
+
+
 def _float8(config: Config) -> Iterator[str]:
-    if not config.model.converters:
+    if not config.model.uses_float8:
         return
     problem = unsupported_reason(
         config.quantize.linear.float8,
@@ -116,6 +147,55 @@ def _float8(config: Config) -> Iterator[str]:
     )
     if problem is not None:
         yield f"model.converters = {toml_literal(config.model.converters)}: {problem}."
+
+
+def _lora(config: Config, spec: ModelSpec | None) -> Iterator[str]:
+    given = config.lora
+    if not config.model.uses_lora:
+        asked = [
+            f"lora.{key} = {toml_literal(getattr(given, key))}"
+            for key, field in type(given).model_fields.items()
+            if getattr(given, key) != field.default
+        ]
+        if asked:
+            yield (
+                f"{' and '.join(asked)} {'have' if len(asked) > 1 else 'has'} no effect without "
+                '"lora" in model.converters. Add it, or omit the table [lora].'
+            )
+        return
+    asked = 'model.converters = ["lora"]'
+    if config.model.uses_float8:
+        yield (
+            f"{toml_literal(config.model.converters)} in model.converters: adapters do not support "
+            "float8 linears. Choose one of the two."
+        )
+    if config.checkpoint.initial_load_path is None:
+        yield (
+            f"{asked} trains adapters of given weights, and there are none. Set "
+            "checkpoint.initial_load_path to a Hugging Face folder or a checkpoint."
+        )
+    if not config.checkpoint.initial_load_model_only:
+        yield (
+            f"{asked} loads only the weights of checkpoint.initial_load_path. Set "
+            "checkpoint.initial_load_model_only = true."
+        )
+    if config.optimizer.name == "Muon":
+        yield (
+            f'{asked} and optimizer.name = "Muon": Muon is for the matrices of hidden layers, '
+            'which are frozen. Set optimizer.name = "AdamW".'
+        )
+    if config.fault_tolerance.semi_sync_method is not None:
+        yield (
+            f"{asked} and fault_tolerance.semi_sync_method = "
+            f"{toml_literal(config.fault_tolerance.semi_sync_method)}: only replicas that reduce "
+            "every step support adapters. Leave semi_sync_method out."
+        )
+    moe = None if spec is None else getattr(spec.dims, "moe", None)
+    if moe is not None and moe.bias_update_rate:
+        yield (
+            f"{asked} freezes the biases of routers, and they change by {moe.bias_update_rate} per "
+            "step. Set model.router_bias_update_rate = 0."
+        )
 
 
 def _attention(config: Config, spec: ModelSpec) -> Iterator[str]:
@@ -132,6 +212,26 @@ def _attention(config: Config, spec: ModelSpec) -> Iterator[str]:
         yield (
             "debug.trace_communication = true would run FlexAttention without its compiled kernel, "
             'and report its memory wrongly. Set model.attention_backend = "sdpa" for the trace.'
+        )
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    given = config.optimizer
+    asked = [
+        f"optimizer.{key} = {toml_literal(getattr(given, key))}"
+        for key, field in type(given).model_fields.items()
+        if key.startswith(("muon_", "adamw_")) and getattr(given, key) != field.default
+    ]
+    if asked and given.name != "Muon":
+        yield (
+            f"{' and '.join(asked)} {'have' if len(asked) > 1 else 'has'} no effect while "
+            f'optimizer.name = "{given.name}". Set optimizer.name = "Muon", or leave '
+            f"{'them' if len(asked) > 1 else 'it'} out."
+        )
+    if given.name == "Muon" and given.adamw_lr is not None and not given.lr:
+        yield (
+            f"optimizer.adamw_lr = {given.adamw_lr:g} follows the schedule of optimizer.lr, which "
+            "is 0. Set lr above 0, or leave adamw_lr out."
         )
 
 
@@ -159,13 +259,28 @@ def _device(config: Config) -> Iterator[str]:
         yield 'job.device = "cuda", but there is no GPU. Set job.device = "auto" or "cpu".'
 
 
-def _conversations(config: Config) -> Iterator[str]:
-    sections: dict[str, DataConfig | CorpusConfig | ValidationConfig] = {
-        "training": config.training,
-        "validation": config.validation,
-    }
+def _training_corpora(config: Config) -> dict[str, DataConfig | CorpusConfig]:
+    """Return the sections that name the training data, by their names in a file."""
+    sections: dict[str, DataConfig | CorpusConfig] = {"training": config.training}
     for index, corpus in enumerate(config.training.corpora):
         sections[f"training.corpora[{index}]"] = corpus
+    return sections
+
+
+def _shuffled_streams(config: Config) -> Iterator[str]:
+    for name, section in _training_corpora(config).items():
+        if section.shuffle_window and not section.streaming:
+            yield (
+                f"{name}.shuffle_window = {section.shuffle_window} is for streams, and other "
+                f"corpora are shuffled as a whole. Set {name}.streaming = true, or omit it."
+            )
+
+
+def _conversations(config: Config) -> Iterator[str]:
+    sections: dict[str, DataConfig | CorpusConfig | ValidationConfig] = {
+        **_training_corpora(config),
+        "validation": config.validation,
+    }
     for name, section in sections.items():
         column = section.messages_column
         if column is None:
@@ -229,7 +344,7 @@ def _checkpoint(config: Config) -> Iterator[str]:
     asked = []
     if checkpoint.load_step >= 0:
         asked.append(f"checkpoint.load_step = {checkpoint.load_step}")
-    if checkpoint.initial_load_path is not None:
+    if checkpoint.initial_load_path is not None and not config.model.uses_lora:
         asked.append(f'checkpoint.initial_load_path = "{checkpoint.initial_load_path}"')
     if asked:
         yield (
@@ -263,13 +378,33 @@ def _export(config: Config, spec: ModelSpec) -> Iterator[str]:
             "transformers. Set it to false."
         )
     moe = getattr(spec.dims, "moe", None)
-    if config.checkpoint.last_save_in_hf and moe is not None and moe.bias_update_rate:
+    keys = () if spec.hugging_face is None else spec.hugging_face.keys
+    has_place = all(key.forms for key in keys if key.name.endswith("router.expert_bias_X"))
+    is_saved = config.checkpoint.last_save_in_hf and not has_place
+    if is_saved and moe is not None and moe.bias_update_rate:
         yield (
             "checkpoint.last_save_in_hf = true, but the bias that balances the experts "
             f"(model.router_bias_update_rate = {moe.bias_update_rate}) has no place in a Hugging "
             "Face folder. Set one of them to false or 0; or export afterwards by "
             "torchtitan-lite convert to-hf --drop-expert-bias."
         )
+
+
+def _publish(config: Config) -> list[str]:
+    publish = config.publish
+    if not publish.enable:
+        return []
+    if not Path("/dev/shm").is_dir():
+        return ["publish.enable needs shared memory in /dev/shm, which this machine does not have."]
+    if "lora" in config.model.converters:
+        return [
+            'publish.enable with "lora" in model.converters: subscribers would receive frozen '
+            "weights and adapters apart. Disable one of them."
+        ]
+    if publish.address is None:
+        return []
+    problem = secret_problem(os.environ.get(TOKEN, ""))
+    return [f"publish.address = {publish.address!r}: {problem}"] if problem else []
 
 
 def _anomalies(config: Config) -> Iterator[str]:
@@ -369,14 +504,17 @@ def semi_sync_problems(config: Config) -> Iterator[str]:
     for key, needed in anomalies.items():
         if (given := getattr(config.anomalies, key)) == "roll_back":
             yield f'anomalies.{key} = "{given}" is incompatible with {asked}. Set it to "{needed}".'
-    rounds = config.training.global_batch_size // config.training.local_batch_size
-    shares = section.world_size_mode == "constant_batch" and config.training.global_batch_size > 0
+    # The first stage of a warm-up has the smallest batch.
+    key, batch = "training.global_batch_size", config.training.global_batch_size
+    for _, size in config.training.batch_size_warmup[:1]:
+        key, batch = "training.batch_size_warmup[0][1]", size
+    rounds = batch // config.training.local_batch_size
+    shares = section.world_size_mode == "constant_batch" and batch > 0
     if shares and section.group_size > rounds:
         yield (
-            f"{asked} gives each replica some of every step, and training.global_batch_size "
-            f"({config.training.global_batch_size}) has {rounds} rounds of local_batch_size for "
-            f"fault_tolerance.group_size = {section.group_size} replicas. Raise it, or set "
-            'world_size_mode = "dynamic".'
+            f"{asked} gives each replica some of every step, and {key} ({batch}) has "
+            f"{rounds} rounds of local_batch_size for fault_tolerance.group_size = "
+            f'{section.group_size} replicas. Raise it, or set world_size_mode = "dynamic".'
         )
     if section.replay_check:
         yield f"fault_tolerance.replay_check is incompatible with {asked}. Set it to false."

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from torchtitan_lite.config.schema import Config
+from torchtitan_lite.data import batch_sizes
 from torchtitan_lite.device import have_peer_access
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.mesh import ParallelDims
@@ -47,9 +48,9 @@ def pipeline_problems(
 
 
 def pipeline_microbatches(config: Config, degrees: ParallelDims) -> int:
-    """Return the microbatches per pipeline and step."""
+    """Return the microbatches per pipeline and step, after a warm-up of the batch size."""
     size = config.parallelism.pipeline_parallel_microbatch_size
-    return _samples_per_step(config, degrees) // (size * degrees.batch)
+    return batch_sizes(config.training, degrees.batch).final // (size * degrees.batch)
 
 
 def sequence_lengths(config: Config) -> dict[str, int]:
@@ -65,30 +66,37 @@ def on_gpu(config: Config) -> bool:
     return config.job.device != "cpu" and torch.cuda.is_available()
 
 
-def _samples_per_step(config: Config, degrees: ParallelDims) -> int:
-    batch = config.training.global_batch_size
-    return config.training.local_batch_size * degrees.batch if batch == -1 else batch
+def _batches(config: Config, degrees: ParallelDims) -> dict[str, int]:
+    """Return the samples per step: of the steps of each stage of a warm-up and of those after it,
+    by what sets them."""
+    sizes = batch_sizes(config.training, degrees.batch)
+    warmup = enumerate(size for _, size in sizes.stages)
+    stages = {f"batch_size_warmup[{stage}][1]": size for stage, size in warmup}
+    return {**stages, "global_batch_size": sizes.final}
 
 
 def _batch(config: Config, degrees: ParallelDims) -> Iterator[str]:
-    batch, local = _samples_per_step(config, degrees), config.training.local_batch_size
-    key = "training.local_batch_size"
+    local, local_key = config.training.local_batch_size, "training.local_batch_size"
     if degrees.pp > 1:
         local = config.parallelism.pipeline_parallel_microbatch_size
-        key = "parallelism.pipeline_parallel_microbatch_size"
+        local_key = "parallelism.pipeline_parallel_microbatch_size"
+    for key, batch in _batches(config, degrees).items():
+        if batch % (local * degrees.batch):
+            yield _uneven_batch(key, batch, local_key, local, degrees)
+
+
+def _uneven_batch(key: str, batch: int, local_key: str, local: int, degrees: ParallelDims) -> str:
     at_once = local * degrees.batch
-    if batch % at_once == 0:
-        return
     below = batch // at_once * at_once
     remedy = f"{at_once}" if below == 0 else f"{below} or {below + at_once}"
     per_rank, rest = divmod(batch, degrees.batch)
     fitting = [size for size in range(1, min(local, per_rank) + 1) if per_rank % size == 0]
-    smaller = f", or {key.partition('.')[2]} = {fitting[-1]}" if rest == 0 and fitting else ""
-    yield (
-        f"training.global_batch_size ({batch}) is not a multiple of {key} "
+    smaller = f", or {local_key.partition('.')[2]} = {fitting[-1]}" if rest == 0 and fitting else ""
+    return (
+        f"training.{key} ({batch}) is not a multiple of {local_key} "
         f"({local}) x batch ranks (data_parallel_replicate {degrees.dp_replicate} x "
         f"data_parallel_shard {degrees.dp_shard} = {degrees.batch}) = {at_once}. "
-        f"Set global_batch_size = {remedy}{smaller}."
+        f"Set {key} = {remedy}{smaller}."
     )
 
 
@@ -104,8 +112,16 @@ def _pipeline(config: Config, spec: ModelSpec, degrees: ParallelDims) -> Iterato
     except MeshError as error:
         yield str(error)
         return
+    for key, batch in _batches(config, degrees).items():
+        yield from _pipeline_batch(config, degrees, plan, key, batch)
+
+
+def _pipeline_batch(
+    config: Config, degrees: ParallelDims, plan: StagePlan, key: str, batch: int
+) -> Iterator[str]:
+    """Yield the problems of steps of `batch` samples, which `training.key` sets."""
     size = config.parallelism.pipeline_parallel_microbatch_size
-    batch, num = _samples_per_step(config, degrees), pipeline_microbatches(config, degrees)
+    num = batch // (size * degrees.batch)
     given = (
         f"A step of {batch} samples gives each pipeline {num} microbatches of "
         f"{size} (over {degrees.batch} batch ranks)"
@@ -115,7 +131,7 @@ def _pipeline(config: Config, spec: ModelSpec, degrees: ParallelDims) -> Iterato
         yield (
             f"{given}, but parallelism.pipeline_parallel_schedule_csv = "
             f'"{config.parallelism.pipeline_parallel_schedule_csv}" runs {needed}. Set '
-            f"training.global_batch_size = {needed * size * degrees.batch}."
+            f"training.{key} = {needed * size * degrees.batch}."
         )
     if plan.order is not None:
         return
@@ -123,7 +139,7 @@ def _pipeline(config: Config, spec: ModelSpec, degrees: ParallelDims) -> Iterato
     if num < needed:
         yield (
             f"{given}, fewer than its {needed} stages. Set "
-            f"training.global_batch_size = {needed * size * degrees.batch} or more."
+            f"training.{key} = {needed * size * degrees.batch} or more."
         )
         return
     schedule = config.parallelism.pipeline_parallel_schedule
@@ -132,9 +148,7 @@ def _pipeline(config: Config, spec: ModelSpec, degrees: ParallelDims) -> Iterato
     except MeshError as error:
         fitting = (m for m in range(num + 1, num + 2 * needed + 1) if _runs(plan, schedule, m))
         nearest = next(fitting, None)
-        remedy = (
-            "" if nearest is None else f" Set global_batch_size = {nearest * size * degrees.batch}."
-        )
+        remedy = "" if nearest is None else f" Set {key} = {nearest * size * degrees.batch}."
         yield f"{given}. {error}{remedy}"
 
 
@@ -236,13 +250,43 @@ def _attention_over_ranks(config: Config, spec: ModelSpec, degrees: ParallelDims
             f"{asked} (ring attention) computes in bfloat16 on a GPU, but "
             'training.mixed_precision_param = "float32". Set it to "bfloat16".'
         )
-    heads = spec.num_heads // degrees.tp
-    if method == "ulysses" and (heads == 0 or heads % degrees.cp):
+    for attention in spec.attentions:
+        if method not in attention.rotations:
+            known = " or ".join(f'"{one}"' for one in attention.rotations)
+            remedy = f"Use {known}" if known else "Set context_parallel_degree = 1"
+            yield (
+                f"{asked} is not supported by the {attention.name} of {spec.name} {spec.flavor}. "
+                f"{remedy}."
+            )
+    yield from _recurrences_over_ranks(config, spec, degrees)
+    # Recurrences exchange states, and no heads.
+    with_heads = [one for one in spec.attentions if not one.carried_inputs]
+    heads = min((one.num_heads // degrees.tp for one in with_heads), default=0)
+    uneven = [one for one in with_heads if (one.num_heads // degrees.tp) % degrees.cp]
+    if method == "ulysses" and (heads == 0 or uneven):
+        heads = uneven[0].num_heads // degrees.tp if uneven else 0
         yield (
             f"{asked} splits the {heads} heads that each tp rank of {spec.name} {spec.flavor} has "
             f"over context_parallel_degree ({degrees.cp}) ranks, which does not divide them. "
             f'Degrees that do: {", ".join(_divisors(heads)) or "none"}; or use "allgather".'
         )
+
+
+def _recurrences_over_ranks(
+    config: Config, spec: ModelSpec, degrees: ParallelDims
+) -> Iterator[str]:
+    """Yield the problem of a piece of a sequence that is shorter than a convolution."""
+    is_balanced = config.parallelism.context_parallel_load_balancer == "headtail"
+    pieces = degrees.cp * (2 if is_balanced else 1)
+    needed = max((one.carried_inputs for one in spec.attentions), default=0)
+    for key, length in sequence_lengths(config).items():
+        if length // pieces < needed:
+            yield (
+                f"{key} ({length}) leaves {length // pieces} positions for each of the {pieces} "
+                f"pieces of a sequence over context_parallel_degree ({degrees.cp}) ranks, and the "
+                f"convolutions of {spec.name} {spec.flavor} read {needed} of the piece before. Set "
+                f"it to at least {needed * pieces}, or lower the degree."
+            )
 
 
 def _expert_capacity(config: Config, spec: ModelSpec, degrees: ParallelDims) -> Iterator[str]:

@@ -9,6 +9,7 @@ from torchtitan_lite.schema.debug import DebugConfig
 from torchtitan_lite.schema.experimental import ExperimentalConfig
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 from torchtitan_lite.schema.job import JobConfig
+from torchtitan_lite.schema.lora import LoRAConfig
 from torchtitan_lite.schema.lr_scheduler import LRSchedulerConfig
 from torchtitan_lite.schema.memory_estimation import MemoryEstimationConfig
 from torchtitan_lite.schema.metrics import MetricsConfig
@@ -16,6 +17,7 @@ from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.schema.optimizer import OptimizerConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.schema.profiling import ProfilingConfig
+from torchtitan_lite.schema.publish import PublishConfig
 from torchtitan_lite.schema.quantize import QuantizeConfig
 from torchtitan_lite.schema.section import Section
 from torchtitan_lite.schema.training import TrainingConfig
@@ -37,6 +39,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     fault_tolerance: FaultToleranceConfig = FaultToleranceConfig()
     anomalies: AnomaliesConfig = AnomaliesConfig()
+    publish: PublishConfig = PublishConfig()
     comm: CommConfig = CommConfig()
     metrics: MetricsConfig = MetricsConfig()
     profiling: ProfilingConfig = ProfilingConfig()
@@ -44,3 +47,4 @@ class Config(Section):
     memory_estimation: MemoryEstimationConfig = MemoryEstimationConfig()
     experimental: ExperimentalConfig = ExperimentalConfig()
     quantize: QuantizeConfig = QuantizeConfig()
+    lora: LoRAConfig = LoRAConfig()

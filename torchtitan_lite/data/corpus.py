@@ -173,7 +173,9 @@ class Corpus:
 
 
 def open_corpus(config: CorpusConfig, cache_folder: Path) -> Corpus:
-    """Open the corpus in `config`. Raises DataError if it does not exist."""
+    """Open the corpus in `config`. Raises DataError if it does not exist, or has no documents."""
+    if config.dataset in REGISTRY.online_datasets:
+        raise DataError(f'"{config.dataset}" is an online data set, which has no documents.')
     format, files, hub_name, hub_config, split = None, (), None, config.dataset_config, ""
     is_chat = config.messages_column is not None
     column = config.text_column if config.messages_column is None else config.messages_column

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtitan_lite.data.online import OnlineBlocks
 from torchtitan_lite.data.order import SampleOrder
 from torchtitan_lite.data.packing import Blocks, PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
@@ -29,13 +30,16 @@ class CorpusSource:
     name: str
     weight: float
     digest: str | None
-    """Hash of the tokens; None for a stream."""
-    blocks: PackedBlocks | StreamedBlocks
+    """Hash of the tokens; None for a stream or an online data set."""
+    blocks: PackedBlocks | StreamedBlocks | OnlineBlocks
+    shuffle_window: int = 1
+    """Consecutive blocks of a stream that are shuffled; 1: none."""
 
 
 class DataLoader:
     """Reads microbatches, prefetching one request in a background thread. All reading is in that
-    thread, so that a stream has one reader."""
+    thread, so that a stream has one reader. With an online data set there is no prefetching: its
+    samples may depend on the weights of the step before."""
 
     def __init__(
         self,
@@ -55,7 +59,9 @@ class DataLoader:
             seed,
             [source.blocks.num_blocks for source in sources],
             [source.weight for source in sources],
+            [source.shuffle_window for source in sources],
         )
+        self._prefetches = not any(isinstance(one.blocks, OnlineBlocks) for one in sources)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._ahead: tuple[_Request, Future[list[Microbatch]]] | None = None
 
@@ -71,7 +77,10 @@ class DataLoader:
         return self._thread.submit(self._read, request).result()
 
     def prefetch(self, microbatch_indices: Sequence[Sequence[int]], step: int) -> None:
-        """Start reading the next `load`. A different `load` discards it."""
+        """Start reading the next `load`. A different `load` discards it. Do nothing with an online
+        data set."""
+        if not self._prefetches:
+            return
         request = _as_request(microbatch_indices, step)
         if self._ahead is not None:
             self._ahead[1].cancel()
@@ -94,6 +103,9 @@ class DataLoader:
         """Stop the background thread."""
         self._ahead = None
         self._thread.shutdown(wait=True, cancel_futures=True)
+        for source in self._sources:
+            if isinstance(source.blocks, StreamedBlocks):
+                source.blocks.close()
 
     def _read(self, request: _Request) -> list[Microbatch]:
         microbatches, step = request
@@ -136,6 +148,8 @@ class DataLoader:
     def _identity(self, source: CorpusSource) -> dict[str, Any]:
         """Return what must not change for the order of samples to be the same."""
         kind = "stream" if source.digest is None else "table"
+        if isinstance(source.blocks, OnlineBlocks):
+            kind = "online"
         return {
             "name": source.name,
             "kind": kind,
@@ -143,6 +157,8 @@ class DataLoader:
             "seq_len": self._seq_len,
             "num_blocks": source.blocks.num_blocks,
             "digest": source.digest,
+            # Older checkpoints have no such key, and no shuffled streams.
+            **({"shuffle_window": source.shuffle_window} if source.shuffle_window > 1 else {}),
         }
 
     def _check_same_data(self, state: dict[str, Any]) -> None:
@@ -165,7 +181,7 @@ class DataLoader:
         for number, (before, after) in enumerate(zip(saved, now, strict=False)):
             differences += [
                 f"corpus {number} had {key} {before.get(key)}, now {after.get(key)}"
-                for key in after
+                for key in before | after
                 if before.get(key) != after.get(key)
             ]
         raise DataError(
@@ -203,7 +219,7 @@ def collate(
 ) -> Microbatch:
     """Build the microbatch of the samples `indices` with `blocks`. With `document_mask` the last
     token of a document has no target."""
-    tokens, documents, are_targets = blocks
+    tokens, documents, are_targets, values = blocks
     indices_B = np.array(indices, dtype=np.int64)
     targets = np.where(are_targets[:, 1:], tokens[:, 1:], IGNORE_INDEX)
     if document_mask:
@@ -223,4 +239,5 @@ def collate(
         documents_BS=tensor(documents[:, :-1]) if document_mask else None,
         rng_keys_B=tensor(keys.view(np.int64)),
         samples=tuple(int(index) for index in indices_B),
+        target_values={name: tensor(array[:, 1:]) for name, array in values.items()},
     )

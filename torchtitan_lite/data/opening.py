@@ -11,9 +11,13 @@ from pathlib import Path
 
 from torchtitan_lite.data.corpus import Corpus, open_corpus
 from torchtitan_lite.data.loader import CorpusSource, DataLoader
+from torchtitan_lite.data.node_streams import NodeStreams
+from torchtitan_lite.data.online import OnlineBlocks, is_online
 from torchtitan_lite.data.packing import PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
+from torchtitan_lite.data.stream_reader import StreamReader
 from torchtitan_lite.data.token_cache import CachedTokens, TokenizedCorpus, open_token_cache
+from torchtitan_lite.data.tokenization import DocumentTokenizer, TokenizationWorkers
 from torchtitan_lite.data.tokenizer import (
     Tokenizer,
     TokenizerFiles,
@@ -23,7 +27,8 @@ from torchtitan_lite.data.tokenizer import (
 from torchtitan_lite.data.validation import DocumentWindows, ValidationData
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.log import logger
-from torchtitan_lite.schema.data import DataConfig
+from torchtitan_lite.registry import REGISTRY
+from torchtitan_lite.schema.data import CorpusConfig, DataConfig
 from torchtitan_lite.schema.validation import ValidationConfig
 
 
@@ -52,15 +57,25 @@ def open_data(
     seed: int,
     document_mask: bool,
     pin_memory: bool,
+    node: NodeStreams | None = None,
 ) -> OpenedData:
     """Open, tokenize (once) and pack the data of a run. Every rank must call it.
 
     `vocab_size` is the model's; without `hf_assets_path` a tokenizer of that size is trained on the
-    corpora. Raises DataError.
+    corpora. `node` shares streams with the other ranks of the node; to be closed after the data.
+    Raises DataError.
     """
     cache_folder = Path(config.cache_folder).expanduser().absolute()
     settings = config.resolved_corpora()
-    corpora = [open_corpus(corpus, cache_folder) for corpus in settings]
+    opened_corpora = [
+        None if is_online(one) else open_corpus(one, cache_folder) for one in settings
+    ]
+    corpora = [corpus for corpus in opened_corpora if corpus is not None]
+    if hf_assets_path is None and not corpora:
+        raise DataError(
+            f'training.dataset = "{settings[0].dataset}" is an online data set, which has no '
+            "documents to train a tokenizer on. Set model.hf_assets_path to a tokenizer's folder."
+        )
     files = open_tokenizer(hf_assets_path, corpora, vocab_size, cache_folder)
     opened = _Opener(
         config=config, tokenizer=files, vocab_size=vocab_size, cache_folder=cache_folder
@@ -70,13 +85,21 @@ def open_data(
             "without document masks the model attends to preceding conversations in the same "
             'block: set model.attention_mask = "document" to separate them'
         )
-    tokenized = [None if corpus.streaming else opened.tokenize(corpus) for corpus in corpora]
-    sources = [
-        opened.stream(corpus, setting.weight)
-        if part is None
-        else opened.table(part, setting.weight)
-        for corpus, setting, part in zip(corpora, settings, tokenized, strict=True)
+    tokenized = [
+        None if corpus is None or corpus.streaming else opened.tokenize(corpus)
+        for corpus in opened_corpora
     ]
+    if config.dataloader.num_workers and not any(corpus.streaming for corpus in corpora):
+        logger.info(
+            "training.dataloader.num_workers = %d has no effect here: no corpus is a stream",
+            config.dataloader.num_workers,
+        )
+    sources = [
+        opened.source(corpus, part, setting, node)
+        for corpus, part, setting in zip(opened_corpora, tokenized, settings, strict=True)
+    ]
+    if node is not None:
+        node.start()
     loader = DataLoader(
         sources,
         seq_len=config.seq_len,
@@ -144,6 +167,32 @@ class _Opener:
             cache_folder=self.cache_folder,
         )
 
+    def source(
+        self,
+        corpus: Corpus | None,
+        tokenized: TokenizedCorpus | None,
+        setting: CorpusConfig,
+        node: NodeStreams | None,
+    ) -> CorpusSource:
+        """Return the source of `setting`: `corpus` is None for an online data set, and `tokenized`
+        also for a stream."""
+        if corpus is None:
+            return self.online(setting)
+        if tokenized is None:
+            return self.stream(corpus, setting, node)
+        return self.table(tokenized, setting.weight)
+
+    def online(self, setting: CorpusConfig) -> CorpusSource:
+        name = setting.dataset
+        blocks = OnlineBlocks(
+            name,
+            REGISTRY.online_datasets[name](setting.dataset_path),
+            self.config.seq_len,
+            self.vocab_size,
+        )
+        logger.info("corpus %s: an online data set, in blocks of %d", name, self.config.seq_len)
+        return CorpusSource(name=name, weight=setting.weight, digest=None, blocks=blocks)
+
     def table(self, tokenized: TokenizedCorpus, weight: float) -> CorpusSource:
         part = tokenized.train
         blocks = PackedBlocks(
@@ -165,17 +214,32 @@ class _Opener:
         )
         return CorpusSource(name=tokenized.name, weight=weight, digest=part.digest, blocks=blocks)
 
-    def stream(self, corpus: Corpus, weight: float) -> CorpusSource:
+    def stream(
+        self, corpus: Corpus, setting: CorpusConfig, node: NodeStreams | None
+    ) -> CorpusSource:
         tokenizer = self.tokenizer.load()
         check_vocab_size(self.tokenizer.folder, tokenizer.vocab_size, self.vocab_size)
-        blocks = StreamedBlocks(
+        num_workers, window = self.config.dataloader.num_workers, max(1, setting.shuffle_window)
+        reader = StreamReader(
             corpus,
-            tokenizer,
-            self.config.seq_len,
+            TokenizationWorkers(self.tokenizer.folder, num_workers)
+            if num_workers
+            else DocumentTokenizer(tokenizer),
             held_out_fraction=self.config.held_out_fraction,
         )
+        blocks = StreamedBlocks(
+            reader if node is None else node.share(reader),
+            self.config.seq_len,
+            shuffle_window=window,
+        )
         logger.info("corpus %s: a stream, in blocks of %d", corpus.name, self.config.seq_len)
-        return CorpusSource(name=corpus.name, weight=weight, digest=None, blocks=blocks)
+        return CorpusSource(
+            name=corpus.name,
+            weight=setting.weight,
+            digest=None,
+            blocks=blocks,
+            shuffle_window=window,
+        )
 
     def validation_data(
         self,
@@ -220,8 +284,9 @@ class _Opener:
             )
         if None in tokenized:
             raise DataError(
-                "the held-out documents of a corpus with streaming = true are not known in "
-                "advance, so they cannot be used for validation. Set validation.dataset."
+                "the held-out documents of a corpus with streaming = true, or of an online data "
+                "set, are not known in advance, so they cannot be used for validation. Set "
+                "validation.dataset."
             )
         return [
             self.blocks(

@@ -47,12 +47,20 @@ def microbatch_indices(
 
 class SampleOrder:
     """The sample order of a blend of corpora. `sizes` are numbers of blocks; None is a stream, read
-    in its own order."""
+    in its own order, except that each `window` of consecutive blocks is permuted."""
 
-    def __init__(self, seed: int, sizes: Sequence[int | None], weights: Sequence[float]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        sizes: Sequence[int | None],
+        weights: Sequence[float],
+        windows: Sequence[int] | None = None,
+    ) -> None:
+        """`windows` are those of streams; by default 1."""
         if not sizes or len(sizes) != len(weights):
             raise ValueError(f"{len(sizes)} sizes and {len(weights)} weights")
         self._sizes = tuple(sizes)
+        self._windows = (1,) * len(sizes) if windows is None else tuple(windows)
         self._keys = [np.uint64(fold(seed, "sample order", i)) for i in range(len(sizes))]
         self._weights = _integer_weights(weights)
         # Heaviest first keeps the rounding errors of the chain small.
@@ -65,10 +73,15 @@ class SampleOrder:
         blocks = own.copy()
         for corpus, size in enumerate(self._sizes):
             here = corpora == corpus
-            if size is None or not here.any():
+            period = self._windows[corpus] if size is None else size
+            if (size is None and period == 1) or not here.any():
                 continue
-            epochs[here] = own[here] // size
-            blocks[here] = permute(own[here] % size, size, self._key(corpus, epochs[here]))
+            number = own[here] // period
+            permuted = permute(own[here] % period, period, self._key(corpus, number))
+            if size is None:
+                blocks[here] = number * period + permuted
+            else:
+                epochs[here], blocks[here] = number, permuted
         return corpora, epochs, blocks
 
     def corpus_samples_before(self, cursor: int, corpus: int) -> int:

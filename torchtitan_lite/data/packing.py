@@ -21,21 +21,29 @@ class Blocks(NamedTuple):
     """int32 index of each token's document, ascending from 0 within the block."""
     are_targets: np.ndarray
     """bool: targets. All tokens are, except in conversations, where only the assistant's are."""
+    values: dict[str, np.ndarray] = {}
+    """float64 numbers of each token by name; only of online data sets."""
 
     @classmethod
     def empty(cls, count: int, seq_len: int) -> "Blocks":
         """Allocate `count` blocks without targets."""
         shape = (count, seq_len + 1)
-        return cls(np.zeros(shape, np.int64), np.zeros(shape, np.int32), np.zeros(shape, np.bool_))
+        return cls(
+            np.zeros(shape, np.int64), np.zeros(shape, np.int32), np.zeros(shape, np.bool_), {}
+        )
 
     def put(self, rows: np.ndarray, blocks: "Blocks") -> None:
-        """Copy `blocks` to `rows`."""
-        for whole, part in zip(self, blocks, strict=True):
-            whole[rows] = part
+        """Copy `blocks` to `rows`. Values that only some blocks have are 0 elsewhere."""
+        self.tokens[rows] = blocks.tokens
+        self.documents[rows] = blocks.documents
+        self.are_targets[rows] = blocks.are_targets
+        for name, values in blocks.values.items():
+            self.values.setdefault(name, np.zeros(self.tokens.shape))[rows] = values
 
     def rows(self, rows: slice) -> "Blocks":
         """Return some blocks, as views."""
-        return Blocks(*(array[rows] for array in self))
+        values = {name: array[rows] for name, array in self.values.items()}
+        return Blocks(self.tokens[rows], self.documents[rows], self.are_targets[rows], values)
 
 
 class PackedBlocks:

@@ -12,6 +12,8 @@ from torchtitan_lite.builders.model import model_on_meta, spec_on_device
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.constraints import check_mesh
 from torchtitan_lite.config.mesh_constraints import pipeline_microbatches
+from torchtitan_lite.config.trained_model import trained_spec
+from torchtitan_lite.data import batch_sizes
 from torchtitan_lite.device import ACCELERATORS, LOGITS_PER_CHUNK, Accelerator
 from torchtitan_lite.estimate.extrapolation import Point, RankStep, rank_step
 from torchtitan_lite.estimate.memory import Kind
@@ -116,7 +118,7 @@ def estimate(
     config, assumptions = _estimated(config, accelerator)
     check_mesh(config, world_size)
     degrees = resolve_degrees(config.parallelism, world_size)
-    spec = model_spec(config.model)
+    spec = trained_spec(config)
     num_microbatches = _microbatches(config, degrees)
     # Time is not predicted for a CPU, but the trace needs some figures.
     figures = accelerator or ACCELERATORS["h200"]
@@ -138,7 +140,7 @@ def estimate(
     if config.training.enable_cpu_offload:
         host_bytes = max(_host_bytes(point) for rank in ranks for point in rank.points)
         ranks = tuple(replace(rank, points=_on_device(rank.points)) for rank in ranks)
-    tokens = _samples(config, degrees) * config.training.seq_len
+    tokens = batch_sizes(config.training, degrees.batch).final * config.training.seq_len
     bubble = _bubble(config, spec, degrees, num_microbatches)
     slots = max(rank.slots for rank in ranks)
     compute_dtype = compute_dtype_of(config.training, CPU_DEVICE)
@@ -159,13 +161,14 @@ def estimate(
         meshes = tuple(model.best(world_size, num_meshes))
     whole = model_on_meta(config, spec)
     num_parameters = sum(parameter.numel() for parameter in whole.parameters())
+    num_saved = sum(one.numel() for one in whole.parameters() if one.requires_grad)
     return Estimate(
         model=f"{spec.name} {spec.flavor}",
         device=device,
         world_size=world_size,
         degrees=degrees,
         num_parameters=num_parameters,
-        checkpoint_bytes=num_parameters * sizes.parameter_bytes * (1 + slots),
+        checkpoint_bytes=round((num_saved + num_parameters * slots) * sizes.parameter_bytes),
         num_microbatches=num_microbatches,
         tokens_per_step=tokens,
         ranks=ranks,
@@ -197,9 +200,10 @@ def _estimated(config: Config, accelerator: Accelerator | None) -> tuple[Config,
         found.append("FlexAttention is traced as causal attention, which has no mask in memory.")
     elif model_spec(model).document_mask:
         found.append("Document masks take S x S bytes per sample, as SDPA needs them.")
-    if model.converters:
-        model = model.model_copy(update={"converters": []})
-        found.append(f"{', '.join(config.model.converters)} is not part of the estimate.")
+    if model.uses_float8:
+        kept = [one for one in model.converters if one != "quantize.linear.float8"]
+        model = model.model_copy(update={"converters": kept})
+        found.append("quantize.linear.float8 is not part of the estimate.")
     if parallelism.enable_async_tensor_parallel:
         parallelism = parallelism.model_copy(update={"enable_async_tensor_parallel": False})
         found.append("Tensor parallelism does not overlap with computation.")
@@ -207,6 +211,8 @@ def _estimated(config: Config, accelerator: Accelerator | None) -> tuple[Config,
         found.append("Routers send every expert the same number of tokens.")
     if training.enable_cpu_offload:
         found.append("Weights, gradients and optimizer state are on the host.")
+    if training.batch_size_warmup:
+        found.append("The step is one after training.batch_size_warmup.")
     found.append(
         "Peaks are of live tensors. What an allocator reserves beyond them is not part of it: "
         f"a step fits if its peak is at most {MEMORY_LIMIT:.0%} of the device."
@@ -239,16 +245,12 @@ def _takes_flex(config: Config, *, is_gpu: bool) -> bool:
     return getattr(dims, "attention_backend", "sdpa") == "flex"
 
 
-def _samples(config: Config, degrees: ParallelDims) -> int:
-    batch = config.training.global_batch_size
-    return config.training.local_batch_size * degrees.batch if batch == -1 else batch
-
-
 def _microbatches(config: Config, degrees: ParallelDims) -> int:
     """Return the microbatches per rank and step."""
     if degrees.pp > 1:
         return pipeline_microbatches(config, degrees)
-    return _samples(config, degrees) // (config.training.local_batch_size * degrees.batch)
+    samples = batch_sizes(config.training, degrees.batch).final
+    return samples // (config.training.local_batch_size * degrees.batch)
 
 
 def _bubble(config: Config, spec: ModelSpec, degrees: ParallelDims, num: int) -> float:

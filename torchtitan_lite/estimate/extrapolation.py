@@ -49,11 +49,16 @@ class RankStep:
     """Forward and backward of all microbatches."""
     update: Work
     num_parameters: int
-    slots: int
+    num_slot_elements: int
     num_blocks: int
     """Blocks of the stage, or of all stages of the rank."""
     traced_blocks: tuple[int, ...]
     """Blocks in each trace; one trace: nothing was extrapolated."""
+
+    @property
+    def slots(self) -> float:
+        """Optimizer state per parameter: the mean number of tensors of its size."""
+        return self.num_slot_elements / max(1, self.num_parameters)
 
     @property
     def peak(self) -> Point:
@@ -117,7 +122,7 @@ def rank_step(
         schedule=_of_all(whole, num_microbatches),
         update=whole.update,
         num_parameters=whole.num_parameters,
-        slots=whole.slots,
+        num_slot_elements=whole.num_slot_elements,
         num_blocks=num_blocks,
         traced_blocks=(num_blocks,),
     )
@@ -295,7 +300,9 @@ def _extrapolated(
         num_parameters=round(
             few.num_parameters + (more.num_parameters - few.num_parameters) * factor
         ),
-        slots=few.slots,
+        num_slot_elements=round(
+            few.num_slot_elements + (more.num_slot_elements - few.num_slot_elements) * factor
+        ),
         num_blocks=sum(map(len, stages)),
         traced_blocks=counts,
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from torchtitan_lite.builders.model import model_on_meta
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.mesh_constraints import mesh_problems
+from torchtitan_lite.data import batch_sizes
 from torchtitan_lite.device import LOGITS_PER_CHUNK, Accelerator
 from torchtitan_lite.estimate.memory import ByKind, Kind
 from torchtitan_lite.estimate.work import collective_seconds, costs_of
@@ -37,11 +38,12 @@ class ModelSizes:
     output: float
     num_blocks: int
     width: int
-    kv_width: float
+    state_width: float
+    """Numbers per position that context parallelism gathers in a block."""
     vocab_size: int
     choices: int
     """Experts per token."""
-    slots: int
+    slots: float
     parameter_bytes: int
     compute_bytes: int
     flops_per_token: float
@@ -70,7 +72,7 @@ class MeshPrediction:
         return sum(self.bytes.values())
 
 
-def sizes_of(config: Config, spec: ModelSpec, *, slots: int, compute_bytes: int) -> ModelSizes:
+def sizes_of(config: Config, spec: ModelSpec, *, slots: float, compute_bytes: int) -> ModelSizes:
     """Return the sizes of a model."""
     prefix = spec.blocks.removesuffix("*")
     counts = {"block": 0, "experts": 0, "embedding": 0, "output": 0}
@@ -83,8 +85,6 @@ def sizes_of(config: Config, spec: ModelSpec, *, slots: int, compute_bytes: int)
             counts["embedding"] += parameter.numel()
         else:
             counts["output"] += parameter.numel()
-    heads = max(1, spec.num_heads)
-    kv_heads = getattr(spec.dims, "num_kv_heads", heads)
     moe = getattr(spec.dims, "moe", None)
     return ModelSizes(
         block=counts["block"] / spec.num_layers,
@@ -93,7 +93,7 @@ def sizes_of(config: Config, spec: ModelSpec, *, slots: int, compute_bytes: int)
         output=counts["output"],
         num_blocks=spec.num_layers,
         width=spec.width,
-        kv_width=spec.width * kv_heads / heads,
+        state_width=max((one.state_width for one in spec.attentions), default=0),
         vocab_size=spec.vocab_size,
         choices=getattr(moe, "top_k", 0),
         slots=slots,
@@ -221,8 +221,7 @@ class MeshModel:
                         yield from (replace(dense, ep=ep) for ep in (eps if experts else [1]))
 
     def _samples(self, degrees: ParallelDims) -> int:
-        batch = self._config.training.global_batch_size
-        return self._config.training.local_batch_size * degrees.batch if batch == -1 else batch
+        return batch_sizes(self._config.training, degrees.batch).final
 
     def _samples_at_once(self, degrees: ParallelDims) -> int:
         if degrees.pp > 1:
@@ -345,7 +344,7 @@ class MeshModel:
             1,
             4 * passes * blocks * num,
         )
-        keys = tokens * degrees.cp * 2 * sizes.kv_width / degrees.tp * item
+        keys = tokens * degrees.cp * sizes.state_width / degrees.tp * item
         exposed += self._seconds(
             "all_gather",
             keys * passes * blocks * num,

@@ -38,10 +38,14 @@ from torchtitan_lite.estimate.work import (
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh, start_mesh
 from torchtitan_lite.optim import ShardedOptimizer, build_optimizer
+from torchtitan_lite.optim.muon import Orthogonalization, specs_of
+from torchtitan_lite.optim.newton_schulz import NewtonSchulz
+from torchtitan_lite.optim.orthogonalization import BUCKET_BYTES, assign_matrices
 from torchtitan_lite.parallel import build_pipeline_schedule
 from torchtitan_lite.parallel.fsdp import compute_dtype_of
 from torchtitan_lite.parallel.pipeline_stages import join_stages
 from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.redistribute import TensorSpec
 from torchtitan_lite.replica import SingleReplica
 from torchtitan_lite.spec import Microbatch, ModelSpec, TokenLoss, blocks_of
 from torchtitan_lite.step.totals import StepValues, reduce_step
@@ -54,6 +58,7 @@ from torchtitan_lite.torch_compat import (
     group_of,
     leaves_record_function,
     local_tensor,
+    outside_of_fake_tensors,
     tensors_in,
 )
 
@@ -95,8 +100,8 @@ class StepTrace:
     num_microbatches: int
     num_parameters: int
     """Elements of parameters that this rank holds."""
-    slots: int
-    """Optimizer state tensors of the size of each parameter."""
+    num_slot_elements: int
+    """Elements of optimizer state that are sharded as the parameters."""
 
 
 def trace_step(
@@ -119,7 +124,8 @@ def trace_step(
             fake_process_group(rank, world_size),
             start_mesh(config.parallelism, config.comm, CPU_DEVICE) as mesh,
         ):
-            loss = cross_entropy(logits_per_chunk=logits_per_chunk)
+            weight = config.training.z_loss_weight
+            loss = cross_entropy(logits_per_chunk=logits_per_chunk, z_loss_weight=weight)
             return _trace(config, spec, mesh, num_microbatches, kept, accelerator, loss)
 
 
@@ -162,8 +168,16 @@ def _trace(
         for part in parts:
             materialize(part, config, mesh)
         model = join_stages(parts, spec, mesh)
-        parameters = list(model.parameters())
-        optimizer = build_optimizer(config.optimizer, model, spec.no_decay, mesh.device)
+        weights = list(model.parameters())
+        parameters = [weight for weight in weights if weight.requires_grad]
+        optimizer = build_optimizer(
+            config.optimizer,
+            model,
+            spec.no_decay,
+            mesh.device,
+            no_muon=spec.muon_exclusions,
+            orthogonalization=recorder.orthogonalization,
+        )
         _allocate(optimizer, parameters)
         size = config.parallelism.pipeline_parallel_microbatch_size
         size = config.training.local_batch_size if mesh.degrees.pp == 1 else size
@@ -172,7 +186,7 @@ def _trace(
             for _ in range(num_microbatches)
         ]
         slots = {p: list(optimizer.slots(p).values()) for p in parameters}
-        recorder.start(parameters, [value for values in slots.values() for value in values])
+        recorder.start(weights, [value for values in slots.values() for value in values])
         with recorder:
             loss = torch.zeros((), dtype=torch.float64)
             loss += schedule.run(batches, backward=True)
@@ -191,10 +205,12 @@ def _trace(
             optimizer.step(1e-4, 0.5)
         return recorder.result(
             num_microbatches,
-            num_parameters=sum(local_tensor(p).numel() for p in parameters),
-            slots=max(
-                (sum(v.dim() > 0 or p.dim() == 0 for v in values) for p, values in slots.items()),
-                default=0,
+            num_parameters=sum(local_tensor(weight).numel() for weight in weights),
+            num_slot_elements=sum(
+                local_tensor(value).numel()
+                for parameter, values in slots.items()
+                for value in values
+                if value.shape == parameter.shape
             ),
         )
 
@@ -268,6 +284,34 @@ class _Recorder:
 
         return loss
 
+    def orthogonalization(
+        self, parameters: Sequence[nn.Parameter], iteration: NewtonSchulz, device: torch.device
+    ) -> Orthogonalization:
+        """Return what stands for the iterations of Muon: the mean over the ranks, because the work
+        of a single rank is not a multiple of the number of blocks."""
+        # The ranks of a mesh are a tensor with values.
+        with outside_of_fake_tensors():
+            return _MeanOrthogonalization(self, specs_of(parameters), iteration)
+
+    def add_orthogonalization(self, flops: float, num_bytes: float, ranks: Sequence[int]) -> None:
+        """Add `flops` of iterations on this rank, and `num_bytes` that it sends to and from the
+        owners beside them."""
+        if self.stage != "optimizer":
+            return
+        # The matrices that are at work, and those that move.
+        slots = [
+            torch.empty(min(BUCKET_BYTES, int(num_bytes / 2)), dtype=torch.uint8) for _ in range(2)
+        ]
+        self._compute[0] += flops
+        self._compute[1] += flops / (MATMUL_EFFICIENCY * self._accelerator.peak_flops)
+        node = dist.get_rank() // self._accelerator.per_node
+        near = sum(rank // self._accelerator.per_node == node for rank in ranks)
+        seconds = collective_seconds("all_to_all", num_bytes, len(ranks), near, self._costs)
+        key = ("owners", "all_to_all", True)
+        traffic = Traffic(count=2, num_bytes=num_bytes, seconds=seconds)
+        self._traffic[key] = self._traffic.get(key, Traffic()) + traffic
+        del slots
+
     def start(self, parameters: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
         """Note what is live before the step."""
         buffers = [buffer for part in self._parts for buffer in part.buffers()]
@@ -295,7 +339,9 @@ class _Recorder:
         self._schedule = self._work()
         self.stage = "reduction"
 
-    def result(self, num_microbatches: int, *, num_parameters: int, slots: int) -> StepTrace:
+    def result(
+        self, num_microbatches: int, *, num_parameters: int, num_slot_elements: int
+    ) -> StepTrace:
         """Return the trace."""
         if self._is_pipeline:
             # FSDP gathers and reduces once; all else is alike for all microbatches.
@@ -312,7 +358,7 @@ class _Recorder:
             update=self._work() - self._schedule,
             num_microbatches=num_microbatches,
             num_parameters=num_parameters,
-            slots=slots,
+            num_slot_elements=num_slot_elements,
         )
 
     def _work(self) -> Work:
@@ -426,6 +472,23 @@ class _Recorder:
                 end=dict(zip(KINDS, map(int, end), strict=True)),
             )
             counts[unit, phase] += 1
+
+
+class _MeanOrthogonalization:
+    """Stands for `optim.ShardedOrthogonalization`: counts the mean over its ranks, because the
+    owners of the matrices of few blocks are few."""
+
+    def __init__(
+        self, recorder: _Recorder, specs: Sequence[TensorSpec], iteration: NewtonSchulz
+    ) -> None:
+        self._recorder, self._assignment = recorder, assign_matrices(specs, iteration)
+
+    def run(self, shards: Sequence[torch.Tensor]) -> None:
+        """See `Orthogonalization`."""
+        found = self._assignment
+        count = len(found.ranks)
+        flops = sum(found.flops.values()) / count
+        self._recorder.add_orthogonalization(flops, found.moved_bytes / count, found.ranks)
 
 
 def _units(parts: Sequence[nn.Module], spec: ModelSpec) -> dict[str, str]:

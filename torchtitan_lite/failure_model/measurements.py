@@ -5,39 +5,39 @@ Written by `make docs` from benchmarks/results/. Layer: imports nothing.
 
 MEASUREMENTS: dict[str, tuple[float, str]] = {
     "restart_s": (
-        13.3,
+        7.57,
         "rank_recovery.json, 1 of 4 ranks killed, FSDP-4, until training again, median of 3, peer",
     ),
     "spare_s": (
-        1.62,
+        1.01,
         "rank_recovery.json, 1 of 4 ranks killed, FSDP-4, until training again, median of 3, ours",
     ),
     "replica_stall_s": (
-        0.234,
-        "recovery.json, ours, builtin lighthouse, survivor's stall, median of 7, ours",
+        0.18,
+        "recovery.json, ours, builtin lighthouse, survivor's stall, median of 5, ours",
     ),
     "replica_restart_s": (
-        10.6,
+        5.3,
         "recovery.json, ours, builtin lighthouse, restart to first committed step, median, ours",
     ),
     "donor_stall_s": (
-        0.223,
+        0.179,
         "recovery.json, ours, builtin lighthouse, donor's stall, median, ours",
     ),
     "torchft_stall_s": (
-        0.982,
-        "recovery.json, ours, builtin lighthouse, survivor's stall, median of 7, peer",
+        0.992,
+        "recovery.json, ours, builtin lighthouse, survivor's stall, median of 5, peer",
     ),
     "torchft_restart_s": (
-        7.1,
+        2.95,
         "recovery.json, ours, builtin lighthouse, restart to first committed step, median, peer",
     ),
     "torchft_donor_stall_s": (
-        0.0276,
+        0.0165,
         "recovery.json, ours, builtin lighthouse, donor's stall, median, peer",
     ),
     "heal_mib_per_s": (
-        1080.0,
+        685.0,
         "recovery.json, heal of 144 MiB, rate by 4 connections, ours",
     ),
     "load_mib_per_s": (

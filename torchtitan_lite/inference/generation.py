@@ -162,9 +162,12 @@ class BatchGenerator:
             count = part_BS.shape[1]
             positions_BS = torch.arange(first, first + count).expand_as(part_BS)
             places_B = (ends_B - first).clamp(0, count - 1)
+            counts_B = (ends_B + 1 - first).clamp(0, count)
+            self._cache.set_valid_counts(counts_B.to(self._device))
             found_BV = self._forward(part_BS, positions_BS, places_B)
             is_end_B1 = (ends_B - first == places_B)[:, None].to(self._device)
             logits_BV = torch.where(is_end_B1, found_BV, logits_BV) if first else found_BV
+        self._cache.set_valid_counts(None)
         return logits_BV
 
     def _forward(

@@ -11,7 +11,9 @@ from torch import nn
 from torchtitan_lite.checkpoint import (
     Snapshot,
     StoredSnapshot,
+    adapted_layers,
     load,
+    open_merged,
     reject_external,
     run_on_all_ranks,
 )
@@ -44,6 +46,8 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.models import hugging_face_model, model_spec
 from torchtitan_lite.nn.initialize import allocate_memory, on_meta
 from torchtitan_lite.parallel import inference as parallel_inference
+from torchtitan_lite.parallel.pipeline_stages import keep_only
+from torchtitan_lite.schema.lora import LoRAConfig
 from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import model_tensors
 
@@ -68,10 +72,11 @@ class Weights:
         return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
-def open_weights(path: str, mesh: Mesh) -> Weights:
+def open_weights(path: str, mesh: Mesh, *, ema: bool = False) -> Weights:
     """Open the weights in `path`: the folder of a step, or a folder of steps, of which the newest
-    is used. All ranks open the leader's choice, because a run may save another step meanwhile.
-    Every rank must call it. Raises CheckpointError."""
+    is used. With `ema`, their moving average is in their place. All ranks open the leader's choice,
+    because a run may save another step meanwhile. Every rank must call it. Raises
+    CheckpointError."""
     found, problem = path, ""
     if mesh.is_leader:
         try:
@@ -82,7 +87,7 @@ def open_weights(path: str, mesh: Mesh) -> Weights:
     if problem:
         raise CheckpointError(problem)
     folder = broadcast_bytes(found.encode()).decode()
-    return run_on_all_ranks(lambda: _opened(folder))
+    return run_on_all_ranks(lambda: _opened(folder, ema=ema))
 
 
 def tokenizer_of(weights: Weights, folder: str | None) -> TokenizerFiles:
@@ -128,11 +133,16 @@ def _newest(path: str) -> str:
     return f"{path.rstrip('/')}/{step_name(steps[-1])}" if steps else path
 
 
-def _opened(folder: str) -> Weights:
+def _opened(folder: str, *, ema: bool) -> Weights:
     """Open one folder of weights."""
     storage, name = open_parent_storage(folder)
     has_manifest = exists(storage, f"{name}/{MANIFEST}")
     if not has_manifest and is_hugging_face(storage, name):
+        if ema:
+            raise CheckpointError(
+                f"{folder} is a Hugging Face folder, which has no moving average of the weights. "
+                "Leave out --ema, or give the folder of a step."
+            )
         return _hugging_face(storage, name)
     reject_external(storage, name)
     if not has_manifest:
@@ -140,9 +150,25 @@ def _opened(folder: str) -> Weights:
             f"{folder} contains no checkpoint. Give the folder of a step, which has a "
             f"{MANIFEST}, one that holds such folders, or a Hugging Face folder."
         )
-    snapshot = StoredSnapshot(storage, name)
+    snapshot = StoredSnapshot(storage, name, ema=ema)
     config = run_config(snapshot)
-    return Weights(snapshot=snapshot, spec=model_spec(config.model), config=config)
+    spec = model_spec(config.model)
+    if adapted_layers(snapshot):
+        return merged_weights(snapshot, config)
+    return Weights(snapshot=snapshot, spec=spec, config=config)
+
+
+def merged_weights(
+    snapshot: StoredSnapshot, config: Config, *, base_path: str | None = None
+) -> "Weights":
+    """Return the merged weights of a checkpoint of adapters, with the config of a run without
+    adapters. `base_path` and errors are those of `open_merged`."""
+    kept = [one for one in config.model.converters if one != "lora"]
+    model = config.model.model_copy(update={"converters": kept})
+    config = config.model_copy(update={"model": model, "lora": LoRAConfig()})
+    spec = model_spec(model)
+    merged = open_merged(snapshot, spec, base_path)
+    return Weights(snapshot=merged, spec=spec, config=config)
 
 
 def run_config(snapshot: StoredSnapshot, *, needs_flavor: bool = False) -> Config:
@@ -197,4 +223,6 @@ def serve(
     parallel_inference.apply(model, spec, inference_mesh)
     allocate_memory(model, mesh.device.torch_device)
     load(weights.snapshot, model_tensors(model), {"model"}, inference_mesh)
+    # Only training predicts further tokens.
+    keep_only(model, spec, [u for u in spec.stage_units if u not in spec.prediction_units])
     return model.requires_grad_(False).eval(), inference_mesh

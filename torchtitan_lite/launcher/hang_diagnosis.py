@@ -122,9 +122,9 @@ class HangMonitor:
             )
 
 
-def diagnosis_request(ranks: Sequence[RankStatus], late: Set[int], torchrun: int) -> bytes:
+def diagnosis_request(ranks: Sequence[RankStatus], late: Set[int], parent: int) -> bytes:
     """Return the input of the diagnosis, as JSON."""
-    payload = {"ranks": [asdict(one) for one in ranks], "late": sorted(late), "torchrun": torchrun}
+    payload = {"ranks": [asdict(one) for one in ranks], "late": sorted(late), "parent": parent}
     return json.dumps(payload, default=lambda phase: phase.value).encode()
 
 
@@ -146,7 +146,7 @@ def main(folder: Path, payload: Mapping[str, Any]) -> int:
     """Examine the ranks and write the report."""
     ranks = [_rank_status(one) for one in payload["ranks"]]
     # The process id of an exited rank may belong to another process by now.
-    ranks = [one for one in ranks if parent_of(one.pid) == payload["torchrun"]]
+    ranks = [one for one in ranks if parent_of(one.pid) == payload["parent"]]
     late = set(payload["late"])
     asked_ns = time.time_ns()
     for one in ranks:

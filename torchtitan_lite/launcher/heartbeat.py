@@ -24,9 +24,9 @@ from torchtitan_lite.phases import Phase
 HEARTBEATS = "TORCHTITAN_LITE_HEARTBEATS"
 """Environment variable: the file into which the ranks of a replica write their heartbeats."""
 _MAGIC = 0x54505531
-_FORMAT = struct.Struct("<IIqddd")
-"""Magic number, phase, step, then seconds: start of the phase, its limit, and the time limit of a
-stopped rank. Phases without a limit have infinity."""
+_FORMAT = struct.Struct("<IIIqddd")
+"""Magic number, process id, phase, step, then seconds: start of the phase, its limit, and the time
+limit of a stopped rank. Phases without a limit have infinity."""
 _CHECKSUM = struct.Struct("<I")
 _SLOT_BYTES = 64
 _STOPPED_EARLY = _SLOT_BYTES - 1
@@ -40,6 +40,8 @@ _LONGEST_S = 1e9
 class Heartbeat:
     """Phase of a rank, written when the phase began."""
 
+    pid: int
+    """Process of the rank."""
     phase: Phase
     step: int
     """Last committed step."""
@@ -68,15 +70,29 @@ class HeartbeatWriter:
                 raise OSError(f"{path}: {error}") from None
         if len(self._memory) < self._start + _SLOT_BYTES:
             raise OSError(f"{path} has no slot for rank {rank}.")
+        # Of an earlier attempt in these processes.
+        self._memory[self._start + _STOPPED_EARLY] = 0
 
     def entered(self, phase: Phase, step: int) -> None:
         """Write a heartbeat. See `phases.PhaseListener`."""
         number = _PHASES.index(phase)
         values = _FORMAT.pack(
-            _MAGIC, number, step, time.monotonic(), self._limits[number], self._hang_timeout_s
+            _MAGIC,
+            os.getpid(),
+            number,
+            step,
+            time.monotonic(),
+            self._limits[number],
+            self._hang_timeout_s,
         )
         slot = values + _CHECKSUM.pack(zlib.crc32(values))
         self._memory[self._start : self._start + len(slot)] = slot
+
+    def erase(self) -> None:
+        """Erase the heartbeat of a rank that ends its training: it has no time limit any more, and
+        its exit does not count as a loss."""
+        size = _FORMAT.size + _CHECKSUM.size
+        self._memory[self._start : self._start + size] = bytes(size)
 
 
 def report_early_stop() -> None:
@@ -125,7 +141,7 @@ def parse(slot: bytes) -> Heartbeat | None:
         return None
     if _CHECKSUM.unpack_from(slot, size)[0] != zlib.crc32(slot[:size]):
         return None
-    magic, number, step, since_s, limit_s, hang_timeout_s = _FORMAT.unpack_from(slot)
+    magic, pid, number, step, since_s, limit_s, hang_timeout_s = _FORMAT.unpack_from(slot)
     if magic != _MAGIC or number >= len(_PHASES) or step < 0:
         return None
     now_s = time.monotonic()
@@ -133,4 +149,4 @@ def parse(slot: bytes) -> Heartbeat | None:
         return None
     if not (limit_s > 0 and 0 < hang_timeout_s < _LONGEST_S):
         return None
-    return Heartbeat(_PHASES[number], step, since_s, limit_s, hang_timeout_s)
+    return Heartbeat(pid, _PHASES[number], step, since_s, limit_s, hang_timeout_s)

@@ -118,7 +118,11 @@ class Launcher:
             environment = {**self._environment, **own}
             num_ranks = self._resizer.num_ranks
             return WorkerGroup(
-                plan.group_command(number, num_ranks), environment, num_ranks, folder
+                plan.group_command(number, num_ranks),
+                environment,
+                num_ranks,
+                folder,
+                has_agent=plan.num_spares > 0,
             )
 
         return ReplicaProcess(
@@ -131,9 +135,9 @@ class Launcher:
             report_event=self._view.report_event,
         )
 
-    def _on_failure(self, replica: ReplicaProcess) -> None:
-        if replica.failing_rank is not None:
-            self._resizer.record_failure(replica.number, replica.failing_rank, time.monotonic())
+    def _on_failure(self, replica: ReplicaProcess, rank: int | None) -> None:
+        if rank is not None:
+            self._resizer.record_failure(replica.number, rank, time.monotonic())
         address = self._lighthouse.address
         if self._notifier is None or address is None:
             return

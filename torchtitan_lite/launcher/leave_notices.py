@@ -1,15 +1,16 @@
 """Notices to the lighthouse that a replica has left: the launcher's side, and the process that
 sends them. Layer: above processes and lighthouse.
 
-`python -m torchtitan_lite.launcher.leave_notices HOST:PORT` reads the names of replicas from
-standard input, one per line. It runs for the whole run, so that a notice arrives within
-milliseconds; and it is a separate process, because gRPC's threads are incompatible with the
-launcher's forks. TORCHTITAN_LITE_TOKEN authenticates it.
+`python -m torchtitan_lite.launcher.leave_notices HOST:PORT` reads the names of replicas and the
+times of their failures (time.monotonic()) from standard input, one per line. It runs for the whole
+run, so that a notice arrives within milliseconds; and it is a separate process, because gRPC's
+threads are incompatible with the launcher's forks. TORCHTITAN_LITE_TOKEN authenticates it.
 """
 
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,8 @@ from torchtitan_lite.errors import UserError
 from torchtitan_lite.launcher.logs import open_log
 from torchtitan_lite.launcher.processes import kill_process_group, spawn
 
-_TIMEOUT_S = 2.0
+_TIMEOUT_S = 1.0
+"""Age at which a notice is dropped. A replica needs longer to join again."""
 
 
 class LeaveNotifier:
@@ -54,7 +56,7 @@ class LeaveNotifier:
         """Notify the lighthouse at `address` that the replica `name` has left. Raises OSError."""
         if self._process is None or self._process.poll() is not None:
             self.start(address)
-        os.write(self._input, name.encode() + b"\n")
+        os.write(self._input, f"{name} {time.monotonic()}\n".encode())
 
     def kill(self) -> None:
         """Kill the process and wait for it."""
@@ -75,8 +77,13 @@ def main(address: str) -> int:
 
     token = os.environ.get("TORCHTITAN_LITE_TOKEN", "")
     for line in sys.stdin:
+        name, sent_s = line.split()
+        # Later, a new process of the replica may have joined, and must not be removed.
+        left_s = _TIMEOUT_S - (time.monotonic() - float(sent_s))
+        if left_s <= 0:
+            continue
         try:
-            notify_left(address, line.strip(), token, _TIMEOUT_S)
+            notify_left(address, name, token, left_s)
         except UserError as error:
             # Without a notice the lighthouse notices the missing heartbeats, a few seconds later.
             print(error, file=sys.stderr, flush=True)

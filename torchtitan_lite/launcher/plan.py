@@ -75,6 +75,8 @@ class LaunchPlan:
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     uses_gpus: bool = True
     """Whether replicas train on GPUs where there are some."""
+    num_spares: int = 0
+    """Spare processes per replica; with spares, the groups are agents that replace dead ranks."""
     notifier_command: Callable[[str], Sequence[str]] | None = None
     """Maps HOST:PORT to the command line of a process that notifies the lighthouse of failed
     replicas: it reads their names, such as "replica_00001", one per line. None disables the
@@ -133,6 +135,7 @@ def training_plan(
     *,
     num_replicas: int,
     ranks: Sequence[int],
+    num_spares: int,
     slots_file: Path | None,
     regrow_after_s: float,
     lighthouse: str,
@@ -158,7 +161,10 @@ def training_plan(
     _check_ranks(ranks, of_replica(0))
 
     def group(replica: int, num_ranks: int) -> list[str]:
-        return torchrun_command(sys.executable, num_ranks, [*_PROGRAM, *of_replica(replica)])
+        if not num_spares:
+            return torchrun_command(sys.executable, num_ranks, [*_PROGRAM, *of_replica(replica)])
+        options = [f"--nproc={num_ranks}", f"--spares={num_spares}"]
+        return [sys.executable, *_PROGRAM, *options, *of_replica(replica)]
 
     def lighthouse_command(address: str) -> list[str]:
         options = ["--bind", address, "--min-replicas", str(min_replicas)]
@@ -171,6 +177,7 @@ def training_plan(
     plan = LaunchPlan(
         num_replicas=num_replicas,
         ranks=ranks,
+        num_spares=num_spares,
         uses_gpus=device != "cpu",
         slots_file=slots_file,
         regrow_after_s=regrow_after_s,

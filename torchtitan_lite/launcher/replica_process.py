@@ -16,6 +16,8 @@ from torchtitan_lite.launcher.worker_group import WorkerGroup
 
 _MAX_LINE_CHARS = 300
 _STOPPED_BY_OTHERS = "saved and left, because a process other than the launcher asked it to stop"
+_REPLACEMENT_S = 15.0
+"""Time in which all ranks of an agent have left an attempt; hangs are detected again after it."""
 _READ_INTERVAL_S = 0.25
 """Interval between reads of a replica's files."""
 
@@ -51,13 +53,13 @@ class ReplicaProcess:
         folder: Path,
         metrics: Path,
         policy: RestartPolicy,
-        on_failure: Callable[["ReplicaProcess"], None],
+        on_failure: Callable[["ReplicaProcess", int | None], None],
         report_event: Callable[[str], None],
     ) -> None:
         """`start` starts an attempt that logs into the given folder, a new one in `folder`;
-        `metrics` is the metrics.jsonl of this replica. `on_failure` is called as soon as an attempt
-        has failed, while its processes are being killed. `report_event` reports events to the
-        user."""
+        `metrics` is the metrics.jsonl of this replica. `on_failure` is called with the rank that
+        failed, if it was one, as soon as an attempt has failed, while its processes are being
+        killed, or a rank has died that is replaced. `report_event` reports events to the user."""
         self.number = number
         self.state = ReplicaState.WAITING
         self.last_event = ""
@@ -74,7 +76,7 @@ class ReplicaProcess:
         self._group: WorkerGroup | None = None
         self._hang_monitor: HangMonitor | None = None
         self._is_stopping = self._is_resizing = self._is_failure_reported = False
-        self._restart_at_s = self._read_at_s = 0.0
+        self._restart_at_s = self._read_at_s = self._check_hangs_at_s = 0.0
 
     @property
     def name(self) -> str:
@@ -93,20 +95,13 @@ class ReplicaProcess:
         return self._group is None and (self.is_over or self.state is ReplicaState.RESIZING)
 
     @property
-    def failing_rank(self) -> int | None:
-        """Rank whose failure is being handled, if it was a rank that failed."""
-        if self._group is None or self.state is not ReplicaState.ENDING:
-            return None
-        return self._group.failure().rank
-
-    @property
     def descriptors(self) -> list[int]:
         """Descriptors that are readable when `poll` has work to do."""
         return [] if self._group is None else self._group.descriptors
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of torchrun and of a running hang diagnosis."""
+        """Process ids of the ranks' parent and of a running hang diagnosis."""
         found = (one.pid for one in (self._group, self._hang_monitor) if one is not None)
         return [pid for pid in found if pid is not None]
 
@@ -138,6 +133,9 @@ class ReplicaProcess:
             return
         group.poll()
         if self.state in _RUNNING:
+            for rank, status in group.take_lost_ranks():
+                self._on_failure(self, rank)
+                self._report(f"rank {rank} {status}: it is replaced, the others keep running")
             if group.has_failed:
                 self._handle_failure(group)
             elif now_s >= self._read_at_s:
@@ -151,7 +149,7 @@ class ReplicaProcess:
             # Without this rank's part, the other ranks cannot complete their save.
             self._is_failure_reported = True
             group.kill()
-            self._on_failure(self)
+            self._on_failure(self, None)
         if group.has_ended:
             self._group = None
             self._close_hang_monitor()
@@ -188,11 +186,18 @@ class ReplicaProcess:
             self._group.kill()
 
     def _check_for_hang(self, group: WorkerGroup, now_s: float) -> None:
+        if now_s < self._check_hangs_at_s:
+            return
         assert self._hang_monitor is not None
         was_looked_into = self._hang_monitor.pid is not None
         hang = self._hang_monitor.poll(now_s)
         if hang is not None:
-            group.mark_hung(hang)
+            group.end_hang(hang)
+            if not group.has_failed:
+                self._report(hang.description)
+                # The heartbeats of the others are as late, until they have left their training.
+                self._hang_monitor = HangMonitor(group)
+                self._check_hangs_at_s = now_s + _REPLACEMENT_S
         elif was_looked_into and self._hang_monitor.pid is None:
             self._report("continues: it was only slow")
         elif not was_looked_into and self._hang_monitor.pid is not None:
@@ -208,8 +213,8 @@ class ReplicaProcess:
         group.kill()
         self._close_hang_monitor()
         self.state = ReplicaState.ENDING
-        self._on_failure(self)
         failure = group.failure()
+        self._on_failure(self, failure.rank)
         self._report(f"failed, {failure.description}")
         if failure.signature and (lines := last_lines(failure.log, 1)):
             line = "".join(filter(str.isprintable, lines[0]))[:_MAX_LINE_CHARS]

@@ -2,7 +2,7 @@
 rank. Layer: above processes.
 
 Importing this module takes milliseconds: until `attach_to_launcher` has run, the rank would outlive
-its torchrun.
+its parent.
 """
 
 import faulthandler
@@ -17,7 +17,8 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.outputs import STARTING
 
 LAUNCHER_PID = "TORCHTITAN_LITE_LAUNCHER_PID"
-"""Environment variable: the launcher's process id. The launcher is the parent of the torchruns."""
+"""Environment variable: the launcher's process id. The launcher is the parent of torchruns and of
+agents, whose children are the ranks."""
 RANK_LOGS = "TORCHTITAN_LITE_RANK_LOGS"
 """Environment variable: the folder into which each rank writes its output."""
 
@@ -57,27 +58,41 @@ def rank_log(folder: Path, rank: int) -> Path:
 
 
 def attach_to_launcher() -> None:
-    """Die with torchrun; under the launcher, also print into this rank's own file."""
+    """Die with torchrun or the agent; under the launcher, also print into this rank's own file.
+    Without effect on an agent."""
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is None:
         _die_with_torchrun()
         return
+    if "RANK" not in os.environ and os.getppid() == int(launcher):
+        # An agent, which the launcher has started so that it dies with it.
+        return
     die_with_parent()
     if parent_of(os.getppid()) != int(launcher):
-        # torchrun died before PR_SET_PDEATHSIG was set: the parent is now a subreaper.
+        # The parent died before PR_SET_PDEATHSIG was set: the parent is now a subreaper.
         os.kill(os.getpid(), signal.SIGKILL)
+    if "RANK" in os.environ:
+        print_into_rank_log()
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+    # Done before other threads exist: in a thread that does not block it, the signal would kill the
+    # process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {FLIGHT_SIGNAL})
+
+
+def print_into_rank_log() -> None:
+    """Send the output of this process to the file of its rank, if there is a launcher. A process of
+    an agent calls it when it receives its rank."""
+    logs = os.environ.get(RANK_LOGS)
+    if logs is None:
+        return
     # A file rather than a pipe, so that the rank and its writer never block on the launcher.
-    path = rank_log(Path(os.environ[RANK_LOGS]), int(os.environ["RANK"]))
-    # Without it (a full disk), the output goes to torchrun's log.
+    path = rank_log(Path(logs), int(os.environ["RANK"]))
+    # Without it (a full disk), the output goes to the log of the parent.
     with suppress(OSError):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for stream in (1, 2):
             os.dup2(file, stream)
         os.close(file)
-    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
-    # Done before other threads exist: in a thread that does not block it, the signal would kill the
-    # process.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {FLIGHT_SIGNAL})
 
 
 _ADOPTED_WITHIN_S = 2.0

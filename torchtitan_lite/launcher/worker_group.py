@@ -1,7 +1,9 @@
-"""One attempt of a replica: a torchrun and its ranks. Layer: above processes and supervised.
+"""One attempt of a replica: its ranks, and the torchrun or the agent that starts them. Layer: above
+processes and supervised.
 
 torchrun polls its ranks only every few seconds, and waits for the remaining ranks after a failure.
-Therefore the ranks are watched here, through pidfds, which report an exit at once.
+Therefore the ranks are watched here, through pidfds, which report an exit at once. An agent
+(`rank_recovery`) replaces a rank that dies, so that only its own end is a failure.
 """
 
 import os
@@ -30,16 +32,17 @@ from torchtitan_lite.launcher.supervised import LAUNCHER_PID, RANK_LOGS, rank_lo
 
 @dataclass
 class _RankProcess:
-    """Process of a rank, started by torchrun."""
+    """Process of a rank, or a spare of an agent."""
 
-    number: int
+    number: int | None
+    """None until the process has a rank."""
     pid: int
     descriptor: int
     """pidfd, readable once the process has exited; -1 after its exit was handled."""
 
 
 class WorkerGroup:
-    """torchrun and its ranks."""
+    """The ranks, and their parent: torchrun or an agent."""
 
     def __init__(
         self,
@@ -47,13 +50,20 @@ class WorkerGroup:
         environment: Mapping[str, str],
         num_ranks: int,
         folder: Path,
+        *,
+        has_agent: bool = False,
     ) -> None:
-        """Start `command`; logs go to `folder`, which is created. Raises OSError."""
+        """Start `command`, which is an agent if `has_agent`, else torchrun; logs go to `folder`,
+        which is created. Raises OSError."""
         folder = make_log_folder(folder)
         self._num_ranks, self.folder, self.environment = num_ranks, folder, environment
+        self._parent_name = "agent" if has_agent else "torchrun"
+        self.replaces_ranks = has_agent
+        """Whether a rank that dies is replaced within this attempt."""
+        self._lost: list[tuple[int, str]] = []
         self._heartbeats = HeartbeatMemory(num_ranks)
-        with open_log(self._torchrun_log) as log:
-            self._torchrun = spawn(
+        with open_log(self._parent_log) as log:
+            self._parent = spawn(
                 command,
                 {
                     **environment,
@@ -63,10 +73,12 @@ class WorkerGroup:
                 },
                 stdout=log.fileno(),
             )
-        self._descriptor = os.pidfd_open(self._torchrun.pid)
+        self._descriptor = os.pidfd_open(self._parent.pid)
         self._ranks: dict[int, _RankProcess] = {}
+        self._ended: set[int] = set()
+        """Processes that have been forgotten, but that the agent may not have waited for yet."""
         self._first_failure: tuple[int | None, ExitStatus, Path] | None = None
-        """Rank (None for torchrun), exit status and log of the first failure."""
+        """Rank (None for its parent), exit status and log of the first failure."""
         self._hang: Failure | None = None
         self._num_clean = 0
         self.stopped_early = False
@@ -82,22 +94,22 @@ class WorkerGroup:
 
     @property
     def pid(self) -> int:
-        """Process id of torchrun."""
-        return self._torchrun.pid
+        """Process id of the ranks' parent."""
+        return self._parent.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether torchrun and all its known ranks have exited."""
+        """Whether the parent and all its known ranks have exited."""
         return not self.descriptors
 
     @property
     def has_finished(self) -> bool:
         """Whether all ranks have exited successfully."""
-        return self._num_clean == self._num_ranks or self._torchrun.returncode == 0
+        return self._num_clean == self._num_ranks or self._parent.returncode == 0
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank or torchrun has failed, or the group hangs."""
+        """Whether the group has failed: the parent, a rank that is not replaced, or by a hang."""
         return self._first_failure is not None or self._hang is not None
 
     @property
@@ -107,16 +119,24 @@ class WorkerGroup:
 
     def poll(self) -> None:
         """Find new ranks, and handle processes that have exited."""
-        if len(self._ranks) < self._num_ranks and self._torchrun.returncode is None:
+        is_complete = len(self._ranks) == self._num_ranks and not self.replaces_ranks
+        if not is_complete and self._parent.returncode is None:
             self._find_ranks()
-        self._poll_torchrun()
+        self._poll_parent()
         ended = [rank for rank in self._ranks.values() if _has_exited(rank.descriptor)]
         seen = [(rank, exit_status_of(rank.pid)) for rank in ended]
         for rank in ended:
             os.close(rank.descriptor)
             rank.descriptor = -1
-        # If torchrun has waited for a rank first, torchrun reacts to its exit.
-        statuses = [(rank.number, status) for rank, status in seen if status is not None]
+        if self.replaces_ranks:
+            self._forget_ended(seen)
+            return self._find_end()
+        # If the parent has waited for a rank first, the parent reacts to its exit.
+        statuses = [
+            (rank.number, status)
+            for rank, status in seen
+            if status is not None and rank.number is not None
+        ]
         self._num_clean += sum(status.is_clean for _, status in statuses)
         bad = [(number, status) for number, status in statuses if not status.is_clean]
         if bad and self._first_failure is None:
@@ -124,27 +144,57 @@ class WorkerGroup:
             # killed.
             number, status = min(bad, key=lambda one: (one[1].is_signal, one[0]))
             self._first_failure = (number, status, rank_log(self.folder, number))
-        if self._descriptor < 0 and not self.has_finished and self._first_failure is None:
-            status = ExitStatus(self._torchrun.returncode or 0)
-            self._first_failure = (None, status, self._torchrun_log)
-        if self._num_clean == self._num_ranks and self._torchrun.returncode is None:
+        self._find_end()
+        if self._num_clean == self._num_ranks and self._parent.returncode is None:
             # torchrun would notice by itself, but later.
-            kill_process_group(self._torchrun.pid)
+            kill_process_group(self._parent.pid)
+
+    def take_lost_ranks(self) -> list[tuple[int, str]]:
+        """Return the ranks that have died in their training since the last call, and how, for
+        display. The agent replaces them."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def _forget_ended(self, ended: Sequence[tuple[_RankProcess, ExitStatus | None]]) -> None:
+        """Forget processes of an agent that have exited, whose ids may belong to others soon, and
+        record the ranks among them."""
+        heartbeats = self._ranks_with_heartbeats() if ended else {}
+        for process, status in ended:
+            kill_process_group(process.pid)
+            del self._ranks[process.pid]
+            self._ended.add(process.pid)
+            # A rank that has left its training has erased its heartbeat. Without the agent all
+            # ranks die.
+            if process.pid in heartbeats and self._descriptor >= 0:
+                # The agent may have waited for it first.
+                how = "died" if status is None else str(status)
+                self._lost.append((heartbeats[process.pid], how))
+
+    def _find_end(self) -> None:
+        if self._descriptor < 0 and not self.has_finished and self._first_failure is None:
+            status = ExitStatus(self._parent.returncode or 0)
+            self._first_failure = (None, status, self._parent_log)
 
     def rank_statuses(self) -> list[RankStatus]:
         """Return the status of the ranks that have not exited."""
-        living = sorted(self._ranks.values(), key=lambda rank: rank.number)
+        living = {
+            rank.number: rank.pid
+            for rank in self._ranks.values()
+            if rank.number is not None and rank.descriptor >= 0
+        }
         return [
-            RankStatus(
-                rank.number, rank.pid, self._heartbeats.read(rank.number), state_of(rank.pid)
-            )
-            for rank in living
-            if rank.descriptor >= 0
+            RankStatus(number, pid, self._heartbeats.read(number), state_of(pid))
+            for number, pid in sorted(living.items())
         ]
 
-    def mark_hung(self, failure: Failure) -> None:
-        """Count the group as failed although its processes still run."""
-        self._hang = failure
+    def end_hang(self, failure: Failure) -> None:
+        """Kill the rank that hangs if it is replaced; else count the group as failed although its
+        processes still run."""
+        hung = [one.pid for one in self.rank_statuses() if one.number == failure.rank]
+        if self.replaces_ranks and hung:
+            kill_process_group(hung[0])
+        else:
+            self._hang = failure
 
     def failure(self) -> Failure:
         """Return how the group failed. Complete only after its processes have exited."""
@@ -152,25 +202,25 @@ class WorkerGroup:
             return self._hang
         assert self._first_failure is not None
         rank, status, log = self._first_failure
-        name = "torchrun" if rank is None else f"rank {rank}"
-        # The error of a rank that could not even start is in torchrun's output.
-        return failure_of(name, status, log if last_lines(log, 1) else self._torchrun_log, rank)
+        name = self._parent_name if rank is None else f"rank {rank}"
+        # The error of a rank that could not even start is in its parent's output.
+        return failure_of(name, status, log if last_lines(log, 1) else self._parent_log, rank)
 
     def terminate(self) -> None:
-        """Request that all ranks save and leave. torchrun forwards the signal."""
-        if self._torchrun.returncode is None:
-            signal_process(self._torchrun.pid, signal.SIGTERM)
+        """Request that all ranks save and leave. The parent forwards the signal."""
+        if self._parent.returncode is None:
+            signal_process(self._parent.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill torchrun and all ranks."""
-        if self._torchrun.returncode is None:
-            # Stop torchrun first, so that it starts no further ranks.
-            signal_process(self._torchrun.pid, signal.SIGSTOP)
+        """Kill the parent, all ranks and spares."""
+        if self._parent.returncode is None:
+            # Stop the parent first, so that it starts no further ranks.
+            signal_process(self._parent.pid, signal.SIGSTOP)
             self._find_ranks()
-        for rank in self._ranks.values():
-            kill_process_group(rank.pid)
-        if self._torchrun.returncode is None:
-            kill_process_group(self._torchrun.pid)
+        for pid in self._ranks:
+            kill_process_group(pid)
+        if self._parent.returncode is None:
+            kill_process_group(self._parent.pid)
 
     def close(self) -> None:
         """Release the shared memory, after the group has ended."""
@@ -178,29 +228,44 @@ class WorkerGroup:
         self._heartbeats.close()
 
     @property
-    def _torchrun_log(self) -> Path:
-        return self.folder / "torchrun.log"
+    def _parent_log(self) -> Path:
+        return self.folder / f"{self._parent_name}.log"
 
-    def _poll_torchrun(self) -> None:
+    def _poll_parent(self) -> None:
         if not _has_exited(self._descriptor):
             return
-        code = self._torchrun.wait()
+        code = self._parent.wait()
         os.close(self._descriptor)
         self._descriptor = -1
         if code < 0 and not self.has_finished and self._first_failure is None:
-            # The ranks of a killed torchrun die with it.
-            self._first_failure = (None, ExitStatus(code), self._torchrun_log)
+            # The ranks of a killed parent die with it.
+            self._first_failure = (None, ExitStatus(code), self._parent_log)
 
     def _find_ranks(self) -> None:
-        for pid in children_of(self._torchrun.pid):
-            if pid in self._ranks:
-                continue
+        children = set(children_of(self._parent.pid))
+        self._ended &= children
+        new = sorted(children - self._ended - self._ranks.keys())
+        if self.replaces_ranks:
+            for pid in new:
+                self._watch(pid, None)
+            # They receive their ranks after their start.
+            if any(one.number is None for one in self._ranks.values()):
+                for pid, number in self._ranks_with_heartbeats().items():
+                    if pid in self._ranks:
+                        self._ranks[pid].number = number
+            return
+        for pid in new:
             number = environment_of(pid).get("RANK", "")
             # Between fork and exec, the child is still a copy of torchrun, without a rank.
             if number.isdigit():
                 self._watch(pid, int(number))
 
-    def _watch(self, pid: int, number: int) -> None:
+    def _ranks_with_heartbeats(self) -> dict[int, int]:
+        """Return the ranks that send heartbeats, by process id."""
+        heartbeats = ((rank, self._heartbeats.read(rank)) for rank in range(self._num_ranks))
+        return {found.pid: rank for rank, found in heartbeats if found is not None}
+
+    def _watch(self, pid: int, number: int | None) -> None:
         try:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:

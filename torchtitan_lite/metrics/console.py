@@ -173,7 +173,8 @@ def event_line(event: Event) -> str:
 
 def _shown(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.4f}"
+        # A small number is not shown as 0.
+        return f"{value:.1e}" if 0 < abs(value) < 1e-4 else f"{value:.4f}"
     # Line breaks and terminal control sequences are escaped.
     is_plain = not isinstance(value, str) or value.isprintable()
     return str(value) if is_plain else repr(value)

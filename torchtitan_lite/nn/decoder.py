@@ -1,23 +1,40 @@
-"""A decoder-only language model around any attention and feed-forward block.
+"""A decoder-only language model made of layers, each with its own kinds of attention and
+feed-forward block.
 
-A family chooses the blocks; the order of embedding, blocks, norm and output is the same for all.
+A family is a list of `DecoderLayer`s, which are data; the order of embedding, blocks, norm and
+output is the same for all.
 The loss is computed inside the output module, because it is fused with the projection and because
 sharded weights are gathered only inside their module's forward. Layer: above spec; `nn.attention`,
-`nn.dropout`, `nn.rope`.
+`nn.dropout`, `nn.feed_forward`, `nn.norm`.
 """
 
-from dataclasses import replace
-from typing import Self, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan_lite.nn.attention import Attention, AttentionMask, Backend, BlockContext
+from torchtitan_lite.nn.attention import (
+    AttentionDims,
+    AttentionMask,
+    Backend,
+    BlockContext,
+)
 from torchtitan_lite.nn.dropout import KeyedDropout
-from torchtitan_lite.nn.rope import RotaryEmbedding
+from torchtitan_lite.nn.feed_forward import FeedForwardDims
+from torchtitan_lite.nn.norm import rms_norm
 from torchtitan_lite.rng import mix_tensor
 from torchtitan_lite.spec import TokenLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderLayer:
+    """The parts of one layer."""
+
+    attention: AttentionDims
+    feed_forward: FeedForwardDims
 
 
 class DecoderBlock(nn.Module):
@@ -28,15 +45,16 @@ class DecoderBlock(nn.Module):
         *,
         dim: int,
         norm_eps: float,
-        attention: Attention,
-        feed_forward: nn.Module,
+        layer: DecoderLayer,
+        attention_backend: Backend,
         dropout: float,
+        zero_centered_norms: bool = False,
     ) -> None:
         super().__init__()
-        self.attention = attention
-        self.feed_forward = feed_forward
-        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention = layer.attention.build(dim, attention_backend)
+        self.feed_forward = layer.feed_forward.build(dim)
+        self.attention_norm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
+        self.ffn_norm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
         self.attention_dropout = KeyedDropout(dropout, site=0)
         self.ffn_dropout = KeyedDropout(dropout, site=1)
 
@@ -47,6 +65,58 @@ class DecoderBlock(nn.Module):
         x_BSD = x_BSD + self.attention_dropout(update, keys, positions)
         update = self.feed_forward(self.ffn_norm(x_BSD))
         return x_BSD + self.ffn_dropout(update, keys, positions)
+
+
+class PredictionBlock(DecoderBlock):
+    """A module of multi-token prediction (arXiv:2412.19437, section 2.2): a block on the states of
+    the depth before, behind its last norm, and the embedding of the token at its own depth. Norms
+    and projection are ordered as in transformers' `MtpLayer`."""
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        norm_eps: float,
+        layer: DecoderLayer,
+        attention_backend: Backend,
+        dropout: float,
+        zero_centered_norms: bool = False,
+    ) -> None:
+        super().__init__(
+            dim=dim,
+            norm_eps=norm_eps,
+            layer=layer,
+            attention_backend=attention_backend,
+            dropout=dropout,
+            zero_centered_norms=zero_centered_norms,
+        )
+        self.enorm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
+        self.hnorm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
+        self.eh_proj = nn.Linear(2 * dim, dim, bias=False)
+        self.head_norm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x_BSD: torch.Tensor, context: BlockContext, embedded_BSD: torch.Tensor
+    ) -> torch.Tensor:
+        """[B, S, D] -> [B, S, D]; `embedded_BSD` are the embeddings of future tokens."""
+        both = torch.cat([self.enorm(embedded_BSD), self.hnorm(x_BSD)], dim=-1)
+        return self.head_norm(super().forward(self.eh_proj(both), context))
+
+
+class _Joined(torch.autograd.Function):
+    """The identity of two tensors, as one node of autograd. Schedules that split the backward look
+    for the nodes in which the paths from a weight meet those from the stage's input, and fail if a
+    weight has several (torch 2.13: "Trying to backward through the graph a second time")."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, one: torch.Tensor, other: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return one.view_as(one), other.view_as(other)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grads
 
 
 class OutputProjection(nn.Module):
@@ -77,19 +147,50 @@ class Decoder(nn.Module):
         dim: int,
         vocab_size: int,
         norm_eps: float,
-        rotary: RotaryEmbedding,
-        blocks: list[DecoderBlock],
+        layers: Sequence[DecoderLayer],
         attention_backend: Backend,
         tied_embeddings: bool,
         dropout: float,
+        prediction_layers: Sequence[DecoderLayer] = (),
+        prediction_loss_weight: float = 0.0,
+        zero_centered_norms: bool = False,
     ) -> None:
+        """`prediction_layers` predict further tokens in training, one each. Their losses add
+        `prediction_loss_weight` times their mean to the objective, not to the returned loss.
+        `zero_centered_norms`: the norms of hidden states multiply by 1 + weight."""
         super().__init__()
         self.dropout = dropout
-        self.mask = AttentionMask(attention_backend)
-        self.rotary = rotary
+        self._prediction_weight = prediction_loss_weight / max(1, len(prediction_layers))
+        all_layers = [*layers, *prediction_layers]
+        kinds = [layer.attention for layer in all_layers]
+        # Each once, however many layers share it.
+        masks = list(dict.fromkeys(kind.mask for kind in kinds if kind.mask is not None))
+        ropes = list(dict.fromkeys(kind.rope for kind in kinds if kind.rope is not None))
+        self.masks = nn.ModuleList(AttentionMask(attention_backend, mask) for mask in masks)
+        self.rotaries = nn.ModuleList(rope.build() for rope in ropes)
+        self._kinds = {
+            str(number): (
+                None if kind.mask is None else masks.index(kind.mask),
+                None if kind.rope is None else ropes.index(kind.rope),
+            )
+            for number, kind in enumerate(kinds)
+        }
+        """The mask and the rotary embedding of each layer."""
         self.tok_embeddings = nn.Embedding(vocab_size, dim)
-        self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
-        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.layers = nn.ModuleDict(
+            {
+                str(number): (DecoderBlock if number < len(layers) else PredictionBlock)(
+                    dim=dim,
+                    norm_eps=norm_eps,
+                    layer=layer,
+                    attention_backend=attention_backend,
+                    dropout=dropout,
+                    zero_centered_norms=zero_centered_norms,
+                )
+                for number, layer in enumerate(all_layers)
+            }
+        )
+        self.norm = rms_norm(dim, norm_eps, zero_centered=zero_centered_norms)
         self.output = OutputProjection(dim, vocab_size)
         self.tied_embeddings = tied_embeddings
         self._tie()
@@ -103,23 +204,83 @@ class Decoder(nn.Module):
         documents_BS: torch.Tensor | None = None,
         targets_BS: torch.Tensor | None = None,
         loss: TokenLoss | None = None,
+        future_tokens_BJS: torch.Tensor | None = None,
+        future_targets_BJS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Map tokens to logits [B, S, V], or to the loss summed over `targets_BS` if `loss` is
-        given. A pipeline stage has only some of the modules: without the embedding it takes hidden
-        states in place of `tokens_BS`, and without the output it returns them."""
-        cos, sin = self.rotary(positions_BS)
-        mask = self.mask(positions_BS, documents_BS)
-        context = BlockContext(cos, sin, mask, positions_BS, rng_keys_B)
-        x_BSD = tokens_BS if self.tok_embeddings is None else self.tok_embeddings(tokens_BS)
+        given. A pipeline stage has only some of the modules: it takes hidden states in place of
+        `tokens_BS` unless it is the first, and without the output it returns them."""
+        contexts = self.contexts(positions_BS, rng_keys_B, documents_BS)
+        # The last stage has an embedding too, for future tokens.
+        is_first = not tokens_BS.is_floating_point()
+        x_BSD = self.tok_embeddings(tokens_BS) if is_first else tokens_BS
         for layer, block in self.layers.items():
-            x_BSD = block(x_BSD, self._of_layer(context, int(layer)))
+            if not isinstance(block, PredictionBlock):
+                x_BSD = block(x_BSD, contexts[layer])
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
-        return x_BSD if self.output is None else self.output(x_BSD, targets_BS, loss)
+        if self.output is None:
+            return x_BSD
+        result = self.output(x_BSD, targets_BS, loss)
+        if not self.training or loss is None or future_tokens_BJS is None:
+            return result
+        assert future_targets_BJS is not None
+        further = self._further_losses(x_BSD, contexts, loss, future_tokens_BJS, future_targets_BJS)
+        # The gradient of the sum, and the value of the first.
+        return result + (further - further.detach())
+
+    def _further_losses(
+        self,
+        x_BSD: torch.Tensor,
+        contexts: Mapping[str, BlockContext],
+        loss: TokenLoss,
+        tokens_BJS: torch.Tensor,
+        targets_BJS: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the weighted sum of the losses of multi-token prediction. `x_BSD` are the states
+        behind the last norm."""
+        # Once for all depths, because sharded weights are gathered for each use.
+        embedded_BJSD = self.tok_embeddings(tokens_BJS.flatten(0, 1)).unflatten(
+            0, tokens_BJS.shape[:2]
+        )
+        x_BSD, embedded_BJSD = _Joined.apply(x_BSD, embedded_BJSD)
+        states = []
+        for layer, block in self.layers.items():
+            if isinstance(block, PredictionBlock):
+                x_BSD = block(x_BSD, contexts[layer], embedded_BJSD[:, len(states)])
+                states.append(x_BSD)
+        further_BSD = torch.stack(states, dim=1).flatten(0, 1)
+        total = self.output(further_BSD, targets_BJS.flatten(0, 1), loss)
+        return total * self._prediction_weight
+
+    def contexts(
+        self,
+        positions_BS: torch.Tensor,
+        rng_keys_B: torch.Tensor,
+        documents_BS: torch.Tensor | None,
+    ) -> dict[str, BlockContext]:
+        """Return the context of each layer that this part of the model has. Layers of one kind
+        share their mask and rotations."""
+        kinds = {layer: self._kinds[layer] for layer in self.layers}
+        rotations = {
+            rope: (None, None) if rope is None else self.rotaries[rope](positions_BS)
+            for rope in dict.fromkeys(rope for _, rope in kinds.values())
+        }
+        masks = {
+            mask: None if mask is None else self.masks[mask](positions_BS, documents_BS)
+            for mask in dict.fromkeys(mask for mask, _ in kinds.values())
+        }
+
+        def context(layer: str) -> BlockContext:
+            mask, rope = kinds[layer]
+            cos, sin = rotations[rope]
+            return BlockContext(cos, sin, masks[mask], positions_BS, rng_keys_B, documents_BS)
+
+        return {layer: self._of_layer(context(layer), int(layer)) for layer in kinds}
 
     def _of_layer(self, context: BlockContext, layer: int) -> BlockContext:
         """Return the context with keys of the layer. Keys and not modules differ between blocks, so
-        that the compiler sees all blocks as one."""
+        that the compiler sees all blocks of a kind as one."""
         if not self.training or self.dropout == 0.0:
             return context
         return replace(context, rng_keys_B=mix_tensor(context.rng_keys_B + layer))

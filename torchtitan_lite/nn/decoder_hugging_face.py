@@ -1,9 +1,11 @@
 """Names of sizes and parameters of `nn.decoder.Decoder` in Hugging Face's transformers. Layer:
-above spec; `nn.hugging_face_config`, `nn.moe`."""
+above spec; `nn.decoder`, `nn.hugging_face_config`, `nn.moe`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from torchtitan_lite.nn.decoder import DecoderLayer
 from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.spec import HuggingFaceForm, HuggingFaceKey
@@ -14,35 +16,43 @@ _SIZES = {
     "num_heads": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
-_ATTENTION = {
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
+_NORMS = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
 }
-_QK_NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+_PREDICTION = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "head_norm.weight": "shared_head.norm.weight",
+}
 _FEED_FORWARD = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FUSED = {"w1": ("gate_up_proj", 0, 2), "w2": ("down_proj", 0, 1), "w3": ("gate_up_proj", 1, 2)}
 """The tensor of stacked experts, and which of how many parts."""
 
 
-def read_decoder(config: HuggingFaceConfig) -> dict[str, Any]:
-    """Read the sizes that all decoders have, by our names; check activation and biases."""
+def read_decoder(
+    config: HuggingFaceConfig,
+    *,
+    attention_bias: bool = False,
+    norm_eps: float = 1e-6,
+    num_kv_heads: int | None = None,
+) -> dict[str, Any]:
+    """Read the sizes that all decoders have, by our names; check activation and biases. `norm_eps`
+    and `num_kv_heads` (by default as many as query heads) are those of a config without them."""
     sizes: dict[str, Any] = {ours: config.integer(theirs) for ours, theirs in _SIZES.items()}
     config.only("hidden_act", "silu")
-    config.only("attention_bias", False)
+    config.only("attention_bias", attention_bias)
     config.only("mlp_bias", False)
     return sizes | {
-        "num_kv_heads": config.integer("num_key_value_heads", sizes["num_heads"]),
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "num_kv_heads": config.integer("num_key_value_heads", num_kv_heads or sizes["num_heads"]),
+        "norm_eps": config.number("rms_norm_eps", norm_eps),
         "max_seq_len": config.integer("max_position_embeddings"),
         "tied_embeddings": config.flag("tie_word_embeddings", default=False),
     }
 
 
-def decoder_values(dims: Any) -> dict[str, Any]:
+def decoder_values(dims: Any, *, attention_bias: bool = False) -> dict[str, Any]:
     """Return these sizes as a config.json of `dims`."""
     return {theirs: getattr(dims, ours) for ours, theirs in _SIZES.items()} | {
         "num_key_value_heads": dims.num_kv_heads,
@@ -50,24 +60,39 @@ def decoder_values(dims: Any) -> dict[str, Any]:
         "max_position_embeddings": dims.max_seq_len,
         "tie_word_embeddings": dims.tied_embeddings,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": attention_bias,
         "attention_dropout": 0.0,
     }
 
 
 def decoder_hugging_face_keys(
-    *, qk_norm: bool = False, tied_embeddings: bool, moe: "MoEKeys | None" = None
+    layers: Sequence[DecoderLayer],
+    *,
+    tied_embeddings: bool,
+    moe: "MoEKeys | None" = None,
+    dense: str = "mlp",
+    has_predictions: bool = False,
 ) -> tuple[HuggingFaceKey, ...]:
-    """Return the names of a decoder's parameters in transformers."""
-    block = _ATTENTION | (_QK_NORMS if qk_norm else {})
+    """Return the names of a decoder's parameters in transformers. `moe` are those of its experts,
+    if it has any; `dense` is the name of a dense block in a layer; `has_predictions`: it has layers
+    of multi-token prediction."""
     layer = "model.layers.*"
+    attention = {
+        f"attention.{ours}": their
+        for one in layers
+        for ours, their in one.attention.hugging_face.items()
+    }
+    is_dense = any(not isinstance(one.feed_forward, MoEDims) for one in layers)
     return (
         _key("tok_embeddings.weight", "model.embed_tokens.weight"),
         *(
-            _key(f"layers.*.{ours}.weight", f"{layer}.{their}.weight")
-            for ours, their in block.items()
+            _in_layer(ours, their)
+            for ours, their in (
+                attention | _NORMS | (_PREDICTION if has_predictions else {})
+            ).items()
         ),
-        *(_dense(layer) if moe is None else moe.keys(layer)),
+        *(_dense(f"{layer}.{dense}") if is_dense else ()),
+        *(() if moe is None else moe.keys(layer)),
         _key("norm.weight", "model.norm.weight"),
         *(() if tied_embeddings else (_key("output.weight", "lm_head.weight"),)),
     )
@@ -80,16 +105,35 @@ def ignored_keys(*, tied_embeddings: bool) -> tuple[str, ...]:
 
 
 def is_known_routing(moe: MoEDims) -> bool:
-    """Whether transformers routes like `dims`: softmax, no shared experts, weights not rescaled."""
-    return (moe.score, moe.shared_hidden_dim, moe.route_scale) == ("softmax", 0, 1.0)
+    """Whether transformers routes like `moe`: softmax over all experts, no shared experts, weights
+    not rescaled, of the outputs of plain experts."""
+    given = (moe.score, moe.shared_hidden_dim, moe.route_scale, moe.num_groups)
+    return given == ("softmax", 0, 1.0, 1) and has_plain_experts(moe)
+
+
+def has_plain_experts(moe: MoEDims) -> bool:
+    """Whether the experts are SwiGLUs without biases, whose outputs are weighted, and shared ones
+    have no gate."""
+    return moe.swiglu_limit is None and not moe.weights_inputs and not moe.shared_gate
 
 
 class MoEKeys:
     """Names of a family's experts."""
 
-    def __init__(self, block: str, projections: dict[str, str]) -> None:
-        """`block` is the name of the MoE in a layer, `projections` those of w1, w2 and w3."""
+    def __init__(
+        self,
+        block: str,
+        projections: dict[str, str],
+        *,
+        shared: str | None = None,
+        shared_gate: str | None = None,
+        bias: tuple[str, ...] = (),
+    ) -> None:
+        """`block` is the name of the MoE in a layer, `projections` those of w1, w2 and w3, `shared`
+        that of the shared experts, `shared_gate` of their gate, and `bias` that of the balancing
+        bias, if there are any."""
         self._block, self._projections = block, projections
+        self._shared, self._shared_gate, self._bias = shared, shared_gate, bias
 
     def keys(self, layer: str) -> Iterator[HuggingFaceKey]:
         """Return the forms of experts: separate tensors, or stacked as transformers 5 has them in
@@ -98,7 +142,12 @@ class MoEKeys:
         blocks = dict.fromkeys((self._block, "mlp"))
         gates = (f"{layer}.{block}.gate.weight" for block in blocks)
         yield _key(f"{here}.router.gate.weight", *gates)
-        yield HuggingFaceKey(name=f"{here}.router.expert_bias_X", forms=())
+        yield _key(
+            f"{here}.router.expert_bias_X", *(f"{layer}.{self._block}.{key}" for key in self._bias)
+        )
+        if self._shared_gate is not None:
+            there = f"{layer}.{self._block}.{self._shared_gate}.weight"
+            yield _key(f"{here}.shared_gate.weight", there)
         for name, theirs in self._projections.items():
             stack, number, count = _FUSED[name]
             alone = HuggingFaceForm(key=f"{layer}.{self._block}.experts.*.{theirs}.weight")
@@ -107,11 +156,20 @@ class MoEKeys:
                 for block in blocks
             )
             yield HuggingFaceKey(name=f"{here}.experts.{name}", forms=(alone, *stacked))
+            if self._shared is not None:
+                there = f"{layer}.{self._block}.{self._shared}.{theirs}.weight"
+                yield _key(f"{here}.shared.{name}.weight", there)
 
 
-def _dense(layer: str) -> Iterator[HuggingFaceKey]:
+def _dense(block: str) -> Iterator[HuggingFaceKey]:
     for ours, theirs in _FEED_FORWARD.items():
-        yield _key(f"layers.*.feed_forward.{ours}.weight", f"{layer}.mlp.{theirs}.weight")
+        yield _key(f"layers.*.feed_forward.{ours}.weight", f"{block}.{theirs}.weight")
+
+
+def _in_layer(ours: str, their: str | HuggingFaceForm) -> HuggingFaceKey:
+    form = HuggingFaceForm(key=their) if isinstance(their, str) else their
+    form = replace(form, key=f"model.layers.*.{form.key}")
+    return HuggingFaceKey(name=f"layers.*.{ours}", forms=(form,))
 
 
 def _key(name: str, *theirs: str) -> HuggingFaceKey:

@@ -1,30 +1,46 @@
-"""Parts of the spec of any `nn.decoder.Decoder`: initial weights, sharding, stages and cost. Layer:
-above spec; `nn.moe`."""
+"""Parts of the spec of any `nn.decoder.Decoder`, from its layers: initial weights, sharding,
+stages, cost, and names in torchtitan. Layer: above spec; `nn.decoder`, `nn.moe`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
+from torchtitan_lite.nn.decoder import DecoderLayer
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.spec import InitRule, ModelCost, ShardRule, TorchtitanKey
 
+_Rule = TypeVar("_Rule", InitRule, ShardRule)
+
 
 def decoder_init(
-    *, dim: int, num_layers: int, residual_matrices: Sequence[str], tied_embeddings: bool
+    *,
+    dim: int,
+    layers: Sequence[DecoderLayer],
+    tied_embeddings: bool,
+    zero_centered_norms: bool = False,
 ) -> tuple[InitRule, ...]:
-    """Return rules for truncated normals. `residual_matrices` are the parameters of a block that
-    write into the residual stream; they shrink with depth."""
+    """Return rules for truncated normals. Matrices that write into the residual stream shrink with
+    depth."""
     output_std = dim**-0.5
     residual = tuple(
         InitRule(
-            pattern=f"layers.{layer}.{matrix}",
+            pattern=f"layers.{number}.{matrix}",
             kind="normal",
-            std=0.02 / (2 * (layer + 1)) ** 0.5,
+            std=0.02 / (2 * (number + 1)) ** 0.5,
         )
-        for layer in range(num_layers)
-        for matrix in residual_matrices
+        for number, layer in enumerate(layers)
+        for matrix in (
+            *(f"attention.{name}" for name in layer.attention.residual_matrices),
+            *(f"feed_forward.{name}" for name in layer.feed_forward.residual_matrices),
+        )
     )
     return (
         *residual,
-        InitRule(pattern="*norm*", kind="ones"),
+        *_of_layers(
+            layers,
+            lambda layer: (layer.attention.init_rules, layer.feed_forward.init_rules),
+        ),
+        InitRule(pattern="*norm*", kind="zeros" if zero_centered_norms else "ones"),
         InitRule(
             pattern="tok_embeddings.weight",
             kind="normal",
@@ -36,34 +52,47 @@ def decoder_init(
 
 
 def decoder_shard_plan(
-    *, qk_norm: bool = False, moe: MoEDims | None = None
+    layers: Sequence[DecoderLayer], *, has_predictions: bool = False
 ) -> tuple[ShardRule, ...]:
-    """Return the shard plan of a decoder whose blocks have an `nn.feed_forward.FeedForward` or an
-    `nn.moe.MoE`, whose experts it does not shard."""
-    # Before the other norms, which its pattern matches too.
-    heads = (ShardRule(pattern="layers.*.attention.[qk]_norm.weight", style="heads"),)
-    # The router works on the tokens that its rank has, and the choice is the same anywhere.
-    router = (ShardRule(pattern="layers.*.feed_forward.router.gate.weight", style="sequence"),)
+    """Return the shard plan of a decoder; expert parallelism shards experts. `has_predictions`:
+    the last of the layers are of multi-token prediction."""
+    prediction = (ShardRule(pattern="layers.*.eh_proj.weight", style="sequence"),)
     return (
         ShardRule(pattern="tok_embeddings.weight", style="embedding"),
-        ShardRule(pattern="layers.*.attention.w[qkv].weight", style="columns"),
-        ShardRule(pattern="layers.*.attention.wo.weight", style="rows"),
-        *(router if moe is not None else ()),
-        *_feed_forward_rules(moe),
-        *(heads if qk_norm else ()),
+        # Before the other norms, which the pattern of those matches too.
+        *_of_layers(
+            layers,
+            lambda layer: (layer.attention.shard_rules, layer.feed_forward.shard_rules),
+        ),
+        *(prediction if has_predictions else ()),
         ShardRule(pattern="*norm.weight", style="sequence"),
         ShardRule(pattern="output.weight", style="output"),
     )
 
 
-def _feed_forward_rules(moe: MoEDims | None) -> tuple[ShardRule, ...]:
-    """Return the rules of the shared experts or the dense block."""
-    if moe is not None and not moe.shared_hidden_dim:
-        return ()
-    place = "layers.*.feed_forward" if moe is None else "layers.*.feed_forward.shared"
-    return (
-        ShardRule(pattern=f"{place}.w[13].weight", style="columns"),
-        ShardRule(pattern=f"{place}.w2.weight", style="rows"),
+def _of_layers(
+    layers: Sequence[DecoderLayer],
+    rules_of: Callable[[DecoderLayer], tuple[Sequence[_Rule], Sequence[_Rule]]],
+) -> tuple[_Rule, ...]:
+    """Return the rules of the attention and feed-forward of each layer. A rule of all layers has
+    one pattern for all."""
+    by_layer = [
+        [
+            replace(rule, pattern=f"{part}.{rule.pattern}")
+            for part, rules in zip(("attention", "feed_forward"), rules_of(layer), strict=True)
+            for rule in rules
+        ]
+        for layer in layers
+    ]
+    distinct = dict.fromkeys(rule for rules in by_layer for rule in rules)
+    return tuple(
+        replace(rule, pattern=f"layers.{number}.{rule.pattern}")
+        for rule in distinct
+        for number in (
+            ["*"]
+            if all(rule in rules for rules in by_layer)
+            else [str(number) for number, rules in enumerate(by_layer) if rule in rules]
+        )
     )
 
 
@@ -74,81 +103,100 @@ def decoder_stage_units(num_layers: int) -> tuple[str, ...]:
 
 
 def decoder_torchtitan_keys(
-    *, rope_heads: tuple[int, int] = (0, 0), qk_norm: bool = False, moe: bool = False
+    layers: Sequence[DecoderLayer], attention: Sequence[TorchtitanKey]
 ) -> tuple[TorchtitanKey, ...]:
-    """Return torchtitan's names of a decoder's parameters. `rope_heads` are the query and key heads
-    if torchtitan rotates adjacent numbers."""
+    """Return torchtitan's names of a decoder's parameters. `attention` are those of its attention,
+    relative to it."""
 
-    def key(name: str, *theirs: str, rope_heads: int = 0) -> TorchtitanKey:
-        return TorchtitanKey(name=name, theirs=theirs or (name,), rope_heads=rope_heads)
+    def key(name: str, *theirs: str) -> TorchtitanKey:
+        return TorchtitanKey(name=name, theirs=theirs or (name,))
 
-    def qkv(letter: str, heads: int) -> TorchtitanKey:
-        name = f"layers.*.attention.w{letter}.weight"
-        newer = f"layers.*.attention.qkv_linear.w{letter}.weight"
-        return key(name, name, newer, rope_heads=heads)
-
-    query_heads, key_heads = rope_heads
-    norms = ("attention.q_norm", "attention.k_norm") if qk_norm else ()
-    block = ("attention.wo", "attention_norm", "ffn_norm", *norms)
-    dense = tuple(f"feed_forward.w{number}" for number in (1, 2, 3)) if not moe else ()
+    experts = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, MoEDims)]
+    is_dense = len(experts) < len(layers)
+    dense = tuple(f"feed_forward.w{number}" for number in (1, 2, 3)) if is_dense else ()
     return (
         key("tok_embeddings.weight"),
-        *(qkv(letter, n) for letter, n in (("q", query_heads), ("k", key_heads), ("v", 0))),
-        *(key(f"layers.*.{name}.weight") for name in (*block, *dense)),
-        *(_moe_torchtitan_keys() if moe else ()),
+        *(
+            replace(
+                one,
+                name=f"layers.*.attention.{one.name}",
+                theirs=tuple(f"layers.*.attention.{their}" for their in one.theirs),
+            )
+            for one in attention
+        ),
+        *(key(f"layers.*.{name}.weight") for name in ("attention_norm", "ffn_norm", *dense)),
+        *(_moe_torchtitan_keys(experts[0]) if experts else ()),
         key("norm.weight"),
         key("output.weight", "output.weight", "lm_head.weight"),
     )
 
 
-def _moe_torchtitan_keys() -> tuple[TorchtitanKey, ...]:
+def _moe_torchtitan_keys(moe: MoEDims) -> tuple[TorchtitanKey, ...]:
     here, there = "layers.*.feed_forward", "layers.*.moe"
-    newer = {"w1": "w1_EFD", "w2": "w2_EDF", "w3": "w3_EFD"}
     return (
         TorchtitanKey(name=f"{here}.router.gate.weight", theirs=(f"{there}.router.gate.weight",)),
         TorchtitanKey(
             name=f"{here}.router.expert_bias_X",
             theirs=(f"{there}.expert_bias", f"{there}.expert_bias_E"),
         ),
+        *_experts_torchtitan_keys(moe, f"{here}.experts", there),
         *(
             TorchtitanKey(
-                name=f"{here}.experts.{old}",
-                theirs=(
-                    f"{there}.experts.{old}",
-                    f"{there}.routed_experts.inner_experts.{new}",
-                ),
+                name=f"{here}.shared.{name}.weight",
+                theirs=(f"{there}.shared_experts.{name}.weight",),
             )
-            for old, new in newer.items()
+            for name in ("w1", "w2", "w3")
+            if moe.shared_hidden_dim
         ),
     )
+
+
+def _experts_torchtitan_keys(moe: MoEDims, here: str, there: str) -> Iterator[TorchtitanKey]:
+    if moe.swiglu_limit is not None:
+        names = {"gate_up": "mlp1_weight", "gate_up_bias": "mlp1_bias"}
+        names |= {"down": "mlp2_weight", "down_bias": "mlp2_bias"}
+        for ours, theirs in names.items():
+            yield TorchtitanKey(name=f"{here}.{ours}", theirs=(f"{there}.experts.{theirs}",))
+        bias = "router.gate.bias"
+        yield TorchtitanKey(
+            name=f"{here.removesuffix('experts')}{bias}", theirs=(f"{there}.{bias}",)
+        )
+        return
+    newer = {"w1": "w1_EFD", "w2": "w2_EDF", "w3": "w3_EFD"}
+    for old, new in newer.items():
+        yield TorchtitanKey(
+            name=f"{here}.{old}",
+            theirs=(f"{there}.experts.{old}", f"{there}.routed_experts.inner_experts.{new}"),
+        )
 
 
 def decoder_cost(
     *,
     dim: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    qk_norm: bool,
-    feed_forward_params: int,
-    active_feed_forward_params: int,
+    layers: Sequence[DecoderLayer],
+    num_predictions: int = 0,
     vocab_size: int,
     tied_embeddings: bool,
     seq_len: int,
 ) -> ModelCost:
-    """Return the cost: 6 FLOPs per matrix element and token (forward 2, backward 4), and 12 per
-    pair of positions and attention width, half of them with a causal mask (arXiv:2204.02311,
-    appendix B). `feed_forward` counts the parameters of one block."""
-    query_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
-    attention = 2 * dim * query_width + 2 * dim * kv_width
-    norms = dim + num_layers * 2 * (dim + (head_dim if qk_norm else 0))
+    """Return the cost: 6 FLOPs per matrix element and token (forward 2, backward 4), and those of
+    attention's scores and values. The last `num_predictions` layers are of multi-token prediction.
+    """
     output = vocab_size * dim
+    # Norms and what else is no matrix.
+    small = dim + sum(
+        2 * dim + layer.attention.num_other_params() + layer.attention.num_biases(dim)
+        for layer in layers
+    )
+    small += num_predictions * 3 * dim
     embeddings = output * (1 if tied_embeddings else 2)
-    active_matrices = num_layers * (attention + active_feed_forward_params)
-    matrices = num_layers * (attention + feed_forward_params)
+    attention = sum(layer.attention.num_matrix_elements(dim) for layer in layers)
+    attention += num_predictions * 2 * dim * dim
+    feed_forward = sum(layer.feed_forward.num_params(dim) for layer in layers)
+    active = attention + sum(layer.feed_forward.num_active_params(dim) for layer in layers)
     return ModelCost(
-        num_params=matrices + norms + embeddings,
-        num_active_params=active_matrices + norms + embeddings,
-        flops_per_token=6 * (active_matrices + output) + 6 * num_layers * query_width * seq_len,
+        num_params=attention + feed_forward + small + embeddings,
+        num_active_params=active + small + embeddings,
+        flops_per_token=6 * (active + (1 + num_predictions) * output)
+        + sum(layer.attention.flops_per_token(seq_len) for layer in layers),
     )

@@ -34,7 +34,7 @@ def initialize(model: nn.Module, rules: Sequence[InitRule], seed: int) -> None:
         if rule is None:
             raise LookupError(f"No InitRule matches parameter {name}. Add one to the ModelSpec.")
         local = local_tensor(parameter)
-        if rule.kind == "normal":
+        if rule.kind in ("normal", "log_uniform", "fan_in_uniform"):
             box = local_box(parameter)
             if not box.is_empty:
                 draws += _draws(name, parameter.shape, box, rule, seed, local)
@@ -83,7 +83,7 @@ def allocate_memory(
 
 
 def draw_box(name: str, shape: Sequence[int], box: Box, rule: InitRule, seed: int) -> torch.Tensor:
-    """Draw the values of one box of a normally distributed parameter of global `shape`, float32."""
+    """Draw the values of one box of a randomly drawn parameter of global `shape`, float32."""
     values = torch.empty(box.size)
     for draw in _draws(name, shape, box, rule, seed, values):
         draw.run()
@@ -106,8 +106,14 @@ class _Draw:
     def run(self) -> None:
         """Draw the block, and copy the kept part; the host does not wait for a device."""
         rows = torch.empty(self.shape)
-        cutoff = self.rule.std * self.rule.cutoff_stds
-        _truncated_normal_(rows, self.rule.std, cutoff, generator(*self.key))
+        rule, keyed = self.rule, generator(*self.key)
+        if rule.kind == "normal":
+            _truncated_normal_(rows, rule.std, rule.std * rule.cutoff_stds, keyed)
+        elif rule.kind == "log_uniform":
+            rows.uniform_(rule.low, rule.high, generator=keyed).log_()
+        else:
+            bound = self.shape[-1] ** -0.5
+            rows.uniform_(-bound, bound, generator=keyed)
         kept = rows[self.kept]
         if self.target.is_cuda:
             # torch does not reuse page-locked memory before the copy from it has ended.

@@ -1,11 +1,13 @@
 """Rotary position embedding (RoPE, arXiv:2104.09864) in Hugging Face's layout: the two numbers of a
-pair are half a head apart. Layer: above spec."""
+pair are half a head apart, or adjacent where a release has them so. Layer: above spec."""
 
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from torchtitan_lite.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,39 +19,141 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
 
+    @property
+    def magnitude(self) -> float:
+        """Factor of the rotated values."""
+        return 1.0
+
+    def stretch(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        """Divide slow frequencies by `factor`, keep fast ones, and interpolate between."""
+        wavelengths = 2 * math.pi / frequencies
+        turns = self.original_max_position / wavelengths
+        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blend = blend.clamp(0, 1)
+        return frequencies * (blend + (1 - blend) / self.factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN, RoPE scaling by the number of turns in the original context (arXiv:2309.00071)."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    """Turns in the original context above which a frequency is kept."""
+    beta_slow: float = 1.0
+    """Turns below which it is divided by `factor`."""
+    mscale: float | None = None
+    """Weight of the logarithm of `factor` in `magnitude`, relative to `mscale_all_dim`. Unset, or
+    without the other: `magnitude` is 0.1 ln(factor) + 1, as in the paper."""
+    mscale_all_dim: float | None = None
+    """Weight of the same in `score_magnitude`."""
+    truncate: bool = True
+    """Whether the bounds of the interpolation are rounded to whole frequencies."""
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "original_max_position", "beta_fast", "beta_slow"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"YaRN's {name} ({getattr(self, name)}) must be above 0.")
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of the rotated values."""
+        if self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
+
+    @property
+    def score_magnitude(self) -> float:
+        """Factor of queries and of keys, rotated or not, where `mscale_all_dim` is set (latent
+        attention)."""
+        return self._growth(self.mscale_all_dim) if self.mscale_all_dim else 1.0
+
+    def _growth(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def stretch(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        """Divide slow frequencies by `factor`, keep fast ones, and interpolate between them, linear
+        in the number of the frequency."""
+        width = 2 * len(frequencies)
+
+        def number_with(turns: float) -> float:
+            wavelength = self.original_max_position / (turns * 2 * math.pi)
+            return width * math.log(wavelength) / (2 * math.log(theta))
+
+        low, high = number_with(self.beta_fast), number_with(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        numbers = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
+        # Equal bounds are one step.
+        slow = ((numbers - low) / (high - low or 0.001)).clamp(0, 1)
+        return frequencies / self.factor * slow + frequencies * (1 - slow)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """A rotary embedding. Layers with equal ones share its cosines and sines."""
+
+    head_dim: int
+    """Width of what is rotated."""
+    theta: float
+    scaling: RopeScaling | YarnScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"The width of a head ({self.head_dim}) must be even for RoPE, which rotates pairs."
+            )
+        if self.theta <= 1:
+            raise ConfigError(f"rope_theta ({self.theta}) must be above 1.")
+
+    def build(self) -> "RotaryEmbedding":
+        """Build the module."""
+        return RotaryEmbedding(self.head_dim, self.theta, self.scaling)
+
 
 class RotaryEmbedding(nn.Module):
-    """Map positions to the cosine and sine of each rotation."""
+    """Map positions to the cosine and sine of each rotation, times the scaling's magnitude."""
 
     frequencies_E: torch.Tensor
 
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+    def __init__(
+        self, head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None
+    ) -> None:
         super().__init__()
+        self._magnitude = 1.0 if scaling is None else scaling.magnitude
         # On the CPU even while the model is built on the meta device: it has no other source.
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         frequencies_E = theta**-exponents
         if scaling is not None:
-            frequencies_E = _stretch(frequencies_E, scaling)
+            frequencies_E = scaling.stretch(frequencies_E, theta)
         self.register_buffer("frequencies_E", frequencies_E, persistent=False)
 
     def forward(self, positions_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two float32 tensors [B, S, 1, E/2]."""
         angles = positions_BS[:, :, None, None].float() * self.frequencies_E
-        return angles.cos(), angles.sin()
+        if self._magnitude == 1.0:
+            return angles.cos(), angles.sin()
+        return angles.cos() * self._magnitude, angles.sin() * self._magnitude
 
 
-def rotate(x_BSHE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(
+    x_BSHE: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    *,
+    adjacent: bool = False,
+) -> torch.Tensor:
     """Rotate each pair (x[i], x[i + E/2]) by its angle, in at least float32; the dtype does not
-    change."""
-    left, right = x_BSHE.chunk(2, dim=-1)
+    change. `adjacent`: the pairs are (x[2i], x[2i + 1]), and come out half a head apart. Numbers of
+    a head beyond those that there are angles for are not rotated."""
+    if cos is None or sin is None:
+        return x_BSHE
+    width = 2 * cos.shape[-1]
+    if width < x_BSHE.shape[-1]:
+        turned = rotate(x_BSHE[..., :width], cos, sin, adjacent=adjacent)
+        return torch.cat((turned, x_BSHE[..., width:]), dim=-1)
+    left, right = (x_BSHE[..., 0::2], x_BSHE[..., 1::2]) if adjacent else x_BSHE.chunk(2, dim=-1)
     turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
     return turned.to(x_BSHE.dtype)
-
-
-def _stretch(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Divide slow frequencies by `factor`, keep fast ones, and interpolate between."""
-    wavelengths = 2 * math.pi / frequencies
-    turns = scaling.original_max_position / wavelengths
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return frequencies * (blend + (1 - blend) / scaling.factor)

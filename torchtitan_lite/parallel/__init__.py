@@ -53,9 +53,13 @@ def parallelize(
     compiler could not fuse across it. FSDP goes outside both, so that its collectives stay out of
     the graph.
     """
+    untrained = {name for name, one in model.named_parameters() if not one.requires_grad}
     float8.apply(model, spec, quantization)
     expert.apply(model, spec, mesh, parallelism)
     tensor.apply(model, spec, mesh, parallelism)
+    for name, parameter in model.named_parameters():
+        # Sharding makes new parameters.
+        parameter.requires_grad_(name not in untrained)
     context.apply(model, mesh, parallelism)
     activation_checkpoint.apply_to_operations(
         model,

@@ -1,6 +1,6 @@
 """Activation checkpointing: recompute activations in backward instead of saving them.
 
-Layer: above spec.
+Layer: above nn and spec.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 import torchtitan_lite.nn.grouped_linear  # noqa: F401 (registers its operator)
+from torchtitan_lite.nn.attention import TokenMixer
 from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
 from torchtitan_lite.spec import ModelSpec, blocks_of
 from torchtitan_lite.torch_compat import ATTENTION_OPS, RepeatableRecomputation
@@ -42,7 +43,7 @@ def apply_to_operations(
     """
     if not _chooses_operations(config):
         return
-    contexts = partial(_contexts, _recomputed_shapes(model, config), repeatable)
+    contexts = partial(_contexts, _saved_ops(model), _recomputed_shapes(model, config), repeatable)
     for block in blocks_of(model, spec):
         _wrap(block, config, context_fn=contexts)
 
@@ -74,13 +75,26 @@ def _wrap(block: nn.Module, config: ActivationCheckpointConfig, **arguments: Any
     )
 
 
-def _contexts(recomputed_shapes: set[tuple[int, ...]], repeatable: bool) -> tuple[Any, Any]:
+def _contexts(
+    saved_ops: set[Any], recomputed_shapes: set[tuple[int, ...]], repeatable: bool
+) -> tuple[Any, Any]:
     """Return the context managers of a block's forward and of its recomputation."""
-    forward, recomputation = create_selective_checkpoint_contexts(_policy(recomputed_shapes))
+    forward, recomputation = create_selective_checkpoint_contexts(
+        _policy(saved_ops, recomputed_shapes)
+    )
     return forward, RepeatableRecomputation(recomputation) if repeatable else recomputation
 
 
-def _policy(recomputed_shapes: set[tuple[int, ...]]) -> Callable[..., CheckpointPolicy]:
+def _saved_ops(model: nn.Module) -> set[Any]:
+    """Return the operators that attention consists of: torch's kernels, and others that the model's
+    kinds of attention name."""
+    named = (module.saved_ops for module in model.modules() if isinstance(module, TokenMixer))
+    return ATTENTION_OPS.union(*named)
+
+
+def _policy(
+    saved_ops: set[Any], recomputed_shapes: set[tuple[int, ...]]
+) -> Callable[..., CheckpointPolicy]:
     """Save attention and every second matrix product; recompute the rest (torchtitan's policy).
 
     Forward and recomputation count their products separately, so that both decide alike.
@@ -88,7 +102,7 @@ def _policy(recomputed_shapes: set[tuple[int, ...]]) -> Callable[..., Checkpoint
     counts = {False: 0, True: 0}
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in ATTENTION_OPS:
+        if op in saved_ops:
             return CheckpointPolicy.MUST_SAVE
         if op in _MATRIX_PRODUCTS:
             matrix = args[1] if op is not _aten.addmm.default else args[2]

@@ -11,6 +11,9 @@ from torchtitan_lite.parallel.expert import has_own_mesh
 from torchtitan_lite.schema.compile import CompileConfig
 from torchtitan_lite.spec import ModelSpec, blocks_of
 
+_GRAPHS_PER_BLOCK = 8
+"""Graphs of a block: in training and validation, for other batch sizes."""
+
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, config: CompileConfig) -> None:
     """Compile the forward of each block; parameter names do not change.
@@ -21,6 +24,10 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, config: CompileConfig) 
     """
     if not config.covers("model"):
         return
+    # Blocks of several kinds share one code object, for which the compiler keeps 8 graphs.
+    torch._dynamo.config.recompile_limit = max(
+        torch._dynamo.config.recompile_limit, _GRAPHS_PER_BLOCK * spec.num_layers
+    )
     experts_apart = has_own_mesh(spec, mesh)
     drops_tokens = spec.expert_capacity_factor is not None
     if experts_apart:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.nn.moe import Experts, Router, grouped_swiglu
+from torchtitan_lite.nn.moe import Experts, Router
 from torchtitan_lite.nn.rows import take_rows
 from torchtitan_lite.parallel.autograd_collectives import exchange_rows, shard_rows, unshard_rows
 from torchtitan_lite.schema.parallelism import ParallelismConfig
@@ -42,7 +42,7 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
     sharers = mesh.device_mesh.get_group("tp") if shares_tokens else None
     for module in model.modules():
         if isinstance(module, Experts):
-            for name, width_dim in Experts.WIDTH_DIMS.items():
+            for name, width_dim in module.WIDTH_DIMS.items():
                 placements = [Shard(0), Shard(width_dim)]
                 stack = distribute_tensor(getattr(module, name), placing, placements)
                 module.register_parameter(name, nn.Parameter(stack))
@@ -88,9 +88,10 @@ class _Exchange:
     ) -> torch.Tensor:
         """Run the experts on this rank's tokens, which are sorted by expert. Returns the results in
         the same order."""
-        stacks = (_local(experts.w1), _local(experts.w2), _local(experts.w3))
+        stacks = [_local(getattr(experts, name)) for name in experts.WIDTH_DIMS]
+        shard = (self.group.rank() % self.num_shards, self.num_shards)
         if self.group.size() == 1:
-            return grouped_swiglu(tokens_ND, *stacks, counts_X)
+            return experts.compute(tokens_ND, stacks, counts_X, shard)
         # Y: the experts that a rank holds. R: the ranks of the group.
         sent_RY = counts_X.view(self.num_owners, -1).repeat_interleave(self.num_shards, 0)
         received_RY = torch.empty_like(sent_RY)
@@ -102,7 +103,7 @@ class _Exchange:
         order_N = _by_expert(received_RY, sum(received))
         places_N = order_N.argsort()
         sorted_ND = take_rows(incoming_ND, order_N, places_N[:, None])
-        out_ND = grouped_swiglu(sorted_ND, *stacks, received_RY.sum(0))
+        out_ND = experts.compute(sorted_ND, stacks, received_RY.sum(0), shard)
         outgoing_ND = take_rows(out_ND, places_N, order_N[:, None])
         return self._summed(exchange_rows(outgoing_ND, received, sent, self.group), sent)
 

@@ -154,7 +154,7 @@ def _expert_placement(
             return None
         assert isinstance(parameter, DTensor)
         # Over experts (dim 0); if they are too few, over a dim that divides evenly.
-        num_experts, num_rows, _ = parameter.to_local().shape
+        num_experts, num_rows, *_ = parameter.to_local().shape
         return along[1 if num_experts < num_shards and num_rows % num_shards == 0 else 0]
 
     return placement

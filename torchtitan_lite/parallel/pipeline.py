@@ -20,7 +20,11 @@ from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.parallel.context import SequenceSharding
 from torchtitan_lite.parallel.fsdp import reshard
 from torchtitan_lite.parallel.pipeline_order import forward_only
-from torchtitan_lite.parallel.pipeline_stages import StagePlan, unsupported_microbatches
+from torchtitan_lite.parallel.pipeline_stages import (
+    StagePlan,
+    shared_weights,
+    unsupported_microbatches,
+)
 from torchtitan_lite.redistribute import align_gradient
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import Microbatch, ModelSpec, TokenLoss
@@ -64,7 +68,11 @@ class Pipeline:
         self._sequence_parts = mesh.degrees.tp if parallelism.enable_sequence_parallel else 1
         self._schedule_class = get_schedule_class(parallelism.pipeline_parallel_schedule)
         self._width, self._dtype = spec.width, dtype
-        self._tied = TiedWeight(self._stages, plan, spec, self._group)
+        self._prediction_depth = len(spec.prediction_units)
+        self._shared = [
+            SharedWeight(self._stages, plan, units, stages, self._group)
+            for units, stages in shared_weights(plan, spec)
+        ]
         self._made: dict[tuple[int, int, int, bool], Any] = {}
         if self._last in self._stages:
             part = self._stages[self._last]
@@ -79,7 +87,10 @@ class Pipeline:
     ) -> torch.Tensor:
         """See `spec.PipelineSchedule`. `before_last` is not called, because stages alternate until
         the end."""
-        batches = [self._sharding.shard(mb.to(self._device)) for mb in microbatches]
+        batches = [
+            self._sharding.shard(mb.to(self._device).with_future(self._prediction_depth))
+            for mb in microbatches
+        ]
         batch_size, length = batches[0].tokens_BS.shape
         schedule = self._schedule(len(batches), batch_size, length, backward)
         inputs = {
@@ -87,11 +98,14 @@ class Pipeline:
             "rng_keys_B": torch.cat([batch.rng_keys_B for batch in batches]),
             "targets_BS": torch.cat([batch.targets_BS for batch in batches]),
         }
+        for name in batches[0].future_inputs:
+            inputs[name] = torch.cat([batch.future_inputs[name] for batch in batches])
         documents = [mb.documents_BS for mb in batches if mb.documents_BS is not None]
         if documents:
             inputs["documents_BS"] = torch.cat(documents)
         tokens_BS = torch.cat([batch.tokens_BS for batch in batches])
-        self._tied.refresh()
+        for weight in self._shared:
+            weight.refresh()
         holds_first, holds_last = 0 in self._stages, self._last in self._stages
         losses: list[torch.Tensor] = []
         with torch.set_grad_enabled(backward):
@@ -104,7 +118,8 @@ class Pipeline:
                 **inputs,
             )
         if backward:
-            self._tied.return_gradient()
+            for weight in self._shared:
+                weight.return_gradient()
         else:
             for part in self._stages.values():
                 reshard(part)
@@ -171,7 +186,7 @@ def _no_backward_of_weights() -> Callable[..., None]:
     return lambda: None
 
 
-class TiedWeight:
+class SharedWeight:
     """A weight that two stages share, such as that of tied embeddings.
 
     The first of the stages owns it: only there it has optimizer state, a norm and a place in
@@ -183,25 +198,17 @@ class TiedWeight:
         self,
         stages: Mapping[int, nn.Module],
         plan: StagePlan,
-        spec: ModelSpec,
+        units: tuple[str, str],
+        held: tuple[int, int],
         group: dist.ProcessGroup,
     ) -> None:
-        """`stages` are those of this rank, `group` is the pp group."""
+        """`stages` are those of this rank, `group` is the pp group. `units` are the modules with
+        the weight and its copy, `held` the stages that hold them."""
         self._group = group
-        self._owner_rank = self._copy_rank = 0
-        self._owner = self._copy = None
-        if spec.tied_units is None:
-            return
-        held = [
-            next(stage for stage, units in enumerate(plan.modules) if unit in units)
-            for unit in spec.tied_units
-        ]
-        if held[0] == held[1]:
-            return
         self._owner_rank, self._copy_rank = (plan.ranks[stage] for stage in held)
         self._owner, self._copy = (
             stages[stage].get_submodule(unit).get_parameter("weight") if stage in stages else None
-            for stage, unit in zip(held, spec.tied_units, strict=True)
+            for stage, unit in zip(held, units, strict=True)
         )
 
     @torch.no_grad()

@@ -15,7 +15,13 @@ from torchtitan_lite.parallel.fsdp import reshard
 from torchtitan_lite.parallel.pipeline import Pipeline
 from torchtitan_lite.parallel.pipeline_stages import plan_stages
 from torchtitan_lite.schema.parallelism import ParallelismConfig
-from torchtitan_lite.spec import Microbatch, ModelSpec, PipelineSchedule, TokenLoss
+from torchtitan_lite.spec import (
+    Microbatch,
+    MicrobatchLoss,
+    ModelSpec,
+    PipelineSchedule,
+    TokenLoss,
+)
 
 
 def build_pipeline_schedule(
@@ -27,12 +33,15 @@ def build_pipeline_schedule(
     hidden_dtype: torch.dtype,
     *,
     is_compiled: bool = False,
+    training_loss: MicrobatchLoss | None = None,
 ) -> PipelineSchedule:
     """Return the schedule for the parts of the model on this rank. `hidden_dtype` is that of the
-    hidden states that pass from stage to stage, `is_compiled` says whether the blocks are."""
+    hidden states that pass from stage to stage, `is_compiled` says whether the blocks are.
+    `training_loss` takes the place of `loss` in runs with backward; pipelines do not support it."""
     sharding = sequence_sharding(mesh, parallelism)
     if mesh.degrees.pp == 1:
-        return GradientAccumulation(parts[0], loss, mesh, sharding)
+        depth = len(spec.prediction_units)
+        return GradientAccumulation(parts[0], loss, mesh, sharding, depth, training_loss)
     return Pipeline(
         parts,
         plan_stages(spec, parallelism),
@@ -57,11 +66,19 @@ class GradientAccumulation:
     min_microbatches = 1
 
     def __init__(
-        self, model: nn.Module, loss: TokenLoss, mesh: Mesh, sharding: SequenceSharding
+        self,
+        model: nn.Module,
+        loss: TokenLoss,
+        mesh: Mesh,
+        sharding: SequenceSharding,
+        prediction_depth: int = 0,
+        training_loss: MicrobatchLoss | None = None,
     ) -> None:
-        self._sharding = sharding
+        """`prediction_depth` is that of multi-token prediction. `training_loss` takes the place of
+        `loss` in runs with backward."""
+        self._sharding, self._prediction_depth = sharding, prediction_depth
         self._model = model
-        self._loss = loss
+        self._loss, self._training_loss = loss, training_loss
         self._device = mesh.device.torch_device
         # The ranks that share the matrices all compute the same loss.
         self._copies = mesh.degrees.tp
@@ -76,11 +93,15 @@ class GradientAccumulation:
         """See `spec.PipelineSchedule`."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for number, microbatch in enumerate(microbatches, start=1):
-            batch = self._sharding.shard(microbatch.to(self._device))
+            batch = microbatch.to(self._device).with_future(self._prediction_depth)
+            batch = self._sharding.shard(batch)
             if backward and isinstance(self._model, FSDPModule):
                 is_last = number == len(microbatches)
                 self._model.set_is_last_backward(is_last)
                 self._model.set_requires_all_reduce(is_last)
+            token_loss = self._loss
+            if backward and self._training_loss is not None:
+                token_loss = self._training_loss(batch)
             with torch.set_grad_enabled(backward):
                 loss = self._model(
                     batch.tokens_BS,
@@ -88,7 +109,8 @@ class GradientAccumulation:
                     rng_keys_B=batch.rng_keys_B,
                     documents_BS=batch.documents_BS,
                     targets_BS=batch.targets_BS,
-                    loss=self._loss,
+                    loss=token_loss,
+                    **batch.future_inputs,
                 )
             if backward:
                 if before_last is not None and number == len(microbatches):

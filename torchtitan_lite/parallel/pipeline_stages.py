@@ -33,6 +33,10 @@ class StagePlan:
     order: PipelineOrder | None = None
     """From a file; None: the order of torch's schedule of the configured name."""
 
+    def stage_of(self, module: str) -> int:
+        """Return the stage that owns a module."""
+        return next(stage for stage, names in enumerate(self.modules) if module in names)
+
     def of_rank(self, rank: int) -> list[int]:
         """Return the stages that a pp rank holds, in ascending order."""
         return [stage for stage, holder in enumerate(self.ranks) if holder == rank]
@@ -87,6 +91,27 @@ def stage_weights(
     return tuple(weights)
 
 
+def shared_weights(
+    plan: StagePlan, spec: ModelSpec
+) -> list[tuple[tuple[str, str], tuple[int, int]]]:
+    """Return the weights that two stages share: the modules that hold the weight and its copy, and
+    their stages."""
+    last = len(plan.modules) - 1
+    pairs = [(unit, unit, last) for unit in spec.copied_units]
+    if spec.tied_units is not None:
+        owner, copy = spec.tied_units
+        pairs.append((owner, copy, plan.stage_of(copy)))
+    held = [((owner, copy), (plan.stage_of(owner), stage)) for owner, copy, stage in pairs]
+    return [(units, stages) for units, stages in held if stages[0] != stages[1]]
+
+
+def stage_modules(plan: StagePlan, spec: ModelSpec, stage: int) -> tuple[str, ...]:
+    """Return the units that a stage holds, those that are copies included."""
+    is_last = stage == len(plan.modules) - 1
+    copies = [unit for unit in spec.copied_units if unit not in plan.modules[stage]]
+    return (*(copies if is_last else ()), *plan.modules[stage])
+
+
 def keep_only(model: nn.Module, spec: ModelSpec, modules: Sequence[str]) -> None:
     """Remove the units of other stages from `model`; names do not change."""
     for name in spec.stage_units:
@@ -102,16 +127,21 @@ def keep_only(model: nn.Module, spec: ModelSpec, modules: Sequence[str]) -> None
 
 def join_stages(parts: Sequence[nn.Module], spec: ModelSpec, mesh: Mesh) -> nn.Module:
     """Return the stages of this rank as one module whose parameters have their names in the entire
-    model, without weights tied to an earlier stage. It is for state only; forward runs the parts.
+    model, without copies of weights of an earlier stage. It is for state only; forward runs the
+    parts.
     """
     if mesh.degrees.pp == 1:
         return parts[0]
     whole = nn.Module()
     owner, copy = spec.tied_units or ("", "")
     for part in parts:
-        for name, child in part.named_children():
+        children = dict(part.named_children())
+        copies = spec.copied_units if spec.stage_units[-1] in children else ()
+        for name, child in children.items():
             held = getattr(whole, name, None)
-            if name == copy and owner not in dict(part.named_children()):
+            if name == copy and owner not in children:
+                continue
+            if name in copies:
                 continue
             if isinstance(child, nn.ModuleDict) and isinstance(held, nn.ModuleDict):
                 held.update(dict(child.items()))
@@ -148,6 +178,7 @@ def _modules_per_stage(
         return _by_layer_counts(spec, parallelism, num_stages)
     modules = tuple(map(tuple, parallelism.module_fqns_per_model_part))
     _check_named(modules, spec.stage_units)
+    _check_predictions(modules, spec)
     return modules
 
 
@@ -168,10 +199,15 @@ def _total_weight(spec: ModelSpec, parallelism: ParallelismConfig) -> int:
 def _by_layer_counts(
     spec: ModelSpec, parallelism: ParallelismConfig, num_stages: int
 ) -> tuple[tuple[str, ...], ...]:
-    share, rest = divmod(_total_weight(spec, parallelism), num_stages)
-    counts = [share + (stage < rest) for stage in range(num_stages)]
+    total = _total_weight(spec, parallelism)
+    counts = _even_counts(total, num_stages)
+    # Modules of multi-token prediction are layers of the last stage.
+    num_predictions = len(spec.prediction_units)
+    of_last = parallelism.pipeline_parallel_last_stage_less_layers + num_predictions
+    if num_predictions and counts[-1] < of_last:
+        counts = [*_even_counts(total - of_last, num_stages - 1), of_last]
     counts[0] -= parallelism.pipeline_parallel_first_stage_less_layers
-    counts[-1] -= parallelism.pipeline_parallel_last_stage_less_layers
+    counts[-1] -= of_last
     if min(counts) < 0 or (num_stages > 2 and min(counts[1:-1]) < 1):
         degree = parallelism.pipeline_parallel_degree
         most = spec.num_layers // degree * degree
@@ -190,7 +226,7 @@ def _by_layer_counts(
         )
     units = list(spec.stage_units)
     first_layer = next(i for i, name in enumerate(units) if _is_layer(name, spec))
-    layers = [name for name in units if _is_layer(name, spec)]
+    layers = [name for name in units if _is_layer(name, spec) and name not in spec.prediction_units]
     head, tail = units[:first_layer], units[first_layer + len(layers) :]
     stages: list[tuple[str, ...]] = []
     taken = 0
@@ -200,6 +236,23 @@ def _by_layer_counts(
     stages[0] = (*head, *stages[0])
     stages[-1] = (*stages[-1], *tail)
     return tuple(stages)
+
+
+def _even_counts(total: int, num_stages: int) -> list[int]:
+    share, rest = divmod(total, num_stages)
+    return [share + (stage < rest) for stage in range(num_stages)]
+
+
+def _check_predictions(modules: Sequence[Sequence[str]], spec: ModelSpec) -> None:
+    """Raise MeshError if a module of multi-token prediction is not on the last stage: it works on
+    the hidden states behind the last norm, and with the output."""
+    elsewhere = [unit for unit in spec.prediction_units if unit not in modules[-1]]
+    if elsewhere:
+        raise MeshError(
+            f"{', '.join(elsewhere)} of {spec.name} {spec.flavor} predict further tokens "
+            f"(mtp_depth = {len(spec.prediction_units)}) and must be on the last stage, which has "
+            f"{', '.join(modules[-1])}. Move them there in parallelism.module_fqns_per_model_part."
+        )
 
 
 def _is_layer(name: str, spec: ModelSpec) -> bool:

@@ -34,7 +34,9 @@ from torch.distributed.tensor.parallel import (
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.nn.attention import AcrossHeads
 from torchtitan_lite.nn.dropout import KeyedDropout
+from torchtitan_lite.nn.lora import LORA_A, LORA_B, AdaptedLinear
 from torchtitan_lite.nn.moe import Experts
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import ModelSpec, ShardRule, TokenLoss
@@ -51,7 +53,7 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
         name.rpartition(".")[0]: _parallel_style(
             style,
             stream,
-            is_linear=isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear),
+            module=model.get_submodule(name.rpartition(".")[0]),
             loss_parallel=not parallelism.disable_loss_parallel,
         )
         for name, style in rules.items()
@@ -63,12 +65,16 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
     tp = mesh.device_mesh["tp"]
     if parallelism.enable_async_tensor_parallel:
         overlap_collectives(tp.get_group())
+    adapters = _detach_adapters(model)
     parallelize_module(model, tp, styles)
+    for name, adapter in adapters.items():
+        _shard_adapter(model.get_submodule(name), adapter, rules.get(f"{name}.weight", ""), tp)
     _replicate_rest(model, tp)
-    if stream.is_shard():
-        for module in model.modules():
-            if isinstance(module, KeyedDropout):
-                module.register_forward_pre_hook(partial(_own_positions, tp))
+    for module in model.modules():
+        if isinstance(module, KeyedDropout) and stream.is_shard():
+            module.register_forward_pre_hook(partial(_own_positions, tp))
+        elif isinstance(module, AcrossHeads):
+            module.register_forward_hook(partial(_gathered_for_heads, tp, stream))
     for (module, name), others in shared:
         for other, other_name in others:
             other.register_parameter(other_name, getattr(module, name))
@@ -76,8 +82,12 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: Mesh, parallelism: Parallelis
 
 def check_plan(model: nn.Module, spec: ModelSpec) -> None:
     """Raise MeshError if a rule of the shard plan matches no parameter of the entire `model`, and
-    log the parameters that no rule matches. Expert parallelism shards the experts."""
+    log the parameters that no rule matches. Expert parallelism shards the experts, and adapters
+    follow their layers."""
     elsewhere = {id(p) for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
+    elsewhere |= {
+        id(p) for m in model.modules() if isinstance(m, AdaptedLinear) for p in (m.lora_a, m.lora_b)
+    }
     names = [
         name
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -114,11 +124,18 @@ def _styles(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
 
 
 def _parallel_style(
-    style: str, stream: Placement, *, is_linear: bool, loss_parallel: bool
+    style: str, stream: Placement, *, module: nn.Module, loss_parallel: bool
 ) -> ParallelStyle:
+    is_linear = isinstance(module, nn.Linear)
     match style:
         case "columns":
             return ColwiseParallel()
+        case "local_columns":
+            return _LocalColumns()
+        case "head_weights":
+            return _HeadWeights()
+        case "rows" if is_linear and module.bias is not None:
+            return _RowsWithBias(stream)
         case "rows":
             return RowwiseParallel(output_layouts=stream)
         case "embedding":
@@ -165,13 +182,85 @@ def _replicate_rest(model: nn.Module, tp: DeviceMesh) -> None:
 
 
 def _distributed(parameter: torch.Tensor, tp: DeviceMesh, placement: Placement) -> nn.Parameter:
-    return nn.Parameter(distribute_tensor(parameter, tp, [placement]))
+    sharded = distribute_tensor(parameter, tp, [placement])
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def _detach_adapters(model: nn.Module) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+    """Remove the adapters from their layers, whose styles would shard them as the weight. Returns A
+    and B by the name of the layer."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, AdaptedLinear):
+            found[name] = (module.lora_a, module.lora_b)
+            module.register_parameter(LORA_A, None)
+            module.register_parameter(LORA_B, None)
+    return found
+
+
+def _shard_adapter(
+    module: nn.Module, adapter: tuple[nn.Parameter, nn.Parameter], style: str, tp: DeviceMesh
+) -> None:
+    """Put an adapter back into its layer: sharded along the dim along which the layer's weight is,
+    output or input features, and replicated otherwise."""
+    a_placement: Placement = Shard(1) if style == "rows" else Replicate()
+    b_placement: Placement = Shard(0) if style in ("columns", "local_columns") else Replicate()
+    module.register_parameter(LORA_A, _distributed(adapter[0], tp, a_placement))
+    module.register_parameter(LORA_B, _distributed(adapter[1], tp, b_placement))
+    assert isinstance(module, AdaptedLinear)
+    if style == "columns":
+        module.forward = partial(_adapted_columns, module, tp)
+    elif style == "rows" and module.bias is None:
+        module.forward = partial(_adapted_rows, module, tp)
+
+
+def _local_update(module: AdaptedLinear, x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of the update, from its part of the input. A replicated matrix gets a
+    partial sum as its gradient."""
+    return module.update(
+        x, _with_partial_gradient(module.lora_a), _with_partial_gradient(module.lora_b)
+    )
+
+
+def _with_partial_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    (placement,) = parameter.placements
+    return parameter.to_local(
+        grad_placements=[Partial() if placement.is_replicate() else placement]
+    )
+
+
+def _adapted_columns(module: AdaptedLinear, tp: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    """The forward of a linear whose output features are sharded, on a replicated input."""
+    assert isinstance(x, DTensor)
+    out = nn.functional.linear(x, module.weight, module.bias)
+    update = _local_update(module, x.to_local(grad_placements=[Partial()]))
+    return out + DTensor.from_local(update, tp, [Shard(-1)], run_check=False)
+
+
+def _adapted_rows(module: AdaptedLinear, tp: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    """The forward of a linear whose input features are sharded: a partial sum, which is reduced
+    once."""
+    assert isinstance(x, DTensor)
+    out = nn.functional.linear(x, module.weight)
+    update = _local_update(module, x.to_local())
+    return out + DTensor.from_local(update, tp, [Partial()], run_check=False)
 
 
 def _own_positions(tp: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Pass the positions of this rank's shard of the sequence to dropout."""
     x_BSD, rng_keys_B, positions_BS = inputs
     return x_BSD, rng_keys_B, positions_BS.chunk(tp.size(), dim=1)[tp.get_local_rank()]
+
+
+def _gathered_for_heads(
+    tp: DeviceMesh, stream: Placement, module: nn.Module, inputs: tuple[Any, ...], x: torch.Tensor
+) -> torch.Tensor:
+    """Gather what all heads read along the sequence. Its gradient is the sum over all heads, of
+    which a rank has some."""
+    whole = DTensor.from_local(x, tp, [stream], run_check=False)
+    whole = whole.redistribute(placements=[Replicate()])
+    return whole.to_local(grad_placements=[Partial()])
 
 
 class _Gathered(ParallelStyle):
@@ -205,7 +294,7 @@ class _Whole(ParallelStyle):
 
 
 class _LinearOnShard(ParallelStyle):
-    """A linear without bias and with replicated weights, on this rank's shard of the sequence.
+    """A linear with replicated weights, on this rank's shard of the sequence.
 
     Computed without DTensor, which cannot flatten a sharded sequence behind a batch in torch
     2.11."""
@@ -216,11 +305,72 @@ class _LinearOnShard(ParallelStyle):
         return module
 
     def _forward(self, module: nn.Module, x_BSD: torch.Tensor) -> torch.Tensor:
+        # Each rank has the gradient of its tokens.
+        weight, bias = (
+            one.to_local(grad_placements=[Partial()]) if isinstance(one, DTensor) else None
+            for one in (module.weight, module.bias)
+        )
+        assert weight is not None
+        out = nn.functional.linear(x_BSD, weight, bias)
+        return out + _local_update(module, x_BSD) if isinstance(module, AdaptedLinear) else out
+
+
+class _LocalColumns(ParallelStyle):
+    """A linear without bias whose output features are sharded, on an input of plain tensors that
+    every rank has. The gradient of the input is this rank's part, which `AcrossHeads` sums."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, _distributed(parameter, device_mesh, Shard(0)))
+        module.forward = partial(self._forward, module)
+        return module
+
+    def _forward(self, module: nn.Module, x_BSD: torch.Tensor) -> torch.Tensor:
         assert module.bias is None
         weight = module.weight
         assert isinstance(weight, DTensor)
-        # Each rank has the gradient of its tokens.
-        return nn.functional.linear(x_BSD, weight.to_local(grad_placements=[Partial()]))
+        out = nn.functional.linear(x_BSD, weight.to_local())
+        return out + _local_update(module, x_BSD) if isinstance(module, AdaptedLinear) else out
+
+
+class _RowsWithBias(ParallelStyle):
+    """A linear whose input features are sharded, and whose bias is added to the sum of the ranks'
+    products. torch's RowwiseParallel redistributes the bias implicitly (2.13)."""
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        weight = _distributed(module.weight, device_mesh, Shard(1))  # pyright: ignore[reportArgumentType]
+        module.register_parameter("weight", weight)
+        _replicate_rest(module, device_mesh)
+        module.forward = partial(self._forward, module, device_mesh)
+        return module
+
+    def _forward(self, module: nn.Module, tp: DeviceMesh, x_BSF: torch.Tensor) -> torch.Tensor:
+        weight, bias = module.weight, module.bias
+        assert isinstance(weight, DTensor) and isinstance(bias, DTensor)
+        features = DTensor.from_local(x_BSF, tp, [Shard(-1)], run_check=False)
+        if isinstance(module, AdaptedLinear):
+            parts = _adapted_rows(module, tp, features)
+        else:
+            parts = nn.functional.linear(features, weight)
+        assert isinstance(parts, DTensor)
+        out_BSD = parts.redistribute(placements=[self._stream]).to_local()
+        # Each rank has the gradient of its positions.
+        gradient: Placement = Partial() if self._stream.is_shard() else Replicate()
+        return out_BSD + bias.to_local(grad_placements=[gradient])
+
+
+class _HeadWeights(ParallelStyle):
+    """A weight per head, of which each rank has those of its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, _distributed(parameter, device_mesh, Shard(0)))
+        module.register_forward_hook(lambda part, inputs, output: output.to_local())
+        return module
 
 
 class _Embedding(ParallelStyle):

@@ -2,8 +2,8 @@
 the training in the processes of the others.
 
 torchelastic's base class runs the rendezvous, assigns the ranks and loops; `ProcessAgent` says what
-it means to start, stop and watch the ranks, and `RankAgent` decides for a run on this machine
-alone. Layer: above rank_process, launcher.restart_policy.
+it means to start, stop and watch the ranks. `RankAgent` and `MachineAgent` decide when. Layer:
+above rank_process, launcher.restart_policy.
 """
 
 import os
@@ -26,15 +26,13 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousStoreInfo,
 )
 
 from torchtitan_lite.launcher.logs import mask_numbers
-from torchtitan_lite.launcher.restart_policy import Failure, GiveUp, RestartPolicy
+from torchtitan_lite.launcher.restart_policy import Failure
 from torchtitan_lite.launcher.supervised import ATTEMPT, ATTEMPT_STARTED
 from torchtitan_lite.log import logger
 from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
-from torchtitan_lite.stores import listening_store
 
 _POLL_S = 0.02
 _CAUSE_S = 0.5
@@ -42,14 +40,13 @@ _CAUSE_S = 0.5
 cause."""
 _PARK_S = 5.0
 """Time in which a surviving process must leave its training; then it is killed and replaced."""
-_EXIT_S = 10.0
+EXIT_S = 10.0
 _KILL_S = 5.0
 """Time in which a killed process must end, which a driver may delay without limit."""
 _START_S = 600.0
 """Time in which a process must have imported what it needs; then it is killed."""
-_UNLIMITED = 1 << 30
+UNLIMITED = 1 << 30
 """Restarts according to torchelastic, which counts them only; the restart policy decides."""
-_ADDRESS = "127.0.0.1"
 
 
 class AgentRendezvous(RendezvousHandler):
@@ -81,16 +78,6 @@ class AgentRendezvous(RendezvousHandler):
         return True
 
 
-def _join_alone() -> RendezvousInfo:
-    """Return a new store for each attempt, on a port that the kernel chooses; the earlier one
-    closes with its last reference.
-
-    torch's static rendezvous keeps one store, in which a second attempt finds the addresses of the
-    first (2.13)."""
-    store = listening_store(_ADDRESS)
-    return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_ADDRESS, store.port))
-
-
 class ProcessAgent(SimpleElasticAgent):
     """Runs the ranks of one machine, of a run on this machine or on several."""
 
@@ -110,7 +97,7 @@ class ProcessAgent(SimpleElasticAgent):
             local_world_size=num_ranks,
             rdzv_handler=rendezvous,
             entrypoint="train",
-            max_restarts=_UNLIMITED,
+            max_restarts=UNLIMITED,
             monitor_interval=_POLL_S,
         )
         super().__init__(spec)
@@ -121,6 +108,8 @@ class ProcessAgent(SimpleElasticAgent):
         self._spares: list[RankProcess] = []
         self._lost: set[int] = set()
         """Ranks whose process is to be replaced."""
+        self._changed_arguments: Sequence[str] = ()
+        """Arguments of `train` that a resize has added."""
         self._failed_at_s = self._restart_at_s = self._ended_at_s = 0.0
         self.exit_status = 0
         """Exit status of the run."""
@@ -145,6 +134,10 @@ class ProcessAgent(SimpleElasticAgent):
         """Return when ranks must have parked that were ordered to at `began_s`."""
         return began_s + _PARK_S
 
+    def _may_forward(self) -> bool:
+        """Whether signals reach ranks that can handle them."""
+        return True
+
     def _pause(self) -> None:
         """Let some time pass in a loop that waits."""
         time.sleep(_POLL_S)
@@ -167,7 +160,8 @@ class ProcessAgent(SimpleElasticAgent):
                 process = self._ranks[number]
                 process.poll()
                 if process.state in (RankState.PARKED, RankState.ENDED):
-                    process.start_training(self._environment(ranks[number], worker_group))
+                    environment = self._environment(ranks[number], worker_group)
+                    process.start_training(environment, self._changed_arguments)
                 elif process.state is RankState.STARTING and time.monotonic() >= deadline_s:
                     logger.error("Rank %d did not start in %.0f s: it is killed.", number, _START_S)
                     self._kill([process])
@@ -180,7 +174,7 @@ class ProcessAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Poll the processes. Returns FAILED as soon as the cause of a failure is known."""
-        for number in self._requests[self._num_forwarded :]:
+        for number in self._requests[self._num_forwarded :] if self._may_forward() else ():
             self._num_forwarded += 1
             for process in self._ranks.values():
                 process.signal(_forwarded(number))
@@ -200,7 +194,8 @@ class ProcessAgent(SimpleElasticAgent):
         return RunResult(state=WorkerState.HEALTHY)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Abort the training of the ranks that live, and end the processes of lost ranks."""
+        """Abort the training of the ranks that live, and end the processes of lost ranks and of
+        ranks that the next attempt does not have."""
         if self.exit_status:
             self._shutdown()
             return
@@ -225,6 +220,9 @@ class ProcessAgent(SimpleElasticAgent):
         for number in replaced:
             logger.warning("Rank %d did not leave its training: it is replaced.", number)
         self._kill([self._ranks.pop(number) for number in replaced])
+        # They have parked: their snapshots are in shared memory.
+        surplus = self._ranks.keys() - range(worker_group.spec.local_world_size)
+        self._kill([self._ranks.pop(number) for number in surplus])
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End all processes."""
@@ -233,7 +231,7 @@ class ProcessAgent(SimpleElasticAgent):
             if self.exit_status:
                 process.abort_training()
             process.exit(0)
-        deadline = time.monotonic() + (_PARK_S if self.exit_status else _EXIT_S)
+        deadline = time.monotonic() + (_PARK_S if self.exit_status else EXIT_S)
         self._end(processes, deadline, status=None)
 
     def _failure(self) -> Failure | None:
@@ -251,7 +249,7 @@ class ProcessAgent(SimpleElasticAgent):
         if ended:
             # An error that a user must correct, which has been logged. All ranks end with it.
             self._ended_at_s = self._ended_at_s or time.monotonic()
-            is_late = time.monotonic() >= self._ended_at_s + _EXIT_S
+            is_late = time.monotonic() >= self._ended_at_s + EXIT_S
             if not is_late and not all(p.error or is_idle(p) for p in self._ranks.values()):
                 return None
             rank, process = min(ended.items())
@@ -329,7 +327,8 @@ class ProcessAgent(SimpleElasticAgent):
 
     def _environment(self, worker: Worker, worker_group: WorkerGroup) -> Mapping[str, str]:
         """Return the environment variables that torchrun sets for a rank."""
-        attempt = str(self._attempt())
+        attempt = self._attempt()
+        earlier = int(os.environ.get(ATTEMPT, "0"))
         return {
             "RANK": str(worker.global_rank),
             "LOCAL_RANK": str(worker.local_rank),
@@ -340,60 +339,11 @@ class ProcessAgent(SimpleElasticAgent):
             "MASTER_PORT": str(worker_group.master_port),
             # A prefix in the store for each attempt.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": attempt,
-            ATTEMPT: attempt,
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            # The launcher may have started another agent before.
+            ATTEMPT: str(earlier + attempt),
             **({ATTEMPT_STARTED: str(self._failed_at_s)} if self._failed_at_s else {}),
         }
-
-
-class RankAgent(ProcessAgent):
-    """Runs the ranks of a run on this machine alone."""
-
-    def __init__(
-        self,
-        start_process: Callable[[], RankProcess],
-        num_ranks: int,
-        num_spares: int,
-        *,
-        policy: RestartPolicy,
-        requests: Sequence[int],
-    ) -> None:
-        """See `ProcessAgent`."""
-        rendezvous = AgentRendezvous(_join_alone)
-        super().__init__(
-            start_process, num_ranks, num_spares, rendezvous=rendezvous, requests=requests
-        )
-        self._policy = policy
-
-    def _decide(self, failure: Failure) -> RunResult:
-        """Restart the training, or give up."""
-        assert failure.rank is not None
-        process, now_s = self._ranks[failure.rank], time.monotonic()
-        has_ended = process.state is RankState.ENDED
-        decision = None if has_ended else self._policy.attempt_failed(failure, now_s)
-        if decision is None or isinstance(decision, GiveUp) or self._requests:
-            self.exit_status = failure.status or 1
-            self._remaining_restarts = 0
-            if process.error:
-                process.exit(self.exit_status)
-                self._end([process], now_s + _EXIT_S, status=None)
-            if decision is not None:
-                is_final = isinstance(decision, GiveUp)
-                why = decision.reason if is_final else "it was asked to stop"
-                logger.error("Training ends, %s: %s.", failure.description, why)
-        else:
-            self._failed_at_s, self._restart_at_s = now_s, now_s + decision.delay_s
-            logger.warning("Lost %s. The other ranks return to the last step.", failure.description)
-        return RunResult(state=WorkerState.FAILED)
-
-    def _attempt_started(self) -> None:
-        self._policy.attempt_started()
-
-    def _made_progress(self) -> None:
-        self._policy.made_progress(time.monotonic())
-
-    def _attempt(self) -> int:
-        return _UNLIMITED - self._remaining_restarts
 
 
 def succeeded(worker_group: WorkerGroup) -> RunResult:

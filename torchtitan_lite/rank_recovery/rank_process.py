@@ -76,14 +76,15 @@ class RankProcess:
             self.state, self.status = RankState.EXITED, ExitStatus(code)
             self._channel.close()
 
-    def start_training(self, environment: Mapping[str, str]) -> None:
-        """Order a parked process to train as the rank that `environment` describes."""
+    def start_training(self, environment: Mapping[str, str], arguments: Sequence[str]) -> None:
+        """Order a parked process to train as the rank that `environment` describes, with
+        `arguments` added to its own."""
         self.state, self.has_progress, self.error = RankState.TRAINING, False, ""
         self.status = None
         if self._lease_until_s is not None:
             self._channel.send(lease=self._lease_until_s)
         # A parked process reads its messages, and has received none but orders.
-        self._channel.send(start=dict(environment))
+        self._channel.send(start=dict(environment), arguments=list(arguments))
 
     def renew_lease(self, until_s: float) -> None:
         """Allow the process to train until then (`lease_clock_s`). Without a call, forever. A
@@ -91,6 +92,11 @@ class RankProcess:
         self._lease_until_s = until_s
         if self.state in (RankState.TRAINING, RankState.FAILED):
             self._channel.offer(lease=until_s)
+
+    def leave_training(self) -> None:
+        """Order to leave the training after a step, on which all ranks agree, so that the process
+        parks. Every rank must receive it."""
+        self._channel.offer(leave=True)
 
     def abort_training(self) -> None:
         """Order to abort the training, so that the process parks. Without effect if the process

@@ -7,10 +7,12 @@ The training unwinds like any failed one, which leaves its snapshots in shared m
 process is parked again. Layer: above axis_groups and lease.
 """
 
+import gc
 import os
 import signal
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from torchtitan_lite.axis_groups import abort_all_groups, forget_groups
+from torchtitan_lite.launcher.supervised import print_into_rank_log
 from torchtitan_lite.rank_recovery.channel import Channel
 from torchtitan_lite.rank_recovery.lease import Lease
 
@@ -26,7 +29,12 @@ CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
 """Environment variable: the descriptor of this process' channel to the agent."""
 _INTERRUPT = signal.SIGRTMIN + 2
 _INTERRUPT_EVERY_S = 0.2
-"""An interrupt may be lost in a callback of torch, which swallows exceptions."""
+_ORDER_S = 5.0
+"""Time in which an order reaches all ranks."""
+_ORDER_POLL_S = 0.02
+_RAISE_AGAIN_S = 1.0
+"""Time in which the main thread leaves the training once the exception is raised. It may be lost in
+a callback of torch, which swallows exceptions, and is raised again then."""
 
 
 class TrainingAborted(BaseException):
@@ -40,15 +48,20 @@ class Recovery:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._is_interruptible = False
+        self._raise_at_s = 0.0
         self._has_progress = False
+        self._is_leaving = threading.Event()
 
     @contextmanager
     def report_failure(self) -> Iterator[None]:
         """Report an exception of the block to the agent. Enter it within the process groups: peers
         fail once these are destroyed, and must not report first."""
         self._has_progress = False
+        self._is_leaving.clear()
         try:
             yield
+        except TrainingAborted:
+            raise
         except BaseException as error:
             last = traceback.format_exception_only(error)[-1].strip()
             self._channel.send(failed=last)
@@ -57,6 +70,7 @@ class Recovery:
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Raise TrainingAborted in the block when the agent aborts the training."""
+        self._raise_at_s = 0.0
         self._is_interruptible = True
         try:
             yield
@@ -70,20 +84,40 @@ class Recovery:
             self._channel.send(progress=True)
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether the agent has ordered all ranks to leave the training after a step."""
+        return self._is_leaving.is_set()
+
+    def order_to_leave(self) -> None:
+        """Let this rank request that all stop after the same step. Called by another thread."""
+        self._is_leaving.set()
+
+    def leave_after_stop(self, stop_requested_here: Callable[[], bool]) -> None:
+        """Leave the training if the ranks have agreed to stop because of an order to leave. Either
+        this rank has that order or soon receives it, or it has received a signal, too. Raises
+        TrainingAborted."""
+        deadline_s = time.monotonic() + _ORDER_S
+        while not self._is_leaving.wait(_ORDER_POLL_S):
+            if stop_requested_here() or time.monotonic() >= deadline_s:
+                return
+        if not stop_requested_here():
+            raise TrainingAborted
+
+    @property
     def is_interruptible(self) -> bool:
         """Whether the main thread is in `interruptible`."""
         return self._is_interruptible
 
     def on_interrupt(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal, in the main thread."""
-        if self._is_interruptible:
-            self._is_interruptible = False
+        if self._is_interruptible and time.monotonic() >= self._raise_at_s:
+            self._raise_at_s = time.monotonic() + _RAISE_AGAIN_S
             raise TrainingAborted
 
 
-def serve(train: Callable[[Recovery], int], warm_up: Callable[[], None]) -> int:
-    """Train whenever the agent gives this process a rank, until it orders to exit. Returns the exit
-    status."""
+def serve(train: Callable[[Recovery, list[str]], int], warm_up: Callable[[], None]) -> int:
+    """Train whenever the agent gives this process a rank, until it orders to exit. `train` receives
+    the arguments that the agent adds. Returns the exit status."""
     end = socket.socket(fileno=int(os.environ.pop(CHANNEL)))
     end.set_inheritable(False)
     channel = Channel(end)
@@ -91,6 +125,9 @@ def serve(train: Callable[[Recovery], int], warm_up: Callable[[], None]) -> int:
     signal.signal(_INTERRUPT, recovery.on_interrupt)
     orders: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
     warm_up()
+    # Freeze imported objects, so that later collections skip them.
+    gc.collect()
+    gc.freeze()
     lease = Lease()
     threading.Thread(target=_receive, args=(channel, recovery, lease, orders), daemon=True).start()
     channel.send(parked=True)
@@ -101,9 +138,10 @@ def serve(train: Callable[[Recovery], int], warm_up: Callable[[], None]) -> int:
                 print(failure, end="", flush=True)
             return int(order["exit"])
         os.environ.update(order["start"])
+        print_into_rank_log()
         lease.is_training = True
         try:
-            status = train(recovery)
+            status = train(recovery, order["arguments"])
         except (Exception, TrainingAborted):
             failure, outcome = traceback.format_exc(), {"parked": True}
         else:
@@ -127,6 +165,8 @@ def _receive(
         for order in channel.receive(wait=True):
             if "abort" in order:
                 _abort(recovery)
+            elif "leave" in order:
+                recovery.order_to_leave()
             elif "lease" in order:
                 lease.renew(float(order["lease"]))
             else:

@@ -3,7 +3,7 @@
 A `Layout` maps holders (ranks, files, snapshots) to the boxes of a tensor that they hold, `plan`
 computes the exchange from one layout to another, and `redistribute` and `redistribute_state_dict`
 execute it. Reading order: placements, partition, layout; intersections, transfers, exchange, cost,
-collectives, plan; program, the two transports, execute; then dtensor and storage, the entry points.
+plan; program, the two transports, execute; then dtensor and storage, the entry points.
 
 Layer: above mesh and spec.
 """
@@ -15,7 +15,7 @@ from torchtitan_lite.redistribute.dtensor import (
     redistribute_state_dict,
 )
 from torchtitan_lite.redistribute.explain import explain
-from torchtitan_lite.redistribute.intersections import choose_holders
+from torchtitan_lite.redistribute.intersections import choose_holders, choose_owners
 from torchtitan_lite.redistribute.layout import Box, Layout, TensorSpec, local_box
 from torchtitan_lite.redistribute.placements import HolderMesh
 from torchtitan_lite.redistribute.plan import Plan, plan
@@ -35,6 +35,7 @@ __all__ = [
     "TensorSpec",
     "align_gradient",
     "choose_holders",
+    "choose_owners",
     "explain",
     "gather_specs",
     "layout_from_json",

@@ -1,6 +1,6 @@
 """Calibration of `Costs` to a machine.
 
-Exchanges and collectives are timed on the running ranks, and the figures are those that predict the
+Exchanges are timed on the running ranks, and the figures are those that predict the
 times best. The model is linear in seconds per round, message, piece and byte. An exchange takes as
 long as its busiest holder, which depends on the figures, so fitting and selection alternate.
 """
@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from torchtitan_lite.optional_dependencies import require
-from torchtitan_lite.redistribute.collective_search import Collective, collectives_from
 from torchtitan_lite.redistribute.cost import (
     Costs,
     ExchangeOptions,
@@ -28,13 +27,10 @@ from torchtitan_lite.redistribute.cost import (
     default_costs,
     round_loads,
 )
-from torchtitan_lite.redistribute.execute import execute_exchange, run_collective
+from torchtitan_lite.redistribute.execute import execute_exchange
 from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.placements import HolderMesh
 from torchtitan_lite.redistribute.plan import Plan, plan
-
-CalibrationStep = Plan | Collective
-"""A step to time: an exchange, or a collective of the backend."""
 
 SHAPES = ((48, 80), (250, 256), (1000, 1024), (2048, 2048))
 """Sizes from 15 KB to 16 MB in float32."""
@@ -45,14 +41,9 @@ _R, _P, _S0, _S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 _COEFFICIENTS = (
     ("round_s", ""),
-    ("collective_s", ""),
     ("piece_s", ""),
     ("copy_bytes_per_s", ""),
-    *(
-        (link, name)
-        for link in ("within", "between", "collective_within")
-        for name in ("latency_s", "bytes_per_s")
-    ),
+    *((link, name) for link in ("within", "between") for name in ("latency_s", "bytes_per_s")),
 )
 """Fitted fields of Costs, and of its links."""
 
@@ -67,7 +58,7 @@ class TimedStep:
     """A timed step."""
 
     name: str
-    step: CalibrationStep
+    step: Plan
     seconds: float
     """Seconds of the slowest rank; the median of some turns."""
 
@@ -88,7 +79,7 @@ def calibrate(
 
 
 def time_steps(
-    steps: Sequence[CalibrationStep], turns: int, device: torch.device, options: ExchangeOptions
+    steps: Sequence[Plan], turns: int, device: torch.device, options: ExchangeOptions
 ) -> list[TimedStep]:
     """Time each step `turns` times after a warm-up. Every rank of the world must call it with the
     same steps, and all get the same samples."""
@@ -120,10 +111,8 @@ def fit(samples: Sequence[TimedStep], default: Costs) -> Costs:
     return costs
 
 
-def predicted_s(step: CalibrationStep, costs: Costs) -> float:
+def predicted_s(step: Plan, costs: Costs) -> float:
     """Predict the time of a step."""
-    if isinstance(step, Collective):
-        return step.seconds(costs)
     return replace(step, costs=costs).predicted_s
 
 
@@ -146,12 +135,10 @@ def fraction_misordered(samples: Sequence[TimedStep], costs: Costs, factor: floa
     return wrong / pairs if pairs else 0.0
 
 
-def calibration_steps(
-    num_ranks: int, shapes: Sequence[tuple[int, int]] = SHAPES
-) -> list[Plan | Collective]:
+def calibration_steps(num_ranks: int, shapes: Sequence[tuple[int, int]] = SHAPES) -> list[Plan]:
     """Return the calibration steps: few and many messages, pieces, rounds and bytes, local copies
-    alone, on at least 2 ranks, then the collectives. Deterministic."""
-    return [*_exchanges(num_ranks, shapes), *_collectives(num_ranks, shapes)]
+    alone, on at least 2 ranks. Deterministic."""
+    return list(_exchanges(num_ranks, shapes))
 
 
 def held_out_steps(num_ranks: int, count: int) -> list[Plan]:
@@ -170,17 +157,13 @@ def held_out_steps(num_ranks: int, count: int) -> list[Plan]:
     return found
 
 
-def _call(
-    step: CalibrationStep, device: torch.device, options: ExchangeOptions
-) -> Callable[[], object]:
+def _call(step: Plan, device: torch.device, options: ExchangeOptions) -> Callable[[], object]:
     """Return a function that executes a step on this rank."""
     rank = dist.get_rank()
     members = {*step.src.mesh.holders, *step.dst.mesh.holders}
     if rank not in members:
         return lambda: None
     local = torch.ones(step.src.local_shape(step.shape, rank), dtype=step.dtype, device=device)
-    if isinstance(step, Collective):
-        return lambda: run_collective(step, local)
     out = torch.ones(step.local_shape(rank), dtype=step.dtype, device=device)
     return lambda: execute_exchange([step], [local], [out], device, options)
 
@@ -199,16 +182,13 @@ def _turns(call: Callable[[], object], turns: int, device: torch.device) -> list
     return seconds[1:]
 
 
-def _name(step: CalibrationStep) -> str:
-    kind = "+".join(step.rounds) if isinstance(step, Plan) else step.kind
-    return f"{kind} {step.src} -> {step.dst}, {step.shape}"
+def _name(step: Plan) -> str:
+    return f"{'+'.join(step.rounds)} {step.src} -> {step.dst}, {step.shape}"
 
 
-def _terms(step: CalibrationStep, costs: Costs) -> np.ndarray:
+def _terms(step: Plan, costs: Costs) -> np.ndarray:
     """Return how often each coefficient is paid in a step; `costs` determine the busiest holder."""
     units = _units(costs)
-    if isinstance(step, Collective):
-        return np.array([step.seconds(unit) for unit in units])
     share = core_share(step.exchange, costs)
     terms = np.zeros(len(units))
     for loads in round_loads(step.exchange, step.dtype.itemsize):
@@ -285,13 +265,4 @@ def _exchanges(num_ranks: int, shapes: Sequence[tuple[int, int]]) -> Iterator[Pl
 
 
 def _exchange(src: Layout, dst: Layout, shape: tuple[int, int]) -> Plan:
-    return plan(src, dst, shape, torch.float32, single_exchange=True)
-
-
-def _collectives(num_ranks: int, shapes: Sequence[tuple[int, int]]) -> Iterator[Collective]:
-    placements: list[list[Placement]] = [[_S0], [_S1], [_P]]
-    for mesh in _meshes(num_ranks):
-        for given in placements:
-            layout = Layout(mesh, [*given, *[_R] * (len(mesh.shape) - 1)])
-            for shape in shapes:
-                yield from collectives_from(layout, shape, torch.float32)
+    return plan(src, dst, shape, torch.float32)

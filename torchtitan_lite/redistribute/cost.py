@@ -71,7 +71,7 @@ class Costs:
     round_s: NonNegativeFloat
     """Time to start and to complete a round of an exchange."""
     collective_s: NonNegativeFloat
-    """The same for a collective of the backend."""
+    """The same for a collective of the backend, which `estimate` predicts."""
     piece_s: NonNegativeFloat
     """Time to start the copy of a rectangle."""
     copy_bytes_per_s: PositiveFloat

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.cost import DEFAULT_OPTIONS, Costs, ExchangeOptions
-from torchtitan_lite.redistribute.execute import check_out, execute_exchange, execute_plan
+from torchtitan_lite.redistribute.execute import check_out, execute_exchange
 from torchtitan_lite.redistribute.layout import Layout, TensorSpec
 from torchtitan_lite.redistribute.placements import LINEAR_OPS, HolderMesh, StridedReading
 from torchtitan_lite.redistribute.plan import Plan, average_factor, plan
@@ -196,9 +196,8 @@ def _moved(
         kind.shape,
         kind.dtype,
         costs=options.costs_on(kind.device),
-        max_intermediate_bytes=2 * options.bucket_bytes,
     )
-    return execute_plan(found, local, out, kind.device, options)
+    return execute_exchange([found], [local], [out], kind.device, options)[0]
 
 
 def _mesh_of(tensor: DTensor, dst: Layout, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -248,5 +247,5 @@ def _plans(
             given if isinstance(given, TensorSpec) else TensorSpec.from_dtensor_spec(given, strided)
         )
         src, shape, dtype = placed.layout, placed.shape, placed.dtype
-        found.append(plan(src, layout, shape, dtype, costs=costs, single_exchange=True))
+        found.append(plan(src, layout, shape, dtype, costs=costs))
     return tuple(found)

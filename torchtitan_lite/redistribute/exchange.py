@@ -15,7 +15,8 @@ Invariant: what a holder sends to a peer equals what the peer receives from it, 
 each holder receives no element twice and none that it has.
 """
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from torchtitan_lite.redistribute.partition import Segments, shard_sizes
 from torchtitan_lite.redistribute.placements import Holder, Nodes
 from torchtitan_lite.redistribute.transfers import (
     Multicast,
+    NodeReceivers,
     RoundKind,
     RoundTransfers,
     Transfer,
@@ -82,11 +84,33 @@ class Exchange:
         self.shape, self.nodes = shape, nodes
         self._intersections = intersections
         self._reductions = ReductionGroups(intersections)
-        self.rounds: tuple[RoundKind, ...] = ("move",)
+        self._holders_by_node: dict[tuple[bool, int, int], dict[Hashable, list[Holder]]] = {}
+
+    @cached_property
+    def rounds(self) -> tuple[RoundKind, ...]:
+        """The rounds in order."""
+        rounds: tuple[RoundKind, ...] = ("move",)
         if self._reductions.largest_group > 1:
-            self.rounds = ("reduce",) if self.dst.num_replicas == 1 else ("reduce", "spread")
-        if nodes is not None and nodes.relay and self.rounds != ("reduce",):
-            self.rounds = (*self.rounds, "spread")
+            rounds = ("reduce",) if self.dst.num_replicas == 1 else ("reduce", "spread")
+        if self.nodes is not None and self.nodes.relay and rounds != ("reduce",):
+            rounds = (*rounds, "spread")
+        return rounds
+
+    def on_nodes(self, nodes: Nodes | None) -> "Exchange":
+        """Return the same exchange between holders on `nodes`."""
+        found = copy.copy(self)
+        found.nodes, found._holders_by_node = nodes, {}
+        found.__dict__.pop("rounds", None)
+        return found
+
+    def elements_beyond(self, is_near: np.ndarray, part: int, num_near: int) -> int:
+        """Return about how many elements of a shard of the destination none of the source's
+        positions `is_near` have, or, if they are reduced first, none of `num_near` owners."""
+        size = prod(self._shard_shape(self.dst, part))
+        if self.rounds[0] == "reduce":
+            return size * (self.dst.num_replicas - num_near) // self.dst.num_replicas
+        one = np.unique(self.src.part_of[is_near])
+        return size - int(self._intersections.elements(one, np.full(len(one), part)).sum())
 
     def local_shape(self, holder: Holder, kind: RoundKind) -> tuple[int, ...] | None:
         """Return the shape from which a holder sends in a round: its shard of the source, or of the
@@ -95,15 +119,19 @@ class Exchange:
         position = index.position(holder)
         if position is None:
             return None
-        parts = index.per_dim(int(index.part_of[position]))
-        per_dim = zip(self.shape, index.splits, parts, strict=True)
+        return self._shard_shape(index, int(index.part_of[position]))
+
+    def _shard_shape(self, index: HolderIndex, part: int) -> tuple[int, ...]:
+        per_dim = zip(self.shape, index.splits, index.per_dim(part), strict=True)
         return tuple(int(shard_sizes(length, splits)[part]) for length, splits, part in per_dim)
 
     def max_local_numel(self, kind: RoundKind) -> int:
         """Return the elements of the largest shard from which a holder sends in a round."""
-        index = self.dst if kind == "spread" else self.src
-        per_dim = zip(self.shape, index.splits, strict=True)
-        return prod(int(shard_sizes(length, splits).max()) for length, splits in per_dim)
+        return self._largest_destination if kind == "spread" else _largest(self.src, self.shape)
+
+    @cached_property
+    def _largest_destination(self) -> int:
+        return _largest(self.dst, self.shape)
 
     def max_moved(self, kind: RoundKind) -> int:
         """Return a bound on the elements that one holder sends and receives in a round, equal for
@@ -145,10 +173,10 @@ class Exchange:
         return whole * rounds - int(common[index].sum())
 
     def _receive(self, holder: Holder, position: int, parts: tuple[RoundTransfers, ...]) -> None:
-        copy = int(self.dst.contribution_of[position])
+        contribution = int(self.dst.contribution_of[position])
         for common in self._intersections.of_destination(position):
             for group in self._reductions.groups(common.one, common.other):
-                if group.target != copy:
+                if group.target != contribution:
                     continue
                 if group.is_reduced:
                     self._reduce(holder, common, group, parts)
@@ -156,8 +184,7 @@ class Exchange:
                     size = block_size(common.block)
                     parts[0].copies.append(Transfer(holder, common.block, 0, size))
                 else:
-                    multicast = unreduced_multicast(self._intersections, common, group)
-                    self._deliver(multicast, holder, common.block, parts)
+                    self._move(holder, common, group, parts)
 
     def _send(self, holder: Holder, position: int, parts: tuple[RoundTransfers, ...]) -> None:
         own = int(self.src.contribution_of[position])
@@ -168,8 +195,32 @@ class Exchange:
                 if group.is_reduced:
                     self._contribute(holder, own, common, group, parts[0])
                 else:
-                    multicast = unreduced_multicast(self._intersections, common, group)
-                    self._deliver(multicast, holder, common.block, parts)
+                    self._move(holder, common, group, parts)
+
+    def _move(
+        self,
+        holder: Holder,
+        common: Intersection,
+        group: ReductionGroup,
+        parts: tuple[RoundTransfers, ...],
+    ) -> None:
+        """Return the transfers of a group of one member, which is not reduced."""
+        multicast = unreduced_multicast(self._intersections, common, group)
+        sources = {}
+        if self.nodes is not None:
+            sources = self._by_node(False, common.one, group.members[0])
+        receivers = common.other, group.target
+        self._deliver(multicast, holder, common.block, parts, sources, receivers)
+
+    def _by_node(self, is_dst: bool, part: int, contribution: int) -> dict[Hashable, list[Holder]]:
+        """Return the replicas of one contribution to one shard, by node."""
+        key = is_dst, part, contribution
+        if key not in self._holders_by_node:
+            assert self.nodes is not None
+            found = self._holders_by_node[key] = {}
+            for holder in (self.dst if is_dst else self.src).holders(part, contribution):
+                found.setdefault(self.nodes.of(holder), []).append(holder)
+        return self._holders_by_node[key]
 
     def _deliver(
         self,
@@ -177,9 +228,12 @@ class Exchange:
         holder: Holder,
         block: tuple[Segments, ...],
         parts: tuple[RoundTransfers, ...],
+        sources: Mapping[Hashable, Sequence[Holder]],
+        shard: tuple[int, int],
     ) -> None:
-        """Return a holder's transfers of a multicast of which it is a receiver: in the first round,
-        and in the second if there are relays."""
+        """Return a holder's transfers of a multicast: in the first round, and in the second if
+        there are relays. `sources` are by node, if there are nodes; `shard` is that of the
+        receivers, and the contribution to it."""
         row = row_size(block)
         if self.nodes is None:
             if holder in multicast.sources:
@@ -188,7 +242,10 @@ class Exchange:
                 sent, received = [], deliveries_to(multicast, holder, row)
             deliveries = [(parts[0], sent + received)]
         else:
-            rounds = deliveries_by_node(multicast, row, self.nodes.of, self.nodes.relay)
+            where = NodeReceivers(
+                self.nodes.of, sources, self._by_node(True, *shard), self._largest_destination
+            )
+            rounds = deliveries_by_node(multicast, holder, row, where, self.nodes.relay)
             deliveries = list(zip(parts, rounds, strict=False))
         for part, some in deliveries:
             for source, receiver, start, stop in some:
@@ -237,7 +294,11 @@ class Exchange:
                 continue
             if spread:
                 multicast = Multicast([owner.holder], receivers, owner.start, owner.stop, number)
-                self._deliver(multicast, holder, block, spread)
+                sources = {}
+                if self.nodes is not None:
+                    sources = {self.nodes.of(owner.holder): multicast.sources}
+                shard = common.other, group.target
+                self._deliver(multicast, holder, block, spread, sources, shard)
             if owner.holder != holder:
                 continue
             begins = reduce.fills if owner.contribution is None else reduce.copies
@@ -246,6 +307,12 @@ class Exchange:
                 if member != owner.contribution:
                     source = sender_of(self.src, common.one, member, number)
                     reduce.receives.append(piece._replace(peer=source))
+
+
+def _largest(index: HolderIndex, shape: tuple[int, ...]) -> int:
+    """Return the elements of the largest shard of a layout."""
+    per_dim = zip(shape, index.splits, strict=True)
+    return prod(int(shard_sizes(length, splits).max()) for length, splits in per_dim)
 
 
 class ReductionGroups:
@@ -260,8 +327,8 @@ class ReductionGroups:
     def groups(self, one: int, other: int) -> list[ReductionGroup]:
         """Return the groups of the intersection of shard `one` of the source and shard `other` of
         the destination."""
-        if self.num_sources == 1 and self.num_targets == 1:
-            return [ReductionGroup((0,), 0)]
+        if self.num_targets == 1:
+            return self._all_in_one
         target = self._targets.get((one, other))
         if target is None:
             target = self._target(one, other, np.zeros((self.num_sources, self.num_targets), int))
@@ -269,6 +336,10 @@ class ReductionGroups:
         for contribution, to in enumerate(target):
             members.setdefault(to, []).append(contribution)
         return [ReductionGroup(tuple(found), to) for to, found in members.items()]
+
+    @cached_property
+    def _all_in_one(self) -> list[ReductionGroup]:
+        return [ReductionGroup(tuple(range(self.num_sources)), 0)]
 
     @cached_property
     def largest_group(self) -> int:
@@ -339,11 +410,14 @@ def reduction_owners(
     src, dst = parts.src, parts.dst
     positions = dst.positions[common.other, group.target]
     contributions: list[int | None] = [None] * len(positions)
-    held = np.flatnonzero(parts.across[positions] == common.one)
-    own = src.contribution_of[parts.src_positions[positions[held]]]
-    is_member = np.isin(own, group.members)
-    if is_member.any():
-        positions, contributions = positions[held[is_member]], own[is_member].tolist()
+    held = positions[parts.across[positions] == common.one]
+    if len(held):
+        own = src.contribution_of[parts.src_positions[held]]
+        if len(group.members) < src.num_contributions:
+            is_member = np.isin(own, group.members)
+            held, own = held[is_member], own[is_member]
+        if len(held):
+            positions, contributions = held, own.tolist()
     holders = dst.layout.mesh.holders
     bounds = stripes(0, block_size(common.block), len(positions), row_size(common.block))
     return [

@@ -1,8 +1,7 @@
 """Execution of plans on the ranks of a process group.
 
 All tensors of a call move in one fused exchange: CPU ranks of one machine exchange through shared
-memory, all others by collectives of the group. A plan of several steps runs them in order; a step
-is an exchange or a single collective of the backend, whose shards are padded to the largest.
+memory, all others by collectives of the group.
 """
 
 import operator
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from torchtitan_lite.axis_groups import group_of_ranks
 from torchtitan_lite.errors import LayoutError, RedistributionError
-from torchtitan_lite.redistribute.collective_search import Collective
 from torchtitan_lite.redistribute.collective_transport import (
     BoundCollectiveTransport,
     CollectiveTransport,
@@ -45,13 +43,6 @@ from torchtitan_lite.redistribute.shared_memory_transport import (
 )
 from torchtitan_lite.torch_compat import DTensorSpec
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
-
 _GROUP_TIMEOUT = timedelta(minutes=5)
 
 _SLOT_BYTES = 4 << 20
@@ -60,28 +51,6 @@ ones."""
 
 _Addresses = tuple[tuple[int, tuple[int, ...]] | None, ...]
 """Address and strides per tensor."""
-
-
-def execute_plan(
-    plan: Plan,
-    local: torch.Tensor,
-    out: torch.Tensor | None,
-    device: torch.device,
-    options: ExchangeOptions,
-) -> torch.Tensor:
-    """Execute a plan on this rank's shard of the source. Returns its shard of the destination.
-    Every rank of the plan must call it; see `execute_exchange`."""
-    if not plan.steps:
-        return execute_exchange([plan], [local], [out], device, options)[0]
-    if plan.src.mesh.position(dist.get_rank()) is None:
-        return local.new_empty((0,), dtype=plan.dtype) if out is None else out
-    check_source(plan, local, plan.src.local_shape(plan.shape, dist.get_rank()))
-    for step in plan.steps:
-        if isinstance(step, Plan):
-            (local,) = execute_exchange([step], [local], [None], device, options)
-        else:
-            local = run_collective(step, local)
-    return local if out is None else out.copy_(local)
 
 
 def execute_exchange(
@@ -271,42 +240,6 @@ class FusedExchange:
             words[place].view(plan.dtype).fill_(identity_element(plan.dtype, plan.op))
 
 
-def run_collective(step: Collective, local: torch.Tensor) -> torch.Tensor:
-    """Run a collective. Returns this rank's shard. Every rank of its group must call it."""
-    members = _members(step)
-    group = process_group_of(members)
-    # A group numbers its ranks by their number in the world.
-    numbers = [sorted(members).index(member) for member in members]
-    if step.kind == "all_reduce":
-        result = local.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(result, _OPS[step.op], group=group)
-        return result if step.factor == 1 else result * step.factor
-    assert step.dim is not None
-    sharded = step.src if step.kind == "all_gather" else step.dst
-    lengths = [sharded.local_shape(step.shape, member)[step.dim] for member in members]
-    most = max(lengths)
-    if step.kind == "all_gather":
-        # gloo knows no float8; a copy needs to know no dtype of a byte.
-        raw = local.view(torch.uint8) if local.dtype.itemsize == 1 else local
-        given = _filled(raw, step.dim, most)
-        gathered = [torch.empty_like(given) for _ in members]
-        dist.all_gather(gathered, given, group=group)
-        shards = [
-            gathered[number].narrow(step.dim, 0, length)
-            for number, length in zip(numbers, lengths, strict=True)
-        ]
-        return torch.cat(shards, step.dim).view(local.dtype)
-    split = zip(numbers, local.split(lengths, step.dim), strict=True)
-    by_number = [
-        _filled(part, step.dim, most) for _, part in sorted(split, key=lambda item: item[0])
-    ]
-    own = lengths[members.index(dist.get_rank())]
-    result = torch.empty_like(by_number[0])
-    dist.reduce_scatter(result, by_number, _OPS[step.op], group)
-    result = result.narrow(step.dim, 0, own).contiguous()
-    return result if step.factor == 1 else result * step.factor
-
-
 def check_source(plan: Plan, part: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Raise LayoutError if this rank's shard of the source has another shape than in the layout."""
     if part.shape != shape:
@@ -412,6 +345,17 @@ def _ranks(plans: Sequence[Plan]) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
+def fused_exchange(
+    plans: Sequence[Plan], ranks: Sequence[int], device: torch.device, options: ExchangeOptions
+) -> FusedExchange:
+    """Return the exchange of `plans`, each of a single exchange, among `ranks`, to run repeatedly.
+    Every one of `ranks` must call it: the first call creates their process group."""
+    width = raw_itemsize(plan.dtype for plan in plans)
+    tasks = [TensorTask(plan, dist.get_rank(), width) for plan in plans]
+    group = process_group_of(ranks) if len(ranks) > 1 else None
+    return FusedExchange(tasks, sorted(ranks), group, device, options)
+
+
 @lru_cache(maxsize=64)
 def _fused_exchange(
     plans: tuple[Plan, ...],
@@ -420,11 +364,7 @@ def _fused_exchange(
     options: ExchangeOptions,
     world: dist.ProcessGroup,
 ) -> FusedExchange:
-    width = raw_itemsize(plan.dtype for plan in plans)
-    tasks = [TensorTask(plan, dist.get_rank(), width) for plan in plans]
-    return FusedExchange(
-        tasks, ranks, process_group_of(ranks) if len(ranks) > 1 else None, device, options
-    )
+    return fused_exchange(plans, ranks, device, options)
 
 
 @dataclass(frozen=True)
@@ -460,24 +400,3 @@ def _scale_(out: torch.Tensor, factor: float) -> None:
         out.copy_(out.float() * factor)
     else:
         out.mul_(factor)
-
-
-def _members(step: Collective) -> list[int]:
-    """Return the ranks that act together with this one, in the order of the axes."""
-    mesh = step.src.mesh
-    mine = mesh.coordinate(dist.get_rank())
-    assert mine is not None
-    members = []
-    for member in mesh.group_along(step.axes, mine):
-        assert isinstance(member, int)
-        members.append(member)
-    return members
-
-
-def _filled(part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Pad a shard to `length` along `dim`, contiguous; the padding is not read."""
-    missing = length - part.shape[dim]
-    if missing:
-        shape = [*part.shape[:dim], missing, *part.shape[dim + 1 :]]
-        part = torch.cat([part, part.new_zeros(shape)], dim)
-    return part.contiguous()

@@ -3,7 +3,7 @@
 Invariant: `lower_bound_bytes` is computed from the layouts alone, so it can verify a plan.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from statistics import median
 
@@ -44,7 +44,7 @@ def explain(
     # Each section is a list of lines; what else a plan knows of itself becomes one more.
     sections = [
         _ends(plan),
-        _step_lines(plan) or _rounds(plan),
+        _rounds(plan),
         _bytes_moved(plan),
         _memory(plan, bucket_bytes),
         [f"Path: {_path(plan, transport)}"],
@@ -131,28 +131,7 @@ def _ends(plan: Plan) -> list[str]:
 def _path(plan: Plan, transport: Transport | None) -> str:
     if plan.moved_bytes == 0:
         return "none, nothing is moved"
-    if any(not isinstance(step, Plan) for step in plan.steps):
-        return "single collectives of the backend where they are named"
     return _PATHS[transport]
-
-
-def _step_lines(plan: Plan) -> list[str]:
-    """Explain the steps that replace the single exchange."""
-    lines = []
-    for number, step in enumerate(plan.steps, 1):
-        if isinstance(step, Plan):
-            did, seconds = "exchange", step.predicted_s
-        else:
-            axes = ", ".join(step.src.mesh.axes[axis] for axis in step.axes)
-            did, seconds = f"{step.kind} over {axes}", step.seconds(plan.costs)
-        lines.append(
-            f"Step {number}, {did}: to {step.dst}, {format_bytes(step.moved_bytes)} moved in all, "
-            f"{seconds * 1e3:.3g} ms"
-        )
-    if lines:
-        exchange_s = replace(plan, steps=()).predicted_s
-        lines.append(f"One exchange in place of that would take {exchange_s * 1e3:.3g} ms.")
-    return lines
 
 
 def _rounds(plan: Plan) -> list[str]:
@@ -204,8 +183,6 @@ def _bytes_moved(plan: Plan) -> list[str]:
     else:
         compared = f"the lower bound is {least:,}"
     lines = [f"Total moved: {_count(plan.moved_bytes)}; {compared}."]
-    if plan.steps:
-        return lines
     found = traffic(plan)
     if plan.moved_bytes:
         sender = max(found, key=lambda holder: found[holder].sent)

@@ -2,9 +2,11 @@
 
 Intersections are computed dim by dim: the intervals of a shard in one layout are intersected with
 the shards of the other, and the product over the dims gives the intersections of whole shards. They
-also determine which ranks should hold a new mesh so that most state stays in place.
+also determine which ranks should hold a new mesh, or an entire tensor, so that most state stays in
+place.
 """
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +18,7 @@ import torch
 
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.optional_dependencies import require
-from torchtitan_lite.redistribute.layout import Layout
+from torchtitan_lite.redistribute.layout import Layout, TensorSpec
 from torchtitan_lite.redistribute.partition import Segments, Split, dim_intersections
 from torchtitan_lite.redistribute.placements import Holder, HolderMesh
 
@@ -191,6 +193,84 @@ def choose_holders(moves: Iterable[TensorMove], candidates: Sequence[Holder]) ->
     by_place = dict(zip(positions.tolist(), chosen.tolist(), strict=True))
     holders = tuple(candidates[by_place[position]] for position in range(len(mesh.holders)))
     return HolderMesh(mesh.shape, holders, mesh.axes)
+
+
+def choose_owners(
+    tensors: Sequence[TensorSpec], loads: Sequence[float], candidates: Sequence[Holder]
+) -> list[Holder]:
+    """Return an owner for each tensor, which works on it as a whole: balance the `loads` of the
+    candidates, and, as far as balance permits, move the fewest bytes from `tensors` to the owners.
+    Deterministic, so that all ranks agree.
+
+    The limit of a candidate's load is that of longest-processing-time-first scheduling (Graham
+    1969: at most 4/3 of the optimum), which ignores where tensors are. Within it tensors choose the
+    candidate that holds most of them, and then move or change places while that saves bytes.
+    """
+    if not tensors:
+        return []
+    by_spec = {spec: _held_bytes(spec, candidates) for spec in dict.fromkeys(tensors)}
+    held = np.stack([by_spec[spec] for spec in tensors])
+    work = np.asarray(loads, float)
+    # Among equal loads, those whose place matters most choose first.
+    order = np.lexsort((np.arange(len(tensors)), -np.ptp(held, axis=1), -work))
+    # Sums of the same loads in another order may differ in the last bits.
+    limit = _longest_first(work[order].tolist(), len(candidates)) * (1 + 1e-9)
+    totals = np.zeros(len(candidates))
+    chosen = np.zeros(len(tensors), np.int64)
+    for number in order.tolist():
+        # One that has room is preferred, then one that holds more, then the least loaded one.
+        has_room = totals + work[number] <= limit
+        keys = (totals, -held[number], ~has_room) if has_room.any() else (totals,)
+        chosen[number] = np.lexsort(keys)[0]
+        totals[chosen[number]] += work[number]
+    _improve(chosen, held, work, totals, limit)
+    return [candidates[number] for number in chosen.tolist()]
+
+
+def _improve(
+    chosen: np.ndarray, held: np.ndarray, work: np.ndarray, totals: np.ndarray, limit: float
+) -> None:
+    """Move tensors to candidates that hold more of them, or let two change places, while the sum of
+    what owners hold grows and no load exceeds `limit`. Changes `chosen` and `totals`."""
+    numbers = np.arange(len(chosen))
+    is_better = True
+    while is_better:
+        is_better = False
+        for one in np.flatnonzero(held[numbers, chosen] < held.max(axis=1)).tolist():
+            here = chosen[one]
+            moved = np.where(totals + work[one] <= limit, held[one] - held[one, here], -np.inf)
+            swapped = held[one, chosen] - held[one, here] + held[:, here] - held[numbers, chosen]
+            fits = (totals[here] - work[one] + work <= limit) & (
+                totals[chosen] - work + work[one] <= limit
+            )
+            swapped = np.where(fits & (chosen != here), swapped, -np.inf)
+            if max(moved.max(), swapped.max()) <= 0:
+                continue
+            is_better = True
+            other = int(swapped.argmax()) if swapped.max() > moved.max() else None
+            to = int(moved.argmax()) if other is None else int(chosen[other])
+            chosen[one] = to
+            totals[here] -= work[one]
+            totals[to] += work[one]
+            if other is not None:
+                chosen[other] = here
+                totals[to] -= work[other]
+                totals[here] += work[other]
+
+
+def _longest_first(loads: Sequence[float], count: int) -> float:
+    """Return the largest sum of `loads`, in descending order, if each goes to the smallest of
+    `count` sums."""
+    sums = [0.0] * count
+    for load in loads:
+        heapq.heapreplace(sums, sums[0] + load)
+    return max(sums)
+
+
+def _held_bytes(spec: TensorSpec, candidates: Sequence[Holder]) -> np.ndarray:
+    """Return the bytes [candidate] of a tensor that each candidate has."""
+    whole = TensorMove(spec.layout, Layout.on_holder(candidates[0]), spec.shape, spec.dtype)
+    return _kept(whole, candidates)[:, 0] * spec.dtype.itemsize
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.errors import LayoutError, MeshError
-from torchtitan_lite.redistribute.partition import Split, intervals
+from torchtitan_lite.redistribute.partition import Split, intervals, partition
 from torchtitan_lite.redistribute.placements import (
     Holder,
     HolderMesh,
@@ -39,6 +39,7 @@ from torchtitan_lite.torch_compat import (
     shard_order_of,
     spec_of,
     split_factor,
+    strided_shard,
 )
 
 
@@ -248,6 +249,12 @@ class Layout:
             for box in itertools.product(*per_dim)
         ]
 
+    def of_element(self, shape: Sequence[int], index: int) -> "tuple[Layout, int]":
+        """Return the layout of element `index` of dim 0 of a tensor of `shape`, on the holders that
+        have a part of it, and the element's index in their shards. So each matrix of a stack has a
+        layout of its own. Raises LayoutError if the shape does not fit."""
+        return _of_element(self, tuple(shape), index)
+
     def box(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
         """Return the box of the holder at `coordinate`, possibly empty. Raises LayoutError if it
         has several."""
@@ -400,6 +407,40 @@ def _same_boxes(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
 def _held_by(layout: Layout, holders: tuple[Holder, ...]) -> Layout:
     mesh = HolderMesh(layout.mesh.shape, holders, layout.mesh.axes)
     return Layout(mesh, layout.placements, layout.shard_order)
+
+
+@lru_cache(maxsize=65536)
+def _of_element(layout: Layout, shape: tuple[int, ...], index: int) -> tuple[Layout, int]:
+    layout.check(shape)
+    if not shape or not 0 <= index < shape[0]:
+        raise LayoutError(f"A tensor of shape {shape} has no element {index} of dim 0.")
+    mesh, splits = layout.mesh, layout.splits.get(0, ())
+    found = partition(shape[0], splits)
+    at = int(np.searchsorted(found.starts, index, side="right")) - 1
+    number, local_index = int(found.part[at]), int(found.local[at] + index - found.starts[at])
+    fixed: dict[int, int] = {}
+    for split in sorted(splits, reverse=True):
+        number, fixed[split.axis] = divmod(number, split.size)
+    # Axes of size 1 may shard dim 0, too.
+    axes = range(len(layout.placements))
+    free = [axis for axis, p in enumerate(layout.placements) if not (is_shard(p) and p.dim == 0)]
+    held_by = HolderMesh(
+        tuple(mesh.shape[axis] for axis in free),
+        tuple(mesh.group_along(free, [fixed.get(axis, 0) for axis in axes])),
+        tuple(mesh.axes[axis] for axis in free),
+    )
+    order = {dim - 1: [free.index(a) for a in by] for dim, by in layout.shard_order if dim}
+    kept = [_one_dim_less(layout.placements[axis]) for axis in free]
+    return Layout(held_by, kept, order), local_index
+
+
+def _one_dim_less(placement: Placement) -> Placement:
+    """Return the placement for a tensor without dim 0, which it does not shard."""
+    if not is_shard(placement):
+        return placement
+    if is_strided_shard(placement):
+        return strided_shard(placement.dim - 1, split_factor(placement))
+    return Shard(placement.dim - 1)
 
 
 def _layout(tensor: DTensor) -> tuple[Layout, tuple[int, ...]]:

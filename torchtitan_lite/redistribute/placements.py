@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal, TypeGuard
 
+import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -129,6 +130,16 @@ class Nodes:
     def of(self, holder: Holder) -> Hashable:
         """Return the node of a holder; a holder that is not a rank is a node of its own."""
         return holder // self.ranks_per_node if isinstance(holder, int) else holder
+
+    def numbers(self, one: HolderMesh, other: HolderMesh) -> tuple[np.ndarray, np.ndarray]:
+        """Return the node of each holder of two meshes as integers from 0, int64."""
+        known: dict[Hashable, int] = {}
+
+        def of(mesh: HolderMesh) -> np.ndarray:
+            return np.array([known.setdefault(self.of(h), len(known)) for h in mesh.holders])
+
+        first = of(one)
+        return first, first if one == other else of(other)
 
 
 LINEAR_OPS = ("sum", "avg")

@@ -4,16 +4,16 @@ Invariant: a plan is a function of its arguments alone, the same on every rank a
 earlier plans.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
+import numpy as np
 import torch
 from torch.distributed.tensor import Partial
 
 from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute.collective_search import Collective, cheapest_steps
 from torchtitan_lite.redistribute.cost import CPU, Costs, exchange_seconds
 from torchtitan_lite.redistribute.exchange import Exchange
 from torchtitan_lite.redistribute.layout import Layout
@@ -35,8 +35,6 @@ class Plan:
     factor: float
     """Factor of the result if averages are involved; else 1."""
     costs: Costs
-    steps: "tuple[Plan | Collective, ...]" = ()
-    """Steps in place of the single exchange, if faster."""
 
     @property
     def rounds(self) -> tuple[RoundKind, ...]:
@@ -83,7 +81,7 @@ class Plan:
         return is_filled and all(piece.segments == whole for piece in copies)
 
     def local_shape(self, holder: Holder) -> tuple[int, ...]:
-        """Bytes of a holder's shard of the destination."""
+        """Return the shape of a holder's shard of the destination."""
         if holder not in self._local_shapes:
             self._local_shapes[holder] = self.dst.local_shape(self.shape, holder)
         return self._local_shapes[holder]
@@ -95,8 +93,6 @@ class Plan:
     @cached_property
     def moved_bytes(self) -> int:
         """Bytes sent between holders."""
-        if self.steps:
-            return sum(step.moved_bytes for step in self.steps)
         return 0 if self.is_noop else self.exchange.total_elements * self.dtype.itemsize
 
     @cached_property
@@ -104,18 +100,7 @@ class Plan:
         """Predict the time, by `costs`."""
         if self.is_noop:
             return 0.0
-        if self.steps:
-            return sum(
-                step.predicted_s if isinstance(step, Plan) else step.seconds(self.costs)
-                for step in self.steps
-            )
         return exchange_seconds(self.exchange, self.costs, self.dtype.itemsize)
-
-    @cached_property
-    def intermediate_bytes(self) -> int:
-        """Bytes of the largest shard of an intermediate layout."""
-        sizes = (step.dst.max_local_numel(self.shape) for step in self.steps[:-1])
-        return max(sizes, default=0) * self.dtype.itemsize
 
     @cached_property
     def _transfers(self) -> dict[Holder, tuple[RoundTransfers, ...]]:
@@ -137,16 +122,12 @@ def plan(
     *,
     costs: Costs = CPU,
     objective: Objective = "time",
-    max_intermediate_bytes: int | None = None,
-    single_exchange: bool = False,
 ) -> Plan:
-    """Compute the cheapest plan from `src` to `dst`.
+    """Compute the exchange from `src` to `dst`.
 
-    `objective` is the predicted time, or the moved bytes, those between nodes first. No
-    intermediate layout takes more than `max_intermediate_bytes` per rank beside source, destination
-    and buffers. `single_exchange` requests a plan that can be fused with those of other tensors.
-    Raises LayoutError if a layout does not fit the shape, or partial values would need two
-    different reductions.
+    `objective` is the predicted time, or the moved bytes, those between nodes first. Raises
+    LayoutError if a layout does not fit the shape, or partial values would need two different
+    reductions.
     """
     src, dst = src.with_num_dims(len(shape)), dst.with_num_dims(len(shape))
     src.check(shape)
@@ -159,54 +140,47 @@ def plan(
         if copies.total_elements == 0:
             return Plan(src, dst, shape, dtype, copies, 1.0, costs)
     best = _on_nodes(Exchange(src, dst, shape), costs, objective, dtype.itemsize)
-    direct = Plan(src, dst, shape, dtype, best, average_factor(src, dst), costs)
-    if single_exchange or objective == "bytes" or not _others_may_win(direct):
-        return direct
-
-    def exchange_s(layout: Layout) -> float:
-        return plan(layout, dst, shape, dtype, costs=costs, single_exchange=True).predicted_s
-
-    way = cheapest_steps(
-        src, dst, shape, dtype, costs, direct.predicted_s, exchange_s, max_intermediate_bytes
-    )
-    if way is None:
-        return direct
-    steps: list[Plan | Collective] = []
-    here = src
-    for step in way:
-        steps.append(
-            step.collective or plan(here, step.dst, shape, dtype, costs=costs, single_exchange=True)
-        )
-        here = step.dst
-    return replace(direct, steps=tuple(steps))
+    return Plan(src, dst, shape, dtype, best, average_factor(src, dst), costs)
 
 
 def _on_nodes(exchange: Exchange, costs: Costs, objective: Objective, itemsize: int) -> Exchange:
     """Return the exchange for the nodes of the holders: with relays if that is cheaper."""
     nodes = costs.nodes()
-    src, dst = exchange.src.layout, exchange.dst.layout
-    if nodes is None or len({nodes.of(h) for h in (*src.mesh.holders, *dst.mesh.holders)}) == 1:
+    if nodes is None:
         return exchange
+    src_nodes, dst_nodes = nodes.numbers(exchange.src.layout.mesh, exchange.dst.layout.mesh)
+    if (src_nodes == dst_nodes[0]).all() and (dst_nodes == dst_nodes[0]).all():
+        return exchange
+    relay = objective == "bytes" or _relays_pay(exchange, costs, src_nodes, dst_nodes, itemsize)
+    return exchange.on_nodes(costs.nodes(relay=relay))
 
-    plain = Exchange(src, dst, exchange.shape, nodes)
-    relayed = Exchange(src, dst, exchange.shape, costs.nodes(relay=True))
-    if objective == "bytes":
-        return relayed
-    return min(plain, relayed, key=lambda e: exchange_seconds(e, costs, itemsize))
 
-
-def _others_may_win(direct: Plan) -> bool:
-    """Whether collectives of the backend could be faster: not across meshes, and not if they start
-    later and are slower."""
-    costs = direct.costs
-    if direct.src.mesh != direct.dst.mesh or direct.is_noop:
+def _relays_pay(
+    exchange: Exchange,
+    costs: Costs,
+    src_nodes: np.ndarray,
+    dst_nodes: np.ndarray,
+    itemsize: int,
+) -> bool:
+    """Whether sending data once to a node with the most receivers of one shard saves more time
+    between nodes than forwarding takes within the node. Closed form: predicting both exchanges
+    would take longer than planning one."""
+    dst = exchange.dst
+    if dst.num_replicas == 1:
         return False
-    slower = (
-        costs.collective_s >= costs.round_s * len(direct.rounds)
-        and costs.collective_within.latency_s >= costs.within.latency_s
-        and costs.collective_within.bytes_per_s <= costs.within.bytes_per_s
-    )
-    return costs.nodes() is not None or not slower
+    num_shards = len(dst_nodes) // dst.num_replicas
+    shard = dst.part_of * dst.num_contributions + dst.contribution_of
+    keys, counts = np.unique(dst_nodes * num_shards + shard, return_counts=True)
+    most = int(counts.argmax())
+    count, (node, of_node) = int(counts[most]), divmod(int(keys[most]), num_shards)
+    if count == 1:
+        return False
+    part = of_node // dst.num_contributions
+    lacking = exchange.elements_beyond(src_nodes == node, part, count)
+    saved_bytes = lacking * itemsize * (1 - 1 / count)
+    forwarding_s = costs.round_s + (count - 1) * costs.within.latency_s
+    forwarding_s += saved_bytes / costs.within.bytes_per_s
+    return saved_bytes / costs.between.bytes_per_s > forwarding_s
 
 
 def average_factor(src: Layout, dst: Layout) -> float:

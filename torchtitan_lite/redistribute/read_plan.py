@@ -4,10 +4,12 @@ For reads, each such holder is assigned to a rank, which opens it and sends its 
 place. For writes, each element gets one writer among its replicas.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.cost import DEFAULT_OPTIONS, ExchangeOptions
 from torchtitan_lite.redistribute.execute import FusedExchange, process_group_of
+from torchtitan_lite.redistribute.intersections import Intersections
 from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.placements import Holder, HolderMesh
 from torchtitan_lite.redistribute.plan import plan
@@ -77,6 +80,37 @@ def assign_readers(
             raise LayoutError(f"{holder!r} of {src} is not accessible from any rank.")
         readers[holder] = wanted if wanted in able else able[(place + number) % len(able)]
     return readers
+
+
+class HeldBlock(NamedTuple):
+    """A block of a destination's shard, and where it is in the shards of its holders."""
+
+    holders: tuple[Holder, ...]
+    """Replicas."""
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+
+
+@lru_cache(maxsize=16384)
+def held_blocks(
+    src: Layout, dst: Layout, shape: tuple[int, ...], holder: Holder
+) -> tuple[HeldBlock, ...]:
+    """Return the blocks of `holder`'s shard in `dst`, for a reader that copies each by itself from
+    one of its holders in `src`. Raises LayoutError if a layout does not fit the shape."""
+    src, dst = src.with_num_dims(len(shape)), dst.with_num_dims(len(shape))
+    parts = Intersections(src, dst, shape)
+    position = parts.dst.position(holder)
+    if position is None:
+        return ()
+    return tuple(
+        HeldBlock(
+            tuple(parts.src.holders(found.one)),
+            tuple(slice(start, start + length) for start, _, length in segments),
+            tuple(slice(start, start + length) for _, start, length in segments),
+        )
+        for found in parts.of_destination(position)
+        for segments in itertools.product(*found.block)
+    )
 
 
 @torch.no_grad()
@@ -176,10 +210,10 @@ def _tasks(
         # Each acts for one at most: it is as if the ranks themselves held the tensor.
         live = src.with_holders(reader_of)
         costs = options.costs_on(torch.device("cpu"))
-        found = plan(live, read.dst, read.shape, read.dtype, costs=costs, single_exchange=True)
+        found = plan(live, read.dst, read.shape, read.dtype, costs=costs)
         return [TensorTask(found, rank, width)], found.moved_bytes > 0
     # To a file all ranks are equally near, so that no relay is asked for.
-    found = plan(src, read.dst, read.shape, read.dtype, single_exchange=True)
+    found = plan(src, read.dst, read.shape, read.dtype)
     turns: list[dict[Holder, Holder]] = []
     taken: dict[int, int] = {}
     for holder in src.mesh.holders:

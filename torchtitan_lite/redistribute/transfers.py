@@ -8,7 +8,7 @@ per piece.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -57,14 +57,20 @@ def block_size(block: tuple[Segments, ...]) -> int:
 
 def row_size(block: tuple[Segments, ...]) -> int:
     """Elements of a row: all dims but the first longer than one."""
-    lengths = [sum(s[2] for s in segments) for segments in block]
-    while len(lengths) > 1 and lengths[0] == 1:
-        lengths = lengths[1:]
-    return prod(lengths[1:])
+    lengths = [
+        segments[0][2] if len(segments) == 1 else sum(s[2] for s in segments) for segments in block
+    ]
+    first = 0
+    while first < len(lengths) - 1 and lengths[first] == 1:
+        first += 1
+    return prod(lengths[first + 1 :])
 
 
 _SMALLEST = 256
 """Minimum elements of a transfer that is split among sources: messages cost more than balance."""
+
+_TURNS = 4
+"""Minimum multicasts per receiver of a node for forwarding whole ones in turn."""
 
 _FEW_ROWS = 20
 """Minimum rows per source for stripes of whole rows: 1 in 20 is balanced enough."""
@@ -80,6 +86,18 @@ class Multicast(NamedTuple):
     stop: int
     rotation: int
     """First source, so that small transfers are spread over the sources."""
+
+
+class NodeReceivers(NamedTuple):
+    """Where the sources and the receivers of a multicast are."""
+
+    node: Callable[[Holder], Hashable]
+    sources: Mapping[Hashable, Sequence[Holder]]
+    """Sources by node."""
+    receivers: Mapping[Hashable, Sequence[Holder]]
+    """Receivers by node; sources among them need nothing."""
+    shard_elements: int
+    """Elements of the largest shard that receivers need, of which a multicast is a part."""
 
 
 class Delivery(NamedTuple):
@@ -141,35 +159,67 @@ def deliveries_from(multicast: Multicast, source: Holder, row: int) -> list[Deli
 
 
 def deliveries_by_node(
-    multicast: Multicast, row: int, node: Callable[[Holder], Hashable], relay: bool
+    multicast: Multicast, holder: Holder, row: int, nodes: NodeReceivers, relay: bool
 ) -> tuple[list[Delivery], list[Delivery]]:
-    """Return all deliveries of a multicast, those of a first and of a second round, if holders are
-    on nodes: data that a node has comes from its own holders. With `relay`, other data is sent to a
-    node once: each of its receivers gets a stripe, and forwards it to the others in the second
-    round."""
+    """Return the deliveries from and to one holder, those of a first and of a second round, if
+    holders are on nodes: data that a node has comes from its own holders. With `relay`, other data
+    is sent to a node once, and forwarded to its other receivers in the second round."""
     first: list[Delivery] = []
     second: list[Delivery] = []
-    needers: dict[Hashable, list[Holder]] = {}
-    for receiver in _needers(multicast):
-        needers.setdefault(node(receiver), []).append(receiver)
-    for number, (place, receivers) in enumerate(needers.items()):
-        near = [source for source in multicast.sources if node(source) == place]
-        here = multicast._replace(
-            sources=near or multicast.sources,
-            receivers=receivers,
-            rotation=multicast.rotation + number,
-        )
-        if near or not relay or len(receivers) == 1:
-            for index, receiver in enumerate(receivers):
-                first += _to(here, index, receiver, len(receivers), row)
+    place = nodes.node(holder)
+    if place in nodes.receivers:
+        here, has_source = _on_node(multicast, nodes, place)
+        if holder in here.receivers and holder not in here.sources:
+            if has_source or not relay or len(here.receivers) == 1:
+                first += deliveries_to(here, holder, row)
+            else:
+                for source, carrier, start, stop in _carried(here, row, nodes.shard_elements):
+                    if carrier == holder:
+                        first.append(Delivery(source, holder, start, stop))
+                        others = (other for other in here.receivers if other != holder)
+                        second += [Delivery(holder, other, start, stop) for other in others]
+                    else:
+                        second.append(Delivery(carrier, holder, start, stop))
+    if holder not in nodes.sources.get(place, ()):
+        return first, second
+    for other in nodes.receivers:
+        here, has_source = _on_node(multicast, nodes, other)
+        if has_source and other != place:
             continue
-        parts = stripes(multicast.start, multicast.stop, len(receivers), row)
-        for index, (receiver, (start, stop)) in enumerate(zip(receivers, parts, strict=True)):
-            if start < stop:
-                source = multicast.sources[(index + here.rotation) % len(multicast.sources)]
-                first.append(Delivery(source, receiver, start, stop))
-                second += [Delivery(receiver, o, start, stop) for o in receivers if o != receiver]
+        if has_source or not relay or len(here.receivers) == 1:
+            first += deliveries_from(here, holder, row)
+            continue
+        first += [d for d in _carried(here, row, nodes.shard_elements) if d.source == holder]
     return first, second
+
+
+def _on_node(multicast: Multicast, nodes: NodeReceivers, place: Hashable) -> tuple[Multicast, bool]:
+    """Return the part of a multicast to the receivers of a node, and whether it has a source."""
+    near = nodes.sources.get(place)
+    # Nodes begin at different sources.
+    rotation = multicast.rotation + (place if isinstance(place, int) else 0)
+    receivers = nodes.receivers[place]
+    return Multicast(
+        near or multicast.sources, receivers, multicast.start, multicast.stop, rotation
+    ), bool(near)
+
+
+def _carried(multicast: Multicast, row: int, shard_elements: int) -> list[Delivery]:
+    """Return the deliveries to a node whose receivers forward what they get: a stripe each. They
+    take whole multicasts in turn if the shard of a receiver has so many that this is balanced,
+    because the number of stripes would grow with the number of ranks."""
+    sources, receivers, start, stop, rotation = multicast
+    count = len(receivers)
+    if (stop - start) * _TURNS * count <= shard_elements:
+        source = sources[rotation % len(sources)]
+        return [Delivery(source, receivers[rotation % count], start, stop)]
+    return [
+        Delivery(sources[(index + rotation) % len(sources)], receiver, first, last)
+        for index, (receiver, (first, last)) in enumerate(
+            zip(receivers, stripes(start, stop, count, row), strict=True)
+        )
+        if first < last
+    ]
 
 
 def _needers(multicast: Multicast) -> list[Holder]:

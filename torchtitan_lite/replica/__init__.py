@@ -9,7 +9,6 @@ replica.
 from torchtitan_lite.replica.hang_handling import hang_listeners
 from torchtitan_lite.replica.participation import (
     LeaveRequested,
-    ReplicaEvent,
     Replicas,
     Share,
     SingleReplica,
@@ -17,7 +16,6 @@ from torchtitan_lite.replica.participation import (
 
 __all__ = [
     "LeaveRequested",
-    "ReplicaEvent",
     "Replicas",
     "Share",
     "SingleReplica",

@@ -24,6 +24,7 @@ from torch import nn
 
 from torchtitan_lite.checkpoint.background import SINGLE_REPLICA, WriterGroup
 from torchtitan_lite.errors import ReplicaError
+from torchtitan_lite.events import StepEvent
 from torchtitan_lite.host_collectives import broadcast_bytes
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
@@ -34,7 +35,7 @@ from torchtitan_lite.replica.gradient_reducer import GradientReducer
 from torchtitan_lite.replica.healing import HealingTransport, StateSource
 from torchtitan_lite.replica.healing.client import IncompatibleState, receive_state
 from torchtitan_lite.replica.healing.live_state import HealableState
-from torchtitan_lite.replica.participation import LeaveRequested, ReplicaEvent, Share
+from torchtitan_lite.replica.participation import LeaveRequested, Share
 from torchtitan_lite.replica.quorum_checks import ProgressFloor
 from torchtitan_lite.replica.torchft_manager import QuorumManager, same_device_in_thread
 from torchtitan_lite.rpc.state_client import PeerEndpoint
@@ -99,7 +100,7 @@ class FaultTolerantReplicas:
         self._num_heals = 0
         self._is_first_step = False
         """Whether the current step is the first of this quorum."""
-        self._events: list[ReplicaEvent] = []
+        self._events: list[StepEvent] = []
         self._writer_group = SINGLE_REPLICA
 
     def _request_quorum(self) -> None:
@@ -242,9 +243,7 @@ class FaultTolerantReplicas:
         self._num_heals = 0
         count = manager.num_participants()
         logger.info("%s %d on: %d.", PARTICIPATES, self._state.cursor, count)
-        self._events.append(
-            ReplicaEvent("quorum", {"sample": self._state.cursor, "replicas": count})
-        )
+        self._events.append(StepEvent("quorum", {"sample": self._state.cursor, "replicas": count}))
         return True
 
     def _heal(self, source: StateSource) -> ReplicaError | None:
@@ -258,7 +257,7 @@ class FaultTolerantReplicas:
             except ReplicaError as error:
                 return error
         values = {"sample": source.progress, "seconds": time.perf_counter() - started_s}
-        self._events.append(ReplicaEvent("healed", values))
+        self._events.append(StepEvent("healed", values))
         return None
 
     def _decline_quorum(self, error: Exception | None) -> None:
@@ -357,7 +356,7 @@ class FaultTolerantReplicas:
     def after_rollback(self, *, is_source: bool) -> None:
         self._has_valid_state, self._was_rolled_back = is_source, True
 
-    def events(self) -> list[ReplicaEvent]:
+    def events(self) -> list[StepEvent]:
         found, self._events = self._events, []
         return found
 
@@ -381,4 +380,4 @@ class FaultTolerantReplicas:
     def _report_aborted(self, reason: str) -> None:
         reason = reason.partition("This is typically")[0].strip()
         logger.warning("Step aborted: %s", reason)
-        self._events.append(ReplicaEvent("step_failed", {"reason": reason}))
+        self._events.append(StepEvent("step_failed", {"reason": reason}))

@@ -39,6 +39,7 @@ _TIMEOUT_FACTORS = {
     Phase.BETWEEN: 10,
 }
 """Time limits as multiples of `hang_timeout_s`; a phase that is missing here has no limit."""
+_NEVER_S = 1e8
 _HEAD_START_S = 30.0
 """Time for the launcher to diagnose a hang before the process ends itself."""
 _WARN_FRACTION = 0.9
@@ -49,9 +50,17 @@ _KEPT_COMPLETED = 200
 @contextmanager
 def hang_listeners(hang_timeout_s: float, rank: int, folder: Path) -> Iterator[list[PhaseListener]]:
     """Yield the phase listeners of this rank. The flight record is written to `folder`, unless a
-    launcher sets another."""
-    limits, logs = phase_limits_s(hang_timeout_s), os.environ.get(RANK_LOGS)
+    launcher sets another. With a `hang_timeout_s` of 0 hangs are not detected."""
     heartbeat = _heartbeat_writer(rank, hang_timeout_s)
+    if hang_timeout_s == 0:
+        # The launcher finds the processes of ranks by their heartbeats.
+        try:
+            yield [] if heartbeat is None else [heartbeat]
+        finally:
+            if heartbeat is not None:
+                heartbeat.erase()
+        return
+    limits, logs = phase_limits_s(hang_timeout_s), os.environ.get(RANK_LOGS)
     recorder = FlightRecorder(folder if logs is None else Path(logs), rank, limits)
     watchdog = HangWatchdog(limits, has_launcher=heartbeat is not None)
     try:
@@ -59,6 +68,8 @@ def hang_listeners(hang_timeout_s: float, rank: int, folder: Path) -> Iterator[l
     finally:
         watchdog.disarm()
         recorder.close()
+        if heartbeat is not None:
+            heartbeat.erase()
 
 
 def _heartbeat_writer(rank: int, hang_timeout_s: float) -> HeartbeatWriter | None:
@@ -67,7 +78,8 @@ def _heartbeat_writer(rank: int, hang_timeout_s: float) -> HeartbeatWriter | Non
     if path is None:
         return None
     try:
-        return HeartbeatWriter(path, rank, phase_limits_s(hang_timeout_s), hang_timeout_s)
+        limits = phase_limits_s(hang_timeout_s) if hang_timeout_s else {}
+        return HeartbeatWriter(path, rank, limits, hang_timeout_s or _NEVER_S)
     except OSError as error:
         logger.warning("This rank sends no heartbeats to the launcher: %s", error)
         return None

@@ -1,14 +1,15 @@
 """Interface of the training loop to the replicas: the share of a step, the quorum, the reduction
 and the vote. Layer: above checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint.background import SINGLE_REPLICA, WriterGroup
+from torchtitan_lite.events import StepEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +47,6 @@ class Share:
 
 class LeaveRequested(Exception):
     """Stop request received while waiting for other replicas."""
-
-
-@dataclass(frozen=True)
-class ReplicaEvent:
-    """Event of this replica, for the metrics stream."""
-
-    name: str
-    """Name of the event in the metrics file, such as "quorum", "healed" or "step_failed"."""
-    values: Mapping[str, Any]
 
 
 class Replicas(Protocol):
@@ -109,7 +101,7 @@ class Replicas(Protocol):
         Raises as `agree` does."""
         ...
 
-    def events(self) -> list[ReplicaEvent]:
+    def events(self) -> list[StepEvent]:
         """Return the events since the last call."""
         ...
 
@@ -150,7 +142,7 @@ class SingleReplica:
     def finish_step(self, *, committed: bool, is_last: bool) -> None:
         return None
 
-    def events(self) -> list[ReplicaEvent]:
+    def events(self) -> list[StepEvent]:
         return []
 
     def close(self) -> None:

@@ -25,10 +25,11 @@ from torchft.local_sgd import DiLoCo, LocalSGD
 
 from torchtitan_lite.checkpoint.background import WriterGroup
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.events import StepEvent
 from torchtitan_lite.optim import placed_like
 from torchtitan_lite.phases import Phase
 from torchtitan_lite.replica.fault_tolerant import FaultTolerantReplicas
-from torchtitan_lite.replica.participation import ReplicaEvent, Share
+from torchtitan_lite.replica.participation import Share
 from torchtitan_lite.replica.torchft_manager import QuorumManager
 from torchtitan_lite.schema.fault_tolerance import FaultToleranceConfig
 
@@ -213,7 +214,7 @@ class SemiSynchronousReplicas(FaultTolerantReplicas):
             return
         if committed:
             self._is_averaged = True
-            self._events.append(ReplicaEvent("averaged", {"replicas": self._writer_group.count}))
+            self._events.append(StepEvent("averaged", {"replicas": self._writer_group.count}))
         else:
             self._interval_share = None
         self._record_outcome("averages", committed=committed)

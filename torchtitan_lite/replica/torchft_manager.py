@@ -62,6 +62,9 @@ class QuorumManager(Manager):
     Its `step` is the run's progress, set by `set_progress` before each quorum.
     """
 
+    full_id: str
+    """Id of this process of the replica at the lighthouse: its name, its fingerprint and a UUID."""
+
     def __init__(
         self,
         config: FaultToleranceConfig,
@@ -101,6 +104,8 @@ class QuorumManager(Manager):
             return _ManagerServer(coordinator)
 
         def call(given: str, **unused: Any) -> CoordinatorClient:
+            # Rank 0 has stored it. Read once: after an abort, the store is out of reach.
+            self.full_id = self._store.get(REPLICA_ID_KEY).decode()
             return CoordinatorClient(given, secret, self.full_id)
 
         self._group_lock = threading.Lock()
@@ -141,12 +146,6 @@ class QuorumManager(Manager):
         self._last_quorum: Any = None
         self._is_shut_down = False
         self._watcher = threading.Thread(target=self._watch, name="quorum watcher", daemon=True)
-
-    @property
-    def full_id(self) -> str:
-        """Id of this process of the replica at the lighthouse: its name, its fingerprint and a
-        UUID."""
-        return self._store.get(REPLICA_ID_KEY).decode()
 
     @property
     def quorum(self) -> Any:

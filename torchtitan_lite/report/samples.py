@@ -3,9 +3,10 @@
 The history of a replica is replayed from its ledgers, session by session. A session, or a state
 that was received, begins at a step; the later ones of the replica's own history are abandoned. An
 attempt without an outcome, of a process that died, is committed if another rank or replica
-committed it, or if a later session begins at its step or after it. What remains is one attempt for
-each step, whose shares must be exactly the samples from its position on, and whose position must be
-the end of the step before it. Layer: above errors and outputs.
+committed it, or if a later session begins at its step or after it. Steps of a state that another
+replica received stay, even where their sender restarted from an older one. What remains is one
+attempt for each step, whose shares must be exactly the samples from its position on, and whose
+position must be the end of the step before it. Layer: above errors and outputs.
 """
 
 import json
@@ -93,7 +94,9 @@ class _History:
     attempts: dict[int, _Attempt] = field(default_factory=dict[int, _Attempt])
     is_placed_after: dict[int, bool] = field(default_factory=dict[int, bool])
     """Whether the replica received another state after the step."""
-    voided: set[Key] = field(default_factory=set[Key])
+    received: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Steps and positions of received states that the replica has not gone back behind."""
+    voided: dict[Key, _Attempt] = field(default_factory=dict[Key, _Attempt])
     rolled_back: list[_Attempt] = field(default_factory=list[_Attempt])
 
 
@@ -323,6 +326,7 @@ def _history(sessions: Sequence[_Session]) -> _History:
         for one in session.happened:
             if isinstance(one, tuple):
                 _go_back(history, one[0])
+                history.received.append(one)
             elif one.outcome == LEDGER_COMMITTED:
                 history.attempts[one.key[1]] = one
                 history.is_placed_after[one.key[1]] = False
@@ -337,7 +341,9 @@ def _history(sessions: Sequence[_Session]) -> _History:
 def _go_back(history: _History, step: int) -> None:
     """Continue from a state after `step`."""
     for number in [one for one in history.attempts if one > step]:
-        history.voided.add(history.attempts.pop(number).key)
+        attempt = history.attempts.pop(number)
+        history.voided[attempt.key] = attempt
+    history.received = [one for one in history.received if one[0] <= step]
     history.is_placed_after = dict.fromkeys(history.attempts, True)
 
 
@@ -356,15 +362,30 @@ def _merged(histories: Sequence[_History], problems: list[str]) -> dict[int, Key
             }
             keys = valid or keys
         if len(keys) > 1:
-            voided = {key for one in histories for key in one.voided}
-            keys = keys - voided or keys
+            keys = {key for key in keys if all(key not in one.voided for one in histories)} or keys
         if len(keys) > 1:
             newest = max(found, key=lambda one: one[1].time)
             if step != max(step for one in histories for step in one.attempts):
                 problems.append(f"step {step} was committed in {len(keys)} histories")
             keys = {newest[1].key}
         (merged[step],) = keys
+    _add_inherited(histories, merged)
     return merged
+
+
+def _add_inherited(histories: Sequence[_History], merged: dict[int, Key]) -> None:
+    """Add the steps that only their sender committed, before it died and restarted from an older
+    state: they are part of the state that another replica had received."""
+    ends: dict[tuple[int, int], _Attempt] = {}
+    for one in sorted(
+        (one for history in histories for one in history.voided.values()), key=lambda one: one.time
+    ):
+        ends[one.key[1], one.key[2] + one.size] = one
+    for history in histories:
+        for step, cursor in history.received:
+            while step not in merged and (step, cursor) in ends:
+                merged[step] = key = ends[step, cursor].key
+                step, cursor = step - 1, key[2]
 
 
 def _dropped(attempts: Sequence[_Attempt], histories: Sequence[_History]) -> set[int]:

@@ -3,6 +3,7 @@ and checked. Layer: above authentication; imports neither gRPC nor torch."""
 
 import hmac
 import http.client
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,20 @@ from urllib.parse import urlsplit
 
 from torchtitan_lite.errors import RpcError
 from torchtitan_lite.rpc.authentication import AuthenticationError, ClientSession
-from torchtitan_lite.rpc.state_server import MAC, NONCE, PROOF, SESSION_PATH, TICKET
+from torchtitan_lite.rpc.state_server import (
+    MAC,
+    NONCE,
+    PREPARED,
+    PROOF,
+    SESSION_PATH,
+    TICKET,
+)
 
 _CHUNK_BYTES = 8 << 20
 _PIECE_BYTES = 1 << 20
 _POLL_S = 0.01
 _MAX_HEADER_BYTES = 256 << 20
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,11 @@ class PeerEndpoint:
 
 class _NotReady(RpcError):
     """State that the peer does not serve yet."""
+
+    def __init__(self, message: str, prepared: int) -> None:
+        super().__init__(message)
+        self.prepared = prepared
+        """How far its preparation is; -1 if the peer does not report it."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +105,17 @@ class StateConnection:
         )
         self._session = ClientSession(endpoint.secret, endpoint.purpose)
 
-    def fetch_header(self, tick: Callable[[], None] = lambda: None) -> bytes:
+    def fetch_header(
+        self,
+        tick: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> bytes:
         """Return the header, with which a state begins after 8 bytes of its length, as soon as the
-        peer serves it. `tick` is called while waiting, and may raise. Raises RpcError."""
+        peer serves it. `tick` is called while waiting, and may raise; `on_progress`, when the peer
+        has made progress in preparing the state, without which the wait ends after the timeout.
+        Raises RpcError."""
         length = bytearray(8)
-        self._fetch_when_ready(0, [memoryview(length)], tick)
+        self._fetch_when_ready(0, [memoryview(length)], tick, on_progress)
         size = int.from_bytes(length, "little")
         if not 0 < size <= _MAX_HEADER_BYTES:
             raise RpcError(f"{self._endpoint.url} sent an invalid header of {size} bytes.")
@@ -104,24 +124,45 @@ class StateConnection:
         return bytes(content)
 
     def _fetch_when_ready(
-        self, start: int, targets: Sequence[memoryview], tick: Callable[[], None]
+        self,
+        start: int,
+        targets: Sequence[memoryview],
+        tick: Callable[[], None],
+        on_progress: Callable[[], None],
     ) -> None:
         """Fetch as `fetch` does, as soon as the peer serves the state."""
         deadline = time.monotonic() + self._endpoint.timeout_s
+        prepared = -1
         while True:
             try:
                 self.fetch(start, targets)
                 return
-            except _NotReady:
+            except _NotReady as error:
                 tick()
+                if error.prepared > prepared:
+                    prepared = error.prepared
+                    deadline = time.monotonic() + self._endpoint.timeout_s
+                    on_progress()
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_POLL_S)
 
-    def fetch(self, start: int, targets: Sequence[memoryview]) -> None:
-        """Fill `targets` with the bytes from `start` on. Raises RpcError."""
+    def fetch(
+        self,
+        start: int,
+        targets: Sequence[memoryview],
+        rows: tuple[int, int] = (1, 0),
+        *,
+        renewed: bool = False,
+    ) -> None:
+        """Fill `targets` with the bytes from `start` on: (count, stride) `rows` of equal length at
+        a distance of `stride` bytes. A rejected session is replaced once, unless it was `renewed`.
+        Raises RpcError."""
         length = sum(map(len, targets))
-        span = f"bytes={start}-{start + length - 1}"
+        num_rows, stride = rows
+        span = f"bytes={start}-{start + length // num_rows - 1}"
+        if num_rows > 1:
+            span += f";rows={num_rows},{stride}"
         try:
             if not self._session.is_open:
                 self._open_session()
@@ -131,9 +172,15 @@ class StateConnection:
             answer = self._http.getresponse()
             if answer.status != HTTPStatus.PARTIAL_CONTENT or answer.length != length:
                 answer.read()
-                is_late = answer.status == HTTPStatus.SERVICE_UNAVAILABLE
-                kind = _NotReady if is_late else RpcError
-                raise kind(_rejection_message(answer.status, self._endpoint.url))
+                if answer.status == HTTPStatus.UNAUTHORIZED and not renewed:
+                    # A session ends after an hour, or with the server that it was opened with.
+                    self._session = ClientSession(self._endpoint.secret, self._endpoint.purpose)
+                    self.fetch(start, targets, rows, renewed=True)
+                    return
+                message = _rejection_message(answer.status, self._endpoint.url)
+                if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                    raise _NotReady(message, _number(answer.headers.get(PREPARED)))
+                raise RpcError(message)
             digest = self._session.response_digest(proof)
             for target in targets:
                 for first in range(0, len(target), _PIECE_BYTES):
@@ -165,6 +212,11 @@ class StateConnection:
 
     def close(self) -> None:
         self._http.close()
+
+
+def _number(text: str | None) -> int:
+    """Parse the value of a header; -1 if it is missing or not a number of a valid length."""
+    return int(text) if text and _NUMBER.fullmatch(text) else -1
 
 
 def _rejection_message(status: int, url: str) -> str:

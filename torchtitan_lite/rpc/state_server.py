@@ -1,19 +1,24 @@
-"""HTTP server of bulk state: bytes of one version, read by ranges. Layer: above authentication;
+"""HTTP server of bulk state: bytes of versions, read by ranges. Layer: above authentication;
 imports neither gRPC nor torch.
 
 GET /session opens a session (see `authentication`), by which both sides prove that they have the
 secret. A request is GET /state/VERSION with a Range and its proof; the response carries a MAC of
-its bytes, which is also their checksum. The server listens at one address only; connections that
-have not proved themselves are few and short.
+its bytes, which is also their checksum. A range `bytes=FIRST-LAST;rows=COUNT,STRIDE` is COUNT
+ranges at a distance of STRIDE bytes, such as a block of columns. The server listens at one address
+only; connections that have not proved themselves are few and short.
 """
 
+import math
 import re
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torchtitan_lite.rpc.authentication import (
@@ -26,14 +31,20 @@ from torchtitan_lite.rpc.authentication import (
 SESSION_PATH = "/session"
 NONCE, TICKET, PROOF = "X-Nonce", "X-Ticket", "X-Proof"
 """Headers of a session's opening."""
+PREPARED = "X-Prepared"
+"""Header of a response that the state is not served yet: how far its preparation is."""
 MAC = "X-MAC"
 """Header of a response: the MAC of its body."""
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _PATH = re.compile(r"/state/(\d{1,18})", re.ASCII)
-_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})(?:;rows=(\d{1,9}),(\d{1,18}))?", re.ASCII)
 _IDLE_S = 30
 """Time after which an idle connection is closed."""
 _STRANGER_S = 5
 """The same, for a connection that has not proved itself."""
+_MAX_ROWS = 1 << 20
+_MAX_RESPONSE_BYTES = 64 << 20
+"""Of a request of several rows, which are joined in memory."""
 _MAX_STRANGERS = 32
 """Connections that have not proved themselves. A further one replaces the oldest."""
 
@@ -47,6 +58,27 @@ class ServedState(Protocol):
     def read(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield the bytes from `start` to `stop`."""
         ...
+
+
+class FramedState:
+    """A header, which 8 bytes of its length precede, and data; clients read the header with
+    `StateConnection.fetch_header`."""
+
+    def __init__(self, header: bytes, data: bytes | memoryview = b"") -> None:
+        self._header = memoryview(len(header).to_bytes(8, "little") + header)
+        self._data = memoryview(data)
+
+    @property
+    def length(self) -> int:
+        return len(self._header) + len(self._data)
+
+    def read(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield the bytes from `start` to `stop`."""
+        size = len(self._header)
+        if start < size:
+            yield self._header[start:stop]
+        if stop > size:
+            yield self._data[max(start - size, 0) : stop - size]
 
 
 class StateServer:
@@ -65,13 +97,37 @@ class StateServer:
         )
         self._thread.start()
 
-    def offer(self, version: int, state: ServedState) -> None:
-        """Serve `state`, which must not change until `withdraw`."""
-        self._server.offered = (version, state)
+    def prepare(self, version: int, progress: int) -> None:
+        """Report to clients that wait for a state that it is being prepared. They wait as long as
+        `progress` increases."""
+        self._server.preparing = (version, progress)
 
-    def withdraw(self) -> None:
-        """Stop serving the state."""
-        self._server.offered = None
+    def offer(self, version: int, state: ServedState, *, keep: Collection[int] = ()) -> None:
+        """Serve `state`, which must not change until it is withdrawn, and of the versions served so
+        far only those to `keep`."""
+        offered = self._server.offered
+        kept = {number: one for number, one in offered.items() if number in keep}
+        self._server.offered = {**kept, version: state}
+
+    def withdraw(self, version: int | None = None) -> None:
+        """Stop serving a version, by default everything."""
+        offered = self._server.offered
+        self._server.offered = (
+            {} if version is None else {n: one for n, one in offered.items() if n != version}
+        )
+        if version is None:
+            self._server.preparing = None
+
+    def touch(self, version: int) -> None:
+        """Count a version as just read: a client is about to."""
+        self._server.touch(version)
+
+    def idle_s(self, version: int) -> float:
+        """Return the seconds since a client last read a version: infinite if none has, 0 while one
+        does."""
+        if self._server.num_readers.get(version):
+            return 0.0
+        return time.monotonic() - self._server.last_read_s.get(version, -math.inf)
 
     def close(self) -> None:
         """Stop the thread and close every connection."""
@@ -88,7 +144,14 @@ class _Server(ThreadingHTTPServer):
         self, address: str, secret: str, purpose: str, listener: socket.socket | None
     ) -> None:
         self.sessions = ServerSessions(secret, purpose)
-        self.offered: tuple[int, ServedState] | None = None
+        self.offered: Mapping[int, ServedState] = MappingProxyType({})
+        """Replaced as a whole, because threads of connections read it."""
+        self.last_read_s: dict[int, float] = {}
+        """Version -> end of its last request."""
+        self.num_readers: dict[int, int] = defaultdict(int)
+        """Version -> requests in progress."""
+        self.preparing: tuple[int, int] | None = None
+        """Version and progress of the state being prepared."""
         self._strangers: list[socket.socket] = []
         self._lock = threading.Lock()
         if ":" in address:
@@ -108,6 +171,26 @@ class _Server(ThreadingHTTPServer):
             with suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
+
+    def touch(self, version: int) -> None:
+        with self._lock:
+            self.last_read_s[version] = time.monotonic()
+
+    @contextmanager
+    def reading(self, version: int) -> Iterator[None]:
+        """Count a request of `version` as being in progress."""
+        with self._lock:
+            self.num_readers[version] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.num_readers[version] -= 1
+                self.last_read_s[version] = time.monotonic()
+                if not self.num_readers[version]:
+                    del self.num_readers[version]
+                for old in [one for one in self.last_read_s if one not in self.offered]:
+                    del self.last_read_s[old]
 
     def trust(self, connection: Any) -> None:
         """Count a connection as that of a client with the secret."""
@@ -144,18 +227,24 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(_IDLE_S)
         path, span = _PATH.fullmatch(self.path), _RANGE.fullmatch(span_text)
         offered = server.offered
-        if path is None or (offered is not None and int(path[1]) < offered[0]):
+        version = -1 if path is None else int(path[1])
+        if version < max(offered, default=0) and version not in offered:
             self._send_error(HTTPStatus.NOT_FOUND)
             return
-        if offered is None or int(path[1]) > offered[0]:
+        if version not in offered:
             # A client may ask before this process has the state.
-            self._send_error(HTTPStatus.SERVICE_UNAVAILABLE)
+            preparing = server.preparing
+            is_asked = preparing is not None and version == preparing[0]
+            headers = {PREPARED: str(preparing[1])} if preparing and is_asked else {}
+            self._send_error(HTTPStatus.SERVICE_UNAVAILABLE, headers)
             return
-        state = offered[1]
-        if span is None or not int(span[1]) <= int(span[2]) < state.length:
+        state = offered[version]
+        rows = None if span is None else _rows(span, state.length)
+        if rows is None:
             self._send_error(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
             return
-        self._send_state(server, session, int(span[1]), int(span[2]) + 1, offered)
+        with server.reading(version):
+            self._send_state(server, session, rows, version, state)
 
     def _open_session(self, server: _Server) -> None:
         try:
@@ -174,31 +263,46 @@ class _Handler(BaseHTTPRequestHandler):
         self,
         server: _Server,
         session: ServerSession,
-        first: int,
-        stop: int,
-        offered: tuple[int, ServedState],
+        rows: Sequence[range],
+        version: int,
+        state: ServedState,
     ) -> None:
-        state = offered[1]
-        pieces = list(state.read(first, stop))
+        pieces = [piece for row in rows for piece in state.read(row.start, row.stop)]
+        if len(rows) > 1:
+            # One piece, because rows may be a few bytes each.
+            pieces = [memoryview(b"".join(pieces))]
         digest = session.response_digest()
         for piece in pieces:
             digest.update(piece)
-        if server.offered is not offered:
+        if server.offered.get(version) is not state:
             # The state may have changed during the read.
             self._send_error(HTTPStatus.NOT_FOUND)
             return
         self.send_response(HTTPStatus.PARTIAL_CONTENT)
-        self.send_header("Content-Length", str(stop - first))
-        self.send_header("Content-Range", f"bytes {first}-{stop - 1}/{state.length}")
+        self.send_header("Content-Length", str(sum(map(len, rows))))
         self.send_header(MAC, digest.hexdigest())
         self.end_headers()
         for piece in pieces:
             self.connection.sendall(piece)
 
-    def _send_error(self, status: HTTPStatus) -> None:
+    def _send_error(self, status: HTTPStatus, headers: Mapping[str, str] = _NO_HEADERS) -> None:
         self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing: there is one request per chunk."""
+
+
+def _rows(span: re.Match[str], length: int) -> list[range] | None:
+    """Return the ranges of bytes of a request; None if they exceed the state or the limit."""
+    first, stop = int(span[1]), int(span[2]) + 1
+    count, stride = (1, 0) if span[3] is None else (int(span[3]), int(span[4]))
+    last = stop + (count - 1) * stride
+    if not (first < stop and 0 < count <= _MAX_ROWS and last <= length):
+        return None
+    if (stop - first) * count > max(_MAX_RESPONSE_BYTES, stop - first):
+        return None
+    return [range(first + row * stride, stop + row * stride) for row in range(count)]

@@ -1,6 +1,7 @@
 """The data keys of [training], and the tables below it. Names and meanings follow torchtitan 0.2.2;
 texts state different defaults."""
 
+from itertools import pairwise
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -46,8 +47,11 @@ class CorpusConfig(Section):
     them, and only assistant tokens have a loss. Takes the place of `text_column`."""
 
     streaming: bool = False
-    """Read the data set as a stream instead of tokenizing all of it before the first step. The
-    samples then have the order of the stream, without a shuffle."""
+    """Read the data set as a stream instead of tokenizing all of it before the first step."""
+
+    shuffle_window: Annotated[int, at_least(0)] = 0
+    """Number of consecutive blocks of a stream that are shuffled together, whose tokens are held in
+    memory twice (4 bytes each). 0: samples have the order of the stream."""
 
     weight: Annotated[float, above(0)] = 1.0
     """Fraction of the samples from this corpus, relative to the other corpora's weights."""
@@ -68,6 +72,15 @@ class DataLoaderConfig(Section):
 
     prefetch_factor: Annotated[int | None, _WORKERS] = None
     """Accepted and without effect: the next step's batches are read ahead."""
+
+
+class TrainingDataLoaderConfig(DataLoaderConfig):
+    """How batches for training are loaded."""
+
+    num_workers: Annotated[int, at_least(0)] = 0
+    """Processes per node that tokenize the documents of streams. 0: the rank that reads them for
+    the node tokenizes in a background thread. Without effect on other corpora, which are tokenized
+    before the first step and read from a memory map."""
 
 
 class DataConfig(Section):
@@ -99,8 +112,12 @@ class DataConfig(Section):
     them, and only assistant tokens have a loss. Takes the place of `text_column`."""
 
     streaming: bool = False
-    """Read the data set as a stream, in its own order and without a shuffle, instead of tokenizing
-    all of it before the first step. torchtitan always streams."""
+    """Read the data set as a stream instead of tokenizing all of it before the first step.
+    torchtitan always streams."""
+
+    shuffle_window: Annotated[int, at_least(0)] = 0
+    """Number of consecutive blocks of a stream that are shuffled together, whose tokens are held in
+    memory twice (4 bytes each). 0: samples have the order of the stream, as in torchtitan."""
 
     corpora: list[CorpusConfig] = Field(default_factory=list)
     """Several corpora blended by weight, each a `[[training.corpora]]` table. Replaces `dataset`
@@ -121,10 +138,15 @@ class DataConfig(Section):
     """Samples per optimizer step over all ranks; -1 means `local_batch_size` times the number of
     ranks with different samples. Larger batches accumulate gradients."""
 
+    batch_size_warmup: list[list[int]] = Field(default_factory=list)
+    """Stages [samples, global batch size] with smaller steps, before those of `global_batch_size`:
+    with [[1000, 8], [4000, 16]], steps that begin within the first 1000 samples have 8, and those
+    within the next 4000 have 16. A stage's last step may exceed it."""
+
     seq_len: Annotated[int, at_least(1)] = 2048
     """Target tokens per sample."""
 
-    dataloader: DataLoaderConfig = DataLoaderConfig()
+    dataloader: TrainingDataLoaderConfig = TrainingDataLoaderConfig()
     """`[training.dataloader]`: how batches are loaded."""
 
     @model_validator(mode="after")
@@ -142,6 +164,29 @@ class DataConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _batches_grow(self) -> "DataConfig":
+        if not self.batch_size_warmup:
+            return self
+        if any(len(stage) != 2 or min(stage) < 1 for stage in self.batch_size_warmup):
+            raise ValueError(
+                f"batch_size_warmup = {self.batch_size_warmup}: each stage must be a pair of "
+                "positive integers, [samples, global batch size]"
+            )
+        sizes = [size for _, size in self.batch_size_warmup]
+        given = f"batch_size_warmup has global batches of {', '.join(map(str, sizes))}"
+        if self.global_batch_size == -1:
+            raise ValueError(
+                f"{given}, and global_batch_size = -1 follows the mesh; set it to the samples per "
+                "step after the warm-up"
+            )
+        if any(size >= following for size, following in pairwise([*sizes, self.global_batch_size])):
+            raise ValueError(
+                f"{given}, then global_batch_size = {self.global_batch_size}; each must be above "
+                "the one before it"
+            )
+        return self
+
     def resolved_corpora(self) -> list[CorpusConfig]:
         """Return the corpora to blend: `corpora`, or the one of the keys beside it."""
         if self.corpora:
@@ -155,5 +200,6 @@ class DataConfig(Section):
                 text_column=self.text_column,
                 messages_column=self.messages_column,
                 streaming=self.streaming,
+                shuffle_window=self.shuffle_window,
             )
         ]

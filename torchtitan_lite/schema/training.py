@@ -21,13 +21,24 @@ class PrecisionConfig(Section):
     """
 
 
+CROSS_ENTROPY = "cross_entropy"
+"""The loss of this package."""
+
+
 class TrainingConfig(PrecisionConfig, DataConfig):
     """Data, length and data types of training."""
 
+    loss: str = CROSS_ENTROPY
+    """"cross_entropy", or a name that `experimental.custom_import` registers. Validation always
+    measures the cross entropy."""
     steps: Annotated[int, at_least(1)] = 10000
     """Total optimizer steps, including those before a resume."""
     max_norm: Annotated[float, above(0)] = 1.0
     """Maximum gradient norm; larger gradients are scaled down."""
+    z_loss_weight: Annotated[float, at_least(0)] = 0.0
+    """Weight of the z-loss (PaLM, arXiv:2204.02311) in the objective, such as 1e-4: the mean over
+    target tokens of the squared logarithm of the softmax's denominator, which keeps logits small.
+    The reported loss is without it."""
     gc_freq: Annotated[int, at_least(1)] = 50
     """Steps between garbage collections, on all ranks at once."""
     gc_debug: bool = False

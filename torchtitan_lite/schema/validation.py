@@ -50,7 +50,7 @@ class ValidationConfig(Section):
     samples: Annotated[int, at_least(0)] = 0
     """Texts generated in each validation, for the console, metrics.jsonl and TensorBoard (not in
     torchtitan). More than 0 needs memory for another copy of the weights, in `training.dtype` and
-    without `model.converters`; tensor parallelism shards it over as many ranks as possible."""
+    without float8; tensor parallelism shards it over as many ranks as possible."""
 
     sample_prompt: str = ""
     """Prompt of these texts. Empty: the start of a document."""

@@ -6,12 +6,13 @@ Layer: above train_state, anomalies, checkpoint and replica.
 from torchtitan_lite.anomalies import Action, Decision
 from torchtitan_lite.checkpoint import CheckpointManager, SavedValues
 from torchtitan_lite.errors import MachineFault, TrainingDiverged
+from torchtitan_lite.events import StepEvent
 from torchtitan_lite.log import logger
-from torchtitan_lite.replica import ReplicaEvent, Replicas, Share
+from torchtitan_lite.replica import Replicas, Share
 from torchtitan_lite.step.totals import StepTotals
 from torchtitan_lite.train_state import TrainState
 
-Outcome = tuple[list[ReplicaEvent], TrainingDiverged | MachineFault | None]
+Outcome = tuple[list[StepEvent], TrainingDiverged | MachineFault | None]
 """Events, and why the run or this replica ends, if it does."""
 
 
@@ -38,7 +39,7 @@ def handle_anomaly(
     logger.warning("%s Action: %s.", problem, decision.action.value)
     values = {"action": decision.action.value, "reason": decision.reason, "loss": loss}
     values |= {"grad_norm": grad_norm, "samples": [samples.start, samples.stop]}
-    events = [ReplicaEvent("refused", values)]
+    events = [StepEvent("refused", values)]
     if decision.action is Action.ROLL_BACK:
         events += [_roll_back(state, checkpoints, replicas, share, min_steps=roll_back_steps)]
     if decision.action is not Action.STOP:
@@ -55,7 +56,7 @@ def report_faulty_ranks(decision: Decision, step: int, share: Share, world_size:
     names = ", ".join(f"rank {rank} of participant {index}" for index, rank in places)
     logger.error("The recomputation of step %d differs on %s.", step, names)
     participants, ranks = [index for index, _ in places], [rank for _, rank in places]
-    events = [ReplicaEvent("replay_differs", {"participants": participants, "ranks": ranks})]
+    events = [StepEvent("replay_differs", {"participants": participants, "ranks": ranks})]
     if share.index not in participants:
         return events, None
     return events, MachineFault(
@@ -71,7 +72,7 @@ def _roll_back(
     share: Share,
     *,
     min_steps: int,
-) -> ReplicaEvent:
+) -> StepEvent:
     """Restore the newest state at least `min_steps` steps old; `state.cursor` stays at the next
     sample. Without such a state nothing changes.
 
@@ -82,7 +83,7 @@ def _roll_back(
     if share.index != 0:
         checkpoints.discard_snapshots()
         replicas.after_rollback(is_source=False)
-        return ReplicaEvent("rolled_back", {"received": True})
+        return StepEvent("rolled_back", {"received": True})
     before, history = state.step, state.history
 
     def accepts(saved: SavedValues) -> bool:
@@ -93,7 +94,7 @@ def _roll_back(
     replicas.after_rollback(is_source=True)
     if where is None:
         logger.warning("No rollback: no saved state is at least %d steps old.", min_steps)
-        return ReplicaEvent("rolled_back", {"to": before, "from": None})
+        return StepEvent("rolled_back", {"to": before, "from": None})
     state.history, restored = history, state.history
     history.record_rollback(restored, at=before, to=state.step, cursor=state.cursor)
     logger.warning(
@@ -103,4 +104,4 @@ def _roll_back(
         where,
         state.cursor,
     )
-    return ReplicaEvent("rolled_back", {"to": state.step, "from": where, "sample": state.cursor})
+    return StepEvent("rolled_back", {"to": state.step, "from": where, "sample": state.cursor})

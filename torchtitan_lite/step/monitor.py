@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import torch
 
 from torchtitan_lite.anomalies import ABORT, Action, AnomalyDetector, Decision, History
+from torchtitan_lite.events import StepEvent
 from torchtitan_lite.phases import Phase, Phases
-from torchtitan_lite.replica import ReplicaEvent, Replicas, Share
+from torchtitan_lite.replica import Replicas, Share
 from torchtitan_lite.spec import Microbatch
 from torchtitan_lite.step.replay import Replay
 from torchtitan_lite.step.totals import StepTotals
@@ -53,7 +54,7 @@ class StepMonitor:
         replicas: Replicas,
         *,
         is_complete: bool,
-    ) -> tuple[Decision, list[ReplicaEvent]]:
+    ) -> tuple[Decision, list[StepEvent]]:
         """Decide about the step, and recompute an anomalous one. `loss` is this rank's part of the
         loss; `is_complete` is the result of the replicas' vote. All ranks decide identically.
         Returns the decision, and events of slow ranks. Every rank must call it."""

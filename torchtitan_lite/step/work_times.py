@@ -9,9 +9,10 @@ import time
 import torch
 
 from torchtitan_lite.anomalies.slow_ranks import RankWork, SlowRankDetector
+from torchtitan_lite.events import StepEvent
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
-from torchtitan_lite.replica import ReplicaEvent, Share
+from torchtitan_lite.replica import Share
 
 _NUMBERS = 3
 """Numbers per rank: replica, microbatches, seconds."""
@@ -61,7 +62,7 @@ class WorkTimes:
 
     def record(
         self, totals: torch.Tensor, num_microbatches: int, *, is_valid: bool
-    ) -> list[ReplicaEvent]:
+    ) -> list[StepEvent]:
         """Record the sums of `local_values` over all ranks if they are valid, once the device has
         finished the step, in which this rank's work was `num_microbatches`. Returns events of slow
         ranks."""
@@ -90,7 +91,7 @@ class WorkTimes:
                 one.times_slower,
             )
         return [
-            ReplicaEvent("slow_rank" if one.is_slow else "slow_rank_ended", vars(one))
+            StepEvent("slow_rank" if one.is_slow else "slow_rank_ended", vars(one))
             for one in changes
         ]
 

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from torchtitan_lite.models import flavor_dims
-from torchtitan_lite.nn.attention import Attention, AttentionMask, Backend, BlockContext
+from torchtitan_lite.nn.attention import AttentionMask, Backend, BlockContext
 from torchtitan_lite.nn.decoder import OutputProjection
-from torchtitan_lite.nn.rope import RotaryEmbedding
+from torchtitan_lite.nn.grouped_query import GroupedQuery
+from torchtitan_lite.nn.rope import Rope
 from torchtitan_lite.schema.model import ModelConfig
 from torchtitan_lite.spec import InitRule, ModelCost, ModelSpec, ShardRule, TokenLoss
 
@@ -29,6 +30,19 @@ class ToyDims:
     unused: bool = False
     """Blocks have a parameter that no gradient reaches."""
 
+    @property
+    def rope(self) -> Rope:
+        return Rope(head_dim=self.head_dim, theta=10000.0)
+
+    @property
+    def attention(self) -> GroupedQuery:
+        return GroupedQuery(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.head_dim,
+            rotation=self.rope,
+        )
+
 
 FLAVORS = {"small": ToyDims(), "with_unused": ToyDims(unused=True)}
 
@@ -36,15 +50,14 @@ FLAVORS = {"small": ToyDims(), "with_unused": ToyDims(unused=True)}
 class Block(nn.Module):
     def __init__(self, dims: ToyDims) -> None:
         super().__init__()
-        heads = (dims.num_heads, dims.num_heads, dims.head_dim)
         self.norm = nn.LayerNorm(dims.dim)
-        self.attention = Attention(dims.dim, *heads, dims.attention_backend)
+        self.attention = dims.attention.build(dims.dim, dims.attention_backend)
         self.mlp = nn.Sequential(
             nn.Linear(dims.dim, dims.width), nn.GELU(), nn.Linear(dims.width, dims.dim)
         )
 
         if dims.unused:
-            self.unused = nn.Parameter(torch.empty(dims.dim))
+            self.unused = nn.Parameter(torch.empty(dims.width, dims.dim))
 
     def forward(self, x_BSD: torch.Tensor, context: BlockContext) -> torch.Tensor:
         normed_BSD = self.norm(x_BSD)
@@ -55,7 +68,7 @@ class Toy(nn.Module):
     def __init__(self, dims: ToyDims) -> None:
         super().__init__()
         self.mask = AttentionMask(dims.attention_backend)
-        self.rotary = RotaryEmbedding(dims.head_dim, 10000.0, scaling=None)
+        self.rotary = dims.rope.build()
         self.embed = nn.Embedding(dims.vocab_size, dims.dim)
         self.blocks = nn.ModuleDict({str(i): Block(dims) for i in range(dims.num_layers)})
         self.head = OutputProjection(dims.dim, dims.vocab_size)
@@ -107,7 +120,7 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         sharded_sizes=(("heads", dims.num_heads), ("features of the network", dims.width)),
         stage_units=("embed", *(f"blocks.{i}" for i in range(dims.num_layers)), "head"),
         width=dims.dim,
-        num_heads=dims.num_heads,
+        attentions=(dims.attention.sharding,),
         blocks="blocks.*",
         extra_fsdp_units=("embed", "head"),
         cost=lambda seq_len: ModelCost(num_params=0, num_active_params=0, flops_per_token=0),

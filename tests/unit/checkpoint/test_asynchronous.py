@@ -427,15 +427,15 @@ def test_a_snapshot_of_another_session_is_not_used(manage: Manage, mesh: Mesh) -
     complete(manager, mesh)
     saver = saver_of(manager)
     start = manager._context.identity.session
-    assert saver.holds(SnapshotOrigin(start, 2))
-    assert not saver.holds(SnapshotOrigin(start, 7))
-    assert not saver.holds(SnapshotOrigin("another", 2))
+    assert saver.slots_to_keep(SnapshotOrigin(start, 2))
+    assert not saver.slots_to_keep(SnapshotOrigin(start, 7))
+    assert not saver.slots_to_keep(SnapshotOrigin("another", 2))
     crash(manager)
     state = SmallState(seed=1)
     manager = manage(state, interval=100, **ASYNC)
     assert manager.restore() == "step 2 in shared memory"
     steps(manager, state, mesh, 1)
-    assert saver_of(manager).holds(SnapshotOrigin(start, 2))
+    assert saver_of(manager).slots_to_keep(SnapshotOrigin(start, 2))
 
 
 def test_a_snapshot_is_saved_even_if_memory_has_become_scarce(manage: Manage, mesh: Mesh) -> None:

@@ -3,16 +3,26 @@ buddy, with its real writer and copying process."""
 
 import os
 import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from tests.unit.checkpoint.conftest import Manage, SmallState, crash
 from tests.unit.checkpoint.test_asynchronous import complete, saver_of, steps, until
-from torchtitan_lite.checkpoint import async_setup
-from torchtitan_lite.checkpoint.buddies import BuddyCopies, BuddyPairing, buddies_of
+from torchtitan_lite.checkpoint import async_setup, buddies
+from torchtitan_lite.checkpoint import manager as manager_module
+from torchtitan_lite.checkpoint.buddies import (
+    BuddyCopies,
+    BuddyPairing,
+    BuddyProcess,
+    buddies_of,
+)
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.shared_memory.folder import COPY, region_path
 from torchtitan_lite.checkpoint.shared_memory.region import Region
+from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 
 _COPYING = {"async_mode": "async", "interval": 1000, "enable_first_step_checkpoint": False}
@@ -138,6 +148,7 @@ def test_a_roll_back_abandons_copies(manage: Manage, mesh: Mesh) -> None:
     manager = manage(state, **_COPYING | {"interval": 2}, ram_interval=1, buddy_interval=3)
     steps(manager, state, mesh, 1)
     first = manager._context.lineage.segment
+    wait_for_copy(manager, mesh, 1)
     steps(manager, state, mesh, 1)
     saver = saver_of(manager)
     until(manager, mesh, lambda: saver.saved_step == 2, "step 2 is saved")
@@ -156,6 +167,244 @@ def test_a_roll_back_abandons_copies(manage: Manage, mesh: Mesh) -> None:
     assert again._context.lineage.segment > first
     wait_for_copy(again, mesh, 7)
     assert copied(again)[7] == again._context.lineage.segment
+
+
+def stop(manager: CheckpointManager) -> int:
+    """Suspend the copying process, as on a machine that hangs, and return its id."""
+    pid = buddies_in(manager).process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+@pytest.mark.usefixtures("own_buddy")
+def test_a_resume_keeps_the_newest_copies_until_there_are_newer_ones(
+    manage: Manage, mesh: Mesh
+) -> None:
+    state = SmallState()
+    manager = manage(state, **_COPYING, ram_interval=1, buddy_interval=100)
+    steps(manager, state, mesh, 1)
+    wait_for_copy(manager, mesh, 1)
+    steps(manager, state, mesh, 3)
+    complete(manager, mesh)
+    crash(manager)
+    resumed = SmallState()
+    again = manage(resumed, **_COPYING, ram_interval=1, buddy_interval=100)
+    assert again.restore() == "step 4 in shared memory"
+    steps(again, resumed, mesh, 1)
+    pid = stop(again)
+    try:
+        steps(again, resumed, mesh, 5)
+        complete(again, mesh)
+        region = saver_of(again)._region
+        # Another lost machine would return the run to step 1, not to storage.
+        assert 1 in region.complete_slots() and 1 in copied(again)
+        assert len(region.sessions) == 2
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for_copy(again, mesh, 5)
+    steps(again, resumed, mesh, 4)
+    complete(again, mesh)
+    assert 1 not in region.complete_slots() and sorted(copied(again)) == [1, 5]
+    assert len(region.sessions) == 1
+
+
+@pytest.mark.usefixtures("own_buddy")
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_copies_outlive_resumes_that_end_before_the_first_new_copy(
+    manage: Manage, mesh: Mesh, monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
+    # The order of the sessions' names does not decide which of them a resume continues.
+    names, agree = iter("dcba"), manager_module.agree_on_identity
+    monkeypatch.setattr(
+        manager_module,
+        "agree_on_identity",
+        lambda *about: replace(agree(*about), session=next(names) * 12),
+    )
+    manager = manage(state := SmallState(), **_COPYING, ram_interval=1, buddy_interval=100)
+    steps(manager, state, mesh, 1)
+    wait_for_copy(manager, mesh, 1)
+    steps(manager, state, mesh, 3)
+    complete(manager, mesh)
+    own = saver_of(manager).region_path
+    crash(manager)
+    # As if the connection to the buddy were lost: its region does not join the sessions.
+    monkeypatch.setattr(BuddyProcess, "copy", lambda self, order: None)
+    for _ in range(2):
+        manager = manage(state := SmallState(), **_COPYING, ram_interval=1, buddy_interval=100)
+        assert str(manager.restore()).endswith("in shared memory")
+        steps(manager, state, mesh, num_steps)
+        assert buddies_in(manager).copied_step == 1
+        crash(manager)
+    own.unlink()
+    manager = manage(SmallState(), **_COPYING, ram_interval=1, buddy_interval=100)
+    assert manager.restore() == "step 1 in shared memory, with the buddy copies of ranks 0"
+
+
+@pytest.mark.usefixtures("own_buddy")
+def test_a_lost_machine_is_restored_twice_from_the_same_copies(manage: Manage, mesh: Mesh) -> None:
+    state = SmallState()
+    manager = manage(state, **_COPYING, ram_interval=1, buddy_interval=100)
+    steps(manager, state, mesh, 1)
+    wait_for_copy(manager, mesh, 1)
+    steps(manager, state, mesh, 3)
+    for _ in range(3):
+        complete(manager, mesh)
+        own = saver_of(manager).region_path
+        crash(manager)
+        own.unlink()
+        manager = manage(resumed := SmallState(), **_COPYING, ram_interval=1, buddy_interval=100)
+        assert manager.restore() == "step 1 in shared memory, with the buddy copies of ranks 0"
+        steps(manager, resumed, mesh, 1)
+        os.kill(stop(manager), signal.SIGKILL)
+        steps(manager, resumed, mesh, 1)
+
+
+@pytest.mark.usefixtures("own_buddy")
+def test_a_damaged_copy_is_named_and_the_copy_before_it_is_used(
+    manage: Manage, mesh: Mesh, logged: pytest.LogCaptureFixture
+) -> None:
+    state = SmallState()
+    manager = manage(state, **_COPYING, ram_interval=1, buddy_interval=2)
+    steps(manager, state, mesh, 1)
+    wait_for_copy(manager, mesh, 1)
+    steps(manager, state, mesh, 2)
+    wait_for_copy(manager, mesh, 3)
+    own = saver_of(manager).region_path
+    crash(manager)
+    own.unlink()
+    path = region_path(own.parent, 0, COPY)
+    region = Region.open(path, writable=True)
+    region.data(region.complete_slots()[3])[10] ^= 1
+    region.close()
+    again = manage(SmallState(), **_COPYING, ram_interval=1, buddy_interval=2)
+    assert again.restore() == "step 1 in shared memory, with the buddy copies of ranks 0"
+    (warning,) = [r.getMessage() for r in logged.records if "not used" in r.getMessage()]
+    assert f"{path} is damaged" in warning
+
+
+@pytest.mark.usefixtures("own_buddy")
+@pytest.mark.parametrize("is_copy_damaged", [False, True])
+def test_the_copy_of_a_damaged_snapshot_of_the_same_step_is_used(
+    manage: Manage, mesh: Mesh, logged: pytest.LogCaptureFixture, is_copy_damaged: bool
+) -> None:
+    state = SmallState()
+    manager = manage(state, **_COPYING, ram_interval=2, buddy_interval=2)
+    for step in (1, 3):
+        steps(manager, state, mesh, step - state.step)
+        wait_for_copy(manager, mesh, step)
+    own = saver_of(manager).region_path
+    crash(manager)
+    copies = Region.open(region_path(own.parent, 0, COPY), writable=True)
+    snapshots = Region.open(own, writable=True)
+    copied, slot = copies.complete_slots()[3], snapshots.complete_slots()[3]
+    # As the writer does when it saves the step.
+    snapshots.store_digests(slot, copies.digests(copied) or {})
+    snapshots.data(slot)[10] ^= 1
+    if is_copy_damaged:
+        copies.data(copied)[10] ^= 1
+    for region in (snapshots, copies):
+        region.close()
+    again = manage(resumed := SmallState(), **_COPYING, ram_interval=2, buddy_interval=2)
+    expected = "step 3 in shared memory, with the buddy copies of ranks 0"
+    assert again.restore() == ("step 1 in shared memory" if is_copy_damaged else expected)
+    warnings = [r.getMessage() for r in logged.records if "not used" in r.getMessage()]
+    assert len(warnings) == 1 + is_copy_damaged and f"{own} is damaged" in warnings[0]
+    # The damaged part is not used, saved or copied afterwards.
+    steps(again, resumed, mesh, 1)
+    assert 3 not in saver_of(again)._region.complete_slots()
+
+
+@pytest.mark.usefixtures("own_buddy")
+def test_a_stuck_copy_is_reported_once_and_so_is_its_recovery(
+    manage: Manage, mesh: Mesh, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = SmallState()
+    manager = manage(state, **_COPYING, ram_interval=1, buddy_interval=2)
+    steps(manager, state, mesh, 1)
+    wait_for_copy(manager, mesh, 1)
+    monkeypatch.setattr(buddies, "_STUCK_S", 0.3)
+    logged.set_level("INFO", logger.name)
+    pid = stop(manager)
+    try:
+        steps(manager, state, mesh, 2)
+        complete(manager, mesh)
+        assert not manager.events()
+        time.sleep(0.4)
+        steps(manager, state, mesh, 4)
+        complete(manager, mesh)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    address = buddies_in(manager).process.settings.address
+    (warning,) = [r.getMessage() for r in logged.records if r.levelname == "WARNING"]
+    assert f"Step 3 is not copied to another machine: Rank 0 at {address}, the buddy of" in warning
+    assert "The newest copy is of step 1, taken" in warning
+    (failed,) = manager.events()
+    assert failed.name == "buddy_copies_failed" and failed.values["copied_step"] == 1
+    assert failed.values["copy_age_s"] > 0.3 and address in failed.values["reason"]
+    wait_for_copy(manager, mesh, 3)
+    (recovered,) = manager.events()
+    assert recovered.name == "buddy_copies_recovered" and recovered.values["copied_step"] == 3
+    assert any(
+        "Step 3 is copied to another machine, after" in r.getMessage() for r in logged.records
+    )
+
+
+def buddies_of_sources(
+    manage: Manage, mesh: Mesh, sources: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> BuddyCopies:
+    """Return copies from these ranks, the first of which is begun but does not reach the
+    process."""
+    # The address of each rank is looked up, but there is only one rank.
+    monkeypatch.setattr(buddies, "all_gather_bytes", lambda about: [about] * 3)
+    pairing = BuddyPairing(tuple(sources), frozenset(sources))
+    monkeypatch.setattr(async_setup, "pair_buddies", lambda context: pairing)
+    state = SmallState()
+    manager = manage(state, **_COPYING, ram_interval=1, buddy_interval=2)
+    steps(manager, state, mesh, 1)
+    found = buddies_in(manager)
+    monkeypatch.setattr(BuddyProcess, "copy", lambda self, order: None)
+    return found
+
+
+def test_a_stuck_source_is_named_although_others_advance(
+    manage: Manage, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = buddies_of_sources(manage, mesh, (1, 2), monkeypatch)
+    monkeypatch.setattr(buddies, "_STUCK_S", 0.3)
+    copy = found._copy
+    assert copy is not None and not found.signals().stuck and copy.missing == {1, 2}
+    number = copy.order.number
+    time.sleep(0.4)
+    found._handle({"progress": number, "source": 1})
+    assert found.signals().stuck and "the buddy of rank 2, has received" in found._reason(copy)
+    # A response about an earlier copy is not progress of this one.
+    for kind in ("progress", "received", "failed"):
+        found._handle({kind: number - 1, "source": 2, "error": "late"})
+        assert found.signals().stuck and not copy.error and copy.missing == {1, 2}
+    found._handle({"progress": number, "source": 2})
+    assert not found.signals().stuck
+    found._handle({"received": number, "source": 2})
+    time.sleep(0.4)
+    assert found.signals().stuck and "the buddy of rank 1, has received" in found._reason(copy)
+    found._handle({"received": number, "source": 1})
+    assert not found.signals().stuck and not found.signals().pending
+
+
+def test_a_rank_that_receives_no_copies_names_itself_if_its_process_dies(
+    manage: Manage, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = buddies_of_sources(manage, mesh, (), monkeypatch)
+    copy, process = found._copy, found.process
+    assert copy is not None
+    for _ in range(2):
+        os.kill(process.pid or 0, signal.SIGKILL)
+        assert process._process is not None
+        process._process.wait(30)
+        found.signals()
+    address = process.settings.address
+    expected = f"Rank 0 at {address}: the process that copies snapshots died twice."
+    assert found._reason(copy) == expected
 
 
 @pytest.mark.usefixtures("own_buddy")

@@ -1,10 +1,11 @@
 """Selection of the newest complete snapshot in shared memory, with copies on other machines."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from torchtitan_lite.checkpoint.snapshot_index import HeldRegion, Position, newest_common
+from torchtitan_lite.checkpoint.snapshot_index import HeldPart, HeldRegion, Position, newest_common
 
 
 def region(starts: str, world_size: int, *steps: int, segment: int = 0) -> HeldRegion:
@@ -153,3 +154,110 @@ def test_a_part_is_read_from_the_rank_itself_or_from_its_copy() -> None:
     actual = newest_common([[], seen[1]], [11, 9])
     assert actual is not None
     assert (actual.position.step, actual.copies, actual.reach) == (5, {0}, {0: [1], 1: [1]})
+
+
+def copied_in(seen: list[list[HeldRegion]]) -> tuple[str, int, str | None, int | None]:
+    """Return session and step of the newest snapshot, and of the newest copied one."""
+    found = newest_common(seen, range(len(seen)))
+    assert found is not None
+    position = found.copied_position
+    return (
+        found.session, found.position.step, found.copied_session, position and position.step
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("earlier", "later"), [("s", "t"), ("t", "s")])
+def test_copies_count_after_a_resume_that_ended_before_its_first_copy(
+    earlier: str, later: str
+) -> None:
+    both = later + earlier
+    # No rank has received a copy.
+    seen = [
+        machine(r0=region(both, 2, 4, 9), c1=region(earlier, 2, 4)),
+        machine(r1=region(both, 2, 4, 9), c0=region(earlier, 2, 4)),
+    ]
+    assert copied_in(seen) == (earlier, 9, earlier, 4)
+    # One of two.
+    seen[0] = machine(r0=region(both, 2, 4, 9), c1=region(both, 2, 4, 8))
+    assert copied_in(seen) == (earlier, 9, earlier, 4)
+    # Both: the earlier session is not needed any more.
+    seen = [
+        machine(r0=region(later, 2, 8, 9), c1=region(both, 2, 4, 8)),
+        machine(r1=region(later, 2, 8, 9), c0=region(both, 2, 4, 8)),
+    ]
+    assert copied_in(seen) == (later, 9, later, 8)
+
+
+@pytest.mark.parametrize(("earlier", "later"), [("s", "t"), ("t", "s")])
+def test_the_newest_snapshot_and_the_newest_copied_one_may_be_of_two_sessions(
+    earlier: str, later: str
+) -> None:
+    # A third machine took over from the second, which is back, and then was lost itself.
+    seen = [
+        machine(r0=region(later + earlier, 2, 4, 9), c1=region(later, 2, 9)),
+        machine(r1=region(earlier, 2, 4), c0=region(earlier, 2, 4)),
+        machine(c1=region(earlier, 2, 4)),
+    ]
+    assert copied_in(seen) == (later, 9, earlier, 4)
+
+
+def test_nothing_is_copied_of_which_a_part_exists_once() -> None:
+    seen = [
+        machine(r0=region("s", 2, 4, 6), c1=region("s", 2, 4)),
+        machine(r1=region("s", 2, 5, 6), c0=region("s", 2, 4)),
+    ]
+    assert copied_in(seen) == ("s", 6, None, None)
+    # A copy of a session whose regions are gone.
+    seen = [machine(r0=region("s", 1, 4), c0=region("t", 1, 4))]
+    assert copied_in(seen) == ("s", 4, None, None)
+
+
+def test_only_usable_positions_count_as_copied() -> None:
+    seen = [
+        machine(r0=region("s", 2, 4, 6, 8), c1=region("s", 2, 4, 6)),
+        machine(r1=region("s", 2, 4, 6, 8), c0=region("s", 2, 4, 6)),
+    ]
+    cases: list[tuple[dict[str, Any], tuple[int, int]]] = [
+        ({}, (8, 6)),
+        ({"at_most": 7}, (6, 6)),
+        ({"at_most": 5}, (4, 4)),
+        ({"before": Position(0, 6)}, (4, 4)),
+        ({"permitted": {0: 4}}, (4, 4)),
+    ]
+    for changes, expected in cases:
+        found = newest_common(seen, range(2), **changes)
+        assert found is not None and found.copied_position is not None
+        assert (found.position.step, found.copied_position.step) == expected, changes
+
+
+def test_before_excludes_a_position_and_all_later_ones() -> None:
+    seen = [
+        machine(r0=region("s", 1, 3, 4, segment=1)),
+        machine(r0=region("t", 1, 2, 3, segment=2)),
+    ]
+    for before, expected in (
+        (None, (2, 3)),
+        (Position(2, 3), (2, 2)),
+        (Position(2, 2), (1, 4)),
+        (Position(1, 4), (1, 3)),
+        (Position(1, 3), None),
+    ):
+        found = newest_common(seen, range(2), before=before)
+        assert (found and found.position) == expected, before
+
+
+def test_a_damaged_part_is_replaced_by_its_other_holder() -> None:
+    seen = [
+        machine(r0=region("s", 2, 4, 6), c1=region("s", 2, 4, 6)),
+        machine(r1=region("s", 2, 4, 6), c0=region("s", 2, 4, 6)),
+    ]
+    own, copy = (HeldPart(1, is_copy, Position(0, 6)) for is_copy in (False, True))
+    for excluded, expected in (
+        ([], (6, set(), 6)),
+        ([own], (6, {1}, 4)),
+        ([copy], (6, set(), 4)),
+        ([own, copy], (4, set(), 4)),
+    ):
+        found = newest_common(seen, range(2), excluded=excluded)
+        assert found is not None and found.copied_position is not None
+        assert (found.position.step, found.copies, found.copied_position.step) == expected

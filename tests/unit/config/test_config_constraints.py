@@ -8,6 +8,8 @@ import torch
 from torchtitan_lite.config import Config, load_config
 from torchtitan_lite.config.constraints import check_against, check_pipeline
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models import model_spec
+from torchtitan_lite.registry import REGISTRY
 from torchtitan_lite.schema.section import Section
 
 
@@ -45,6 +47,19 @@ def test_a_mismatched_mesh_prints_the_equation(config) -> None:
     assert "set data_parallel_shard_degree = 4" in text
 
 
+def test_limits_of_a_registered_loss(config, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = config("--training.loss", "mine", "--job.device", "cpu")
+    assert '"mine" is not one of cross_entropy. Set experimental' in config_error(asked)
+    monkeypatch.setitem(REGISTRY.losses, "mine", lambda config: None)
+    check_against(asked, 1)
+    more = ("--training.loss", "mine", "--training.z_loss_weight", "1e-4")
+    text = config_error(config(*more, "--parallelism.pipeline_parallel_degree", "2"), 2)
+    assert "does not support pipeline_parallel_degree = 2" in text and "has no z-loss" in text
+    predicts = ("--model.name", "deepseek_v3", "--model.flavor", "tiny", "--model.mtp_depth", "1")
+    text = config_error(config("--training.loss", "mine", *predicts))
+    assert "does not support multi-token prediction" in text
+
+
 def test_a_mismatched_batch_prints_the_equation_and_valid_values(config) -> None:
     arguments = ["--training.local_batch_size", "8", "--training.global_batch_size", "100"]
     arguments += ["--parallelism.data_parallel_replicate_degree", "2"]
@@ -65,6 +80,30 @@ def test_a_mismatched_batch_prints_the_equation_and_valid_values(config) -> None
 def test_a_batch_smaller_than_one_round(config, batch: int, remedy: str) -> None:
     arguments = ["--training.local_batch_size", "8", "--training.global_batch_size", str(batch)]
     assert remedy in config_error(config(*arguments), 2)
+
+
+def test_every_stage_of_a_batch_size_warmup_must_fit_the_mesh(config) -> None:
+    arguments = ["--training.local_batch_size", "2", "--training.global_batch_size", "32"]
+    arguments += ["--training.batch_size_warmup", "[[100, 4], [100, 12], [100, 16]]"]
+    assert config_error(config(*arguments), 4) == (
+        "The configuration has 2 problems:\n"
+        "  training.batch_size_warmup[0][1] (4) is not a multiple of training.local_batch_size (2) "
+        "x batch ranks (data_parallel_replicate 1 x data_parallel_shard 4 = 4) = 8. "
+        "Set batch_size_warmup[0][1] = 8, or local_batch_size = 1.\n"
+        "  training.batch_size_warmup[1][1] (12) is not a multiple of training.local_batch_size "
+        "(2) x batch ranks (data_parallel_replicate 1 x data_parallel_shard 4 = 4) = 8. "
+        "Set batch_size_warmup[1][1] = 8 or 16, or local_batch_size = 1."
+    )
+    check_against(config(*arguments), 2)
+    pipeline = ["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=1"]
+    text = config_error(
+        config(
+            "--training.global_batch_size=8", "--training.batch_size_warmup=[[9, 2]]", *pipeline
+        ),
+        4,
+    )
+    assert text.startswith("A step of 2 samples gives each pipeline 2 microbatches of 1")
+    assert text.endswith("Set training.batch_size_warmup[0][1] = 4 or more.")
 
 
 @pytest.mark.parametrize("batch", [-1, 32, 64])
@@ -97,6 +136,24 @@ def test_heads_that_tensor_parallel_cannot_split(config) -> None:
     text = config_error(uneven, 3)
     assert "tensor_parallel_degree (3) does not divide the 16 key/value heads" in text
     assert "Degrees that do: 1, 2, 4, 8, 16." in text
+
+
+def test_latent_attention_that_a_mesh_cannot_split(config) -> None:
+    deepseek = config("--model.name=deepseek_v3", "--model.flavor=tiny")
+    uneven = forced(deepseek, "parallelism", tensor_parallel_degree=3)
+    text = config_error(uneven, 3)
+    assert "tensor_parallel_degree (3) does not divide the 4 heads of deepseek_v3 tiny" in text
+    assert config_error(forced(deepseek, "parallelism", tensor_parallel_degree=64), 64).count(
+        "does not divide the 96 features of the shared experts"
+    )
+    method = {"context_parallel_rotate_method": "ulysses", "context_parallel_degree": 3}
+    text = config_error(forced(deepseek, "parallelism", **method), 3)
+    assert '"ulysses" splits the 4 heads that each tp rank of deepseek_v3 tiny has' in text
+
+
+def test_further_predictions_need_a_family_that_has_them(config) -> None:
+    text = config_error(config("--model.mtp_depth=1"))
+    assert "model.mtp_depth (1): llama3 debugmodel has no multi-token prediction." in text
 
 
 def test_a_pipeline_schedule_from_a_file(config, tmp_path: Path) -> None:
@@ -210,6 +267,19 @@ def test_conversations_need_a_chat_data_set(config, tmp_path: Path) -> None:
     assert "training.streaming = true: conversations are tokenized before the first step" in text
 
 
+def test_keys_of_muon_need_muon(config) -> None:
+    keys = ("--optimizer.adamw_lr", "1e-3", "--optimizer.muon_ns_steps", "6")
+    assert config_error(config(*keys)) == (
+        "optimizer.adamw_lr = 0.001 and optimizer.muon_ns_steps = 6 have no effect while "
+        'optimizer.name = "AdamW". Set optimizer.name = "Muon", or leave them out.'
+    )
+    check_against(config("--optimizer.name", "Muon", *keys), 1)
+    assert config_error(config("--optimizer.name", "Muon", *keys, "--optimizer.lr", "0")) == (
+        "optimizer.adamw_lr = 0.001 follows the schedule of optimizer.lr, which is 0. Set lr above "
+        "0, or leave adamw_lr out."
+    )
+
+
 def test_samples_need_validation_and_existing_weights(config, monkeypatch) -> None:
     assert config_error(config("--validation.samples", "2")) == (
         "validation.samples = 2 has no effect while validation.enable is false. Set "
@@ -298,9 +368,12 @@ def test_a_number_of_experts_that_cannot_be_split_is_rejected(
     assert config_error(config(*arguments), 3) == expected
 
 
-def test_a_bias_update_rate_needs_routers(config) -> None:
-    text = config_error(config("--model.router_bias_update_rate", "0.01"))
-    assert "model.router_bias_update_rate (0.01): llama3 debugmodel has no experts" in text
+@pytest.mark.parametrize("name", ["bias_update_rate", "balance_loss_weight", "z_loss_weight"])
+def test_settings_of_routers_need_routers(config, name: str) -> None:
+    text = config_error(config(f"--model.router_{name}", "0.01"))
+    assert f"model.router_{name} (0.01): llama3 debugmodel has no experts" in text
+    deepseek = ["--model.name=deepseek_v3", "--model.flavor=tiny", f"--model.router_{name}=0.25"]
+    assert getattr(model_spec(config(*deepseek).model).dims.moe, name) == 0.25
 
 
 def test_async_tensor_parallelism_lists_its_requirements(config) -> None:
@@ -334,6 +407,45 @@ def test_float8_without_torchao_is_rejected(config, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("torchtitan_lite.optional_dependencies.find_spec", lambda name: None)
     assert "Run pip install torchao, or install torchtitan_lite with the extra" in config_error(
         config(*FLOAT8)
+    )
+
+
+LORA = ["--model.converters", "lora"]
+
+
+def test_adapters_need_weights_to_start_from(config, tmp_path: Path) -> None:
+    assert config_error(config(*LORA)) == (
+        'model.converters = ["lora"] trains adapters of given weights, and there are none. Set '
+        "checkpoint.initial_load_path to a Hugging Face folder or a checkpoint."
+    )
+    check_against(config(*LORA, f"--checkpoint.initial_load_path={tmp_path}"), 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--optimizer.name=Muon"], 'Set optimizer.name = "AdamW"'),
+        (
+            ["--model.name=deepseek_v3", "--model.router_bias_update_rate=0.001"],
+            "Set model.router_bias_update_rate = 0",
+        ),
+        (["--fault_tolerance.semi_sync_method=diloco"], "Leave semi_sync_method out"),
+        (["--checkpoint.initial_load_model_only=false"], "Set checkpoint.initial_load_model_only"),
+        (['--model.converters=["lora", "quantize.linear.float8"]'], "Choose one of the two"),
+        (['--lora.targets=["q_proj"]'], 'lora.targets: "q_proj" matches no linear layer'),
+    ],
+)
+def test_what_adapters_do_not_support_is_rejected(
+    config, tmp_path: Path, arguments: list[str], expected: str
+) -> None:
+    start = f"--checkpoint.initial_load_path={tmp_path}"
+    assert expected in config_error(config(*LORA, start, *arguments))
+
+
+def test_settings_of_adapters_without_the_converter_are_rejected(config) -> None:
+    assert config_error(config("--lora.rank=4", "--lora.use_rslora=true")) == (
+        'lora.rank = 4 and lora.use_rslora = true have no effect without "lora" in '
+        "model.converters. Add it, or omit the table [lora]."
     )
 
 
@@ -396,6 +508,14 @@ def test_semi_synchronous_training_with_supported_features(config, method: str) 
             "diloco",
             ["--fault_tolerance.group_size=999", "--training.global_batch_size=64"],
             "gives each replica some of every step",
+        ),
+        (
+            "diloco",
+            [
+                *("--fault_tolerance.group_size=2", "--training.local_batch_size=4"),
+                *("--training.global_batch_size=16", "--training.batch_size_warmup=[[99, 4]]"),
+            ],
+            "training.batch_size_warmup[0][1] (4) has 1 rounds of local_batch_size",
         ),
         ("diloco", ["--fault_tolerance.replay_check=true"], "Set it to false"),
         ("diloco", ["--training.steps=105"], "training.steps (105) is not a multiple of 10"),

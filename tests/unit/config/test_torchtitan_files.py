@@ -40,8 +40,9 @@ TRANSFORMERS = (
     "[hf_transformers].",
 )
 FLOAT8 = (
-    'FILE: model.converters[0]: given "float8" (string), needed "quantize.linear.float8". It is a '
-    'name of an earlier torchtitan, now "quantize.linear.float8".',
+    'FILE: model.converters[0]: given "float8" (string), needed one of '
+    '"quantize.linear.float8", "lora". It is a name of an earlier torchtitan, now '
+    '"quantize.linear.float8".',
 )
 FRAGMENTS = (
     'fault_tolerance.num_fragments = 2 has no effect without semi_sync_method = "streaming_diloco".'
@@ -107,6 +108,11 @@ def _model(family: str, file: str, flavor: str = "debugmodel", **more: Any) -> F
     )
 
 
+FEW_MICROBATCHES = (
+    "A step of 2 samples gives each pipeline 1 microbatches of 1 (over 2 batch ranks), fewer than "
+    "its 4 stages. Set training.global_batch_size = 8 or more.",
+)
+"""torchtitan trains with this bubble, and warns."""
 FILES = [
     File(path="tests/integration_tests/base_config.toml", name="llama3"),
     *_flux("experiments/flux", ("0.2.0",), "torchtitan.experiments.flux.job_config"),
@@ -172,7 +178,6 @@ FILES = [
     _model("qwen3", "qwen3_1.7b", "1.7B"),
     _model("qwen3", "qwen3_32b", "32B"),
     _model("qwen3", "qwen3_moe_debug", "debugmodel_moe"),
-    # Families of text models that may not be supported yet.
     _model("deepseek_v3", "debug_model"),
     _model(
         "deepseek_v3",
@@ -195,10 +200,15 @@ FILES = [
                 "parallelism.tensor_parallel_degree": 8,
                 "parallelism.expert_tensor_parallel_degree": 8,
                 "parallelism.pipeline_parallel_degree": stages,
+                "training.local_batch_size": batch,
             },
             ranks=64,
+            unfit=unfit,
         )
-        for flavor, stages in (("17bx16e", 1), ("17bx128e", 4))
+        for flavor, stages, batch, unfit in (
+            ("17bx16e", 1, 8, ()),
+            ("17bx128e", 4, 1, FEW_MICROBATCHES),
+        )
     ),
     File(
         path="torchtitan/experiments/gpt_oss/train_configs/debug_model.toml",
@@ -258,7 +268,7 @@ def check(file: File, tables: dict[str, Any]) -> None:
     else:
         # Further errors depend on the model.
         assert len(actual) == 1
-        assert actual[0].startswith(f'model.name = "{file.name}" is not one of llama3, ')
+        assert actual[0].startswith(f'model.name = "{file.name}" is not one of deepseek_v3, ')
 
 
 def problems(call: Any) -> tuple[str, ...]:
@@ -287,8 +297,8 @@ def problems(call: Any) -> tuple[str, ...]:
         ),
         (
             {"model.converters": ["quantize.linear.mx"]},
-            'FILE: model.converters[0]: given "quantize.linear.mx" (string), needed '
-            '"quantize.linear.float8". MX formats are not supported.',
+            'FILE: model.converters[0]: given "quantize.linear.mx" (string), needed one of '
+            '"quantize.linear.float8", "lora". MX formats are not supported.',
         ),
         (
             {"fault_tolerance.module_fqns_per_model_fragment": [["output"]]},

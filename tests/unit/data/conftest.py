@@ -48,6 +48,7 @@ def opened(tmp_path: Path, tokenizer_folder: Path) -> Iterator[Opener]:
             "seed": 7,
             "document_mask": True,
             "pin_memory": False,
+            "node": None,
         }
         call |= {key: settings.pop(key) for key in list(settings) if key in call}
         defaults: dict[str, Any] = {"seq_len": 17, "cache_folder": str(tmp_path / "cache")}

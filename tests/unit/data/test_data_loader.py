@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -54,6 +55,62 @@ def test_a_microbatch(opened: Opener) -> None:
     [plain] = opened(document_mask=False).loader.load([range(40)], step=0)
     assert plain.documents_BS is None
     assert torch.equal(plain.targets_BS[:, :-1], plain.tokens_BS[:, 1:])
+
+
+def test_a_shuffled_stream_has_one_order_on_any_number_of_ranks(opened: Opener) -> None:
+    """The blocks of one window, read by one rank, by three ranks, and from a resumed state."""
+    stream = {"streaming": True, "shuffle_window": 24}
+    whole = rows(opened(**stream).loader.load([range(60)], step=0))
+    in_order = rows(opened(streaming=True).loader.load([range(72)], step=0))
+    for first in (0, 24):
+        shuffled = [whole[sample][0] for sample in range(first, first + 24)]
+        streamed = [in_order[sample][0] for sample in range(first, first + 24)]
+        assert shuffled != streamed and sorted(shuffled) == sorted(streamed)
+    for rank in range(3):
+        loader = opened(**stream).loader
+        for step, first in enumerate(range(0, 60, 12)):
+            [samples] = microbatch_indices(range(first, first + 12), 4, rank, 3)
+            for sample, contents in rows(loader.load([samples], step=step)).items():
+                assert contents[:2] == whole[sample][:2]
+    for cursor in (12, 30, 47, 48):
+        first = opened(**stream).loader
+        first.load([range(max(0, cursor - 12), cursor)], step=0)
+        resumed = opened(**stream).loader
+        resumed.load_state(json.loads(json.dumps(first.state(cursor))))
+        found = rows(resumed.load([range(cursor, 60)], step=0))
+        assert {one: found[one][:2] for one in found} == {one: whole[one][:2] for one in found}
+
+
+def test_another_window_is_another_order(opened: Opener) -> None:
+    state = opened(streaming=True, shuffle_window=24).loader.state(0)
+    with pytest.raises(DataError, match="had shuffle_window 24, now 8"):
+        opened(streaming=True, shuffle_window=8).loader.load_state(state)
+    with pytest.raises(DataError, match="had shuffle_window 24, now None"):
+        opened(streaming=True).loader.load_state(state)
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_workers_that_tokenize_change_nothing(opened: Opener, num_workers: int) -> None:
+    settings = {"streaming": True, "held_out_fraction": 0.2, "shuffle_window": 8}
+    workers = {"dataloader": {"num_workers": num_workers}}
+    alone, shared = opened(**settings).loader, opened(**settings, **workers).loader
+    for first in range(0, 600, 200):
+        samples = range(first, first + 200)
+        assert same(alone.load([samples], step=0), shared.load([samples], step=0))
+        assert alone.state(first + 200) == shared.state(first + 200)
+
+
+def test_a_killed_worker_is_replaced(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
+    workers = {"dataloader": {"num_workers": 2}}
+    alone, shared = opened(streaming=True).loader, opened(streaming=True, **workers).loader
+    assert same(alone.load([range(40)], step=0), shared.load([range(40)], step=0))
+    children = psutil.Process().children()
+    victims = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    assert len(victims) == 2
+    victims[0].kill()
+    # More than what the workers have tokenized ahead.
+    assert same(alone.load([range(40, 2000)], step=0), shared.load([range(40, 2000)], step=0))
+    assert "it is replaced" in caplog.text
 
 
 def test_keys_follow_the_step_and_the_sample(opened: Opener) -> None:

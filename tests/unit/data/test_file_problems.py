@@ -9,6 +9,8 @@ import pytest
 from torchtitan_lite.data.conversations import Unusable, read_conversations
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.stream import StreamedBlocks
+from torchtitan_lite.data.stream_reader import StreamReader
+from torchtitan_lite.data.tokenization import DocumentTokenizer
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig
@@ -132,7 +134,8 @@ def test_one_line_names_the_file_and_the_remedy(
     with pytest.raises(DataError) as raised:
         corpus = open_corpus(config, tmp_path / "cache")
         if streaming:
-            StreamedBlocks(corpus, load_tokenizer(tokenizer_folder), 4).read(np.arange(8))
+            tokenizer = DocumentTokenizer(load_tokenizer(tokenizer_folder))
+            StreamedBlocks(StreamReader(corpus, tokenizer), 4).read(np.arange(8))
         else:
             list(corpus.documents())
     assert str(raised.value).replace(str(folder), "DIR") == expected

@@ -31,6 +31,20 @@ def test_seeds_and_epochs_give_different_orders_without_structure() -> None:
     assert abs(neighbours / size - 1 / 3) < 0.03
 
 
+@pytest.mark.parametrize("window", [1, 2, 7, 64])
+def test_each_window_of_a_stream_is_permuted(window: int) -> None:
+    order = SampleOrder(3, [None, 50], [2.0, 1.0], [window, 1])
+    corpora, epochs, blocks = order.locate(np.arange(window * 60))
+    streamed = blocks[corpora == 0]
+    assert not epochs[corpora == 0].any()
+    windows = streamed[: len(streamed) // window * window].reshape(-1, window)
+    firsts = np.arange(len(windows))[:, None] * window
+    assert (np.sort(windows, axis=1) == firsts + np.arange(window)).all()
+    if window > 2:
+        # The permutations differ between windows.
+        assert len({tuple(row) for row in windows - firsts}) > len(windows) / 2
+
+
 def test_order_is_a_function_of_the_index() -> None:
     order = SampleOrder(5, [101, 37], [2.0, 1.0])
     together = np.stack(order.locate(np.arange(1000)))

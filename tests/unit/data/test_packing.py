@@ -32,7 +32,7 @@ def test_blocks_match_a_plain_loop(seed: int) -> None:
     blocks = PackedBlocks(flat, np.cumsum(lengths) - lengths, SEQ_LEN)
     assert blocks.num_blocks == len(expected)
     order = generator.permutation(len(expected))
-    tokens, numbers, are_targets = blocks.read(order)
+    tokens, numbers, are_targets, _ = blocks.read(order)
     assert (tokens.dtype, numbers.dtype) == (np.int64, np.int32)
     assert are_targets.all()
     assert tokens.tolist() == [expected[block][0] for block in order]

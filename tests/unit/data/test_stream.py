@@ -9,7 +9,9 @@ import pytest
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.packing import PackedBlocks
 from torchtitan_lite.data.stream import StreamedBlocks
+from torchtitan_lite.data.stream_reader import StreamReader
 from torchtitan_lite.data.token_cache import tokenize
+from torchtitan_lite.data.tokenization import DocumentTokenizer
 from torchtitan_lite.data.tokenizer import load_tokenizer
 from torchtitan_lite.errors import DataError
 from torchtitan_lite.schema.data import CorpusConfig
@@ -39,8 +41,9 @@ def path(request: pytest.FixtureRequest, tmp_path: Path, documents: list[str]) -
 
 def stream_of(path: Path, tokenizer_folder: Path, cache: Path, fraction: float = 0.0):
     corpus = open_corpus(CorpusConfig(dataset_path=str(path), streaming=True), cache)
-    tokenizer = load_tokenizer(tokenizer_folder)
-    return StreamedBlocks(corpus, tokenizer, SEQ_LEN, held_out_fraction=fraction)
+    tokenizer = DocumentTokenizer(load_tokenizer(tokenizer_folder))
+    reader = StreamReader(corpus, tokenizer, held_out_fraction=fraction)
+    return StreamedBlocks(reader, SEQ_LEN)
 
 
 def packed_table(documents: list[str], tokenizer_folder: Path, epochs: int) -> PackedBlocks:

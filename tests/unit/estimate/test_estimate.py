@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from torchtitan_lite import cli
 from torchtitan_lite.cli.parsers import DEVICES
@@ -12,9 +13,10 @@ from torchtitan_lite.config import Config, config_from
 from torchtitan_lite.device import ACCELERATORS
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.estimate import as_values, estimate, memory_picture, text
-from torchtitan_lite.estimate.memory import KINDS
+from torchtitan_lite.estimate.memory import KINDS, Kind
 from torchtitan_lite.estimate.work import Work, collective_seconds, costs_of
 from torchtitan_lite.mesh import ParallelDims
+from torchtitan_lite.optim.newton_schulz import NewtonSchulz
 
 PARALLELISM = "parallelism."
 PP4 = {"parallelism.pipeline_parallel_degree": 4}
@@ -42,6 +44,21 @@ def _config(num_layers: int, **overrides: Any) -> Config:
     return config_from(values, "the test")
 
 
+def test_frozen_weights_have_no_gradients_and_no_state() -> None:
+    whole = estimate(_config(4), 1, "cpu")
+    adapted = estimate(_config(4, **{"model.converters": ["lora"]}), 1, "cpu")
+    num_bytes = 4 * (adapted.num_parameters - whole.num_parameters)
+    assert 0 < num_bytes < 4 * whole.num_parameters / 10
+
+    def most(kind: Kind) -> float:
+        return max(point.bytes[kind] for point in adapted.ranks[0].points)
+
+    assert most("weights") == 4 * adapted.num_parameters
+    assert most("optimizer") == pytest.approx(2 * num_bytes, rel=0.01)
+    assert most("gradients") == pytest.approx(num_bytes, rel=0.01)
+    assert adapted.checkpoint_bytes == pytest.approx(3 * num_bytes, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("world_size", "num_layers", "overrides"),
     [
@@ -56,8 +73,9 @@ def _config(num_layers: int, **overrides: Any) -> Config:
             },
         ),
         (8, 30, PP4),
+        (4, 8, {"optimizer.name": "Muon"}),
     ],
-    ids=["fsdp", "recompute", "recompute-every-second", "pipeline"],
+    ids=["fsdp", "recompute", "recompute-every-second", "pipeline", "muon"],
 )
 def test_few_blocks_predict_all(
     world_size: int, num_layers: int, overrides: dict[str, Any]
@@ -72,6 +90,7 @@ def test_few_blocks_predict_all(
         assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.01)
         assert one.num_parameters == other.num_parameters
         assert one.schedule.flops == pytest.approx(other.schedule.flops)
+        assert one.update.flops == pytest.approx(other.update.flops)
     for axis, traffic in whole.traffic.items():
         assert few.traffic[axis].num_bytes == pytest.approx(traffic.num_bytes, rel=1e-3)
 
@@ -86,6 +105,24 @@ def test_weights_and_optimizer_are_those_of_the_shards() -> None:
     assert rank.peak.bytes["optimizer"] == pytest.approx(8 * rank.num_parameters, rel=0.01)
     assert found.checkpoint_bytes == 12 * found.num_parameters
     assert found.time is None and found.fits is None and found.meshes == ()
+
+
+def test_muon_has_one_slot_per_matrix_and_shares_the_iterations() -> None:
+    config = _config(6, **{"optimizer.name": "Muon"})
+    found = estimate(config, 4, "h200")
+    dim, width, vocabulary = 128, 384, 2048
+    shapes = [(dim, dim), (dim // 2, dim), (dim // 2, dim), (dim, dim)]
+    shapes += [(width, dim), (dim, width), (width, dim)]
+    matrices = 6 * sum(rows * columns for rows, columns in shapes)
+    assert found.num_parameters == matrices + 2 * vocabulary * dim + 13 * dim
+    slots = matrices + 2 * (found.num_parameters - matrices)
+    assert found.checkpoint_bytes == 4 * (found.num_parameters + slots)
+    iteration = NewtonSchulz(steps=5, dtype=torch.bfloat16)
+    flops = 6 * sum(iteration.flops(shape) for shape in shapes)
+    (rank,) = found.ranks
+    assert rank.update.flops == pytest.approx(flops / 4)
+    # To the owner and back in bfloat16, but for the quarter that it has.
+    assert found.traffic["owners"].num_bytes == pytest.approx(2 * 2 * matrices * 3 / 4 / 4)
 
 
 def test_flops_without_recomputation_are_those_of_the_model() -> None:

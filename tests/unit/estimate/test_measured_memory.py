@@ -20,6 +20,7 @@ Pools = Callable[[int], WorkerPool]
 _TP = {"parallelism.tensor_parallel_degree": 2}
 _BF16 = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"}
 _MOE = {"model.name": "qwen3", "model.flavor": "many_experts"}
+_RECURRENT = {"model.name": "qwen3_next", "model.flavor": "odd"}
 _PIPELINE = {**PP, "training.global_batch_size": 4}
 """Few microbatches: the measurement sees the buffers that a stage receives into only once they are
 used, and they are a large part of the odd model's memory."""
@@ -46,6 +47,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp-gpipe": (2, {**_PIPELINE, "parallelism.pipeline_parallel_schedule": "GPipe"}),
     "recompute-blocks": (2, {**FSDP, "activation_checkpoint.mode": "full"}),
     "recompute-operations": (2, {**FSDP, **OP_CHECKPOINT}),
+    "recurrent": (1, _RECURRENT),
+    "recurrent-cp": (2, {**_RECURRENT, **CP}),
     "experts": (1, _MOE),
     "ep": (2, {**_MOE, "parallelism.expert_parallel_degree": 2}),
     "ep-tp": (2, {**_MOE, **_TP, "parallelism.expert_parallel_degree": 2}),

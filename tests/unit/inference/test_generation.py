@@ -9,13 +9,22 @@ import torch
 from torch import nn
 
 from tests.tolerances import LOGITS_FLOAT32, PARITY_FLOAT64
-from tests.unit.models.tiny import DIMS, QWEN3, QWEN3_EXPERTS
+from tests.unit.models.tiny import (
+    DEEPSEEK,
+    DEEPSEEK_V2,
+    DIMS,
+    GPT_OSS,
+    LLAMA4,
+    QWEN3,
+    QWEN3_EXPERTS,
+    QWEN3_NEXT,
+)
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.inference import BatchGenerator, Prompt, Sampling, generation
 from torchtitan_lite.inference.kv_cache import KeyValueCache
 from torchtitan_lite.mesh import Mesh, start_mesh
-from torchtitan_lite.models import llama3, qwen3
+from torchtitan_lite.models import deepseek_v3, gpt_oss, llama3, llama4, qwen3, qwen3_next
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.schema.comm import CommConfig
@@ -32,6 +41,17 @@ SPECS = {
     ),
     "qwen3": qwen3.spec_of(QWEN3, "tiny"),
     "qwen3-experts": qwen3.spec_of(QWEN3_EXPERTS, "tiny"),
+    "deepseek": deepseek_v3.spec_of(DEEPSEEK, "tiny"),
+    "deepseek-v2": deepseek_v3.spec_of(DEEPSEEK_V2, "tiny"),
+    "gpt-oss": gpt_oss.spec_of(GPT_OSS, "tiny"),
+    "llama4": llama4.spec_of(LLAMA4, "tiny"),
+    "qwen3-next": qwen3_next.spec_of(QWEN3_NEXT, "tiny"),
+}
+STATE_WIDTHS = {
+    **dict.fromkeys(SPECS, 2 * 2 * 10),
+    # A latent and a shared rotated key, in place of keys and values of all heads.
+    "deepseek": 9 + 10,
+    "deepseek-v2": 8 + 10,
 }
 PROMPTS = ([5, 2, 9, 1, 30, 7, 7], [4], [11, 12, 13])
 
@@ -119,7 +139,11 @@ def test_logits_of_each_step_equal_those_of_a_full_forward_pass(
     scale = expected_SV.abs().max().item()
     torch.testing.assert_close(torch.cat(actual), expected_SV, rtol=0, atol=tolerance * scale)
     itemsize = torch.tensor([], dtype=dtype).itemsize
-    assert cache.num_bytes == 2 * 3 * 32 * 2 * 10 * itemsize
+    numbers = spec.num_layers * 32 * STATE_WIDTHS[name]
+    if name == "qwen3-next":
+        # In half of the layers three inputs of the convolution and six states, for any length.
+        numbers = numbers // 2 + 2 * (3 * (2 * 10 + 42) + 6 * 5 * 7)
+    assert cache.num_bytes == numbers * itemsize
 
 
 def test_a_sample_does_not_depend_on_its_batch(mesh: Mesh) -> None:
@@ -185,6 +209,6 @@ def test_a_model_without_attention_is_rejected() -> None:
 
 def replace_flex(spec: ModelSpec) -> ModelSpec:
     """Return the same weights with the attention kernel that runs here."""
-    if spec.name == "qwen3":
+    if spec.name != "llama3":
         return spec
     return llama3.spec_of(replace(spec.dims, attention_backend="sdpa", dropout=0.0), "tiny")

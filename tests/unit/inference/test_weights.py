@@ -84,6 +84,16 @@ def test_recorded_dims_take_precedence_over_a_changed_flavor(
     assert not (tmp_path / "dcp").exists()
 
 
+def test_the_state_of_muon_is_not_exported_to_torchtitan(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"model": {"flavor": "tiny"}, "optimizer": {"name": "Muon"}}
+    record(saved / "step-12", to_record(Config.model_validate(values)))
+    assert main(["convert", "to-dcp", f"{saved}/step-12", str(tmp_path / "dcp")]) == 1
+    assert 'optimizer.name = "Muon", for which torchtitan has no form' in capsys.readouterr().err
+    assert not (tmp_path / "dcp").exists()
+
+
 def test_the_tokenizer_next_to_the_checkpoints_is_preferred(
     saved: Path, mesh: Mesh, tmp_path: Path
 ) -> None:

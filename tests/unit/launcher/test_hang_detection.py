@@ -3,6 +3,7 @@ recorders are rejected."""
 
 import json
 import math
+import os
 import random
 import time
 from pathlib import Path
@@ -26,8 +27,9 @@ LIMITS = {Phase.COMPUTE: 10.0, Phase.DATA: 10.0, Phase.COMMUNICATION: 30.0}
 
 
 def seen(number: int, phase: Phase, *, since_s: float = 0.0, state: str = "S") -> RankStatus:
-    heartbeat = Heartbeat(phase, 57, since_s, LIMITS.get(phase, math.inf), 10.0)
-    return RankStatus(number, 1000 + number, heartbeat, state)
+    pid = 1000 + number
+    heartbeat = Heartbeat(pid, phase, 57, since_s, LIMITS.get(phase, math.inf), 10.0)
+    return RankStatus(number, pid, heartbeat, state)
 
 
 def call(number: int, group: str = "dp") -> CollectiveCall:
@@ -119,9 +121,12 @@ def test_heartbeats_are_read_as_written() -> None:
         heartbeat = board.read(1)
         assert heartbeat is not None
         assert (heartbeat.phase, heartbeat.step, heartbeat.hang_timeout_s) == (phase, step, 10.0)
+        assert heartbeat.pid == os.getpid()
         assert heartbeat.limit_s == LIMITS.get(phase, math.inf)
         assert before_s <= heartbeat.since_s <= time.monotonic()
     assert board.read(0) is None and board.read(2) is None
+    writer.erase()
+    assert board.read(1) is None
     with pytest.raises(OSError, match="no slot for rank 3"):
         HeartbeatWriter(board.path, 3, LIMITS, 10.0)
     board.close()
@@ -133,8 +138,8 @@ def test_a_damaged_heartbeat_is_ignored(tmp_path: Path) -> None:
     HeartbeatWriter(path, 0, LIMITS, 10.0).entered(Phase.COMPUTE, 3)
     full = path.read_bytes()
     assert parse(full) is not None
-    assert all(parse(full[:length]) is None for length in range(44))
-    for place in range(44):
+    assert all(parse(full[:length]) is None for length in range(48))
+    for place in range(48):
         changed = bytearray(full)
         changed[place] ^= 1 << place % 8
         assert parse(bytes(changed)) is None, place

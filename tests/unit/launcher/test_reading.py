@@ -55,6 +55,7 @@ def test_plan(config: str) -> None:
         ["--config", config, "--training.steps=3"],
         num_replicas=2,
         ranks=[4],
+        num_spares=0,
         slots_file=None,
         regrow_after_s=600,
         lighthouse="torchft",

@@ -85,8 +85,10 @@ def test_a_skipped_step_is_always_shown(capsys, make_record):
 
 
 def test_an_event_line(capsys):
-    StepLines(cadence(9)).event(Event(name="validation", step=5, values={"loss": 4.25, "n": 3}))
-    assert capsys.readouterr().out == "validation  step 5  loss 4.2500  n 3\n"
+    values = {"loss": 4.25, "zero": 0.0, "small": -2e-16, "n": 3}
+    StepLines(cadence(9)).event(Event(name="validation", step=5, values=values))
+    shown = "loss 4.2500  zero 0.0000  small -2.0e-16  n 3"
+    assert capsys.readouterr().out == f"validation  step 5  {shown}\n"
 
 
 def test_event_text_stays_on_its_line_and_is_escaped(capsys):

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 
 from tests.tolerances import ATTENTION_FLOAT64
 from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples
-from torchtitan_lite.nn.attention import Attention, AttentionMask, BlockContext, SDPAKernel
-from torchtitan_lite.nn.rope import RotaryEmbedding, rotate
+from torchtitan_lite.nn.attention import AttentionMask, BlockContext, SDPAKernel
+from torchtitan_lite.nn.grouped_query import GroupedQuery
+from torchtitan_lite.nn.rope import Rope, rotate
 
 
 def test_a_packed_document_equals_the_document_alone() -> None:
@@ -54,10 +55,12 @@ def test_only_documents_need_a_mask() -> None:
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
 def test_attention_is_softmax_of_scores_over_the_past(num_kv_heads: int) -> None:
     draws = torch.Generator().manual_seed(0)
-    attention = Attention(20, 6, num_kv_heads, 10, "sdpa").double()
+    rope = Rope(head_dim=10, theta=100.0)
+    dims = GroupedQuery(num_heads=6, num_kv_heads=num_kv_heads, head_dim=10, rotation=rope)
+    attention = dims.build(20, "sdpa").double()
     x_BSD = torch.randn(2, 7, 20, generator=draws, dtype=torch.float64)
     positions_BS = torch.arange(7).repeat(2, 1)
-    cos, sin = RotaryEmbedding(10, 100.0, None)(positions_BS)
+    cos, sin = rope.build()(positions_BS)
     context = BlockContext(cos, sin, None, positions_BS, torch.zeros(2, dtype=torch.int64))
 
     q_BSHE = rotate(attention.wq(x_BSD).unflatten(-1, (6, 10)), cos, sin)

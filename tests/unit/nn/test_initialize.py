@@ -57,6 +57,16 @@ def test_draws_have_the_deviation_and_the_cutoff_of_their_rule() -> None:
     assert 0.99 < drawn.abs().max().item() <= 1.0
 
 
+def test_a_log_uniform_draw_is_uniform_within_its_bounds() -> None:
+    rule = InitRule(pattern="*", kind="log_uniform", low=0.01, high=16.0)
+    values = draw_box("w", (9000,), Box((0,), (9000,)), rule, 0).exp()
+    assert values.min() >= 0.0099 and values.max() <= 16.001
+    quarters = values.quantile(torch.tensor([0.25, 0.5, 0.75]))
+    torch.testing.assert_close(quarters, torch.tensor([4.0, 8.0, 12.0]), rtol=0, atol=0.3)
+    part = draw_box("w", (9000,), Box((8000,), (500,)), rule, 0).exp()
+    assert torch.equal(part, values[8000:8500])
+
+
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.12", reason="trunc_normal_ of torch 2.11 draws others"
 )

@@ -17,7 +17,7 @@ from torchtitan_lite.nn.grouped_linear import (
     kernel_linear,
     looped_linear,
 )
-from torchtitan_lite.nn.moe import MoE, MoEDims, balance_loss
+from torchtitan_lite.nn.moe import MoE, MoEDims, SwiGLUExperts, balance_loss
 
 DIM = 6
 DIMS = MoEDims(num_experts=5, top_k=2, hidden_dim=7)
@@ -181,6 +181,29 @@ def test_the_balance_loss_adds_its_gradient_and_keeps_the_output(score: str) -> 
     assert torch.equal(torch.autograd.grad(balanced.eval()(x_BSD).sum(), x_BSD)[0], without[0])
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("balance_loss_weight", [0.0, 0.3])
+def test_the_z_loss_adds_its_gradient_and_keeps_the_output(
+    score: str, balance_loss_weight: float
+) -> None:
+    others = {"score": score, "balance_loss_weight": balance_loss_weight}
+    plain, bounded = _moe(**others), _moe(**others, z_loss_weight=0.2)
+    x_BSD = _tokens(2, 7)
+    out_BSD = bounded(x_BSD)
+    assert torch.equal(out_BSD, plain(x_BSD))
+    inputs = [x_BSD, plain.router.gate.weight]
+    # Equation 5 of arXiv:2202.08906, times the number of tokens.
+    loss = 0.2 * (plain.router.gate(x_BSD).exp().sum(-1).log() ** 2).sum()
+    expected = torch.autograd.grad(plain(x_BSD).sum() + loss, inputs)
+    grads = torch.autograd.grad(out_BSD.sum(), [x_BSD, bounded.router.gate.weight])
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=MOE_FLOAT64, rtol=MOE_FLOAT64)
+    without = torch.autograd.grad(plain(x_BSD).sum(), inputs)
+    assert (grads[1] - without[1]).abs().max() > 1e-3
+    without = torch.autograd.grad(plain.eval()(x_BSD).sum(), x_BSD)
+    assert torch.equal(torch.autograd.grad(bounded.eval()(x_BSD).sum(), x_BSD)[0], without[0])
+
+
 def test_the_balance_loss_of_a_balanced_load_is_the_number_of_tokens() -> None:
     scores_BSX = torch.full((3, 8, 4), 0.25)
     counts_BX = torch.full((3, 4), 4.0)
@@ -247,7 +270,7 @@ def test_the_kernel_and_the_loop_agree_on_a_gpu() -> None:
 # Dynamo instantiates the functions that it traces.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_the_block_compiles_as_one_graph() -> None:
-    moe = _moe(balance_loss_weight=0.1)
+    moe = _moe(balance_loss_weight=0.1, z_loss_weight=0.1)
     x_BSD = _tokens(2, 7)
     compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
     (expected,) = torch.autograd.grad(moe(x_BSD).sum(), x_BSD)
@@ -263,6 +286,7 @@ def test_the_block_compiles_as_one_graph() -> None:
         ({"top_k": 6}, r"top_k \(6\) must be between 1 and num_experts \(5\)"),
         ({"top_k": 0}, r"top_k \(0\)"),
         ({"hidden_dim": 0}, r"hidden_dim \(0\) must be positive"),
+        ({"z_loss_weight": -0.1}, r"z_loss_weight \(-0.1\) must not be below 0"),
         ({"capacity_factor": 0.0}, r"capacity_factor \(0.0\) must be above 0"),
     ],
 )
@@ -298,6 +322,7 @@ def _tokens(batch_size: int, length: int, seed: int = 0) -> torch.Tensor:
 def _by_tokens(moe: MoE, x_BSD: torch.Tensor) -> torch.Tensor:
     """Compute one token after the other, each through its own experts."""
     dims, experts = moe.router.dims, moe.experts
+    assert isinstance(experts, SwiGLUExperts)
     length = x_BSD.shape[1]
     share = length * dims.top_k / dims.num_experts
     capacity = math.ceil((dims.capacity_factor or dims.num_experts) * share)

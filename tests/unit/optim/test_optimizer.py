@@ -159,8 +159,9 @@ def test_implementations_give_the_same_weights(name: str) -> None:
             {"name": name, "lr": 1e-2, "implementation": implementation}
         )
         optimizer = build_optimizer(config, model, tiny_spec().no_decay, detect_device("cpu"))
-        assert optimizer.inner.defaults["fused"] == (implementation == "fused")
-        assert optimizer.inner.defaults["foreach"] == (implementation == "foreach")
+        (inner,) = optimizer.inner
+        assert inner.defaults["fused"] == (implementation == "fused")
+        assert inner.defaults["foreach"] == (implementation == "foreach")
         for _ in range(3):
             optimizer.zero_grad()
             loss = model(**tiny_samples(), targets_BS=tiny_targets(), loss=cross_entropy())
@@ -188,14 +189,15 @@ def test_settings_reach_the_optimizer(name: str, kind: type[torch.optim.Optimize
         {"name": name, "lr": 0.25, "beta1": 0.6, "beta2": 0.7, "eps": 1e-3}
     )
     optimizer = build_optimizer(config, tiny_decoder(), (), detect_device("cpu"))
-    assert type(optimizer.inner) is kind
-    assert optimizer.inner.defaults["lr"] == 0.25
+    (inner,) = optimizer.inner
+    assert type(inner) is kind
+    assert inner.defaults["lr"] == 0.25
     if name == "SGD":
-        assert optimizer.inner.defaults["momentum"] == 0.6
+        assert inner.defaults["momentum"] == 0.6
     elif name != "Adagrad":
-        assert optimizer.inner.defaults["betas"] == (0.6, 0.7)
+        assert inner.defaults["betas"] == (0.6, 0.7)
     if name != "SGD":
-        assert optimizer.inner.defaults["eps"] == 1e-3
+        assert inner.defaults["eps"] == 1e-3
 
 
 def test_the_norm_covers_all_existing_gradients() -> None:
@@ -261,6 +263,51 @@ def test_a_step_can_depend_on_a_value_of_the_device(name: str) -> None:
             assert torch.equal(found[slot], value), slot
 
 
+@pytest.mark.parametrize("by_value", [False, True])
+def test_the_average_of_weights_follows_committed_steps(by_value: bool) -> None:
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.ones_(model.weight)
+    config = OptimizerConfig(lr=0.5, ema_decay=0.75)
+    optimizer = build_optimizer(config, model, (), detect_device("cpu"))
+    (weight,) = model.parameters()
+    expected = weight.detach().clone()
+    for skipped in (False, True, False):
+        model.weight.grad = torch.tensor([[1.0, -2.0, 300.0]]) * (math.nan if skipped else 1)
+        if by_value:
+            optimizer.step_unless(torch.tensor(float(skipped)), 0.5, torch.tensor(4.0))
+        elif not skipped:
+            optimizer.step(0.5, 0.25)
+        if not skipped:
+            expected = 0.75 * expected + 0.25 * weight.detach()
+    average = optimizer.slots(weight)["ema"]
+    torch.testing.assert_close(average, expected, rtol=OPTIMIZER_FLOAT32, atol=0)
+
+
+def test_the_average_of_bfloat16_weights_is_in_float32() -> None:
+    model = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    config = OptimizerConfig(lr=0.5, ema_decay=0.999)
+    optimizer = build_optimizer(config, model, (), detect_device("cpu"))
+    (weight,) = model.parameters()
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step(0.5)
+    average = optimizer.slots(weight)["ema"]
+    change = 1 - weight.detach().float()
+    assert average.dtype == torch.float32
+    torch.testing.assert_close(1 - average, change * 1e-3, rtol=1e-3, atol=0)
+
+
+def test_an_average_that_is_not_wanted_is_not_loaded() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    (weight,) = model.parameters()
+    for decay, slots in ((0.0, set[str]()), (0.5, {"ema"})):
+        optimizer = build_optimizer(
+            OptimizerConfig(ema_decay=decay), model, (), detect_device("cpu")
+        )
+        optimizer.allocate(weight, "ema", (1, 2))
+        assert set(optimizer.slots(weight)) == slots
+
+
 def test_only_fused_adam_in_float32_can_skip_on_the_device() -> None:
     def can(dtype: torch.dtype = torch.float32, **options: Any) -> bool:
         model = nn.Linear(3, 1, dtype=dtype)
@@ -286,7 +333,8 @@ def test_a_non_finite_gradient_shows_in_the_norm() -> None:
 
 def _groups(config: OptimizerConfig, model: nn.Module) -> dict[float, list[nn.Parameter]]:
     optimizer = build_optimizer(config, model, tiny_spec().no_decay, detect_device("cpu"))
-    return {group["weight_decay"]: group["params"] for group in optimizer.inner.param_groups}
+    (inner,) = optimizer.inner
+    return {group["weight_decay"]: group["params"] for group in inner.param_groups}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

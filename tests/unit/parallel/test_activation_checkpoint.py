@@ -1,6 +1,7 @@
 """Activation checkpointing: the same values, less memory, more work."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,11 +10,21 @@ from pydantic import ValidationError
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.unit.models.tiny import DIMS, tiny_decoder, tiny_samples, tiny_spec, tiny_targets
+from tests.unit.models.tiny import (
+    DIMS,
+    QWEN3_NEXT,
+    tiny_decoder,
+    tiny_samples,
+    tiny_spec,
+    tiny_targets,
+)
 from torchtitan_lite.loss import cross_entropy
+from torchtitan_lite.models import qwen3_next
 from torchtitan_lite.nn.decoder import Decoder
+from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.parallel import activation_checkpoint
 from torchtitan_lite.schema.activation_checkpoint import ActivationCheckpointConfig
+from torchtitan_lite.spec import ModelSpec
 
 _MODES = {
     "none": {"mode": "none"},
@@ -82,6 +93,18 @@ def test_op_recomputes_every_other_product_and_never_attention() -> None:
     assert op[norm] == full[norm] > none[norm]
 
 
+def test_op_solves_the_chunks_of_a_recurrence_once() -> None:
+    def run(mode: str) -> int:
+        spec, model = qwen3_next.spec_of(QWEN3_NEXT, "tiny"), qwen3_next.build(QWEN3_NEXT)
+        initialize(model, spec.init, seed=3)
+        with _CountOps() as ops:
+            _loss(_with_checkpointing(model, spec, _MODES[mode]))
+        return ops.counts["aten.linalg_solve_triangular.default"]
+
+    # Two of four layers; backward solves a system, too.
+    assert (run("none"), run("op"), run("full")) == (4, 4, 6)
+
+
 def test_products_named_in_the_config_are_always_recomputed() -> None:
     with _CountOps() as plain:
         _loss(_checkpointed("op"))
@@ -111,9 +134,13 @@ def _checkpointed(
     settings: dict[str, Any] = dict(_MODES[mode])
     if fqns is not None:
         settings["per_op_sac_force_recompute_mm_shapes_by_fqns"] = fqns
+    return _with_checkpointing(model, tiny_spec(), settings)
+
+
+def _with_checkpointing(model: Decoder, spec: ModelSpec, settings: Mapping[str, Any]) -> Decoder:
     config = ActivationCheckpointConfig.model_validate(settings)
-    activation_checkpoint.apply_to_operations(model, tiny_spec(), config, repeatable=False)
-    activation_checkpoint.apply_to_blocks(model, tiny_spec(), config)
+    activation_checkpoint.apply_to_operations(model, spec, config, repeatable=False)
+    activation_checkpoint.apply_to_blocks(model, spec, config)
     return model
 
 

@@ -1,12 +1,14 @@
 """One stage: gradients accumulate over microbatches."""
 
+from dataclasses import replace
+
 import torch
 
 from tests.unit.models.tiny import WHOLE, tiny_decoder, tiny_samples, tiny_targets
 from torchtitan_lite.loss import cross_entropy
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.parallel import GradientAccumulation
-from torchtitan_lite.spec import Microbatch
+from torchtitan_lite.spec import Microbatch, TokenLoss, VocabularyShard
 
 _SAMPLES, _TARGETS = tiny_samples(6), tiny_targets(6)
 
@@ -35,6 +37,30 @@ def test_without_backward_autograd_records_nothing(mesh: Mesh) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     torch.testing.assert_close(value, schedule.run(batches, backward=True))
     assert torch.is_grad_enabled()
+
+
+def test_a_loss_of_the_microbatch_trains_and_does_not_validate(mesh: Mesh) -> None:
+    def weighted(batch: Microbatch) -> TokenLoss:
+        weight = batch.target_values["weight"].sum()
+
+        def loss(
+            hidden_TD: torch.Tensor,
+            weight_VD: torch.Tensor,
+            targets_T: torch.Tensor,
+            *,
+            shard: VocabularyShard | None = None,
+        ) -> torch.Tensor:
+            return plain(hidden_TD, weight_VD, targets_T, shard=shard) * weight
+
+        return loss
+
+    plain = cross_entropy()
+    schedule = GradientAccumulation(tiny_decoder(), plain, mesh, WHOLE, training_loss=weighted)
+    batch = _microbatch(slice(0, 2))
+    batch = replace(batch, target_values={"weight": torch.full(batch.targets_BS.shape, 0.5)})
+    expected = schedule.run([batch], backward=False)
+    value = schedule.run([batch], backward=True)
+    torch.testing.assert_close(value, expected * 0.5 * batch.targets_BS.numel())
 
 
 def test_no_microbatch_gives_a_loss_of_zero(mesh: Mesh) -> None:

@@ -1,13 +1,21 @@
 """Pipeline stages given by a file, and the weights of stages."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.models.tiny import DEEPSEEK
 from torchtitan_lite.errors import MeshError
+from torchtitan_lite.models import deepseek_v3
 from torchtitan_lite.models.llama3 import Llama3Dims, spec_of
-from torchtitan_lite.parallel.pipeline_stages import plan_stages, stage_weights
+from torchtitan_lite.parallel.pipeline_stages import (
+    plan_stages,
+    shared_weights,
+    stage_modules,
+    stage_weights,
+)
 from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 SPEC = spec_of(Llama3Dims(dim=16, num_layers=5, num_heads=2, num_kv_heads=1, hidden_dim=32), "5")
@@ -50,3 +58,26 @@ def test_stage_weights_include_layers_embedding_and_output(parallelism) -> None:
         pipeline_parallel_first_stage_less_layers=0, pipeline_parallel_last_stage_less_layers=1
     )
     assert stage_weights(plan_stages(SPEC, light), SPEC, light) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "expected"),
+    [
+        # Each module of multi-token prediction counts as a layer.
+        (5, [["tok_embeddings", "0", "1", "2", "3"], ["4", "5", "6", "norm", "output"]]),
+        # More of them than a share.
+        (2, [["tok_embeddings", "0", "1"], ["2", "3", "norm", "output"]]),
+    ],
+)
+def test_modules_of_multi_token_prediction_are_on_the_last_stage(
+    num_layers: int, expected: list[list[str]]
+) -> None:
+    dims = replace(DEEPSEEK, num_layers=num_layers, mtp_depth=2)
+    spec = deepseek_v3.spec_of(dims, "tiny")
+    plan = plan_stages(spec, ParallelismConfig(pipeline_parallel_degree=2))
+    found = [[name.removeprefix("layers.") for name in stage] for stage in plan.modules]
+    assert found == expected
+    # For future tokens.
+    assert stage_modules(plan, spec, 1) == ("tok_embeddings", *plan.modules[1])
+    assert stage_modules(plan, spec, 0) == plan.modules[0]
+    assert shared_weights(plan, spec) == [(("tok_embeddings", "tok_embeddings"), (0, 1))]

@@ -3,12 +3,14 @@
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from torchtitan_lite.launcher.restart_policy import RestartPolicy
-from torchtitan_lite.rank_recovery.agent import RankAgent
+from torchtitan_lite.rank_recovery.rank_agent import RankAgent
 from torchtitan_lite.rank_recovery.rank_process import RankProcess, RankState
+from torchtitan_lite.rank_recovery.resize_request import RequestInbox
 
 
 class _Agent(RankAgent):
@@ -33,9 +35,17 @@ def stopped() -> Iterator[list[RankProcess]]:
 
 
 def test_the_agent_never_waits_for_a_process_that_does_not_read(
-    stopped: list[RankProcess],
+    stopped: list[RankProcess], tmp_path: Path
 ) -> None:
-    agent = _Agent(lambda: stopped[0], 1, 0, policy=RestartPolicy(1), requests=[])
+    agent = _Agent(
+        lambda: stopped[0],
+        1,
+        0,
+        policy=RestartPolicy(1),
+        requests=[],
+        inbox=RequestInbox(tmp_path),
+        check_resize=lambda request: None,
+    )
     began_s = time.monotonic()
     for process in stopped:
         process.state = RankState.TRAINING

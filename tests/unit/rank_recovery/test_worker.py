@@ -16,10 +16,17 @@ from torchtitan_lite.rendezvous.timing import lease_clock_s
 
 _PROGRAM = """
 import sys, time
+from contextlib import suppress
 import torch.distributed as dist
 from torchtitan_lite.rank_recovery.worker import serve
 
-def train(recovery):
+def train(recovery, changed):
+    if changed == ["swallow"]:
+        # As a callback of torch does.
+        with recovery.report_failure(), recovery.interruptible():
+            with suppress(BaseException):
+                time.sleep(60)
+            time.sleep(60)
     # Raises if the groups of an earlier attempt were kept.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     time.sleep(float(sys.argv[1]))
@@ -64,10 +71,23 @@ def test_an_attempt_may_follow_one_that_has_ended(
 ) -> None:
     channel, process = quick
     for _ in range(2):
-        channel.send(start={})
+        channel.send(start={}, arguments=[])
         assert channel.receive(wait=True) == [{"ended": 0}]
     channel.send(exit=0)
     assert process.wait(20) == 0
+
+
+def test_a_swallowed_interrupt_is_repeated(
+    quick: tuple[Channel, subprocess.Popen[bytes]],
+) -> None:
+    channel, _ = quick
+    channel.send(start={}, arguments=["swallow"])
+    time.sleep(0.5)
+    began_s = time.monotonic()
+    channel.send(abort=True)
+    # It does not count as a failure of this rank.
+    assert channel.receive(wait=True) == [{"parked": True}]
+    assert 0.9 < time.monotonic() - began_s < 5
 
 
 def test_a_rank_kills_itself_when_its_lease_ends(
@@ -79,7 +99,7 @@ def test_a_rank_kills_itself_when_its_lease_ends(
     time.sleep(0.5)
     assert process.poll() is None
     channel.send(lease=lease_clock_s() + 1.0)
-    channel.send(start={})
+    channel.send(start={}, arguments=[])
     for _ in range(4):
         time.sleep(0.5)
         assert process.poll() is None

@@ -41,7 +41,7 @@ def seconds(num_rows: int, costs: Costs = CPU, size: int = 4) -> float:
     mesh = HolderMesh.ranks(size)
     src, dst = Layout(mesh, [Shard(0)]), Layout(mesh, [Replicate()])
     shape = (num_rows, 1024)
-    return plan(src, dst, shape, torch.float32, costs=costs, single_exchange=True).predicted_s
+    return plan(src, dst, shape, torch.float32, costs=costs).predicted_s
 
 
 def test_a_saved_model_is_loaded(tmp_path: Path) -> None:

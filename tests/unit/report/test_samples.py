@@ -181,6 +181,32 @@ def test_all_replicas_die_and_one_continues_from_an_older_state(tmp_path: Path) 
     assert checked.problems == [] and max(checked.samples) == 5
 
 
+def _sender_that_dies(folder: Path, received: int) -> None:
+    """A replica commits steps 4 and 5 alone; the other receives a state after `received`; then the
+    first restarts from step 2."""
+    first, second = _two_replicas(folder)
+    first.steps(2, "q2")
+    second.place(received)
+    for number, one in enumerate((first, second)):
+        one.place(received)
+        one.steps(1, "q3", (number, 2))
+    first = Replica(replica_folder(folder, 0), 1, "2", step=2)
+    first.place(received + 1)
+    for number, one in enumerate((first, second)):
+        one.steps(1, "q4", (number, 2))
+
+
+def test_steps_of_a_sender_that_died_are_part_of_the_received_state(tmp_path: Path) -> None:
+    _sender_that_dies(tmp_path, received=5)
+    checked = check_samples(tmp_path)
+    assert checked.problems == [] and sorted(checked.samples) == list(range(1, 8))
+
+
+def test_a_received_state_of_steps_that_nobody_committed_is_found(tmp_path: Path) -> None:
+    _sender_that_dies(tmp_path, received=6)
+    assert any("step 6 is not in the ledgers" in one for one in check_samples(tmp_path).problems)
+
+
 def test_two_histories_are_found(tmp_path: Path) -> None:
     first, second = _two_replicas(tmp_path)
     first.steps(4, "q2")

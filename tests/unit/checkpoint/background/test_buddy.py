@@ -5,20 +5,29 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from tests.launch import wait_until
 from tests.snapshots import content, description, slot_bytes_of, snapshot
+from torchtitan_lite.checkpoint.background import buddy
 from torchtitan_lite.checkpoint.background.buddy import BuddySettings, CopyOrder
 from torchtitan_lite.checkpoint.buddies import BuddyProcess
-from torchtitan_lite.checkpoint.shared_memory.folder import COPY, region_path, run_folder
+from torchtitan_lite.checkpoint.shared_memory.folder import (
+    COPY,
+    lock_run_folder,
+    region_path,
+    run_folder,
+)
 from torchtitan_lite.checkpoint.shared_memory.region import Region, SlotState
-from torchtitan_lite.errors import RpcError
+from torchtitan_lite.errors import DamagedSnapshot, RpcError
 from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
+from torchtitan_lite.rpc.state_server import ServedState, StateServer
 
 _SECRET = "a secret of one session"
 _LARGE = 600_000
@@ -60,16 +69,24 @@ class Machine:
         self.process.copy(CopyOrder(**(values | changes)))
 
     def response(self, timeout_s: float = 30.0) -> dict[str, Any]:
-        """Return the next response."""
+        """Return the next response that ends a copy."""
         assert self.process is not None
         found: list[dict[str, Any]] = []
 
         def any_response() -> bool:
-            found.extend(self.process.responses() if self.process else [])
+            some = self.process.responses() if self.process else []
+            found.extend(one for one in some if "progress" not in one)
             return bool(found)
 
         wait_until(any_response, timeout_s)
         return found[0]
+
+    def progress(self) -> set[int]:
+        """Return the numbers of the copies that have advanced since the last call."""
+        assert self.process is not None
+        some = self.process.responses()
+        assert all(one.keys() == {"progress", "source"} for one in some)
+        return {one["progress"] for one in some}
 
     def copies(self) -> Region:
         """Return the copies on this machine."""
@@ -252,6 +269,81 @@ def test_a_later_session_keeps_the_copies_until_it_has_its_own(tmp_path: Path) -
     copies.close()
 
 
+def test_copies_are_allocated_under_the_lock_of_the_folder(machines: list[Machine]) -> None:
+    start(machines)
+    for machine in machines:
+        snapshot(machine.region, 0, 7)
+    with lock_run_folder(machines[0].folder):
+        for machine in machines:
+            machine.order(1, 7)
+        # The other machine has received its copy.
+        assert machines[1].response() == {"received": 1, "source": 0}
+        machines[0].progress()
+        # Waiting for the lock does not look like a copy that is stuck.
+        wait_until(lambda: machines[0].progress() == {1}, 10)
+        assert not region_path(machines[0].folder, 1, COPY).exists()
+    assert machines[0].response() == {"received": 1, "source": 1}
+
+
+def test_a_source_that_computes_checksums_is_waited_for_and_counts_as_progress(
+    machines: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two tensors of 2.3 MiB take longer than the timeout.
+    monkeypatch.setattr(buddy, "_DIGEST_CHUNK_BYTES", 4096)
+    source = machines[1]
+    snapshot(source.region, 0, 7)
+    server = SlowServer("127.0.0.1", _SECRET, "test", listener=source.listener.dup())
+    worker = buddy._Source(source.region, server)
+    worker.start()
+    machines[0].start(server.url, timeout_s=1.0)
+    order = CopyOrder(1, 0, 7, 0, None)
+    worker.set_order(order)
+    machines[0].order(1, 7)
+    wait_until(lambda: machines[0].progress() == {1}, 10)
+    wait_until(lambda: machines[0].progress() == {1}, 10)
+    assert server.offered_s is None
+    assert machines[0].response() == {"received": 1, "source": 1}
+    assert server.offered_s is not None and server.offered_s > 1.5
+    server.close()
+
+
+class SlowServer(StateServer):
+    """Server whose state takes a while to prepare."""
+
+    offered_s: float | None = None
+    """Time from the first progress until the state was offered."""
+    _started_s: float | None = None
+
+    def prepare(self, version: int, progress: int) -> None:
+        self._started_s = self._started_s or time.monotonic()
+        time.sleep(0.004)
+        super().prepare(version, progress)
+
+    def offer(self, version: int, state: ServedState, *, keep: Collection[int] = ()) -> None:
+        assert self._started_s is not None
+        self.offered_s = time.monotonic() - self._started_s
+        super().offer(version, state, keep=keep)
+
+
+def test_a_source_that_stops_preparing_is_not_waited_for(machines: list[Machine]) -> None:
+    server = StateServer("127.0.0.1", _SECRET, "test", listener=machines[1].listener.dup())
+    server.prepare(1, 5)
+    machines[0].start(server.url, timeout_s=0.5)
+    machines[0].order(1, 7)
+    assert machines[0].response(10.0)["failed"] == 1
+    server.close()
+
+
+def test_checksums_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buddy, "_DIGEST_CHUNK_BYTES", 1000)
+    ticks: list[int] = []
+    for num_bytes, num_ticks in ((0, 0), (1, 1), (1000, 1), (2500, 3)):
+        data = os.urandom(num_bytes)
+        ticks.clear()
+        digest = buddy._digest(memoryview(data), lambda: ticks.append(1))
+        assert (digest, len(ticks)) == (xxhash.xxh3_64_hexdigest(data), num_ticks)
+
+
 def test_a_stranger_reads_nothing(machines: list[Machine]) -> None:
     url = f"http://127.0.0.1:{machines[0].listener.getsockname()[1]}"
     start(machines)
@@ -269,13 +361,18 @@ def test_without_its_trainer_the_process_ends(machines: list[Machine]) -> None:
     for machine in machines:
         snapshot(machine.region, 0, 7)
         machine.order(1, 7)
-    wait_until(lambda: region_path(machines[0].folder, 1, COPY).exists(), 30)
+
+    def states() -> list[SlotState]:
+        # A region is damaged until it is created completely.
+        with suppress(DamagedSnapshot), closing(machines[0].copies()) as copies:
+            return [slot.state for slot in copies.slots()]
+        return []
+
+    wait_until(lambda: SlotState.COPYING in states(), 30)
     process = machines[0].process
     assert process is not None
     running = process._process
     assert running is not None and running.stdin is not None
     running.stdin.close()
     assert running.wait(10) == 0
-    copies = machines[0].copies()
-    assert [slot.state for slot in copies.slots()] == [SlotState.COPYING, SlotState.EMPTY]
-    copies.close()
+    assert states() == [SlotState.COPYING, SlotState.EMPTY]

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.models import qwen3_like
 from tests.pool import WorkerPool
+from tests.unit.models.tiny import DEEPSEEK as TINY_DEEPSEEK
 from torchtitan_lite.checkpoint.interchange.dcp_folder import DcpFolder
 from torchtitan_lite.checkpoint.interchange.from_dcp import ConversionResult, convert_from_dcp
 from torchtitan_lite.checkpoint.interchange.keys import (
@@ -33,7 +34,7 @@ from torchtitan_lite.checkpoint.interchange.to_dcp import convert_to_dcp
 from torchtitan_lite.checkpoint.snapshots import StoredSnapshot, read_tensor
 from torchtitan_lite.checkpoint.storage.base import open_parent_storage, open_storage
 from torchtitan_lite.errors import CheckpointError, DamagedCheckpoint
-from torchtitan_lite.models import llama3, qwen3
+from torchtitan_lite.models import deepseek_v3, llama3, qwen3
 from torchtitan_lite.nn.moe import MoEDims
 from torchtitan_lite.nn.rope import RotaryEmbedding, rotate
 from torchtitan_lite.spec import ModelSpec
@@ -43,6 +44,7 @@ DIMS = llama3.Llama3Dims(
 )
 LLAMA = llama3.spec_of(DIMS, "odd")
 TIED = llama3.spec_of(replace(DIMS, tied_embeddings=True), "tied")
+DEEPSEEK = deepseek_v3.spec_of(TINY_DEEPSEEK, "tiny")
 QWEN = qwen3.spec_of(
     qwen3_like(DIMS, hidden_dim=None, moe=MoEDims(num_experts=3, top_k=2, hidden_dim=14)),
     "experts",
@@ -114,7 +116,9 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize("spec", [LLAMA, TIED, QWEN], ids=["llama3", "tied", "experts"])
+@pytest.mark.parametrize(
+    "spec", [LLAMA, TIED, QWEN, DEEPSEEK], ids=["llama3", "tied", "experts", "deepseek"]
+)
 def test_round_trip_is_bit_identical(tmp_path: Path, spec: ModelSpec, release: Release) -> None:
     original = theirs(spec, release)
     done, ours = import_dcp(

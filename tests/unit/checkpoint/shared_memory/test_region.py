@@ -142,7 +142,7 @@ def test_an_adoption_torn_at_any_byte_loses_no_session(tmp_path: Path, shared: b
             _adopted(tmp_path, "b").close()
         with torn_after(num_bytes) as was_torn:
             adopted = _adopted(tmp_path, "c", start="a")
-            assert adopted.taken_over_from == "a"
+            assert adopted.earlier_sessions == (("b", "a") if shared else ("a",))
             adopted.close()
         seen = Region.open(made.path)
         assert seen.complete_slots() == {7: 1} and seen.values(1) == {"step": 7}

@@ -1,0 +1,176 @@
+"""A live run moves to another mesh: in memory, or by a save, a restart and a load.
+
+python -m benchmarks.resize [--quick] [--json PATH]
+
+Both variants train the same job in processes of one thread each, with snapshots in shared memory
+after each step. Ours: `torchtitan-lite resize`. The peer: the run is stopped by SIGTERM, saves, and
+is started again on the other mesh, from the checkpoint. The pause is the time between the ends of
+the last step on the former mesh and of the first one on the new mesh. Where ranks are added, their
+processes start before the pause of ours; the time from the request is shown, too.
+
+The exit status is 1 if a process fails, the losses of the variants differ, or more than one step is
+repeated.
+"""
+
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.harness import Comparison, Result, formatted, main
+from benchmarks.processes import CHECKOUT, ChildFailed, started
+from benchmarks.rank_recovery import (
+    compare_losses,
+    is_warm,
+    job_arguments,
+    processes,
+    records,
+    resumes,
+    steps,
+    wait,
+)
+
+_TIMEOUT_S = 120.0
+_STEPS_BETWEEN = 8
+"""Steps between the start on a mesh and the next resize."""
+_GOAL = 1 / 3
+_TP = ("--parallelism.tensor_parallel_degree=2",)
+_Mesh = tuple[int, Sequence[str]]
+"""Number of ranks, and arguments."""
+_CASES: Mapping[str, tuple[_Mesh, _Mesh]] = {
+    "FSDP-4 to FSDP-2": ((4, ()), (2, ())),
+    "FSDP-2 to FSDP-4": ((2, ()), (4, ())),
+    "FSDP-4 to TP-2 x FSDP-2": ((4, ()), (4, _TP)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one run measures."""
+
+    cases: Sequence[str]
+    repeats: int
+    """Resizes of each case and variant, each in a run of its own."""
+
+
+@dataclass
+class _Times:
+    """What one variant did in one case."""
+
+    pauses_s: list[float] = field(default_factory=list)
+    from_request_s: list[float] = field(default_factory=list)
+    repeated: int = 0
+    """Most steps that one resize repeated."""
+    losses: dict[int, float] = field(default_factory=dict)
+
+
+def measure(plan: Plan, folder: Path) -> Iterator[Result]:
+    """Measure all of `plan`, with files in `folder`."""
+    for number, case in enumerate(plan.cases):
+        ours, peer = _Times(), _Times()
+        for repeat in range(plan.repeats):
+            _run(_resize, case, ours, folder / f"ours_{number}_{repeat}")
+            _run(_restart, case, peer, folder / f"peer_{number}_{repeat}")
+        comparison = Comparison(case, other="restart")
+        comparison.note(f"pauses: ours {formatted(ours.pauses_s)} s")
+        comparison.note(f"pauses: restart {formatted(peer.pauses_s)} s")
+        compare_losses(comparison, ours.losses, peer.losses)
+        comparison.small("steps repeated by one resize", ours.repeated, 1)
+        median = statistics.median
+        yield comparison.ratio(
+            f"pause of training, median of {plan.repeats}",
+            "s",
+            median(ours.pauses_s),
+            peer=median(peer.pauses_s),
+            goal=_GOAL,
+        )
+        yield comparison.value(
+            f"from the request to the first step, median of {plan.repeats}",
+            "s",
+            median(ours.from_request_s),
+            peer=median(peer.from_request_s),
+        )
+
+
+_Move = Callable[[subprocess.Popen[bytes], _Mesh, Path], Sequence[str] | None]
+"""Moves a run to a mesh; returns the command of another run that continues it, if there is one."""
+
+
+def _run(move: _Move, case: str, found: _Times, folder: Path) -> None:
+    """Train on the first mesh of the case, move, and train on the second."""
+    before, after = _CASES[case]
+    folder.mkdir()
+    metrics, log = folder / "metrics.jsonl", folder / "log.txt"
+    with started(_command(before, folder), [], 1, log) as process:
+        wait(process, lambda: len(steps(metrics)) >= _STEPS_BETWEEN, folder)
+        wait(process, lambda: len(processes(process)) == before[0] + 1, folder)
+        wait(process, lambda: all(map(is_warm, processes(process))), folder)
+        began_s = time.time()
+        following = move(process, after, folder)
+        if following is None:
+            _finish(process, found, began_s, folder)
+    if following is not None:
+        with started(following, [], 1, log) as process:
+            _finish(process, found, began_s, folder)
+
+
+def _finish(process: subprocess.Popen[bytes], found: _Times, began_s: float, folder: Path) -> None:
+    """Wait for steps on the new mesh, and record what the move took."""
+    metrics = folder / "metrics.jsonl"
+    wait(process, lambda: bool(resumes(metrics)), folder)
+    resumed = resumes(metrics)[-1]
+    wait(process, lambda: max(steps(metrics)) >= resumed + _STEPS_BETWEEN, folder)
+    # A step that was repeated is recorded again, after the event.
+    lines = records(metrics)
+    place = max(number for number, one in enumerate(lines) if one.get("event") == "resume")
+    earlier = [one for one in lines[:place] if "event" not in one]
+    first = next(one for one in lines[place:] if "event" not in one)
+    found.pauses_s.append(first["time"] - earlier[-1]["time"])
+    found.from_request_s.append(first["time"] - began_s)
+    found.repeated = max(found.repeated, earlier[-1]["step"] - resumed)
+    found.losses.update({one["step"]: one["loss"] for one in lines if "event" not in one})
+    process.send_signal(signal.SIGTERM)
+    process.wait(_TIMEOUT_S)
+
+
+def _resize(process: subprocess.Popen[bytes], mesh: _Mesh, folder: Path) -> None:
+    num_ranks, arguments = mesh
+    command = [sys.executable, "-m", "torchtitan_lite", "resize", str(folder)]
+    done = subprocess.run(
+        [*command, f"--nproc={num_ranks}", *arguments],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+    )
+    if done.returncode:
+        raise ChildFailed(f"{' '.join(command)}: {done.stderr}")
+
+
+def _restart(process: subprocess.Popen[bytes], mesh: _Mesh, folder: Path) -> Sequence[str]:
+    process.send_signal(signal.SIGTERM)
+    if process.wait(_TIMEOUT_S):
+        raise ChildFailed(f"The run did not save: {folder / 'log.txt'}")
+    return _command(mesh, folder)
+
+
+def _command(mesh: _Mesh, folder: Path) -> list[str]:
+    num_ranks, arguments = mesh
+    return [
+        *("-m", "torchtitan_lite", "train", f"--nproc={num_ranks}", "--spares=1"),
+        *job_arguments(folder),
+        *arguments,
+    ]
+
+
+if __name__ == "__main__":
+    main(
+        "A live run moves to another mesh: in memory, or by a restart.",
+        measure,
+        full=Plan(cases=tuple(_CASES), repeats=3),
+        quick=Plan(cases=("FSDP-4 to FSDP-2",), repeats=1),
+    )

@@ -1,0 +1,288 @@
+"""Qwen3-Next: dimensions, flavors, module and initial weights. Most layers are Gated DeltaNet
+(arXiv:2412.06464), and the others gated attention (arXiv:2505.06708); all have experts.
+
+Layer: above nn and spec.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models import flavor_dims
+from torchtitan_lite.nn.attention import AttentionDims, Backend
+from torchtitan_lite.nn.decoder import Decoder, DecoderLayer
+from torchtitan_lite.nn.decoder_family import build_decoder, decoder_model_spec
+from torchtitan_lite.nn.decoder_hugging_face import (
+    MoEKeys,
+    decoder_hugging_face_keys,
+    decoder_values,
+    ignored_keys,
+    read_decoder,
+)
+from torchtitan_lite.nn.gated_delta import GatedDelta
+from torchtitan_lite.nn.grouped_query import GroupedQuery
+from torchtitan_lite.nn.hugging_face_config import HuggingFaceConfig, differences, rope_values
+from torchtitan_lite.nn.moe import MoEDims
+from torchtitan_lite.nn.rope import Rope
+from torchtitan_lite.schema.model import ModelConfig
+from torchtitan_lite.spec import HuggingFaceModel, ModelSpec
+
+ARCHITECTURES = ("Qwen3NextForCausalLM",)
+"""Architectures in transformers that `dims_of_hugging_face` supports."""
+_LINEAR = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""Sizes of Gated DeltaNet, here and in transformers, with its defaults."""
+_EXPERTS = MoEKeys(
+    "mlp",
+    {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
+    shared="shared_expert",
+    shared_gate="shared_expert_gate",
+)
+
+
+def _is_full(num_layers: int, interval: int) -> list[bool]:
+    """Return which layers have attention."""
+    return [(layer + 1) % interval == 0 for layer in range(num_layers)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3NextDims:
+    """The dimensions of one flavor."""
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    moe: MoEDims
+    full_attention_interval: int = 4
+    """Every this many layers, the last one of them has attention, and the others Gated DeltaNet."""
+    head_dim: int = 256
+    rotated_share: float = 0.25
+    """Share of a head of attention that is rotated."""
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_kernel_size: int = 4
+    """Positions that the convolution of Gated DeltaNet reads."""
+    chunk_size: int = 64
+    """Positions that Gated DeltaNet computes at once."""
+    vocab_size: int = 151936
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000000.0
+    max_seq_len: int = 262144
+    tied_embeddings: bool = False
+    attention_backend: Backend = "sdpa"
+    document_mask: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.full_attention_interval <= self.num_layers:
+            raise ConfigError(
+                f"full_attention_interval ({self.full_attention_interval}) must be between 1 and "
+                f"num_layers ({self.num_layers})."
+            )
+        if not 0 < self.rotated_share <= 1:
+            raise ConfigError(
+                f"rotated_share ({self.rotated_share}) must be above 0 and at most 1."
+            )
+        # Raises ConfigError for sizes that do not fit.
+        _ = self.layers
+
+    @property
+    def attention(self) -> GroupedQuery:
+        """The attention of the last layer of each interval."""
+        rotated = int(self.head_dim * self.rotated_share)
+        return GroupedQuery(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rotation=Rope(head_dim=rotated, theta=self.rope_theta),
+            qk_norm_eps=self.norm_eps,
+            zero_centered_norms=True,
+            gated=True,
+        )
+
+    @property
+    def linear_attention(self) -> GatedDelta:
+        """The recurrence of the other layers."""
+        return GatedDelta(
+            num_heads=self.linear_num_key_heads,
+            num_value_heads=self.linear_num_value_heads,
+            key_head_dim=self.linear_key_head_dim,
+            value_head_dim=self.linear_value_head_dim,
+            kernel_size=self.linear_kernel_size,
+            norm_eps=self.norm_eps,
+            chunk_size=self.chunk_size,
+        )
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        """All layers."""
+        kinds: tuple[AttentionDims, AttentionDims] = self.linear_attention, self.attention
+        return [
+            DecoderLayer(attention=kinds[is_full], feed_forward=self.moe)
+            for is_full in _is_full(self.num_layers, self.full_attention_interval)
+        ]
+
+
+FLAVORS = {
+    # 2 M parameters with everything that the large one has.
+    "tiny": Qwen3NextDims(
+        dim=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        moe=MoEDims(num_experts=8, top_k=2, hidden_dim=96, shared_hidden_dim=96, shared_gate=True),
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        vocab_size=2048,
+        document_mask=True,
+    ),
+    "80B-A3B": Qwen3NextDims(
+        dim=2048,
+        num_layers=48,
+        num_heads=16,
+        num_kv_heads=2,
+        moe=MoEDims(
+            num_experts=512,
+            top_k=10,
+            hidden_dim=512,
+            shared_hidden_dim=512,
+            shared_gate=True,
+            # As router_aux_loss_coef in its config.json.
+            balance_loss_weight=0.001,
+        ),
+    ),
+}
+
+
+def model_spec(config: ModelConfig) -> ModelSpec:
+    """Return the spec of `config.flavor` with the configured attention."""
+    return spec_of(flavor_dims(FLAVORS, config), config.flavor)
+
+
+def spec_of(dims: Qwen3NextDims, flavor: str) -> ModelSpec:
+    """Return the spec of any dimensions."""
+    spec = decoder_model_spec(
+        dims,
+        name="qwen3_next",
+        flavor=flavor,
+        zero_centered_norms=True,
+        hugging_face=_hugging_face(dims),
+    )
+    # Weights of zero-centered norms are decayed, as in the release, so that they do not grow.
+    return replace(spec, no_decay=("*embeddings*", "*A_log*", "*dt_bias*", "*head_norm*"))
+
+
+def build(dims: Qwen3NextDims) -> Decoder:
+    """Build the module, with parameters as the current default device creates them."""
+    return build_decoder(dims, zero_centered_norms=True)
+
+
+def dims_of_hugging_face(values: Mapping[str, Any]) -> Qwen3NextDims:
+    """Read the dimensions from a config.json. Raises ConfigError with everything unsupported."""
+    config = HuggingFaceConfig(values)
+    config.architecture(ARCHITECTURES)
+    sizes = read_decoder(config)
+    theta, _ = config.rope(10000.0, is_partial=True)
+    # Every block has experts.
+    config.only("decoder_sparse_step", 1)
+    config.only("mlp_only_layers", [], None)
+    moe: dict[str, Any] = {
+        # transformers 5 writes the second name.
+        "num_experts": config.integer("num_experts", config.given("num_local_experts") or 512),
+        "top_k": config.integer("num_experts_per_tok", 10),
+        "hidden_dim": config.integer("moe_intermediate_size", 512),
+        "shared_hidden_dim": config.integer("shared_expert_intermediate_size", 512),
+        "normalize_weights": config.flag("norm_topk_prob", default=True),
+        "shared_gate": True,
+    }
+    given: dict[str, Any] = {
+        **{name: config.integer(name, default) for name, default in _LINEAR.items()},
+        "linear_kernel_size": config.integer("linear_conv_kernel_dim", 4, least=2),
+        "head_dim": config.integer("head_dim", 256),
+        "rotated_share": config.rotated_share(0.25),
+        "full_attention_interval": _interval(config, sizes["num_layers"]),
+    }
+    config.check()
+    return Qwen3NextDims(**sizes, **given, moe=MoEDims(**moe), rope_theta=theta)
+
+
+def _interval(config: HuggingFaceConfig, num_layers: int) -> int:
+    """Read the interval of layers with attention."""
+    kinds = config.given("layer_types")
+    if kinds is None:
+        return config.integer("full_attention_interval", 4)
+    if isinstance(kinds, Sequence):
+        for interval in range(1, num_layers + 1):
+            if list(kinds) == _layer_types(num_layers, interval):
+                return interval
+    config.problems.append(
+        f"layer_types is {kinds!r:.100}, and only full_attention in the last layer of each of a "
+        "fixed number, and linear_attention in the others, is supported"
+    )
+    return 1
+
+
+def _layer_types(num_layers: int, interval: int) -> list[str]:
+    return [
+        "full_attention" if is_full else "linear_attention"
+        for is_full in _is_full(num_layers, interval)
+    ]
+
+
+def _is_known_routing(moe: MoEDims) -> bool:
+    """Return whether transformers routes like `moe`."""
+    return moe.shared_gate and moe == MoEDims(
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
+        hidden_dim=moe.hidden_dim,
+        shared_hidden_dim=moe.shared_hidden_dim,
+        shared_gate=True,
+        normalize_weights=moe.normalize_weights,
+        balance_loss_weight=moe.balance_loss_weight,
+        bias_update_rate=moe.bias_update_rate,
+        capacity_factor=moe.capacity_factor,
+    )
+
+
+def _hugging_face(dims: Qwen3NextDims) -> HuggingFaceModel | None:
+    moe = dims.moe
+    if not _is_known_routing(moe):
+        return None
+    return HuggingFaceModel(
+        config={
+            "architectures": list(ARCHITECTURES),
+            "model_type": "qwen3_next",
+            **decoder_values(dims),
+            "head_dim": dims.head_dim,
+            "partial_rotary_factor": dims.rotated_share,
+            **rope_values(dims.rope_theta, None),
+            "full_attention_interval": dims.full_attention_interval,
+            "layer_types": _layer_types(dims.num_layers, dims.full_attention_interval),
+            **{name: getattr(dims, name) for name in _LINEAR},
+            "linear_conv_kernel_dim": dims.linear_kernel_size,
+            "num_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "moe_intermediate_size": moe.hidden_dim,
+            "shared_expert_intermediate_size": moe.shared_hidden_dim,
+            "norm_topk_prob": moe.normalize_weights,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        keys=decoder_hugging_face_keys(
+            dims.layers, tied_embeddings=dims.tied_embeddings, moe=_EXPERTS
+        ),
+        # As in transformers, weights of multi-token prediction are not loaded.
+        ignored=(*ignored_keys(tied_embeddings=dims.tied_embeddings), "mtp.*"),
+        differences=lambda config: differences(dims, dims_of_hugging_face(config)),
+    )

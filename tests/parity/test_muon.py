@@ -1,0 +1,120 @@
+"""Muon on every mesh equals Muon in one process: owners orthogonalize the same matrices, however
+these are sharded.
+
+The iteration runs in float64, which shows errors that bfloat16 would round away; some rows run it
+in bfloat16, as torch.optim.Muon does, with which `tests/unit/optim/test_muon.py` compares.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tolerances
+from tests.job import Outcome, run_job
+from tests.parity.meshes import EXPERT_MESHES, MESHES, assert_same
+from tests.parity.test_parity import EXPERTS, REFERENCE, chosen, long
+from tests.pool import WorkerPool
+
+Pools = Callable[[int], WorkerPool]
+
+MUON = {"optimizer.name": "Muon", "optimizer.muon_dtype": "float64"}
+# One row for each kind of layout: the others differ in forward and backward.
+SHORT = ("hsdp-2x2", "fsdp-2-tp-2", "replicate-2-pp-2", "pp-2-zbv", "fsdp-2-cp-2", "cpu-offload")
+SHORT_EXPERTS = ("ep-2-fsdp-4", "ep-2-etp-2", "hsdp-2x2-ep-2", "fsdp-2-tp-2-ep-2", "pp-2-ep-2")
+
+
+@pytest.fixture(scope="module")
+def reference(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """Overrides -> the outcome of one process, computed once."""
+    folder = tmp_path_factory.mktemp("reference")
+
+    @cache
+    def run(overrides: tuple[tuple[str, Any], ...]) -> Outcome:
+        name = str(abs(hash(overrides)))
+        return pools(1).run(run_job, folder / name, {**REFERENCE, **dict(overrides)})[0]
+
+    return lambda **overrides: run(tuple(sorted(overrides.items())))
+
+
+@pytest.mark.parametrize("mesh", [*SHORT, *long(*(m for m in MESHES if m not in SHORT))])
+def test_same_training_as_one_process(
+    mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = MESHES[mesh]
+    shared = {"model.flavor": "odd", **chosen(overrides), **MUON}
+    expected = reference(**shared)
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize(
+    "mesh", [*SHORT_EXPERTS, *long(*(m for m in EXPERT_MESHES if m not in SHORT_EXPERTS))]
+)
+def test_same_training_with_experts(
+    mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = EXPERT_MESHES[mesh]
+    shared = {**EXPERTS, **chosen(overrides), **MUON}
+    expected = reference(**shared)
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("llama3", "fsdp-4"),
+        ("qwen3", "ep-2-fsdp-4"),
+        *long(*(("llama3", mesh) for mesh in ("tp-2", "hsdp-2x2-tp-2", "pp-2-tp-2-fsdp-2"))),
+        *long(*(("qwen3", mesh) for mesh in ("ep-4", "fsdp-2-tp-2-ep-4", "ep-2-fsdp-8-few"))),
+    ],
+)
+def test_same_training_with_the_iteration_of_torch(
+    family: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """Float64 weights and the iteration in bfloat16, with all other options changed."""
+    if family == "llama3":
+        (world_size, overrides), shared = MESHES[mesh], {"model.flavor": "odd"}
+    else:
+        (world_size, overrides), shared = EXPERT_MESHES[mesh], EXPERTS
+    options = {
+        "optimizer.name": "Muon",
+        "optimizer.adamw_lr": 3e-3,
+        "optimizer.muon_momentum": 0.9,
+        "optimizer.muon_nesterov": False,
+        "optimizer.muon_ns_steps": 3,
+        "optimizer.muon_adjust_lr": "match_rms_adamw",
+        "optimizer.weight_decay": 0.5,
+    }
+    shared = {**shared, **chosen(overrides), **options}
+    expected = reference(**shared)
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("llama3", "fsdp-2-tp-2"),
+        ("qwen3", "ep-2"),
+        *long(*(("llama3", mesh) for mesh in MESHES if mesh != "fsdp-2-tp-2")),
+        *long(*(("qwen3", mesh) for mesh in EXPERT_MESHES if mesh != "ep-2")),
+    ],
+)
+def test_same_loss_and_norm_in_float32(
+    family: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    if family == "llama3":
+        (world_size, overrides), shared = MESHES[mesh], {"model.flavor": "odd"}
+    else:
+        (world_size, overrides), shared = EXPERT_MESHES[mesh], EXPERTS
+    float32 = {"training.dtype": "float32", "optimizer.muon_dtype": "float32"}
+    shared = {**shared, **chosen(overrides), "optimizer.name": "Muon", **float32}
+    expected = reference(**shared)
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", {**overrides, **shared}):
+        assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_FLOAT32_LOSS)
+        norms = pytest.approx(expected.grad_norms, rel=tolerances.PARITY_FLOAT32_NORM)
+        assert outcome.grad_norms == norms

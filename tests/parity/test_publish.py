@@ -1,0 +1,184 @@
+"""Published weights arrive bit by bit, on any layout of the subscriber, whatever the trainer's
+mesh."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+
+from tests.job import mesh_for, odd_config, whole
+from tests.parity.meshes import EXPERT_MESHES, MESHES
+from tests.pool import WorkerPool
+from torchtitan_lite.builders import build
+from torchtitan_lite.config.constraints import check_against
+from torchtitan_lite.preemption import StopRequest
+from torchtitan_lite.publish import Subscriber, Subscription, Target, Update
+from torchtitan_lite.publish.sources import PUBLISHED_FILE, read_json
+from torchtitan_lite.redistribute import HolderMesh, Layout
+from torchtitan_lite.rpc.authentication import TOKEN
+from torchtitan_lite.train_state import TrainState
+from torchtitan_lite.trainer import StepReport, train
+
+Pools = Callable[[int], WorkerPool]
+SECRET = "0123456789abcdef0123456789abcdef"
+SERVERS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    # shape of the mesh, placements
+    "one": ((1,), (Replicate(),)),
+    "rows-2": ((2,), (Shard(0),)),
+    "columns-2": ((2,), (Shard(-1),)),
+    "columns-3": ((3,), (Shard(-1),)),
+    "rows-2-columns-2": ((2, 2), (Shard(0), Shard(-1))),
+    "copies-2-rows-2": ((2, 2), (Replicate(), Shard(0))),
+}
+EXPERTS = {"model.name": "qwen3", "model.flavor": "many_experts"}
+ROWS = [
+    # trainer, server, transport, in `make test`
+    ("fsdp-2", "columns-2", "memory", True),
+    ("fsdp-2-tp-2", "rows-2-columns-2", "server", True),
+    ("tp-2", "rows-2", "memory", False),
+    ("fsdp-4", "columns-3", "memory", False),
+    ("hsdp-2x2", "one", "server", False),
+    ("pp-2-fsdp-2", "rows-2", "memory", False),
+    ("pp-2-tp-2", "columns-2", "server", False),
+    ("fsdp-2-cp-2", "copies-2-rows-2", "memory", False),
+    ("cp-2-allgather", "columns-3", "server", False),
+    ("hsdp-2x2-tp-2", "rows-2-columns-2", "memory", False),
+    ("pp-2-tp-2-fsdp-2", "columns-2", "memory", False),
+]
+EXPERT_ROWS = [
+    ("ep-2-etp-2", "columns-2", "memory", True),
+    ("ep-4", "rows-2", "server", False),
+    ("ep-2-fsdp-4", "columns-3", "memory", False),
+    ("pp-2-ep-2", "rows-2-columns-2", "memory", False),
+    ("hsdp-2x2-ep-2", "one", "server", False),
+]
+
+
+def rows(table: list[tuple[str, str, str, bool]]) -> list[Any]:
+    return [
+        pytest.param(*row, marks=[] if is_short else [pytest.mark.matrix])
+        for *row, is_short in table
+    ]
+
+
+class _Server:
+    """One process of a subscriber, which checks what it receives against the weights."""
+
+    def __init__(self, source: str, server: str) -> None:
+        shape, placements = SERVERS[server]
+        size = torch.Size(shape).numel()
+        self._mesh = HolderMesh(shape, tuple(range(size)))
+        self._placements = placements
+        self._holder = dist.get_rank() % size
+        subscriber = Subscriber(source, secret=SECRET, timeout_s=20)
+        self._layouts = {
+            name: self._layout(len(spec.shape)) for name, spec in subscriber.tensors.items()
+        }
+        self._tensors = {
+            name: torch.empty(
+                self._layouts[name].local_shape(spec.shape, self._holder), dtype=spec.dtype
+            )
+            for name, spec in subscriber.tensors.items()
+        }
+        targets = [
+            Target(name, tensor, self._layouts[name], self._holder)
+            for name, tensor in self._tensors.items()
+        ]
+        self.subscription: Subscription = subscriber.subscribe(targets)
+
+    def _layout(self, num_dims: int) -> Layout:
+        return Layout(
+            self._mesh, self._placements if num_dims else [Replicate()] * 2
+        ).with_num_dims(num_dims)
+
+    def check(self, expected: dict[str, torch.Tensor]) -> None:
+        assert self._tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            boxes = self._layouts[name].boxes(tensor.shape, self._holder)
+            own = [tensor[box.slices] for box in boxes]
+            assert len(own) <= 1, name
+            part = own[0] if own else torch.empty_like(self._tensors[name])
+            assert torch.equal(self._tensors[name], part.to(self._tensors[name].dtype)), name
+
+
+def publish_and_receive(
+    folder: Path, overrides: dict[str, Any], server: str, transport: str
+) -> list[Update | None]:
+    """Train in this worker, and receive each version in it."""
+    logging.getLogger("torchtitan_lite").setLevel(logging.ERROR)
+    os.environ[TOKEN] = SECRET
+    settings = {"training.steps": 3, "publish.enable": True, **overrides}
+    if transport == "server":
+        settings["publish.address"] = "127.0.0.1"
+    config = odd_config(folder, settings)
+    check_against(config, mesh_for(config).world_size)
+    updates: list[Update | None] = []
+    servers: list[_Server] = []
+
+    def connect() -> None:
+        source = str(folder)
+        if transport == "server":
+            source = read_json((folder / PUBLISHED_FILE).read_bytes())["url"]
+        servers.append(_Server(source, server))
+
+    def receive(state: TrainState, report: StepReport) -> None:
+        if not servers:
+            connect()
+        (one,) = servers
+        updates.append(one.subscription.update(timeout_s=30))
+        tensors = whole(state.tensors())
+        one.check({n.removeprefix("model."): t for n, t in tensors.items() if n[:6] == "model."})
+
+    with build(config, mesh_for(config), StopRequest()) as built:
+        if config.publish.at_start:
+            connect()
+            updates.append(servers[0].subscription.update(timeout_s=30))
+        train(replace(built.job, hooks=[*built.job.hooks, receive]))
+    servers[0].subscription.subscriber.close()
+    return updates
+
+
+def _check(
+    pools: Pools, folder: Path, row: tuple[int, dict[str, Any]], more: dict[str, Any], *how: str
+) -> None:
+    world_size, overrides = row
+    for updates in pools(world_size).run(publish_and_receive, folder, {**overrides, **more}, *how):
+        assert [update and update.version for update in updates] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("trainer", "server", "transport"), rows(ROWS))
+def test_weights_arrive_bit_by_bit(
+    trainer: str, server: str, transport: str, pools: Pools, tmp_path: Path
+) -> None:
+    _check(pools, tmp_path / "run" / "run", MESHES[trainer], {}, server, transport)
+
+
+@pytest.mark.parametrize(("trainer", "server", "transport"), rows(EXPERT_ROWS))
+def test_experts_arrive_bit_by_bit(
+    trainer: str, server: str, transport: str, pools: Pools, tmp_path: Path
+) -> None:
+    _check(pools, tmp_path / "run" / "run", EXPERT_MESHES[trainer], EXPERTS, server, transport)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.matrix)])
+def test_versions_may_have_another_dtype(dtype: str, pools: Pools, tmp_path: Path) -> None:
+    more = {"training.dtype": "float32", "publish.dtype": dtype}
+    folder = tmp_path / "run" / "run"
+    _check(pools, folder, MESHES["fsdp-2"], more, "columns-2", "memory")
+
+
+@pytest.mark.parametrize("transport", ["memory", "server"])
+def test_initial_weights_are_version_0(transport: str, pools: Pools, tmp_path: Path) -> None:
+    world_size, overrides = MESHES["fsdp-2"]
+    settings = {**overrides, "publish.at_start": True}
+    folder = tmp_path / "run" / "run"
+    how = (settings, "columns-2", transport)
+    for updates in pools(world_size).run(publish_and_receive, folder, *how):
+        assert [update and update.version for update in updates] == [0, 1, 2, 3]

@@ -1,0 +1,136 @@
+"""gpt-oss, Llama 4 and Qwen3-Next train on every mesh as in one process: windows and chunks of
+attention, sinks, biases, layers without rotary embedding, clamped experts, weights of experts'
+inputs; recurrent layers, gated attention, zero-centered norms, gated shared experts."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tolerances
+from tests.job import Outcome, run_job
+from tests.launch import RankFailed
+from tests.parity.meshes import CP, assert_same
+from tests.parity.test_deepseek_v3 import ROWS, shared_with
+from tests.pool import WorkerPool
+
+Pools = Callable[[int], WorkerPool]
+ROTATION = "parallelism.context_parallel_rotate_method"
+ROTATIONS = {
+    "gpt_oss": ("allgather",),
+    "llama4": ("allgather", "ulysses"),
+    "qwen3_next": ("allgather", "ulysses", "alltoall"),
+}
+SHORT = {
+    ("gpt_oss", "fsdp-2-tp-2"),
+    ("gpt_oss", "tp-2-cp-2"),
+    ("gpt_oss", "pp-2-cp-2"),
+    ("gpt_oss", "tp-2-recompute-op"),
+    ("gpt_oss", "experts-ep-2-etp-2"),
+    ("llama4", "cp-2-ulysses"),
+    ("llama4", "pp-2-zbv"),
+    ("llama4", "tp-2-cp-2"),
+    ("llama4", "experts-tp-2-ep-2"),
+    ("llama4", "experts-pp-2-ep-2"),
+    ("qwen3_next", "fsdp-2-tp-2"),
+    ("qwen3_next", "tp-2-cp-2"),
+    ("qwen3_next", "tp-2-recompute-op"),
+    ("qwen3_next", "cp-2-ring"),
+    ("qwen3_next", "pp-2-cp-2"),
+    ("qwen3_next", "pp-2-zbv"),
+    ("qwen3_next", "experts-pp-2-ep-2"),
+}
+CASES = [
+    (family, mesh)
+    for family, rotations in ROTATIONS.items()
+    for mesh, (_, overrides) in ROWS.items()
+    if overrides.get(ROTATION, "allgather") in rotations
+]
+assert set(CASES) >= SHORT
+
+
+def cases(short: set[tuple[str, str]]) -> Any:
+    """All families and meshes, of which `make test` runs some."""
+    rows = [
+        pytest.param(*case, marks=() if case in short else pytest.mark.matrix) for case in CASES
+    ]
+    return pytest.mark.parametrize(("family", "mesh"), rows)
+
+
+@pytest.fixture(scope="module")
+def reference(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
+    """Overrides -> the outcome of one process, computed once."""
+    folder = tmp_path_factory.mktemp("reference")
+
+    @cache
+    def run(overrides: tuple[tuple[str, Any], ...]) -> Outcome:
+        name = str(abs(hash(overrides)))
+        return pools(1).run(run_job, folder / name, dict(overrides))[0]
+
+    return lambda overrides: run(tuple(sorted(overrides.items())))
+
+
+def settings(family: str, **more: Any) -> dict[str, Any]:
+    return {"model.name": family, "model.flavor": "odd"} | more
+
+
+@cases(SHORT)
+def test_same_training_as_one_process(
+    family: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = ROWS[mesh]
+    shared = settings(family, **{"optimizer.name": "SGD"}, **shared_with(overrides))
+    run = {**overrides, **shared}
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", run, timeout_s=280):
+        is_causal = "model.attention_mask" in shared
+        expected = reference(shared)
+        assert_same(outcome, expected, tolerances.PARITY_FLOAT64, unequal_targets=not is_causal)
+
+
+@cases(
+    {
+        ("gpt_oss", "experts-tp-2-ep-2"),
+        ("llama4", "tp-2-cp-2-ulysses"),
+        ("qwen3_next", "tp-2-cp-2-ulysses"),
+    }
+)
+def test_same_loss_and_norm_in_float32(
+    family: str, mesh: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = ROWS[mesh]
+    shared = settings(family, **{"training.dtype": "float32"}, **shared_with(overrides))
+    expected = reference(shared)
+    run = {**overrides, **shared}
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", run, timeout_s=280):
+        assert outcome.losses == pytest.approx(expected.losses, rel=tolerances.PARITY_FLOAT32_LOSS)
+        norms = pytest.approx(expected.grad_norms, rel=tolerances.PARITY_FLOAT32_NORM)
+        assert outcome.grad_norms == norms
+
+
+@pytest.mark.parametrize("family", ROTATIONS)
+def test_no_redistribution_is_implicit(
+    family: str, pools: Pools, reference: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    world_size, overrides = ROWS["experts-tp-2-ep-2"]
+    shared = settings(family, **{"optimizer.name": "SGD"}, **shared_with(overrides))
+    run = {**overrides, **shared, "debug.explicit_redistribution": True}
+    for outcome in pools(world_size).run(run_job, tmp_path / "run", run):
+        assert_same(outcome, reference(shared), tolerances.PARITY_FLOAT64)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "message"),
+    [
+        ("gpt_oss", "alltoall", "with sinks.*allgather"),
+        ("gpt_oss", "ulysses", "with sinks.*allgather"),
+        ("llama4", "alltoall", "in chunks of 5 positions.*allgather"),
+    ],
+)
+def test_other_rotations_are_one_clear_error(
+    family: str, method: str, message: str, pools: Pools, tmp_path: Path
+) -> None:
+    run = settings(family, **CP, **{ROTATION: method, "model.attention_mask": "causal"})
+    with pytest.raises(RankFailed, match=message):
+        pools(2).run(run_job, tmp_path / "run", run)

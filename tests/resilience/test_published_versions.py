@@ -1,0 +1,264 @@
+"""Subscribers hold one version, and never a mix, whichever side is killed at whatever time; a
+publisher never waits for a dead or slow subscriber."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.tensor import DTensor, Shard
+
+from tests import launch
+from tests.forks import FORK_SERVER
+from torchtitan_lite.checkpoint.shared_memory.folder import SHARED_MEMORY, run_folder
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.errors import PublishError
+from torchtitan_lite.mesh import start_mesh
+from torchtitan_lite.publish import Subscriber, Subscription, Target
+from torchtitan_lite.publish.publisher import Publisher
+from torchtitan_lite.publish.sources import PUBLISHED_FILE, PinnedPart, read_json
+from torchtitan_lite.schema.comm import CommConfig
+from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.schema.publish import PublishConfig
+
+SECRET = "0123456789abcdef0123456789abcdef"
+RUN_ID = "0123456789abcdef" * 2
+_RANKS = 2
+_SHAPES = {"a": (2 * _RANKS, 3), "b": (128 * _RANKS, 1024)}
+_TRANSPORTS = ["memory", "server"]
+
+pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="needs /dev/shm")
+
+
+def _publish(
+    folder: Path, rank: int, store: str, first: int, transport: str, changing: Collection[str]
+) -> None:
+    """Publish versions from `first` on: all numbers of the tensors `changing` are the version's."""
+    dist.init_process_group("gloo", store=FileStore(store, _RANKS), rank=rank, world_size=_RANKS)
+    with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as mesh:
+        axis = mesh.device_mesh["dp_shard"]
+        local = {
+            name: torch.zeros(rows // _RANKS, columns) for name, (rows, columns) in _SHAPES.items()
+        }
+        tensors = {
+            name: DTensor.from_local(tensor, axis, [Shard(0)]) for name, tensor in local.items()
+        }
+        publisher = Publisher(
+            PublishConfig(enable=True, address="127.0.0.1" if transport == "server" else None),
+            tensors,
+            mesh,
+            run_id=RUN_ID,
+            folder=folder,
+            model={},
+            secret=SECRET,
+        )
+        for version in range(first, 1 << 40):
+            for name in changing:
+                local[name].fill_(version)
+            publisher.after_step(version, tensors)
+            # As a step of training would, leave the processor to others.
+            time.sleep(0.003)
+
+
+@contextmanager
+def _publishing(
+    folder: Path, first: int, transport: str, changing: Collection[str] = tuple(_SHAPES)
+) -> Iterator[list[BaseProcess]]:
+    store = str(folder / f"store-{time.monotonic_ns()}")
+    processes = [
+        FORK_SERVER.Process(target=_publish, args=(folder, rank, store, first, transport, changing))
+        for rank in range(_RANKS)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield list(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """The output folder of a run whose shared memory is freed at the end."""
+    yield tmp_path
+    shared = run_folder(RUN_ID)
+    for path in shared.iterdir():
+        path.unlink()
+    shared.rmdir()
+
+
+def _source(folder: Path, transport: str) -> str:
+    return (
+        str(folder)
+        if transport == "memory"
+        else read_json((folder / PUBLISHED_FILE).read_bytes())["url"]
+    )
+
+
+def _subscribe(folder: Path, transport: str) -> tuple[Subscription, dict[str, torch.Tensor]]:
+    tensors = {name: torch.zeros(shape) for name, shape in _SHAPES.items()}
+    launch.wait_until((folder / PUBLISHED_FILE).exists, 60)
+    subscriber = Subscriber(_source(folder, transport), secret=SECRET, timeout_s=60)
+    return subscriber.subscribe(Target(name, one) for name, one in tensors.items()), tensors
+
+
+def _version_of(tensors: dict[str, torch.Tensor]) -> int:
+    """Return the version that the tensors hold; they must hold one."""
+    values = {float(value) for tensor in tensors.values() for value in tensor.unique()}
+    assert len(values) == 1, f"a mix of versions: {sorted(values)}"
+    return int(values.pop())
+
+
+def _receive(folder: str, transport: str) -> None:
+    """Receive and check versions until this process is killed."""
+    subscription, tensors = _subscribe(Path(folder), transport)
+    while True:
+        if (update := subscription.update(timeout_s=60)) is not None:
+            assert _version_of(tensors) == update.version
+
+
+@pytest.mark.parametrize("transport", _TRANSPORTS)
+@pytest.mark.parametrize("num_kills", [6, pytest.param(100, marks=pytest.mark.matrix)])
+@pytest.mark.timeout(900)
+def test_a_killed_publisher_leaves_whole_versions(
+    num_kills: int, transport: str, folder: Path
+) -> None:
+    draws = random.Random(num_kills)
+    version, num_updates = 0, 0
+    subscription, tensors = None, {}
+
+    def receive(seconds: float) -> None:
+        nonlocal version, num_updates
+        assert subscription is not None
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if (update := subscription.update()) is not None:
+                assert _version_of(tensors) == update.version > version
+                version, num_updates = update.version, num_updates + 1
+
+    for _ in range(num_kills):
+        with _publishing(folder, version + 1, transport) as processes:
+            if subscription is not None and transport == "server":
+                subscription.subscriber.close()
+            if subscription is None or transport == "server":
+                # The URL of a restarted run is another one.
+                (folder / PUBLISHED_FILE).unlink(missing_ok=True)
+                subscription, tensors = _subscribe(folder, transport)
+            before = num_updates
+            deadline = time.monotonic() + 60
+            while num_updates == before:
+                assert time.monotonic() < deadline and all(one.is_alive() for one in processes)
+                receive(0.01)
+            receive(draws.random() * 0.1)
+            os.kill(processes[draws.randrange(_RANKS)].pid or 0, signal.SIGKILL)
+            receive(0.02)
+        receive(0.01)
+    assert subscription is not None and num_updates > num_kills
+    subscription.subscriber.close()
+
+
+@pytest.mark.parametrize("transport", _TRANSPORTS)
+@pytest.mark.parametrize("num_kills", [6, pytest.param(100, marks=pytest.mark.matrix)])
+@pytest.mark.timeout(900)
+def test_killed_and_stuck_subscribers_do_not_stop_the_publisher(
+    num_kills: int, transport: str, folder: Path
+) -> None:
+    draws = random.Random(num_kills)
+    with _publishing(folder, 1, transport) as processes:
+        own, tensors = _subscribe(folder, transport)
+
+        def advance(by: int) -> None:
+            first = own.version or 0
+            deadline = time.monotonic() + 60
+            while (own.version or 0) < first + by:
+                assert time.monotonic() < deadline and all(one.is_alive() for one in processes)
+                if own.update(timeout_s=1) is not None:
+                    assert _version_of(tensors) == own.version
+
+        advance(3)
+        for number in range(num_kills):
+            victim = FORK_SERVER.Process(target=_receive, args=(str(folder), transport))
+            victim.start()
+            time.sleep(0.2 + draws.random() * 0.1)
+            assert victim.is_alive()
+            # Every third one is suspended for a while, perhaps while it holds a version.
+            if number % 3 == 0:
+                os.kill(victim.pid or 0, signal.SIGSTOP)
+                advance(3)
+            victim.kill()
+            victim.join()
+            assert victim.exitcode == -signal.SIGKILL
+            advance(2)
+        own.subscriber.close()
+
+
+def test_a_publisher_skips_versions_while_all_slots_are_read(folder: Path) -> None:
+    with _publishing(folder, 1, "memory"):
+        own, _ = _subscribe(folder, "memory")
+        subscriber = own.subscriber
+        (first, second) = subscriber.publication.ranks
+        pins: dict[int, list[PinnedPart]] = {}
+        deadline = time.monotonic() + 60
+        # Of three slots two: the publisher never overwrites its newest version.
+        while len(pins) < 2:
+            assert time.monotonic() < deadline
+            newest = subscriber.newest()
+            if newest is None or newest in pins:
+                continue
+            with suppress(PublishError):
+                one = first.pin(newest)
+                try:
+                    pins[newest] = [one, second.pin(newest)]
+                except PublishError:
+                    one.release()
+        time.sleep(0.5)
+        last = subscriber.newest()
+        time.sleep(0.5)
+        assert subscriber.newest() == last
+        held = [parts[0].block("a", (slice(0, 1), slice(0, 1))) for parts in pins.values()]
+        assert [int(block) for block in held] == list(pins)
+        for part in (part for parts in pins.values() for part in parts):
+            part.release()
+        launch.wait_until(lambda: (subscriber.newest() or 0) > (last or 0), 30)
+
+
+def test_strangers_and_wrong_sources_are_rejected(folder: Path) -> None:
+    with pytest.raises(PublishError, match="publishes no weights"):
+        Subscriber(str(folder), timeout_s=0)
+    with _publishing(folder, 1, "server"):
+        launch.wait_until((folder / PUBLISHED_FILE).exists, 60)
+        url = _source(folder, "server")
+        with pytest.raises(PublishError, match="another TORCHTITAN_LITE_TOKEN"):
+            Subscriber(url, secret="f" * 32, timeout_s=0)
+        own, _ = _subscribe(folder, "server")
+        for targets, problem in (
+            ([Target("c", torch.zeros(1))], "publishes no tensor 'c'"),
+            ([Target("a", torch.zeros(3, 3))], r"has shape \[3, 3\]"),
+            ([Target("a", torch.zeros(3), row=9)], "4 elements and no 9"),
+        ):
+            with pytest.raises(Exception, match=problem):
+                own.subscriber.subscribe(targets)
+        own.subscriber.close()
+
+
+@pytest.mark.parametrize("transport", _TRANSPORTS)
+def test_only_changed_parts_are_received(transport: str, folder: Path) -> None:
+    with _publishing(folder, 5, transport, ["a"]):
+        own, tensors = _subscribe(folder, transport)
+        sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+        first, second = (own.update(timeout_s=60) for _ in range(2))
+        assert first is not None and second is not None and second.version > first.version
+        assert (first.num_bytes, first.num_bytes_unchanged) == (sum(sizes.values()), 0)
+        assert (second.num_bytes, second.num_bytes_unchanged) == (sizes["a"], sizes["b"])
+        assert tensors["a"].eq(second.version).all() and not tensors["b"].any()
+        own.subscriber.close()

@@ -1,0 +1,60 @@
+"""Ranks that wait in shared memory notice at once that a peer has died."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from torchtitan_lite.errors import RedistributionError
+from torchtitan_lite.redistribute.shared_memory import SharedMemory, is_supported
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="needs Linux on x86-64")
+
+
+def _wait_for_a_dead_peer(rank: int, store: str, folder: Path, *, writes: bool) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    group = dist.group.WORLD
+    assert group is not None
+    memory = SharedMemory(group, 1 << 16)
+    assert memory.covers_all
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.5)
+        if writes:
+            memory.signal_written(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        memory.wait_written([1], 0)
+        result = "written"
+    except RedistributionError as error:
+        result = str(error)
+    (folder / "result").write_text(f"{time.monotonic() - began}\n{result}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_dead_peer_is_noticed_unless_it_did_its_part(writes: bool, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(
+            target=_wait_for_a_dead_peer,
+            args=(rank, str(tmp_path / "store"), tmp_path),
+            kwargs={"writes": writes},
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
+    seconds, result = (tmp_path / "result").read_text().split("\n", 1)
+    # Beside the half second for which it lives.
+    assert float(seconds) < 10
+    expected = "Rank 1 of the group did not write its part of an exchange and has ended."
+    assert result == ("written" if writes else expected)

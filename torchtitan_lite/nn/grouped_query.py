@@ -1,0 +1,270 @@
+"""Grouped-query attention (arXiv:2305.13245), over all earlier positions, a window or a chunk of
+them, with or without sinks. Layer: above spec; `nn.attention`, `nn.attention_sinks`, `nn.rope`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.nn.attention import (
+    Attention,
+    AttentionDims,
+    Backend,
+    BlockContext,
+    Causal,
+    Chunk,
+    HeadWeights,
+    MaskKind,
+    SlidingWindow,
+    States,
+    causal_flops,
+)
+from torchtitan_lite.nn.attention_sinks import SinkKernel
+from torchtitan_lite.nn.norm import rms_norm
+from torchtitan_lite.nn.rope import Rope, rotate
+from torchtitan_lite.spec import AttentionSharding, InitRule, ShardRule, TorchtitanKey
+from torchtitan_lite.torch_compat import local_tensor
+
+_Queries = tuple[torch.Tensor, torch.Tensor | None]
+"""Queries [B, H, S, E] and their gates [B, S, H*E], if they have gates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Temperature:
+    """Growth of queries with their position, for attention without positions in long contexts
+    (arXiv:2501.19399): 1 + weight * ln(1 + floor((position + 1) / interval))."""
+
+    weight: float
+    interval: int
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ConfigError(f"The interval of temperatures ({self.interval}) must be at least 1.")
+
+    def of(self, positions_BS: torch.Tensor) -> torch.Tensor:
+        """Return the factor of each position, [B, S], float32."""
+        turns = torch.floor((positions_BS.float() + 1.0) / self.interval)
+        return torch.log1p(turns) * self.weight + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedQuery(AttentionDims):
+    """Dimensions of grouped-query attention."""
+
+    num_kv_heads: int
+    """Heads of keys and values, each shared by equally many query heads."""
+    head_dim: int
+    rotation: Rope | None
+    """Rotary embedding of all of a head, or of its first numbers; None: positions matter only for
+    the mask."""
+    rotates_adjacent: bool = False
+    """Whether the two numbers of a rotated pair are adjacent, and not half a head apart."""
+    qk_norm_eps: float | None = None
+    """Set: each head of queries and keys is normalized before its rotation (arXiv:2302.05442)."""
+    zero_centered_norms: bool = False
+    """Whether these norms multiply by 1 + weight."""
+    gated: bool = False
+    """Whether the query projection has a gate for each number of a head, behind its query, whose
+    sigmoid multiplies the head's output (arXiv:2505.06708)."""
+    bias: bool = False
+    """Whether the projections have biases."""
+    window: int | None = None
+    """Positions that a query attends to, up to its own. Unset: all earlier ones."""
+    chunk: int | None = None
+    """Set: a query attends to positions of its own chunk only, which are this many."""
+    rotated_norm_eps: float | None = None
+    """Set: each head of queries and keys is divided by its root mean square after its rotation."""
+    temperature: Temperature | None = None
+    """Set: queries grow with their position."""
+    has_sinks: bool = False
+    """Whether each head has a sink (`nn.attention_sinks`)."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} ({getattr(self, name)}) must be at least 1.")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_kv_heads ({self.num_kv_heads}) must divide num_heads ({self.num_heads})."
+            )
+        for name, size in (("window", self.window), ("chunk", self.chunk)):
+            if size is not None and size < 1:
+                raise ConfigError(f"The attention {name} ({size}) must be at least 1.")
+        if self.window is not None and self.chunk is not None:
+            raise ConfigError(
+                f"An attention has a window ({self.window}) or a chunk ({self.chunk}), not both."
+            )
+
+    @property
+    def mask(self) -> MaskKind:
+        if self.chunk is not None:
+            return Chunk(self.chunk)
+        return Causal() if self.window is None else SlidingWindow(self.window)
+
+    @property
+    def rope(self) -> Rope | None:
+        return self.rotation
+
+    @property
+    def sharding(self) -> AttentionSharding:
+        name = "grouped-query attention"
+        if self.window is not None:
+            name = f"attention in a window of {self.window} positions"
+        elif self.chunk is not None:
+            name = f"attention in chunks of {self.chunk} positions"
+        width = 2 * self.num_kv_heads * self.head_dim
+        if self.has_sinks:
+            # The kernels of the others do not return what sinks need.
+            return AttentionSharding(
+                name=f"{name} with sinks",
+                num_heads=self.num_heads,
+                state_width=width,
+                rotations=("allgather",),
+            )
+        if self.window is not None or self.chunk is not None:
+            return AttentionSharding(
+                name=name,
+                num_heads=self.num_heads,
+                state_width=width,
+                rotations=("allgather", "ulysses"),
+            )
+        return AttentionSharding(name=name, num_heads=self.num_heads, state_width=width)
+
+    @property
+    def sharded_sizes(self) -> tuple[tuple[str, int], ...]:
+        return (("key/value heads", self.num_kv_heads),)
+
+    @property
+    def shard_rules(self) -> tuple[ShardRule, ...]:
+        heads = (ShardRule(pattern="[qk]_norm.weight", style="heads"),)
+        kinds = ("weight", "bias") if self.bias else ("weight",)
+        sinks = (ShardRule(pattern="sinks.weight", style="head_weights"),)
+        return (
+            *(ShardRule(pattern=f"w[qkv].{kind}", style="columns") for kind in kinds),
+            *(ShardRule(pattern=f"wo.{kind}", style="rows") for kind in kinds),
+            *(sinks if self.has_sinks else ()),
+            *(heads if self.qk_norm_eps is not None else ()),
+        )
+
+    @property
+    def init_rules(self) -> tuple[InitRule, ...]:
+        return (InitRule(pattern="w?.bias", kind="zeros"),) if self.bias else ()
+
+    @property
+    def hugging_face(self) -> Mapping[str, str]:
+        kinds = ("weight", "bias") if self.bias else ("weight",)
+        names = {f"w{x}.{kind}": f"self_attn.{x}_proj.{kind}" for x in "qkvo" for kind in kinds}
+        if self.has_sinks:
+            names["sinks.weight"] = "self_attn.sinks"
+        if self.qk_norm_eps is not None:
+            names |= {f"{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}
+        return names
+
+    def torchtitan_keys(self, *, pairs: bool) -> tuple[TorchtitanKey, ...]:
+        """Return torchtitan's names in a layer. `pairs`: it rotates adjacent numbers there."""
+        heads = {"q": self.num_heads, "k": self.num_kv_heads, "v": 0} if pairs else {}
+        norms = ("q_norm.weight", "k_norm.weight") if self.qk_norm_eps is not None else ()
+        biases = tuple(f"w{x}.bias" for x in "qkvo") if self.bias else ()
+        sinks = (TorchtitanKey(name="sinks.weight", theirs=("sinks",)),) if self.has_sinks else ()
+        return (
+            *sinks,
+            *(
+                TorchtitanKey(
+                    name=f"w{letter}.weight",
+                    theirs=(f"w{letter}.weight", f"qkv_linear.w{letter}.weight"),
+                    rope_heads=heads.get(letter, 0),
+                )
+                for letter in "qkv"
+            ),
+            *(TorchtitanKey(name=name, theirs=(name,)) for name in ("wo.weight", *biases, *norms)),
+        )
+
+    def num_matrix_elements(self, dim: int) -> int:
+        gates = self.num_heads if self.gated else 0
+        return dim * (2 * self.num_heads + 2 * self.num_kv_heads + gates) * self.head_dim
+
+    def num_other_params(self) -> int:
+        norms = 0 if self.qk_norm_eps is None else 2 * self.head_dim
+        sinks = self.num_heads if self.has_sinks else 0
+        return norms + sinks
+
+    def num_biases(self, dim: int) -> int:
+        if not self.bias:
+            return 0
+        gates = self.num_heads if self.gated else 0
+        return (self.num_heads + gates + 2 * self.num_kv_heads) * self.head_dim + dim
+
+    def flops_per_token(self, seq_len: int) -> int:
+        # On average, half of a causal sequence is visible, and a whole window.
+        visible = min(seq_len, self.chunk or seq_len, 2 * (self.window or seq_len))
+        return causal_flops(self.num_heads, 2 * self.head_dim, visible)
+
+    def build(self, dim: int, backend: Backend) -> "GroupedQueryAttention":
+        return GroupedQueryAttention(dim, self, backend)
+
+
+class GroupedQueryAttention(Attention):
+    """Attention whose states are keys and values [B, K, S, E]."""
+
+    def __init__(self, dim: int, dims: GroupedQuery, backend: Backend) -> None:
+        # Before `make_kernel`.
+        self._has_sinks = dims.has_sinks
+        self._adjacent, self._temperature = dims.rotates_adjacent, dims.temperature
+        self._rotated_norm_eps = dims.rotated_norm_eps
+        self._gated = dims.gated
+        super().__init__(backend, dims.head_dim)
+        head_dim, query_width = dims.head_dim, dims.num_heads * dims.head_dim
+        self.wq = nn.Linear(dim, query_width * (2 if dims.gated else 1), bias=dims.bias)
+        self.wk = nn.Linear(dim, dims.num_kv_heads * head_dim, bias=dims.bias)
+        self.wv = nn.Linear(dim, dims.num_kv_heads * head_dim, bias=dims.bias)
+        self.wo = nn.Linear(query_width, dim, bias=dims.bias)
+        self.sinks = HeadWeights(dims.num_heads) if dims.has_sinks else None
+        self.q_norm, self.k_norm = _head_norm(dims), _head_norm(dims)
+
+    def project(self, x_BSD: torch.Tensor, context: BlockContext) -> tuple[_Queries, States]:
+        gate_BSF = None
+        if self._gated:
+            q_BSHE, gate_BSHE = (
+                self.wq(x_BSD).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+            )
+            gate_BSF = gate_BSHE.flatten(-2)
+        else:
+            q_BSHE = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
+        k_BSKE = self.wk(x_BSD).unflatten(-1, (-1, self.head_dim))
+        v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
+        q_BSHE = self._rotated(self.q_norm(q_BSHE), context)
+        k_BSKE = self._rotated(self.k_norm(k_BSKE), context)
+        if self._temperature is not None:
+            factors_BS = self._temperature.of(context.positions_BS)
+            q_BSHE = (q_BSHE * factors_BS[..., None, None]).to(q_BSHE.dtype)
+        queries = q_BSHE.transpose(1, 2), gate_BSF
+        return queries, (k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2))
+
+    def _rotated(self, x_BSHE: torch.Tensor, context: BlockContext) -> torch.Tensor:
+        x_BSHE = rotate(x_BSHE, context.cos_BS1E, context.sin_BS1E, adjacent=self._adjacent)
+        if self._rotated_norm_eps is None:
+            return x_BSHE
+        return F.rms_norm(x_BSHE, x_BSHE.shape[-1:], eps=self._rotated_norm_eps)
+
+    def attend(self, queries: _Queries, states: States, mask: object) -> torch.Tensor:
+        q_BHSE, gate_BSF = queries
+        sinks = () if self.sinks is None else (self.sinks(),)
+        out_BSF = self.kernel(q_BHSE, *states, mask, *sinks).transpose(1, 2).flatten(-2)
+        return self.wo(out_BSF if gate_BSF is None else out_BSF * gate_BSF.sigmoid())
+
+    def make_kernel(self, backend: Backend) -> nn.Module:
+        return SinkKernel(backend) if self._has_sinks else super().make_kernel(backend)
+
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        # This rank's heads under tensor parallelism.
+        heads = local_tensor(self.wk.weight).shape[0] // self.head_dim
+        return ((heads, self.head_dim), (heads, self.head_dim))
+
+
+def _head_norm(dims: GroupedQuery) -> nn.Module:
+    if dims.qk_norm_eps is None:
+        return nn.Identity()
+    return rms_norm(dims.head_dim, dims.qk_norm_eps, zero_centered=dims.zero_centered_norms)

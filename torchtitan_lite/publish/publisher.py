@@ -1,0 +1,311 @@
+"""The publisher of a rank: copies its part of the weights into shared memory every few steps, and
+serves it to other machines if configured.
+
+Invariant: a version is complete on a rank once its checksums are stored, and the newest complete
+one is never overwritten. Training waits for the copy, not for the checksums, and for subscribers
+only if configured. Layer: above sources, mesh and checkpoint.
+"""
+
+import json
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from torchtitan_lite.checkpoint import (
+    Copier,
+    SavePlan,
+    layouts_json,
+    local_tensors,
+    plan_save,
+    run_on_all_ranks,
+)
+from torchtitan_lite.checkpoint.shared_memory import (
+    PUBLISHED,
+    Region,
+    RegionDescription,
+    SlotState,
+    region_files,
+    run_folder,
+)
+from torchtitan_lite.errors import PublishError
+from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints, broadcast_bytes
+from torchtitan_lite.log import logger
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.publish.hugging_face import HUGGING_FACE, hugging_face_to_json
+from torchtitan_lite.publish.pins import SlotLock, pin_path
+from torchtitan_lite.publish.sources import INDEX_VERSION, PUBLISHED_FILE, PURPOSE, STATUS_VERSION
+from torchtitan_lite.rpc.state_server import FramedState, StateServer
+from torchtitan_lite.schema.publish import PublishConfig
+from torchtitan_lite.spec import ModelSpec
+from torchtitan_lite.train_state import model_tensors
+
+_POLL_S = 0.01
+_BETWEEN_REQUESTS_S = 0.3
+"""Time after a request of another machine during which it may send the next one."""
+_STATUS_BYTES = 128
+_VERSION_BYTES = 24
+"""Bytes of a version as JSON."""
+_DIGEST_BYTES = 48
+"""Bytes of a checksum as JSON, beside the name."""
+
+
+class Publisher:
+    """Publishes this rank's part. Every rank of the run has one, and calls it alike."""
+
+    def __init__(
+        self,
+        config: PublishConfig,
+        tensors: Mapping[str, torch.Tensor],
+        mesh: Mesh,
+        *,
+        run_id: str,
+        folder: Path,
+        model: Mapping[str, Any],
+        secret: str,
+    ) -> None:
+        """`tensors` are parameters and buffers by name, `folder` is for the file that tells where
+        the run publishes, `model` describes the model. Every rank must call it. Raises
+        InsufficientMemory, and PublishError if the address cannot be used."""
+        self._config, self._mesh = config, mesh
+        dtype = None if config.dtype is None else getattr(torch, config.dtype)
+        plan = plan_save(tensors, mesh, dtype)
+        # Unique to this start of the run.
+        session = broadcast_bytes(secrets.token_hex(16).encode()).decode()
+        about = _describe(plan, mesh, run_id, session, model)
+        names = sum(len(name) + _DIGEST_BYTES for name in plan.placed)
+        self._region = run_on_all_ranks(
+            lambda: Region.create(
+                run_folder(run_id),
+                mesh.rank,
+                about.to_dict(),
+                plan.slot_bytes,
+                values_bytes=names + 4096,
+                num_slots=config.keep_versions + 1,
+                kind=PUBLISHED,
+            )
+        )
+        slots = [self._region.data(slot) for slot in range(self._region.num_slots)]
+        self._copier = Copier(plan, slots, mesh.device.torch_device)
+        self._held = about.tensors
+        self._pool = ThreadPoolExecutor(1, "publish")
+        self._finishing: Future[None] | None = None
+        self._server: StateServer | None = None
+        self._session = session
+        self._published_file = folder / PUBLISHED_FILE
+        for slot in range(self._region.num_slots):
+            # Readers do not create it.
+            pin_path(self._region.path.parent, mesh.rank, slot).touch(0o600)
+        self._is_skipping = False
+        """Whether the last version that was due has been skipped."""
+        url = ""
+        if config.address is not None:
+            self._server = run_on_all_ranks(
+                lambda: _open_server(config, secret, is_first=mesh.rank == 0)
+            )
+            url = self._server.url
+        described = {"url": url, "description": about.to_dict(), "slot_bytes": plan.slot_bytes}
+        everyone = all_gather_bytes(json.dumps(described).encode())
+        if mesh.rank == 0:
+            for rank, path in region_files(self._region.path.parent, PUBLISHED).items():
+                if rank >= mesh.world_size:
+                    # Of a session that was killed.
+                    path.unlink(missing_ok=True)
+            self._offer_index([json.loads(text) for text in everyone])
+        self._offer_status([])
+        run_on_all_ranks(lambda: self._announce({"run_id": run_id, "url": url or None}))
+
+    def after_step(self, step: int, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Publish the weights as version `step` if it is due, and return whether it was published.
+        Every rank must call it. The weights may change afterwards. Raises PublishError if the
+        checksums of the last version could not be stored."""
+        if step % self._config.every_steps:
+            return False
+        return self.publish(step, tensors)
+
+    def publish(self, step: int, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """As `after_step`, whether or not the version is due."""
+        self._finish_last()
+        slot, lock = self._free_slot()
+        if self._config.when_in_use == "wait":
+            deadline = time.monotonic() + self._config.max_wait_s
+            while slot is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                slot, lock = self._free_slot()
+        # All ranks publish a version, or none.
+        if not all(all_gather_ints(int(slot is not None))) or slot is None or lock is None:
+            if lock is not None:
+                lock.release()
+            if not self._is_skipping and self._mesh.is_leader:
+                logger.warning(
+                    "Version %d is not published: subscribers still read all older ones. Raise "
+                    "publish.keep_versions (%d) or publish.every_steps (%d).",
+                    step,
+                    self._config.keep_versions,
+                    self._config.every_steps,
+                )
+            self._is_skipping = True
+            return False
+        self._is_skipping = False
+        old = self._region.slots()[slot]
+        if self._server is not None and old.state == SlotState.COMPLETE:
+            self._server.withdraw(old.step)
+        self._region.begin(slot, step)
+        self._copier.start(slot, local_tensors(tensors), lambda: None)
+        self._copier.wait()
+        self._finishing = self._pool.submit(self._complete, slot, step, lock)
+        return True
+
+    def close(self) -> None:
+        """Complete the last version, and remove what is published. Subscribers that read it keep
+        the memory until they have finished."""
+        try:
+            self._finish_last()
+        finally:
+            self._pool.shutdown()
+            if self._server is not None:
+                self._server.close()
+            if self._mesh.rank == 0:
+                self._published_file.unlink(missing_ok=True)
+            self._copier.close()
+            self._region.unlink()
+            folder, rank = self._region.path.parent, self._region.rank
+            for slot in range(self._region.num_slots):
+                pin_path(folder, rank, slot).unlink(missing_ok=True)
+            self._region.close()
+            # Other ranks and snapshots may still use it.
+            with suppress(OSError):
+                folder.rmdir()
+
+    def _finish_last(self) -> None:
+        finishing, self._finishing = self._finishing, None
+        if finishing is not None:
+            finishing.result()
+
+    def _free_slot(self) -> tuple[int | None, SlotLock | None]:
+        """Return a slot that is neither the newest version nor being read, locked."""
+        slots = self._region.slots()
+        newest = max(self._region.complete_slots(), default=None)
+        for slot in sorted(range(len(slots)), key=lambda slot: slots[slot].step):
+            state, version = slots[slot].state, slots[slot].step
+            if state == SlotState.COMPLETE and version == newest:
+                continue
+            if self._server is not None and self._server.idle_s(version) < _BETWEEN_REQUESTS_S:
+                continue
+            path = pin_path(self._region.path.parent, self._region.rank, slot)
+            lock = SlotLock(path, exclusive=True)
+            if lock.try_acquire():
+                return slot, lock
+        return None, None
+
+    def _complete(self, slot: int, version: int, lock: SlotLock) -> None:
+        """Store the checksums, which makes the version visible."""
+        try:
+            data = self._region.data(slot)
+            digests = {
+                held.name: xxhash.xxh3_64_hexdigest(data[held.offset : held.offset + held.bytes])
+                for held in self._held
+            }
+            self._region.complete(slot, {"digests": digests})
+        finally:
+            lock.release()
+        if self._server is not None:
+            versions = list(self._region.complete_slots())
+            header = json.dumps({"version": version, "digests": digests}).encode()
+            state = FramedState(header, data)
+            self._server.offer(version, state, keep=[INDEX_VERSION, STATUS_VERSION, *versions])
+            self._offer_status(versions)
+
+    def _announce(self, where: Mapping[str, Any]) -> None:
+        """Write where the run publishes."""
+        if self._mesh.rank == 0:
+            partial = self._published_file.with_suffix(".part")
+            partial.write_text(json.dumps(where) + "\n", encoding="utf-8")
+            partial.replace(self._published_file)
+
+    def _offer_index(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Serve where all ranks are, and what they hold."""
+        if self._server is not None:
+            index = json.dumps({"ranks": list(ranks)}).encode()
+            self._server.offer(INDEX_VERSION, FramedState(index))
+
+    def _offer_status(self, versions: Sequence[int]) -> None:
+        """Serve the versions that this rank has completed."""
+        if self._server is None:
+            return
+        status = json.dumps({"session": self._session, "versions": list(versions)}).encode()
+        # All have one length: a client reads the length first, maybe of an earlier one.
+        status = status.ljust(_STATUS_BYTES + _VERSION_BYTES * self._region.num_slots)
+        state = _ServedStatus(status, self._server, max(versions, default=None))
+        self._server.offer(STATUS_VERSION, state, keep=[INDEX_VERSION, *versions])
+
+
+def published_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers of a model by name, a tied one once."""
+    return {name.removeprefix("model."): one for name, one in model_tensors(model).items()}
+
+
+def describe_model(spec: ModelSpec, dims: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe a model for subscribers: family and dimensions, and names in transformers."""
+    known = spec.hugging_face
+    return {
+        "model": {"name": spec.name, "flavor": spec.flavor, "dims": dict(dims)},
+        HUGGING_FACE: None if known is None else hugging_face_to_json(known),
+    }
+
+
+class _ServedStatus(FramedState):
+    """A status; its readers are about to read the newest version."""
+
+    def __init__(self, status: bytes, server: StateServer, newest: int | None) -> None:
+        super().__init__(status)
+        self._server, self._newest = server, newest
+
+    def read(self, start: int, stop: int) -> Iterator[memoryview]:
+        if self._newest is not None:
+            self._server.touch(self._newest)
+        yield from super().read(start, stop)
+
+
+def _describe(
+    plan: SavePlan, mesh: Mesh, run_id: str, session: str, model: Mapping[str, Any]
+) -> RegionDescription:
+    return RegionDescription(
+        run_id=run_id,
+        session=session,
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        root="",
+        is_leader=mesh.is_leader,
+        mesh={},
+        config=model if mesh.rank == 0 else {},
+        versions={},
+        layouts=layouts_json(plan.layouts),
+        tensors=plan.held_tensors(),
+        file_layouts=(),
+        file_name=plan.tensor_file_name,
+        boxes=(),
+    )
+
+
+def _open_server(config: PublishConfig, secret: str, *, is_first: bool) -> StateServer:
+    assert config.address is not None
+    try:
+        listener = None
+        if is_first and config.port:
+            family = socket.AF_INET6 if ":" in config.address else socket.AF_INET
+            listener = socket.create_server((config.address, config.port), family=family)
+        return StateServer(config.address, secret, PURPOSE, listener=listener)
+    except OSError as error:
+        raise PublishError(
+            f"publish.address {config.address!r}, port {config.port if is_first else 0}, cannot "
+            f"be used: {error}. Give the address of an interface of this machine."
+        ) from None

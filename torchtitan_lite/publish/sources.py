@@ -1,0 +1,369 @@
+"""Published parts of ranks, in this machine's shared memory or at the ranks' servers.
+
+Invariant: what a pinned version holds does not change, and is readable until it is released, or an
+error says that it is gone. Nothing is unpickled. Layer: above pins.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from torchtitan_lite.checkpoint import DTYPES, tensor_bytes, tensor_from_bytes
+from torchtitan_lite.checkpoint.shared_memory import (
+    PUBLISHED,
+    HeldTensor,
+    Region,
+    RegionDescription,
+    existing_run_folder,
+    region_files,
+)
+from torchtitan_lite.errors import DamagedSnapshot, PublishError, RpcError
+from torchtitan_lite.publish.pins import SlotLock, pin_path
+from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
+
+PURPOSE = "publish"
+"""Purpose of the sessions."""
+_ANSWER_S = 30.0
+"""Time limit for each answer of a server."""
+PUBLISHED_FILE = "published.json"
+"""File in the output folder of a run that tells where it publishes."""
+STATUS_VERSION, INDEX_VERSION = 1 << 59, (1 << 59) + 1
+"""Under which ranks serve their status and their index. Versions are steps, from 0."""
+_REQUEST_BYTES = 8 << 20
+
+
+class VersionGone(PublishError):
+    """A version that its publisher has overwritten or withdrawn. A newer one exists or will."""
+
+
+class PinnedPart(Protocol):
+    """The part of a rank in one version, which does not change while it is pinned."""
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """Checksums of the local tensors, by name."""
+        ...
+
+    def block(self, name: str, block: tuple[slice, ...]) -> torch.Tensor:
+        """Return a block of a local tensor, which may share the publisher's memory. Raises
+        VersionGone."""
+        ...
+
+    def release(self) -> None:
+        """Let the publisher overwrite the version."""
+        ...
+
+
+class RankSource(Protocol):
+    """The published versions of one rank."""
+
+    description: RegionDescription
+
+    def versions(self) -> list[int]:
+        """Return the complete versions, as far as known without waiting."""
+        ...
+
+    def pin(self, version: int) -> PinnedPart:
+        """Keep a version. Raises VersionGone."""
+        ...
+
+    def is_current(self) -> bool:
+        """Return whether the rank still publishes here: one that restarts replaces its region."""
+        ...
+
+    def close(self) -> None:
+        """Close connections, and unmap memory."""
+        ...
+
+
+class _SharedPart:
+    """A pinned part in shared memory."""
+
+    def __init__(
+        self, region: Region, slot: int, held: Mapping[str, HeldTensor], lock: SlotLock
+    ) -> None:
+        self._data, self._held, self._lock = region.data(slot), held, lock
+        self.digests: Mapping[str, str] = region.values(slot)["digests"]
+
+    def block(self, name: str, block: tuple[slice, ...]) -> torch.Tensor:
+        held = self._held[name]
+        raw = self._data[held.offset : held.offset + held.bytes]
+        return tensor_from_bytes(raw, DTYPES[held.dtype], held.local_shape)[block]
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+class SharedMemorySource:
+    """The versions of a rank of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises DamagedSnapshot and OSError."""
+        self._path, self._inode = path, path.stat().st_ino
+        # Opened writable only because torch warns about read-only memory.
+        self._region = region = Region.open(path, writable=True)
+        self.description = RegionDescription.from_dict(
+            region.description, slot_bytes=region.slot_bytes
+        )
+        self._held = {held.name: held for held in self.description.tensors}
+
+    def versions(self) -> list[int]:
+        return list(self._region.complete_slots())
+
+    def pin(self, version: int) -> _SharedPart:
+        slot = self._region.complete_slots().get(version)
+        if slot is None:
+            raise VersionGone(f"{self._path} does not hold version {version}.")
+        lock = SlotLock(pin_path(self._path.parent, self.description.rank, slot), exclusive=False)
+        try:
+            is_free = lock.try_acquire()
+        except OSError as error:
+            raise VersionGone(f"{self._path} is being removed: {error}") from None
+        if not is_free:
+            raise VersionGone(f"Version {version} in {self._path} is being overwritten.")
+        try:
+            # It may have been overwritten before it was locked.
+            if self._region.complete_slots().get(version) != slot:
+                raise VersionGone(f"{self._path} does not hold version {version} any more.")
+            return _SharedPart(self._region, slot, self._held, lock)
+        except (DamagedSnapshot, KeyError) as error:
+            lock.release()
+            raise VersionGone(f"{self._path}: {error!r}") from None
+        except BaseException:
+            lock.release()
+            raise
+
+    def close(self) -> None:
+        """Unmap the memory, once no tensor uses it."""
+        self._region.close()
+
+    def is_current(self) -> bool:
+        try:
+            return self._path.stat().st_ino == self._inode
+        except OSError:
+            return False
+
+
+class _ServedPart:
+    """A pinned part at a server."""
+
+    def __init__(
+        self, connection: StateConnection, description: RegionDescription, header: bytes
+    ) -> None:
+        self._connection = connection
+        self._held = {held.name: held for held in description.tensors}
+        self._data_start = 8 + len(header)
+        self.digests: Mapping[str, str] = read_json(header)["digests"]
+
+    def block(self, name: str, block: tuple[slice, ...]) -> torch.Tensor:
+        held = self._held[name]
+        dtype = DTYPES[held.dtype]
+        target = torch.empty([one.stop - one.start for one in block], dtype=dtype)
+        if target.numel() == 0:
+            return target
+        raw = tensor_bytes(target)
+        try:
+            for rows in block_rows(held.local_shape, block, dtype.itemsize):
+                for part in rows.requests():
+                    start = self._data_start + held.offset + part.start
+                    into = raw[part.target : part.target + part.length * part.count]
+                    self._connection.fetch(start, [into], (part.count, part.stride))
+        except RpcError as error:
+            raise VersionGone(str(error)) from None
+        return target
+
+    def release(self) -> None:
+        self._connection.close()
+
+
+class ServerSource:
+    """The versions of a rank that serves them."""
+
+    def __init__(self, endpoint: PeerEndpoint, description: RegionDescription) -> None:
+        self._endpoint, self.description = endpoint, description
+        self._status = StateConnection(endpoint, STATUS_VERSION)
+        self._session = description.session
+
+    def versions(self) -> list[int]:
+        """Raises PublishError if the server does not answer."""
+        status = read_header(self._status)
+        self._session = status.get("session")
+        return [int(version) for version in status.get("versions", ())]
+
+    def is_current(self) -> bool:
+        return self._session == self.description.session
+
+    def close(self) -> None:
+        self._status.close()
+
+    def pin(self, version: int) -> _ServedPart:
+        connection = StateConnection(self._endpoint, version)
+        try:
+            return _ServedPart(connection, self.description, connection.fetch_header())
+        except RpcError as error:
+            connection.close()
+            raise VersionGone(str(error)) from None
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Rows of equal length in a contiguous tensor, in bytes."""
+
+    start: int
+    length: int
+    count: int
+    stride: int
+    target: int
+    """First byte in the contiguous block."""
+
+    def requests(self) -> Iterator["BlockRows"]:
+        """Split the rows into requests of at most 8 MiB."""
+        count = max(1, _REQUEST_BYTES // max(1, self.length))
+        for first in range(0, self.count, count):
+            for at in range(0, self.length, _REQUEST_BYTES):
+                yield BlockRows(
+                    self.start + first * self.stride + at,
+                    min(_REQUEST_BYTES, self.length - at),
+                    min(count, self.count - first),
+                    self.stride,
+                    self.target + first * self.length + at,
+                )
+
+
+def block_rows(shape: Sequence[int], block: Sequence[slice], itemsize: int) -> list[BlockRows]:
+    """Return the rows of a block of a contiguous tensor of `shape`, as few as possible."""
+    sizes = [one.stop - one.start for one in block]
+    strides = [prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+    # A row spans the dims from `inner` on: all but the first of them are whole.
+    inner = len(shape)
+    while inner > 0 and (inner == len(shape) or sizes[inner] == shape[inner]):
+        inner -= 1
+    length = prod(sizes[inner:]) * itemsize
+    first = sum(one.start * stride for one, stride in zip(block, strides, strict=True))
+    if inner == 0:
+        return [BlockRows(first, length, 1, length, 0)]
+    count, stride = sizes[inner - 1], strides[inner - 1]
+    found, target = [], 0
+    outer = [0]
+    for dim in range(inner - 1):
+        outer = [base + index * strides[dim] for base in outer for index in range(sizes[dim])]
+    for base in outer:
+        found.append(BlockRows(first + base, length, count, stride, target))
+        target += length * count
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """All ranks of a run that publishes."""
+
+    where: str
+    ranks: tuple[RankSource, ...]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What the first rank tells of the model."""
+        return self.ranks[0].description.config
+
+    @property
+    def session(self) -> str:
+        return self.ranks[0].description.session
+
+    @property
+    def poll_s(self) -> float:
+        """Seconds between two looks for a newer version."""
+        return 0.05 if isinstance(self.ranks[0], ServerSource) else 0.005
+
+    def newest(self) -> int | None:
+        """Return the newest version that every rank has, as far as known; None if there is none."""
+        if isinstance(self.ranks[0], ServerSource):
+            # What its first rank has; a rank that has it not yet does not let it be pinned.
+            return max(self.ranks[0].versions(), default=None)
+        common = set(self.ranks[0].versions())
+        for rank in self.ranks[1:]:
+            common &= set(rank.versions())
+        return max(common, default=None)
+
+    def is_current(self) -> bool:
+        """Return whether the run still publishes here."""
+        return all(rank.is_current() for rank in self.ranks)
+
+
+def open_publication(source: str, secret: str) -> Publication:
+    """Open what a run publishes: `source` is its output folder, or the URL of its first rank.
+
+    Ranks of this machine are read in shared memory. Raises PublishError if nothing is published.
+    """
+    if source.startswith("http://"):
+        return _served(source, secret)
+    path = Path(source).expanduser() / PUBLISHED_FILE
+    try:
+        told = read_json(path.read_bytes())
+        run_id, url = str(told["run_id"]), told.get("url")
+    except (OSError, KeyError) as error:
+        raise PublishError(
+            f"{source} publishes no weights: {error!r}. Start its run with --publish.enable, or "
+            "give the URL of its first rank."
+        ) from None
+    folder = existing_run_folder(run_id)
+    found = {} if folder is None else region_files(folder, PUBLISHED)
+    sources: list[SharedMemorySource] = []
+    with suppress(DamagedSnapshot, FileNotFoundError):
+        sources = [SharedMemorySource(one) for one in found.values()]
+    # An earlier session, of more ranks, may have been killed.
+    sources = [one for one in sources if one.description.session == sources[0].description.session]
+    world_size = sources[0].description.world_size if sources else 0
+    if sources and len(sources) == world_size:
+        return Publication(where=str(folder), ranks=tuple(sources))
+    if url is not None:
+        return _served(str(url), secret)
+    raise PublishError(
+        f"The run of {source} has published nothing yet, or has ended: {len(sources)} of "
+        f"{world_size or 'its'} ranks are in the shared memory of this machine."
+    )
+
+
+def read_header(connection: StateConnection) -> Mapping[str, Any]:
+    """Read the index of a server (descriptions and URLs of all ranks), or its status (session and
+    versions). Raises PublishError."""
+    try:
+        return read_json(connection.fetch_header())
+    except RpcError as error:
+        connection.close()
+        raise PublishError(str(error)) from None
+
+
+def _served(url: str, secret: str) -> Publication:
+    first = PeerEndpoint(url, secret, PURPOSE, _ANSWER_S)
+    with closing(StateConnection(first, INDEX_VERSION)) as connection:
+        index = read_header(connection)
+    try:
+        ranks = tuple(
+            ServerSource(
+                PeerEndpoint(str(one["url"]), secret, PURPOSE, _ANSWER_S),
+                RegionDescription.from_dict(one["description"], slot_bytes=one["slot_bytes"]),
+            )
+            for one in index["ranks"]
+        )
+        if not ranks:
+            raise KeyError("ranks")
+    except (KeyError, TypeError, DamagedSnapshot) as error:
+        raise PublishError(f"{url} sent an invalid index: {error!r}") from None
+    return Publication(where=url, ranks=ranks)
+
+
+def read_json(text: bytes) -> dict[str, Any]:
+    """Parse a JSON object from a publisher. Raises PublishError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PublishError(f"Invalid JSON from a publisher: {error}") from None
+    if not isinstance(value, dict):
+        raise PublishError("A publisher's JSON is not an object.")
+    return value

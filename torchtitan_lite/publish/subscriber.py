@@ -1,0 +1,356 @@
+"""Subscribers: they receive versions of the weights of a live run into their own tensors.
+
+Invariant: targets hold one version, and never a mix, also after an error or if the publisher dies:
+everything is pinned, and what comes from a server is received completely, before a target changes.
+Layer: above sources.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchtitan_lite.checkpoint import DTYPES
+from torchtitan_lite.errors import LayoutError, PublishError
+from torchtitan_lite.publish.sources import (
+    PinnedPart,
+    Publication,
+    ServerSource,
+    VersionGone,
+    open_publication,
+)
+from torchtitan_lite.redistribute import Layout, TensorSpec, layout_from_json
+from torchtitan_lite.redistribute.read_plan import HeldBlock, held_blocks
+from torchtitan_lite.torch_compat import local_tensor
+
+_WHOLE = Layout.on_holder(0)
+_NO_VERSION = -1
+"""Less than any version: 0 is that of initial weights."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Memory that receives a published tensor, or a part of it."""
+
+    name: str
+    """Name of the published tensor, that of the parameter in the trainer."""
+    tensor: torch.Tensor
+    """Receives this process's shard, in its own dtype; may be a view, such as rows of a fused
+    projection. A DTensor has its layout with it."""
+    layout: Layout | None = None
+    """Layout of the tensor over the subscriber's processes, which its holders number. Unset: that
+    of the DTensor, or the whole tensor."""
+    holder: int = 0
+    """This process in `layout`."""
+    row: int | None = None
+    """Receive only this element of dim 0, such as one expert; `layout` is that of the element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """A version that the targets hold now."""
+
+    version: int
+    num_bytes: int
+    """Bytes of changed blocks, as published."""
+    num_bytes_unchanged: int
+    """Bytes of blocks that the targets held already."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A block of a target, and where it is."""
+
+    rank: int
+    name: str
+    source: tuple[slice, ...]
+    into: torch.Tensor
+    num_bytes: int
+
+
+@dataclass
+class Subscription:
+    """Targets that receive versions. Create it with `Subscriber.subscribe`."""
+
+    subscriber: "Subscriber"
+    targets: Sequence[Target]
+    version: int | None = None
+    """The version that the targets hold; None before the first update."""
+    _reads: list[_Read] = field(default_factory=list)
+    _planned: Publication | None = None
+    _digests: dict[tuple[int, str], str] = field(default_factory=dict)
+    """Checksums of the parts that the targets hold."""
+
+    def update(
+        self,
+        *,
+        timeout_s: float | None = None,
+        agree: Callable[[int], int] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> Update | None:
+        """Receive the newest version into the targets, if it is newer than the one they hold, and
+        return it. Without a newer one, wait up to `timeout_s`, by default not at all, and return
+        None.
+
+        Several processes that must hold the same version pass `agree`, a collective that returns
+        the smallest of all processes' integers: they agree about the version, and later that all
+        have pinned it. `before` is called when the targets are about to change. Raises
+        PublishError.
+        """
+        deadline = time.monotonic() + (timeout_s or 0.0)
+        while True:
+            found = self.subscriber.newest()
+            newest = _NO_VERSION if found is None else found
+            version = newest if agree is None else agree(newest)
+            if version > (_NO_VERSION if self.version is None else self.version):
+                update = self._receive(version, agree, before)
+                if update is not None:
+                    return update
+            if not (agree or int)(int(time.monotonic() < deadline)):
+                return None
+            time.sleep(self.subscriber.publication.poll_s)
+
+    @torch.no_grad()
+    def _receive(
+        self,
+        version: int,
+        agree: Callable[[int], int] | None,
+        before: Callable[[], None] | None,
+    ) -> Update | None:
+        """Receive a version; None if it is gone for any process."""
+        started = time.perf_counter()
+        publication = self.subscriber.publication
+        self._plan(publication)
+        with ExitStack() as stack:
+            found = None
+            with suppress(VersionGone):
+                found = self._pinned(publication, version, stack)
+            is_pinned = found is not None
+            if agree is not None:
+                # After a restart of the run, versions of two sessions may have one number.
+                session = int(publication.session[:12] or "0", 16)
+                is_same = agree(session) == -agree(-session)
+                is_pinned = bool(agree(int(is_pinned))) and is_same
+            if not is_pinned or found is None:
+                return None
+            if before is not None:
+                before()
+            # If a copy fails, the next update receives everything.
+            self._digests = {}
+            for read, block in zip(found.reads, found.staged, strict=True):
+                if block is None:
+                    block = found.parts[read.rank].block(read.name, read.source)
+                read.into.copy_(block)
+        self.version, self._digests = version, found.digests
+        return Update(
+            version=version,
+            num_bytes=sum(read.num_bytes for read in found.reads),
+            num_bytes_unchanged=found.num_bytes_unchanged,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _plan(self, publication: Publication) -> None:
+        """Plan the reads, once for a publication."""
+        if self._planned is publication:
+            return
+        tensors = self.subscriber.tensors
+        reads: list[_Read] = []
+        for number, target in enumerate(self.targets):
+            spec = tensors.get(target.name)
+            if spec is None:
+                raise PublishError(
+                    f"{publication.where} publishes no tensor {target.name!r}. It publishes "
+                    f"{', '.join(list(tensors)[:3])} and others."
+                )
+            reads += _reads_of(target, spec, number)
+        self._reads, self._planned, self._digests = reads, publication, {}
+
+    def _pinned(self, publication: Publication, version: int, stack: ExitStack) -> "_Pinned":
+        """Pin a version until `stack` closes, and receive what comes from servers, which may die.
+        Raises VersionGone."""
+        parts: dict[int, PinnedPart] = {}
+        for rank in sorted({read.rank for read in self._reads}):
+            parts[rank] = publication.ranks[rank].pin(version)
+            stack.callback(parts[rank].release)
+        digests = {
+            (read.rank, read.name): parts[read.rank].digests[read.name] for read in self._reads
+        }
+        changed = {key for key, digest in digests.items() if self._digests.get(key) != digest}
+        reads = [read for read in self._reads if (read.rank, read.name) in changed]
+        total = sum(read.num_bytes for read in self._reads)
+        return _Pinned(
+            parts=parts,
+            digests=digests,
+            reads=reads,
+            staged=[
+                parts[read.rank].block(read.name, read.source)
+                if isinstance(publication.ranks[read.rank], ServerSource)
+                else None
+                for read in reads
+            ],
+            num_bytes_unchanged=total - sum(read.num_bytes for read in reads),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pinned:
+    """A pinned version, as far as it differs from the one that the targets hold."""
+
+    parts: Mapping[int, PinnedPart]
+    digests: dict[tuple[int, str], str]
+    reads: Sequence[_Read]
+    staged: Sequence[torch.Tensor | None]
+    """Received blocks; None for one in shared memory."""
+    num_bytes_unchanged: int
+
+
+class Subscriber:
+    """A connection to a run that publishes its weights."""
+
+    def __init__(self, source: str, *, secret: str = "", timeout_s: float = 60.0) -> None:
+        """`source` is the output folder of the run, or the URL of its first rank, for which
+        `secret` is the run's TORCHTITAN_LITE_TOKEN. Waits up to `timeout_s` for the run to start.
+        Raises PublishError."""
+        self._source, self._secret = source, secret
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.publication = open_publication(source, secret)
+                break
+            except PublishError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(0.1)
+        self.tensors = _tensors_of(self.publication)
+
+    def close(self) -> None:
+        """Close the connections. Tensors keep what they hold."""
+        for rank in self.publication.ranks:
+            rank.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def where(self) -> str:
+        """Location, for messages."""
+        return self.publication.where
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Description of the model: `model` as in a config, and `hugging_face`, its names."""
+        return self.publication.config
+
+    def newest(self) -> int | None:
+        """Return the newest complete version; None if there is none yet, or the run has ended. A
+        run that was restarted is found again."""
+        with suppress(PublishError):
+            found = self.publication.newest()
+            if self.publication.is_current():
+                return found
+        try:
+            self._reopen()
+            return self.publication.newest()
+        except ModelChanged:
+            raise
+        except PublishError:
+            # It is being restarted, or has ended.
+            return None
+
+    def subscribe(self, targets: Iterable[Target]) -> Subscription:
+        """Prepare to receive versions into `targets`. Raises PublishError and LayoutError if they
+        do not fit what is published."""
+        subscription = Subscription(self, list(targets))
+        subscription._plan(self.publication)
+        return subscription
+
+    def _reopen(self) -> None:
+        publication = open_publication(self._source, self._secret)
+        tensors = _tensors_of(publication)
+        shapes = {name: (spec.shape, spec.dtype) for name, spec in self.tensors.items()}
+        for name, spec in tensors.items():
+            if shapes.get(name) != (spec.shape, spec.dtype):
+                raise ModelChanged(
+                    f"{publication.where} publishes another model since its restart: {name} is "
+                    f"{spec.dtype} {list(spec.shape)}, and was {shapes.get(name)}."
+                )
+        self.close()
+        self.publication, self.tensors = publication, tensors
+
+
+class ModelChanged(PublishError):
+    """A run that publishes another model than before."""
+
+
+def _tensors_of(publication: Publication) -> dict[str, TensorSpec]:
+    found: dict[str, TensorSpec] = {}
+    for rank in publication.ranks:
+        about = rank.description
+        layouts = [layout_from_json(given) for given in about.layouts]
+        for held in about.tensors:
+            spec = TensorSpec(layouts[held.layout], held.shape, DTYPES[held.dtype])
+            if found.setdefault(held.name, spec) != spec:
+                raise PublishError(f"{publication.where}: ranks disagree about {held.name}.")
+    return dict(sorted(found.items()))
+
+
+def _reads_of(target: Target, spec: TensorSpec, number: int) -> list[_Read]:
+    """Return the blocks of a target. Replicas of a block are read from one holder, another one for
+    each `number` of a target. Raises LayoutError if the target does not fit."""
+    layout, shape, tensor = spec.layout, spec.shape, target.tensor
+    first: tuple[slice, ...] = ()
+    if target.row is not None:
+        if not 0 <= target.row < shape[0]:
+            raise LayoutError(f"{target.name} has {shape[0]} elements and no {target.row}.")
+        layout, index = layout.of_element(shape, target.row)
+        first, shape = (slice(index, index + 1),), shape[1:]
+    wanted, holder = target.layout, target.holder
+    if isinstance(tensor, DTensor):
+        wanted = wanted or Layout.from_dtensor(tensor, strided="order")
+        holder = torch.distributed.get_rank()
+        tensor = local_tensor(tensor)
+    wanted = (wanted or _WHOLE).with_num_dims(len(shape))
+    expected = wanted.local_shape(shape, holder)
+    if tuple(tensor.shape) != expected:
+        raise LayoutError(
+            f"The target of {target.name} has shape {list(tensor.shape)}; its shard in {wanted} "
+            f"has {list(expected)} of {list(shape)}."
+        )
+    return [
+        _read(target.name, tensor, block, first, number, spec.dtype.itemsize)
+        for block in held_blocks(layout, wanted, tuple(shape), holder)
+    ]
+
+
+def _read(
+    name: str,
+    tensor: torch.Tensor,
+    block: HeldBlock,
+    first: tuple[slice, ...],
+    number: int,
+    itemsize: int,
+) -> _Read:
+    rank = block.holders[number % len(block.holders)]
+    assert isinstance(rank, int)
+    into = tensor.detach()[block.target]
+    return _Read(
+        rank=rank,
+        name=name,
+        source=(*first, *block.source),
+        into=into.unsqueeze(0) if first else into,
+        num_bytes=into.numel() * itemsize,
+    )

@@ -1,0 +1,32 @@
+"""`[publish]`. Layer: above section."""
+
+from typing import Annotated, Literal
+
+from torchtitan_lite.schema.section import Section, above, at_least, between
+
+
+class PublishConfig(Section):
+    """Publication of the weights of a live run to subscribers, such as inference engines."""
+
+    enable: bool = False
+    """Publish the weights in shared memory."""
+    every_steps: Annotated[int, above(0)] = 1
+    """Committed steps between two versions. A version has the number of its step."""
+    at_start: bool = False
+    """Also publish the weights with which the run starts or resumes, as the version of their step:
+    0 for initial weights. Samplers of reinforcement learning need them before the first step."""
+    dtype: Literal["bfloat16", "float32", "float64"] | None = None
+    """Dtype of published floating-point weights. Unset: as they are trained."""
+    keep_versions: Annotated[int, at_least(1)] = 2
+    """Complete versions in shared memory, beside the one being written."""
+    when_in_use: Literal["skip", "wait"] = "skip"
+    """If subscribers read all older versions when the next one is due: "skip" it, or let training
+    "wait" for them."""
+    max_wait_s: Annotated[float, above(0)] = 30.0
+    """Limit of a wait. A version is skipped afterwards."""
+    address: str | None = None
+    """Address of the interface at which each rank serves its part to other machines, which needs
+    TORCHTITAN_LITE_TOKEN. Unset: only to this machine, through shared memory."""
+    port: Annotated[int, between(0, 65535)] = 0
+    """Port of the first rank's server, the URL of which subscribers use. 0: any free one, as
+    `published.json` in the output folder tells."""
