@@ -54,6 +54,8 @@ def load(run: Path, folder: Path, parallelism: dict[str, Any]) -> tuple[Any, int
             {
                 "model.flavor": "hf",
                 "model.hf_assets_path": str(folder),
+                # AdamW divides gradients near 0 by its epsilon: it would multiply their rounding.
+                "optimizer.name": "SGD",
                 "checkpoint.enable": True,
                 "checkpoint.async_mode": "disabled",
                 "checkpoint.initial_load_path": str(folder),
