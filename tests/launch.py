@@ -159,7 +159,7 @@ def time_accounting_of(folder: Path) -> dict[str, Any]:
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Return the running rank processes that torchrun started."""
+    """Return the running rank processes that `process` started."""
     ranks = []
     for child in psutil.Process(process.pid).children():
         with suppress(psutil.NoSuchProcess):

@@ -11,6 +11,7 @@ the experts, `etp` shards of an expert's matrices.
 
 import hashlib
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -28,9 +29,11 @@ from torchtitan_lite.axis_groups import AxisGroups, leave_groups
 from torchtitan_lite.device import Device
 from torchtitan_lite.errors import MeshError
 from torchtitan_lite.host_collectives import all_gather_ints
+from torchtitan_lite.launcher.supervised import STORE_LISTENER
 from torchtitan_lite.network import let_gloo_listen_toward_master
 from torchtitan_lite.schema.comm import CommConfig
 from torchtitan_lite.schema.parallelism import ParallelismConfig
+from torchtitan_lite.stores import store_at
 from torchtitan_lite.torch_compat import as_dtensor
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -238,6 +241,8 @@ def start_mesh(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     joined_before = dist.is_initialized()
     degrees = resolve_degrees(config, dist.get_world_size() if joined_before else world_size)
+    # Held until all ranks have left.
+    store = _inherited_store()
     if not joined_before:
         _configure_flight_recorder(comm, dump_folder, is_nccl="nccl" in device.backend)
         timeout = timedelta(seconds=comm.init_timeout_seconds)
@@ -255,6 +260,17 @@ def start_mesh(
     finally:
         if not joined_before:
             leave_groups()
+        del store
+
+
+def _inherited_store() -> TCPStore | None:
+    """Return the store at the socket that rank 0 inherits from the parent of the ranks; None in
+    other processes, or at a second call."""
+    descriptor = os.environ.pop(STORE_LISTENER, None)
+    if descriptor is None:
+        return None
+    with socket.socket(fileno=int(descriptor)) as listener:
+        return store_at(listener)
 
 
 def check_own_gpus(uuid: str) -> None:

@@ -24,7 +24,6 @@ from torchtitan_lite.outputs import METRICS, replica_folder
 
 _Result = TypeVar("_Result")
 _POLL_S = 0.02
-_TORCHRUN = "torch.distributed.run"
 _SPARES = "--spares="
 _REPLICA_ID = "--fault_tolerance.replica_id"
 
@@ -53,7 +52,7 @@ class JobView:
         return self._one(lambda words: "torchtitan_lite.launcher.leave_notices" in words)
 
     def parent(self, replica: int) -> psutil.Process:
-        """Return torchrun, or the agent of a replica with spares."""
+        """Return the parent of the ranks."""
         return self._one(lambda words: _is_parent(words) and _replica_of(words) == replica)
 
     def ranks(self, replica: int) -> list[psutil.Process]:
@@ -222,8 +221,8 @@ def processes_using(folder: Path) -> list[psutil.Process]:
 
 
 def _is_parent(words: list[str]) -> bool:
-    """Return whether a command line is that of torchrun or of an agent."""
-    return _TORCHRUN in words or any(word.startswith(_SPARES) for word in words)
+    """Return whether a command line is that of the parent of ranks."""
+    return any(word.startswith(_SPARES) for word in words)
 
 
 def _has_rank(process: psutil.Process) -> bool:

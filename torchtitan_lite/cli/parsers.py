@@ -159,7 +159,7 @@ def _launch(commands) -> None:
         "launch",
         "Train with several replicas on this machine; a failed one restarts and rejoins.",
         "torchtitan-lite launch --replicas 2 --nproc-per-replica 2 -- --config llama.toml\n\n"
-        "Arguments after -- are those of `train`. Each replica is a torchrun of its own; one\n"
+        "Arguments after -- are those of `train`. Each replica is a `train --nproc`; one\n"
         "whose ranks die or hang is restarted while the others keep training. With --spares, only\n"
         "the rank that died is replaced, by a process that is ready. SIGTERM or Ctrl-C:\n"
         "all replicas save and leave; a second Ctrl-C kills them. Exit status 0: all replicas\n"

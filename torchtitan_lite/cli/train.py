@@ -1,17 +1,17 @@
 """`torchtitan-lite train`, and the entry point of every rank. Layer: below cli.
 
-With --nproc the configuration is checked once, before any process starts; ranks are started by
-torch's own process context, as torchrun does, and receive Ctrl-C as SIGINT, so that they save and
-exit. With --spares an agent starts them (`rank_recovery`), which replaces a rank that dies. With
---rdzv-endpoint the agents of several machines run them together (`rendezvous`).
+With --nproc the configuration is checked once, before any process starts; the ranks receive Ctrl-C
+as SIGINT, so that they save and exit. With --spares an agent starts them (`rank_recovery`), which
+replaces a rank that dies. With --rdzv-endpoint the agents of several machines run them together
+(`rendezvous`).
 """
 
 import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from ipaddress import ip_address
@@ -22,7 +22,9 @@ from torchtitan_lite.config import Config, check_live_resize, parse_command_line
 from torchtitan_lite.config.toml_file import read_toml
 from torchtitan_lite.errors import ConfigError, UserError
 from torchtitan_lite.launcher.heartbeat import report_early_stop
+from torchtitan_lite.launcher.local_ranks import run_ranks
 from torchtitan_lite.launcher.processes import die_with_parent
+from torchtitan_lite.launcher.supervised import LAUNCHER_PID
 from torchtitan_lite.log import configure_logging, log_once, logger
 from torchtitan_lite.network import address_for_others, names_loopback
 from torchtitan_lite.standard_streams import make_streams_patient
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 _PARENT = "TORCHTITAN_LITE_PARENT_PID"
 """Environment variable: the process of --nproc; its ranks die with it."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_POLL_S = 0.1
 _CHANNEL = "TORCHTITAN_LITE_RANK_CHANNEL"
 """Environment variable that `rank_recovery` sets for its processes; its modules import torch."""
 _MAX_RESTARTS = 10
@@ -51,8 +52,11 @@ def train(argv: Sequence[str]) -> int:
         return _serve(argv)
     try:
         options, arguments = _split_options(argv)
-        is_alone = options.num_ranks == 1 and not options.num_spares and not options.endpoint
-        if "RANK" in os.environ or is_alone:
+        is_plain = not options.num_spares and not options.endpoint
+        if LAUNCHER_PID in os.environ and is_plain and "RANK" not in os.environ:
+            # The launcher has checked the configuration, and reads the status of each rank.
+            return _train_ranks(arguments, options.num_ranks)
+        if "RANK" in os.environ or (is_plain and options.num_ranks == 1):
             return train_rank(arguments)
         config, _ = _checked(arguments, options.num_ranks * options.num_machines)
         if options.endpoint and config.fault_tolerance.enable:
@@ -66,7 +70,7 @@ def train(argv: Sequence[str]) -> int:
         return error.exit_status
     if options.num_spares:
         return _train_with_spares(arguments, options.num_ranks, options.num_spares, config)
-    return _train_ranks(arguments, options.num_ranks, config)
+    return _train_ranks(arguments, options.num_ranks)
 
 
 def train_rank(argv: Sequence[str], recovery: "Recovery | None" = None) -> int:
@@ -280,51 +284,18 @@ def _die_with_nproc() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _train_ranks(arguments: Sequence[str], num_processes: int, config: Config) -> int:
+def _train_ranks(arguments: Sequence[str], num_ranks: int) -> int:
     """Start the ranks, forward signals to them, and return the exit status of the first that
     failed, or 0."""
-    from torch.distributed.elastic.multiprocessing import (
-        DefaultLogsSpecs,
-        PContext,
-        start_processes,
-    )
-
-    from torchtitan_lite.stores import listening_store
-
-    # torch logs each forwarded signal, and each failure as a table.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    store = listening_store("127.0.0.1")
-    command = ("-m", "torchtitan_lite", "train", *arguments)
-    # torch would replace the handlers by ones that raise.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "NONE"
+    command = [sys.executable, "-m", "torchtitan_lite", "train", *arguments]
     with _received_signals() as received:
-        ranks: PContext = start_processes(
-            "train",
-            sys.executable,
-            args=dict.fromkeys(range(num_processes), command),
-            envs={
-                rank: _environment(rank, num_processes, store.port) for rank in range(num_processes)
-            },
-            logs_specs=DefaultLogsSpecs(),
-        )
-        num_forwarded, result = 0, None
-        while result is None:
-            for number in received[num_forwarded:]:
-                _forward(number, ranks.pids().values())
-                num_forwarded += 1
-            result = ranks.wait(timeout=_POLL_S, period=_POLL_S)
-    if not result.is_failed():
+        first = run_ranks(command, num_ranks, {**os.environ, **_default_threads()}, received)
+    if first is None:
         return 0
-    # The others received SIGTERM after the first failed; timestamps are whole seconds.
-    rank, first = min(
-        result.failures.items(),
-        key=lambda one: (one[1].exitcode == -signal.SIGTERM, one[1].timestamp, one[0]),
-    )
-    if first.exitcode < 0:
-        logger.error("Rank %d was killed by %s.", rank, signal.Signals(-first.exitcode).name)
-    elif not received:
-        logger.error("Rank %d failed with exit status %d; see above.", rank, first.exitcode)
-    return first.exitcode if first.exitcode > 0 else 1
+    rank, status = first
+    if status.is_signal or not received:
+        logger.error("Rank %d failed, %s; see above.", rank, status)
+    return status.code if status.code > 0 else 1
 
 
 def _train_with_spares(
@@ -414,25 +385,12 @@ def _own_address(options: _Options) -> str:
 
 def _of_agent() -> dict[str, str]:
     """Return the environment variables of an agent's processes."""
+    return {**_default_threads(), _PARENT: str(os.getpid())}
+
+
+def _default_threads() -> dict[str, str]:
     # The processes share the cores.
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    return {"OMP_NUM_THREADS": threads, _PARENT: str(os.getpid())}
-
-
-def _environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
-    """Return the environment variables that torchrun sets for a rank on one machine."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(num_processes),
-        "LOCAL_WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        **_of_agent(),
-    }
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
 @contextmanager
@@ -450,11 +408,3 @@ def _received_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _forward(number: int, pids: Iterable[int]) -> None:
-    """Forward a request to save and exit to the ranks. A closed terminal (SIGHUP) is such a
-    request too."""
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)

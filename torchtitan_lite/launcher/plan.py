@@ -12,7 +12,6 @@ from pathlib import Path
 import tomli
 
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.launcher.worker_group import torchrun_command
 from torchtitan_lite.outputs import (
     GOODPUT_FILE,
     LAUNCH_EVENTS,
@@ -31,7 +30,7 @@ _TORCHRUN_VARIABLES = (
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
 )
-"""Variables that would make the new torchruns ranks of an enclosing torchrun."""
+"""Variables that would make the processes of replicas ranks of an enclosing torchrun."""
 _JOIN_TIMEOUT_MS = 2000
 """Replicas on one machine join within a second or two of each other."""
 _LIGHTHOUSES = {
@@ -39,9 +38,6 @@ _LIGHTHOUSES = {
     "torchft": "torchtitan_lite.launcher.torchft_lighthouse",
 }
 _PROGRAM = ("-m", "torchtitan_lite", "train")
-_TORCHRUN_MARGIN_S = 10
-"""Margin after which torchrun kills ranks that do not leave: the launcher kills them first, and
-reports it."""
 _DEFAULT_DUMP_FOLDER = "./outputs"
 _OF_THE_LAUNCHER = ("enable", "no_enable", "replica_id", "group_size", "lighthouse")
 
@@ -126,8 +122,7 @@ class LaunchPlan:
             "PYTHONUNBUFFERED": "1",
             "TORCHTITAN_LITE_TOKEN": secrets.token_hex(16),
         }
-        timeout_s = int(self.grace_s) + _TORCHRUN_MARGIN_S
-        return {**defaults, **kept, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(timeout_s)}
+        return {**defaults, **kept}
 
 
 def training_plan(
@@ -161,8 +156,6 @@ def training_plan(
     _check_ranks(ranks, of_replica(0))
 
     def group(replica: int, num_ranks: int) -> list[str]:
-        if not num_spares:
-            return torchrun_command(sys.executable, num_ranks, [*_PROGRAM, *of_replica(replica)])
         options = [f"--nproc={num_ranks}", f"--spares={num_spares}"]
         return [sys.executable, *_PROGRAM, *options, *of_replica(replica)]
 

@@ -32,10 +32,11 @@ def spawn(
     stdout: int,
     stderr: int | None = None,
     stdin: int = subprocess.DEVNULL,
+    inherited: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own that dies with this one (PR_SET_PDEATHSIG). Main
     thread only, while no other thread runs. If `stderr` is omitted, standard error goes to
-    `stdout`. Raises OSError."""
+    `stdout`. `inherited` are further descriptors for the process. Raises OSError."""
     parent = os.getpid()
 
     def between_fork_and_exec() -> None:
@@ -50,6 +51,7 @@ def spawn(
         stdout=stdout,
         stderr=stdout if stderr is None else stderr,
         start_new_session=True,
+        pass_fds=inherited,
         preexec_fn=between_fork_and_exec,
     )
 

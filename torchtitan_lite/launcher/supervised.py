@@ -17,10 +17,12 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.outputs import STARTING
 
 LAUNCHER_PID = "TORCHTITAN_LITE_LAUNCHER_PID"
-"""Environment variable: the launcher's process id. The launcher is the parent of torchruns and of
-agents, whose children are the ranks."""
+"""Environment variable: the launcher's process id. The launcher is the grandparent of the ranks."""
 RANK_LOGS = "TORCHTITAN_LITE_RANK_LOGS"
 """Environment variable: the folder into which each rank writes its output."""
+
+STORE_LISTENER = "TORCHTITAN_LITE_STORE_LISTENER"
+"""Environment variable of rank 0: an inherited socket, at which the store of the ranks listens."""
 
 ATTEMPT = "TORCHTITAN_LITE_ATTEMPT"
 """Environment variable: the number of earlier attempts of this replica."""
@@ -58,14 +60,14 @@ def rank_log(folder: Path, rank: int) -> Path:
 
 
 def attach_to_launcher() -> None:
-    """Die with torchrun or the agent; under the launcher, also print into this rank's own file.
-    Without effect on an agent."""
+    """Die with the parent; under the launcher, also print into this rank's own file. Without effect
+    on the parent of the ranks."""
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is None:
         _die_with_torchrun()
         return
     if "RANK" not in os.environ and os.getppid() == int(launcher):
-        # An agent, which the launcher has started so that it dies with it.
+        # The parent of ranks, which the launcher has started so that it dies with it.
         return
     die_with_parent()
     if parent_of(os.getppid()) != int(launcher):

@@ -1,9 +1,9 @@
-"""One attempt of a replica: its ranks, and the torchrun or the agent that starts them. Layer: above
-processes and supervised.
+"""One attempt of a replica: its ranks, and the process that starts them. Layer: above processes and
+supervised.
 
-torchrun polls its ranks only every few seconds, and waits for the remaining ranks after a failure.
-Therefore the ranks are watched here, through pidfds, which report an exit at once. An agent
-(`rank_recovery`) replaces a rank that dies, so that only its own end is a failure.
+The parent of the ranks is `local_ranks` or an agent (`rank_recovery`). The agent replaces a rank
+that dies, so that only its own end is a failure. Otherwise the ranks are watched here, because the
+others must be killed as soon as one has failed.
 """
 
 import os
@@ -42,7 +42,7 @@ class _RankProcess:
 
 
 class WorkerGroup:
-    """The ranks, and their parent: torchrun or an agent."""
+    """The ranks and their parent."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class WorkerGroup:
         *,
         has_agent: bool = False,
     ) -> None:
-        """Start `command`, which is an agent if `has_agent`, else torchrun; logs go to `folder`,
-        which is created. Raises OSError."""
+        """Start `command`, the parent of the ranks, which replaces dead ones if `has_agent`; logs
+        go to `folder`, which is created. Raises OSError."""
         folder = make_log_folder(folder)
         self._num_ranks, self.folder, self.environment = num_ranks, folder, environment
-        self._parent_name = "agent" if has_agent else "torchrun"
+        self._parent_name = "agent" if has_agent else "parent"
         self.replaces_ranks = has_agent
         """Whether a rank that dies is replaced within this attempt."""
         self._lost: list[tuple[int, str]] = []
@@ -145,9 +145,6 @@ class WorkerGroup:
             number, status = min(bad, key=lambda one: (one[1].is_signal, one[0]))
             self._first_failure = (number, status, rank_log(self.folder, number))
         self._find_end()
-        if self._num_clean == self._num_ranks and self._parent.returncode is None:
-            # torchrun would notice by itself, but later.
-            kill_process_group(self._parent.pid)
 
     def take_lost_ranks(self) -> list[tuple[int, str]]:
         """Return the ranks that have died in their training since the last call, and how, for
@@ -256,7 +253,7 @@ class WorkerGroup:
             return
         for pid in new:
             number = environment_of(pid).get("RANK", "")
-            # Between fork and exec, the child is still a copy of torchrun, without a rank.
+            # Between fork and exec, the child is still a copy of its parent, without a rank.
             if number.isdigit():
                 self._watch(pid, int(number))
 
@@ -279,20 +276,3 @@ def _has_exited(descriptor: int) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def torchrun_command(python: str, num_ranks: int, arguments: Sequence[str]) -> list[str]:
-    """Return the torchrun command of one replica on this machine; `arguments` begin with the
-    program."""
-    return [
-        python,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={num_ranks}",
-        "--max-restarts=0",
-        # torchrun polls seldom, because the exit status of a rank that it has waited for is lost to
-        # the launcher.
-        "--monitor-interval=5",
-        *arguments,
-    ]

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
 )
 
+from torchtitan_lite.launcher.local_ranks import forwarded_signal
 from torchtitan_lite.launcher.logs import mask_numbers
 from torchtitan_lite.launcher.restart_policy import Failure
 from torchtitan_lite.launcher.supervised import ATTEMPT, ATTEMPT_STARTED
@@ -177,7 +178,7 @@ class ProcessAgent(SimpleElasticAgent):
         for number in self._requests[self._num_forwarded :] if self._may_forward() else ():
             self._num_forwarded += 1
             for process in self._ranks.values():
-                process.signal(_forwarded(number))
+                process.signal(forwarded_signal(number))
         for process in (*self._ranks.values(), *self._spares):
             process.poll()
         self._spares = [one for one in self._spares if one.state is not RankState.EXITED]
@@ -355,8 +356,3 @@ def succeeded(worker_group: WorkerGroup) -> RunResult:
 def is_idle(process: RankProcess) -> bool:
     """Whether a process does not train, or not yet."""
     return process.state not in (RankState.TRAINING, RankState.FAILED)
-
-
-def _forwarded(number: int) -> signal.Signals:
-    """Return the signal to forward: a closed terminal (SIGHUP) is a request to save, too."""
-    return signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)

@@ -14,6 +14,7 @@ from pathlib import Path
 from torchtitan_lite.errors import MACHINE_FAULT
 from torchtitan_lite.launcher.heartbeat import report_early_stop
 from torchtitan_lite.launcher.launcher import Launcher
+from torchtitan_lite.launcher.local_ranks import run_ranks
 from torchtitan_lite.launcher.plan import LaunchPlan
 from torchtitan_lite.launcher.processes import WRITER_MODULE
 from torchtitan_lite.launcher.status_view import PlainLines
@@ -40,7 +41,7 @@ def launch(folder: Path, mode: str, replicas: int, ranks: int, restarts: int, gr
         slots_file=folder / "slots" if mode.startswith("slots") else None,
         # Long enough for a busy machine to start the smaller replicas first.
         regrow_after_s=6,
-        group_command=lambda number, ranks: fake("torchrun", folder, mode, ranks, number),
+        group_command=lambda number, ranks: fake("parent", folder, mode, ranks, number),
         lighthouse_command=lambda address: fake("lighthouse", folder, address),
         dump_folder=folder,
         log_dir=folder / "logs",
@@ -72,34 +73,13 @@ def leave_notice_sender(folder: Path, address: str) -> int:
     return 0
 
 
-def torchrun(folder: Path, mode: str, ranks: int, replica: int) -> int:
-    """A fake torchrun: ranks in separate sessions, to which it forwards SIGTERM."""
-    _note(folder, "torchrun", str(replica))
-    stops: list[bool] = []
-    signal.signal(signal.SIGTERM, lambda *_: stops.append(True))
-    started = [
-        subprocess.Popen(
-            fake("rank", folder, mode, replica),
-            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            start_new_session=True,
-        )
-        for rank in range(ranks)
-    ]
-    while True:
-        # Like torchrun, it polls its ranks, and forwards signals at once.
-        _nap(stops)
-        if stops:
-            for one in started:
-                one.send_signal(signal.SIGTERM)
-            return int(any(one.wait() for one in started)) or 1
-        if all(one.poll() is not None for one in started):
-            return int(any(one.returncode for one in started))
-
-
-def _nap(stops: list[bool]) -> None:
-    deadline = time.monotonic() + 3
-    while not stops and time.monotonic() < deadline:
-        time.sleep(0.02)
+def parent(folder: Path, mode: str, ranks: int, replica: int) -> int:
+    """The real parent of fake ranks."""
+    _note(folder, "parent", str(replica))
+    stops: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
+    first = run_ranks(fake("rank", folder, mode, replica), ranks, os.environ, stops)
+    return 0 if first is None else max(1, first[1].code)
 
 
 def rank(folder: Path, mode: str, replica: int) -> int:
@@ -166,8 +146,8 @@ def main(kind: str, folder: str, *rest: str) -> int:
                 *(2, 2, 3, 20)[len(numbers) :],
             ]
             return launch(Path(folder), mode, int(replicas), int(ranks), int(restarts), grace)
-        case "torchrun":
-            return torchrun(Path(folder), rest[0], int(rest[1]), int(rest[2]))
+        case "parent":
+            return parent(Path(folder), rest[0], int(rest[1]), int(rest[2]))
         case "leave_notice_sender":
             return leave_notice_sender(Path(folder), rest[0])
         case "rank":

@@ -86,8 +86,8 @@ def output_of(process: subprocess.Popen[bytes], folder: Path, status: int) -> st
 def test_a_dead_rank_ends_its_replica_which_restarts(tmp_path: Path) -> None:
     with launched(tmp_path, "run") as process:
         until_training(tmp_path)
-        others = [*pids(tmp_path, "rank", name="0.*"), *pids(tmp_path, "torchrun", name="0")]
-        dying = [*pids(tmp_path, "rank", name="1.*"), *pids(tmp_path, "torchrun", name="1")]
+        others = [*pids(tmp_path, "rank", name="0.*"), *pids(tmp_path, "parent", name="0")]
+        dying = [*pids(tmp_path, "rank", name="1.*"), *pids(tmp_path, "parent", name="1")]
         os.kill(pids(tmp_path, "rank", name="1.1")[0], signal.SIGKILL)
         assert wait_until(lambda: not any(map(is_alive, dying))) < AT_ONCE_S
         left = tmp_path / "left"
@@ -108,16 +108,16 @@ def test_a_dead_rank_ends_its_replica_which_restarts(tmp_path: Path) -> None:
     assert not pids(tmp_path)
 
 
-def test_a_dead_torchrun_ends_its_ranks(tmp_path: Path) -> None:
+def test_a_dead_parent_ends_its_ranks(tmp_path: Path) -> None:
     with launched(tmp_path, "run") as process:
         until_training(tmp_path)
         ranks = pids(tmp_path, "rank", name="0.*")
-        os.kill(pids(tmp_path, "torchrun", name="0")[0], signal.SIGKILL)
+        os.kill(pids(tmp_path, "parent", name="0")[0], signal.SIGKILL)
         assert wait_until(lambda: not any(map(is_alive, ranks))) < AT_ONCE_S
         wait_until(lambda: len(pids(tmp_path, "rank", name="0.*")) == 2)
         process.send_signal(signal.SIGINT)
         output = output_of(process, tmp_path, 0)
-    assert "replica 0: failed, torchrun: killed by SIGKILL" in output
+    assert "replica 0: failed, parent: killed by SIGKILL" in output
     assert not pids(tmp_path)
 
 
