@@ -1,6 +1,7 @@
 """Subscribers hold one version, and never a mix, whichever side is killed at whatever time; a
 publisher never waits for a dead or slow subscriber."""
 
+import logging
 import os
 import random
 import signal
@@ -25,6 +26,7 @@ from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import PublishError
 from torchtitan_lite.mesh import start_mesh
 from torchtitan_lite.publish import Subscriber, Subscription, Target, Update
+from torchtitan_lite.publish.pins import pin_path
 from torchtitan_lite.publish.publisher import Publisher
 from torchtitan_lite.publish.sources import PUBLISHED_FILE, PinnedPart, read_json
 from torchtitan_lite.schema.comm import CommConfig
@@ -320,3 +322,60 @@ def test_an_error_of_one_process_is_raised_in_all(stage: str, folder: Path) -> N
         assert updates[0].version == updates[1].version == _version_of(tensors)
         for subscription in (first, second):
             subscription.subscriber.close()
+
+
+def _publish_with_faults(folder: Path, rank: int, store: str) -> None:
+    """Publish 12 versions; the second rank cannot open its locks, and then fails to copy."""
+    path = folder / f"log-{rank}"
+    logging.getLogger("torchtitan_lite").addHandler(logging.FileHandler(path))
+    dist.init_process_group("gloo", store=FileStore(store, _RANKS), rank=rank, world_size=_RANKS)
+    with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as mesh:
+        tensors = {"a": DTensor.from_local(torch.ones(2, 3), mesh.device_mesh["dp_shard"])}
+        config = PublishConfig(enable=True)
+        publisher = Publisher(
+            config, tensors, mesh, run_id=RUN_ID, folder=folder, model={}, secret=SECRET
+        )
+        locks = [pin_path(run_folder(RUN_ID), rank, slot) for slot in range(3)]
+        published = []
+        for version in range(1, 13):
+            if rank == 1 and version in (3, 6):
+                for lock in locks:
+                    if version == 3:
+                        lock.unlink()
+                        lock.mkdir()
+                    else:
+                        lock.rmdir()
+            unknown = {"b": torch.ones(1)} if rank == 1 and version == 9 else {}
+            published.append(publisher.publish(version, tensors | unknown))
+        (folder / f"published-{rank}").write_text(str(published))
+        publisher.close()
+    dist.destroy_process_group()
+
+
+def test_an_error_of_one_rank_neither_blocks_nor_ends_training(folder: Path) -> None:
+    processes = [
+        FORK_SERVER.Process(target=_publish_with_faults, args=(folder, rank, str(folder / "store")))
+        for rank in range(_RANKS)
+    ]
+    run_folder(RUN_ID)
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        run_folder(RUN_ID)
+    expected = [not 3 <= version < 6 for version in range(1, 13)]
+    assert (folder / "published-0").read_text() == str(expected)
+    expected[9 - 1] = False
+    assert (folder / "published-1").read_text() == str(expected)
+    lines = (folder / "log-0").read_text().splitlines()
+    warnings = [line for line in lines if "is not published" in line]
+    assert len(warnings) == 2
+    assert "Version 3 is not published: rank 1: IsADirectoryError" in warnings[0]
+    assert "Version 9 is not published: rank 1: KeyError('b')" in warnings[1]
+    assert (folder / "log-1").read_text() == ""
