@@ -1,11 +1,14 @@
 """Subscribers hold one version, and never a mix, whichever side is killed at whatever time; a
 publisher never waits for a dead or slow subscriber."""
 
+import logging
 import os
 import random
 import signal
+import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,7 +25,8 @@ from torchtitan_lite.checkpoint.shared_memory.folder import SHARED_MEMORY, run_f
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import PublishError
 from torchtitan_lite.mesh import start_mesh
-from torchtitan_lite.publish import Subscriber, Subscription, Target
+from torchtitan_lite.publish import Subscriber, Subscription, Target, Update
+from torchtitan_lite.publish.pins import pin_path
 from torchtitan_lite.publish.publisher import Publisher
 from torchtitan_lite.publish.sources import PUBLISHED_FILE, PinnedPart, read_json
 from torchtitan_lite.schema.comm import CommConfig
@@ -262,3 +266,116 @@ def test_only_changed_parts_are_received(transport: str, folder: Path) -> None:
         assert (second.num_bytes, second.num_bytes_unchanged) == (sizes["a"], sizes["b"])
         assert tensors["a"].eq(second.version).all() and not tensors["b"].any()
         own.subscriber.close()
+
+
+class _Processes:
+    """Two processes of a subscriber, each a thread; the one that fails is the first."""
+
+    def __init__(self, subscriptions: list[Subscription]) -> None:
+        self._subscriptions = subscriptions
+        self._barrier = threading.Barrier(len(subscriptions), timeout=20)
+        self._numbers = [0] * len(subscriptions)
+
+    def update(self, before: Callable[[], None] = lambda: None) -> list[Future[Update | None]]:
+        """Update in all processes; `before` is that of the first."""
+
+        def one(process: int) -> Update | None:
+            def agree(number: int) -> int:
+                self._numbers[process] = number
+                self._barrier.wait()
+                smallest = min(self._numbers)
+                self._barrier.wait()
+                return smallest
+
+            return self._subscriptions[process].update(
+                timeout_s=60, agree=agree, before=before if process == 0 else lambda: None
+            )
+
+        with ThreadPoolExecutor(len(self._numbers)) as pool:
+            return [pool.submit(one, process) for process in range(len(self._numbers))]
+
+
+@pytest.mark.parametrize("stage", ["newest", "before", "copy"])
+def test_an_error_of_one_process_is_raised_in_all(stage: str, folder: Path) -> None:
+    with _publishing(folder, 1, "memory"):
+        (first, _), (second, tensors) = (_subscribe(folder, "memory") for _ in range(2))
+        fails, before = first, lambda: None
+        if stage == "newest":
+            fails = first.subscriber.subscribe(first.targets)
+            fails.subscriber = Subscriber(str(folder))
+            fails.subscriber.close()
+        elif stage == "before":
+
+            def before() -> None:
+                raise OSError("no memory")
+        else:
+            # All numbers in one place, which torch does not write.
+            wrong = Target("a", torch.zeros(1, 1).expand(_SHAPES["a"]))
+            fails = first.subscriber.subscribe([wrong])
+        failed, other = _Processes([fails, second]).update(before)
+        assert type(failed.exception()) in (ValueError, OSError, RuntimeError)
+        with pytest.raises(PublishError, match="Another process of the subscriber failed"):
+            other.result()
+        assert second.version is None
+        updates = [one.result() for one in _Processes([first, second]).update()]
+        assert updates[0] is not None and updates[1] is not None
+        assert updates[0].version == updates[1].version == _version_of(tensors)
+        for subscription in (first, second):
+            subscription.subscriber.close()
+
+
+def _publish_with_faults(folder: Path, rank: int, store: str) -> None:
+    """Publish 12 versions; the second rank cannot open its locks, and then fails to copy."""
+    path = folder / f"log-{rank}"
+    logging.getLogger("torchtitan_lite").addHandler(logging.FileHandler(path))
+    dist.init_process_group("gloo", store=FileStore(store, _RANKS), rank=rank, world_size=_RANKS)
+    with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as mesh:
+        tensors = {"a": DTensor.from_local(torch.ones(2, 3), mesh.device_mesh["dp_shard"])}
+        config = PublishConfig(enable=True)
+        publisher = Publisher(
+            config, tensors, mesh, run_id=RUN_ID, folder=folder, model={}, secret=SECRET
+        )
+        locks = [pin_path(run_folder(RUN_ID), rank, slot) for slot in range(3)]
+        published = []
+        for version in range(1, 13):
+            if rank == 1 and version in (3, 6):
+                for lock in locks:
+                    if version == 3:
+                        lock.unlink()
+                        lock.mkdir()
+                    else:
+                        lock.rmdir()
+            unknown = {"b": torch.ones(1)} if rank == 1 and version == 9 else {}
+            published.append(publisher.publish(version, tensors | unknown))
+        (folder / f"published-{rank}").write_text(str(published))
+        publisher.close()
+    dist.destroy_process_group()
+
+
+def test_an_error_of_one_rank_neither_blocks_nor_ends_training(folder: Path) -> None:
+    processes = [
+        FORK_SERVER.Process(target=_publish_with_faults, args=(folder, rank, str(folder / "store")))
+        for rank in range(_RANKS)
+    ]
+    run_folder(RUN_ID)
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        run_folder(RUN_ID)
+    expected = [not 3 <= version < 6 for version in range(1, 13)]
+    assert (folder / "published-0").read_text() == str(expected)
+    expected[9 - 1] = False
+    assert (folder / "published-1").read_text() == str(expected)
+    lines = (folder / "log-0").read_text().splitlines()
+    warnings = [line for line in lines if "is not published" in line]
+    assert len(warnings) == 2
+    assert "Version 3 is not published: rank 1: IsADirectoryError" in warnings[0]
+    assert "Version 9 is not published: rank 1: KeyError('b')" in warnings[1]
+    assert (folder / "log-1").read_text() == ""

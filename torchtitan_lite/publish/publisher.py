@@ -28,6 +28,7 @@ from torchtitan_lite.checkpoint import (
     plan_save,
     run_on_all_ranks,
 )
+from torchtitan_lite.checkpoint.collective import first_message
 from torchtitan_lite.checkpoint.shared_memory import (
     PUBLISHED,
     Region,
@@ -49,6 +50,8 @@ from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import model_tensors
 
 _POLL_S = 0.01
+_HAS_SLOT, _HAS_PROBLEM = 1, 2
+"""Flags of a rank, which the ranks exchange before each version."""
 _BETWEEN_REQUESTS_S = 0.3
 """Time after a request of another machine during which it may send the next one."""
 _STATUS_BYTES = 128
@@ -105,7 +108,9 @@ class Publisher:
             # Readers do not create it.
             pin_path(self._region.path.parent, mesh.rank, slot).touch(0o600)
         self._is_skipping = False
-        """Whether the last version that was due has been skipped."""
+        """Whether the last call warned, or would have."""
+        self._problem = ""
+        """Error of this rank since the last call; "" if there is none."""
         url = ""
         if config.address is not None:
             self._server = run_on_all_ranks(
@@ -124,9 +129,12 @@ class Publisher:
         run_on_all_ranks(lambda: self._announce({"run_id": run_id, "url": url or None}))
 
     def after_step(self, step: int, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Publish the weights as version `step` if it is due, and return whether it was published.
-        Every rank must call it. The weights may change afterwards. Raises PublishError if the
-        checksums of the last version could not be stored."""
+        """Publish the weights as version `step` if it is due, and return whether this rank has
+        published it. Every rank must call it. The weights may change afterwards.
+
+        An error of a rank is not raised: no subscriber sees the version, and a later call warns
+        once, until a version is published again.
+        """
         if step % self._config.every_steps:
             return False
         return self.publish(step, tensors)
@@ -134,43 +142,67 @@ class Publisher:
     def publish(self, step: int, tensors: Mapping[str, torch.Tensor]) -> bool:
         """As `after_step`, whether or not the version is due."""
         self._finish_last()
-        slot, lock = self._free_slot()
-        if self._config.when_in_use == "wait":
-            deadline = time.monotonic() + self._config.max_wait_s
-            while slot is None and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-                slot, lock = self._free_slot()
-        # All ranks publish a version, or none.
-        if not all(all_gather_ints(int(slot is not None))) or slot is None or lock is None:
+        slot, lock = None, None
+        try:
+            slot, lock = self._wait_for_slot()
+        except Exception as error:
+            self._problem = self._problem or self._describe_error(step, error)
+        try:
+            is_free = self._agree(slot is not None, step)
+        except BaseException:
             if lock is not None:
                 lock.release()
-            if not self._is_skipping and self._mesh.is_leader:
-                logger.warning(
-                    "Version %d is not published: subscribers still read all older ones. Raise "
-                    "publish.keep_versions (%d) or publish.every_steps (%d).",
-                    step,
-                    self._config.keep_versions,
-                    self._config.every_steps,
-                )
-            self._is_skipping = True
+            raise
+        if not is_free or slot is None or lock is None:
+            if lock is not None:
+                lock.release()
             return False
-        self._is_skipping = False
-        old = self._region.slots()[slot]
-        if self._server is not None and old.state == SlotState.COMPLETE:
-            self._server.withdraw(old.step)
-        self._region.begin(slot, step)
-        self._copier.start(slot, local_tensors(tensors), lambda: None)
-        self._copier.wait()
-        self._finishing = self._pool.submit(self._complete, slot, step, lock)
+        try:
+            old = self._region.slots()[slot]
+            if self._server is not None and old.state == SlotState.COMPLETE:
+                self._server.withdraw(old.step)
+            self._region.begin(slot, step)
+            self._copier.start(slot, local_tensors(tensors), lambda: None)
+            self._copier.wait()
+            self._finishing = self._pool.submit(self._complete, slot, step, lock)
+        except Exception as error:
+            lock.release()
+            self._problem = self._describe_error(step, error)
+            return False
         return True
+
+    def _agree(self, has_slot: bool, step: int) -> bool:
+        """Return whether all ranks have a slot: they publish a version, or none. Warns of errors
+        since the last call, and of a version that is skipped."""
+        found = all_gather_ints(_HAS_SLOT * has_slot + _HAS_PROBLEM * bool(self._problem))
+        is_free = all(number & _HAS_SLOT for number in found)
+        warning = ""
+        if any(number & _HAS_PROBLEM for number in found):
+            warning = first_message(self._problem)
+            self._problem = ""
+        elif not is_free:
+            warning = (
+                f"Version {step} is not published: subscribers still read all older ones. Raise "
+                f"publish.keep_versions ({self._config.keep_versions}) or publish.every_steps "
+                f"({self._config.every_steps})."
+            )
+        if warning and not self._is_skipping and self._mesh.is_leader:
+            logger.warning("%s", warning)
+        self._is_skipping = bool(warning)
+        return is_free
+
+    def _describe_error(self, version: int, error: Exception) -> str:
+        return f"Version {version} is not published: rank {self._mesh.rank}: {error!r}"
 
     def close(self) -> None:
         """Complete the last version, and remove what is published. Subscribers that read it keep
         the memory until they have finished."""
+        self._finish_last()
+        if self._problem and not self._is_skipping:
+            logger.warning("%s", self._problem)
         try:
-            self._finish_last()
-        finally:
             self._pool.shutdown()
+        finally:
             if self._server is not None:
                 self._server.close()
             if self._mesh.rank == 0:
@@ -186,9 +218,20 @@ class Publisher:
                 folder.rmdir()
 
     def _finish_last(self) -> None:
+        """Wait for the checksums of the last version, and keep an error as the problem."""
         finishing, self._finishing = self._finishing, None
-        if finishing is not None:
-            finishing.result()
+        if finishing is not None and (error := finishing.exception()) is not None:
+            self._problem = f"The last version is not published: rank {self._mesh.rank}: {error!r}"
+
+    def _wait_for_slot(self) -> tuple[int | None, SlotLock | None]:
+        """As `_free_slot`, after a wait if configured."""
+        slot, lock = self._free_slot()
+        if self._config.when_in_use == "wait":
+            deadline = time.monotonic() + self._config.max_wait_s
+            while slot is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                slot, lock = self._free_slot()
+        return slot, lock
 
     def _free_slot(self) -> tuple[int | None, SlotLock | None]:
         """Return a slot that is neither the newest version nor being read, locked."""

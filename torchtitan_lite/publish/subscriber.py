@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import xxhash
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint import DTYPES
@@ -31,6 +32,11 @@ from torchtitan_lite.torch_compat import local_tensor
 _WHOLE = Layout.on_holder(0)
 _NO_VERSION = -1
 """Less than any version: 0 is that of initial weights."""
+_FAILED = -2
+"""Less than any other integer that processes agree about."""
+_SESSION_NUMBERS = 1 << 48
+Agree = Callable[[int], int]
+"""Collective that returns the smallest of all processes' integers."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class Subscription:
         self,
         *,
         timeout_s: float | None = None,
-        agree: Callable[[int], int] | None = None,
+        agree: Agree | None = None,
         before: Callable[[], None] | None = None,
     ) -> Update | None:
         """Receive the newest version into the targets, if it is newer than the one they hold, and
@@ -99,59 +105,63 @@ class Subscription:
         None.
 
         Several processes that must hold the same version pass `agree`, a collective that returns
-        the smallest of all processes' integers: they agree about the version, and later that all
-        have pinned it. `before` is called when the targets are about to change. Raises
-        PublishError.
+        the smallest of all processes' integers: they agree about the version, that all have pinned
+        it, and that all have received it. `before`, which contains no collective then, is called
+        when the targets are about to change.
+
+        Raises PublishError, and the errors of `before`. An error of one process is raised in all of
+        them: its own there, PublishError in the others. The next update begins again.
         """
         deadline = time.monotonic() + (timeout_s or 0.0)
         while True:
-            found = self.subscriber.newest()
-            newest = _NO_VERSION if found is None else found
-            version = newest if agree is None else agree(newest)
+            version = _together(agree, self._newest)
             if version > (_NO_VERSION if self.version is None else self.version):
                 update = self._receive(version, agree, before)
                 if update is not None:
                     return update
-            if not (agree or int)(int(time.monotonic() < deadline)):
+            if not _together(agree, lambda: int(time.monotonic() < deadline)):
                 return None
             time.sleep(self.subscriber.publication.poll_s)
 
+    def _newest(self) -> int:
+        found = self.subscriber.newest()
+        return _NO_VERSION if found is None else found
+
     @torch.no_grad()
     def _receive(
-        self,
-        version: int,
-        agree: Callable[[int], int] | None,
-        before: Callable[[], None] | None,
+        self, version: int, agree: Agree | None, before: Callable[[], None] | None
     ) -> Update | None:
         """Receive a version; None if it is gone for any process."""
         started = time.perf_counter()
         publication = self.subscriber.publication
-        self._plan(publication)
+        # After a restart of the run, versions of two sessions may have one number.
+        session = xxhash.xxh3_64_intdigest(publication.session.encode()) % _SESSION_NUMBERS
+        smallest = _together(agree, lambda: session)
+        largest = _SESSION_NUMBERS - _together(agree, lambda: _SESSION_NUMBERS - session)
+        if smallest != largest:
+            return None
         with ExitStack() as stack:
-            found = None
-            with suppress(VersionGone):
-                found = self._pinned(publication, version, stack)
-            is_pinned = found is not None
-            if agree is not None:
-                # After a restart of the run, versions of two sessions may have one number.
-                session = int(publication.session[:12] or "0", 16)
-                is_same = agree(session) == -agree(-session)
-                is_pinned = bool(agree(int(is_pinned))) and is_same
-            if not is_pinned or found is None:
+            found: list[_Pinned] = []
+
+            def pin() -> int:
+                self._plan(publication)
+                with suppress(VersionGone):
+                    found.append(self._pinned(publication, version, stack))
+                return len(found)
+
+            if not _together(agree, pin):
                 return None
+            (pinned,) = found
             if before is not None:
-                before()
-            # If a copy fails, the next update receives everything.
+                _together(agree, lambda: before() or 0)
+            # If a copy fails in any process, the next update receives everything.
             self._digests = {}
-            for read, block in zip(found.reads, found.staged, strict=True):
-                if block is None:
-                    block = found.parts[read.rank].block(read.name, read.source)
-                read.into.copy_(block)
-        self.version, self._digests = version, found.digests
+            _together(agree, lambda: _copy(pinned))
+        self.version, self._digests = version, pinned.digests
         return Update(
             version=version,
-            num_bytes=sum(read.num_bytes for read in found.reads),
-            num_bytes_unchanged=found.num_bytes_unchanged,
+            num_bytes=sum(read.num_bytes for read in pinned.reads),
+            num_bytes_unchanged=pinned.num_bytes_unchanged,
             seconds=time.perf_counter() - started,
         )
 
@@ -208,6 +218,30 @@ class _Pinned:
     staged: Sequence[torch.Tensor | None]
     """Received blocks; None for one in shared memory."""
     num_bytes_unchanged: int
+
+
+def _copy(pinned: _Pinned) -> int:
+    """Copy the blocks into the targets."""
+    for read, block in zip(pinned.reads, pinned.staged, strict=True):
+        if block is None:
+            block = pinned.parts[read.rank].block(read.name, read.source)
+        read.into.copy_(block)
+    return 0
+
+
+def _together(agree: Agree | None, action: Callable[[], int]) -> int:
+    """Return the smallest result of all processes' `action`, which returns at least -1 and contains
+    no collective. Raises in all processes if it fails in one."""
+    try:
+        own = action()
+    except Exception:
+        if agree is not None:
+            agree(_FAILED)
+        raise
+    smallest = own if agree is None else agree(own)
+    if smallest == _FAILED:
+        raise PublishError("Another process of the subscriber failed. Its own error says why.")
+    return smallest
 
 
 class Subscriber:
