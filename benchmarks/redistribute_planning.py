@@ -27,8 +27,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from benchmarks.harness import Comparison, Result
 from benchmarks.processes import run_ranks
 from benchmarks.state_dicts import STATES, fsdp, fsdp_tp
-from torchtitan_lite.redistribute import HolderMesh, Layout, plan
-from torchtitan_lite.redistribute.calibration import (
+from scripts.calibration import (
     SHAPES,
     calibrate,
     fraction_misordered,
@@ -37,6 +36,7 @@ from torchtitan_lite.redistribute.calibration import (
     predicted_s,
     time_steps,
 )
+from torchtitan_lite.redistribute import HolderMesh, Layout, plan
 from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs, ExchangeOptions
 
 _SEED = 0

@@ -14,10 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.errors import UserError
-from torchtitan_lite.process_exit import exit_process
-from torchtitan_lite.redistribute.calibration import (
+from scripts.calibration import (
     TimedStep,
     calibrate,
     fraction_misordered,
@@ -26,6 +23,9 @@ from torchtitan_lite.redistribute.calibration import (
     predicted_s,
     time_steps,
 )
+from torchtitan_lite.device import detect_device
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.process_exit import exit_process
 from torchtitan_lite.redistribute.cost import Costs, ExchangeOptions
 
 _HELD_OUT = 40

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from scripts.calibrate import main
+from scripts.calibration import calibrate, predicted_s
 from tests.launch import REPOSITORY
 from tests.pool import WorkerPool
-from torchtitan_lite.redistribute.calibration import calibrate, predicted_s
 from torchtitan_lite.redistribute.cost import CPU, Costs
 
 

@@ -3,7 +3,7 @@
 A `Layout` maps holders (ranks, files, snapshots) to the boxes of a tensor that they hold, `plan`
 computes the exchange from one layout to another, and `redistribute` and `redistribute_state_dict`
 execute it. Reading order: placements, partition, layout; intersections, transfers, exchange, cost,
-plan; program, the two transports, execute; then dtensor and storage, the entry points.
+plan; program, the two transports, execute; then dtensor and read_plan, the entry points.
 
 Layer: above mesh and spec.
 """
@@ -15,7 +15,7 @@ from torchtitan_lite.redistribute.dtensor import (
     redistribute_state_dict,
 )
 from torchtitan_lite.redistribute.explain import explain
-from torchtitan_lite.redistribute.intersections import choose_holders, choose_owners
+from torchtitan_lite.redistribute.intersections import choose_owners
 from torchtitan_lite.redistribute.layout import Box, Layout, TensorSpec, local_box
 from torchtitan_lite.redistribute.placements import HolderMesh
 from torchtitan_lite.redistribute.plan import Plan, plan
@@ -34,7 +34,6 @@ __all__ = [
     "Plan",
     "TensorSpec",
     "align_gradient",
-    "choose_holders",
     "choose_owners",
     "explain",
     "gather_specs",

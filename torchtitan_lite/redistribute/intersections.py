@@ -1,25 +1,22 @@
 """Intersections of the shards of two layouts.
 
 Intersections are computed dim by dim: the intervals of a shard in one layout are intersected with
-the shards of the other, and the product over the dims gives the intersections of whole shards. They
-also determine which ranks should hold a new mesh, or an entire tensor, so that most state stays in
-place.
+the shards of the other, and the product over the dims gives the intersections of whole shards.
+`choose_owners` decides which ranks own entire tensors, so that work is balanced and most state
+stays in place.
 """
 
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.optional_dependencies import require
 from torchtitan_lite.redistribute.layout import Layout, TensorSpec
-from torchtitan_lite.redistribute.partition import Segments, Split, dim_intersections
+from torchtitan_lite.redistribute.partition import Segments, Split, dim_intersections, shard_sizes
 from torchtitan_lite.redistribute.placements import Holder, HolderMesh
 
 
@@ -158,43 +155,6 @@ class Intersections:
         return np.where(self.src_positions < 0, -1, self.src.part_of[self.src_positions])
 
 
-class TensorMove(NamedTuple):
-    """A tensor to move."""
-
-    src: Layout
-    dst: Layout
-    """Layout on a mesh whose holders are to be chosen; its own holders are ignored."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def choose_holders(moves: Iterable[TensorMove], candidates: Sequence[Holder]) -> HolderMesh:
-    """Return the common mesh of the destinations with those candidates as holders that move the
-    fewest bytes; of equally good ones the first in the order of `candidates`. Raises LayoutError if
-    the meshes of the destinations differ, or there are too few candidates."""
-    require("scipy", "choose_holders")
-    from scipy.optimize import linear_sum_assignment
-
-    moves = list(moves)
-    meshes = {move.dst.mesh for move in moves}
-    if len(meshes) != 1:
-        raise LayoutError(
-            f"The destinations lie on {len(meshes)} meshes; one is needed to choose its holders."
-        )
-    (mesh,) = meshes
-    if len(candidates) < len(mesh.holders):
-        raise LayoutError(
-            f"{mesh} needs {len(mesh.holders)} holders, and {len(candidates)} can be chosen."
-        )
-    kept_bytes = np.zeros((len(candidates), len(mesh.holders)))
-    for move in moves:
-        kept_bytes += _kept(move, candidates) * move.dtype.itemsize
-    chosen, positions = linear_sum_assignment(kept_bytes, maximize=True)
-    by_place = dict(zip(positions.tolist(), chosen.tolist(), strict=True))
-    holders = tuple(candidates[by_place[position]] for position in range(len(mesh.holders)))
-    return HolderMesh(mesh.shape, holders, mesh.axes)
-
-
 def choose_owners(
     tensors: Sequence[TensorSpec], loads: Sequence[float], candidates: Sequence[Holder]
 ) -> list[Holder]:
@@ -269,8 +229,17 @@ def _longest_first(loads: Sequence[float], count: int) -> float:
 
 def _held_bytes(spec: TensorSpec, candidates: Sequence[Holder]) -> np.ndarray:
     """Return the bytes [candidate] of a tensor that each candidate has."""
-    whole = TensorMove(spec.layout, Layout.on_holder(candidates[0]), spec.shape, spec.dtype)
-    return _kept(whole, candidates)[:, 0] * spec.dtype.itemsize
+    index = holder_index(spec.layout.with_num_dims(len(spec.shape)), len(spec.shape))
+    positions = [index.position(holder) for holder in candidates]
+    holding = [number for number, position in enumerate(positions) if position is not None]
+    part = index.part_of[np.array([positions[number] for number in holding], np.int64)]
+    held = np.zeros(len(candidates))
+    held[holding] = spec.dtype.itemsize
+    for length, splits, stride, count in zip(
+        spec.shape, index.splits, index.strides, index.counts, strict=True
+    ):
+        held[holding] *= shard_sizes(length, splits)[part // stride % count]
+    return held
 
 
 @lru_cache(maxsize=4096)
@@ -287,18 +256,3 @@ def matching_positions(mine: HolderMesh, other: HolderMesh) -> np.ndarray:
         return np.arange(len(mine.holders))
     positions = (other.position(holder) for holder in mine.holders)
     return np.array([-1 if position is None else position for position in positions])
-
-
-def _kept(move: TensorMove, candidates: Sequence[Holder]) -> np.ndarray:
-    """Return the elements [candidate, position] that a candidate has of what a position needs."""
-    src, dst = (layout.with_num_dims(len(move.shape)) for layout in (move.src, move.dst))
-    parts = Intersections(src, dst, move.shape)
-    positions = [parts.src.position(holder) for holder in candidates]
-    holding = [number for number, position in enumerate(positions) if position is not None]
-    one = parts.src.part_of[np.array([positions[number] for number in holding], np.int64)]
-    other = parts.dst.part_of
-    shape = len(one), len(other)
-    pairs = [np.broadcast_to(a, shape).ravel() for a in (one[:, None], other[None, :])]
-    kept = np.zeros((len(candidates), len(other)))
-    kept[holding] = parts.elements(*pairs).reshape(shape)
-    return kept

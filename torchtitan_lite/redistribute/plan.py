@@ -7,7 +7,6 @@ earlier plans.
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Literal
 
 import numpy as np
 import torch
@@ -19,8 +18,6 @@ from torchtitan_lite.redistribute.exchange import Exchange
 from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.placements import Holder
 from torchtitan_lite.redistribute.transfers import RoundKind, RoundTransfers
-
-Objective = Literal["time", "bytes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +118,11 @@ def plan(
     dtype: torch.dtype,
     *,
     costs: Costs = CPU,
-    objective: Objective = "time",
 ) -> Plan:
     """Compute the exchange from `src` to `dst`.
 
-    `objective` is the predicted time, or the moved bytes, those between nodes first. Raises
-    LayoutError if a layout does not fit the shape, or partial values would need two different
-    reductions.
+    `costs` determine whether nodes forward data. Raises LayoutError if a layout does not fit the
+    shape, or partial values would need two different reductions.
     """
     src, dst = src.with_num_dims(len(shape)), dst.with_num_dims(len(shape))
     src.check(shape)
@@ -139,11 +134,11 @@ def plan(
         copies = Exchange(src, equal, shape)
         if copies.total_elements == 0:
             return Plan(src, dst, shape, dtype, copies, 1.0, costs)
-    best = _on_nodes(Exchange(src, dst, shape), costs, objective, dtype.itemsize)
+    best = _on_nodes(Exchange(src, dst, shape), costs, dtype.itemsize)
     return Plan(src, dst, shape, dtype, best, average_factor(src, dst), costs)
 
 
-def _on_nodes(exchange: Exchange, costs: Costs, objective: Objective, itemsize: int) -> Exchange:
+def _on_nodes(exchange: Exchange, costs: Costs, itemsize: int) -> Exchange:
     """Return the exchange for the nodes of the holders: with relays if that is cheaper."""
     nodes = costs.nodes()
     if nodes is None:
@@ -151,7 +146,7 @@ def _on_nodes(exchange: Exchange, costs: Costs, objective: Objective, itemsize: 
     src_nodes, dst_nodes = nodes.numbers(exchange.src.layout.mesh, exchange.dst.layout.mesh)
     if (src_nodes == dst_nodes[0]).all() and (dst_nodes == dst_nodes[0]).all():
         return exchange
-    relay = objective == "bytes" or _relays_pay(exchange, costs, src_nodes, dst_nodes, itemsize)
+    relay = _relays_pay(exchange, costs, src_nodes, dst_nodes, itemsize)
     return exchange.on_nodes(costs.nodes(relay=relay))
 
 

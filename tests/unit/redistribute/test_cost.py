@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from torchtitan_lite.errors import LayoutError
-from torchtitan_lite.redistribute.calibration import (
+from scripts.calibration import (
     TimedStep,
     calibration_steps,
     fit,
@@ -18,6 +17,7 @@ from torchtitan_lite.redistribute.calibration import (
     held_out_steps,
     predicted_s,
 )
+from torchtitan_lite.errors import LayoutError
 from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs, Link
 from torchtitan_lite.redistribute.layout import Layout
 from torchtitan_lite.redistribute.placements import HolderMesh

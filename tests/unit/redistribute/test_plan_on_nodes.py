@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tests.redistribution.reference import replay
 from torchtitan_lite.redistribute import HolderMesh, Layout, Plan, plan
-from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs, exchange_seconds
+from torchtitan_lite.redistribute.cost import CPU, CUDA, Costs, Link, exchange_seconds
 from torchtitan_lite.redistribute.exchange import Exchange
 from torchtitan_lite.redistribute.placements import Nodes
 
@@ -91,8 +92,10 @@ def test_many_small_shards_are_forwarded_whole_and_evenly() -> None:
 
 
 def _on_nodes(src: Layout, dst: Layout, shape: tuple[int, ...], ranks_per_node: int) -> Plan:
-    costs = CPU.with_ranks_per_node(ranks_per_node)
-    return plan(src, dst, shape, torch.float32, costs=costs, objective="bytes")
+    """Plan with relays wherever a node has several receivers: its network is slow."""
+    slow = replace(CPU, round_s=0.0, between=Link(latency_s=0.0, bytes_per_s=1.0))
+    costs = slow.with_ranks_per_node(ranks_per_node)
+    return plan(src, dst, shape, torch.float32, costs=costs)
 
 
 def _elements_between_nodes(found: Plan) -> int:

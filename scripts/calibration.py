@@ -95,7 +95,7 @@ def time_steps(
 def fit(samples: Sequence[TimedStep], default: Costs) -> Costs:
     """Return the costs with the least relative errors; those of `default` for fields without
     samples, and for the cores."""
-    require("scipy", "calibration")
+    require("scipy", "scripts.calibrate")
     from scipy.optimize import nnls
 
     costs = default
