@@ -143,8 +143,8 @@ def free_memory_of(dump_folder: Path) -> None:
     """Remove what a run left in shared memory, once its writers have exited."""
     for run in list_runs():
         if run.run_id == run_id_in(dump_folder):
-            for rank in run.ranks:
-                RankLock(run.path, rank).wait(100)
+            for kind, rank in run.owners:
+                RankLock(run.path, rank, kind).wait(100)
             free_run(run.run_id)
     assert run_id_in(dump_folder) not in [run.run_id for run in list_runs()]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.checkpoint.shared_memory.folder import (
+    OWN,
     RankLock,
     free_run,
     list_runs,
@@ -38,7 +39,7 @@ def test_runs_are_listed_and_freed(tmp_path: Path) -> None:
     lock = RankLock(folder, 1)
     assert lock.try_acquire()
     (run,) = list_runs(base=tmp_path)
-    assert (run.run_id, run.ranks, run.owners) == (run_id, (1,), {1: os.getpid()})
+    assert (run.run_id, run.ranks[OWN], run.owners) == (run_id, (1,), {(OWN, 1): os.getpid()})
     assert run.bytes >= 3 << 20
     with pytest.raises(CheckpointError, match="still writes"):
         free_run(run_id, base=tmp_path)
