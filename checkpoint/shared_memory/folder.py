@@ -160,7 +160,7 @@ def free_run(run_id: str, *, base: Path = SHARED_MEMORY) -> int:
         raise CheckpointError(f"No run {run_id!r} holds shared memory in {_user_folder(base)}.")
     with ExitStack() as stack:
         for kind in _KINDS:
-            for rank in {*run.ranks[kind], *_rank_files(run.path, kind, "lock")}:
+            for rank in sorted({*run.ranks[kind], *_rank_files(run.path, kind, "lock")}):
                 lock = RankLock(run.path, rank, kind)
                 if not lock.try_acquire():
                     raise CheckpointError(

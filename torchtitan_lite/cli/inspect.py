@@ -231,8 +231,8 @@ def _format_memory(runs: Sequence[Mapping[str, Any]], freed: Sequence[str]) -> s
 
 def _memory_record(run: SharedMemoryRun) -> dict[str, Any]:
     own, copies, published = (_kind_record(run, kind) for kind in (OWN, COPY, PUBLISHED))
-    # Publishers do not know it.
-    roots = own.pop("roots") | copies.pop("roots") | published.pop("roots") - {""}
+    # Publishers do not know where checkpoints are.
+    roots = (own.pop("roots") | copies.pop("roots") | published.pop("roots")) - {""}
     return {
         "run_id": run.run_id,
         "root": ", ".join(sorted(roots)),
