@@ -53,7 +53,15 @@ class Copier:
 
     def start(self, slot: int, parts: Mapping[str, torch.Tensor], then: Callable[[], None]) -> None:
         """Start copying this rank's local tensors, which must not change before `wait`, and call
-        `then` on completion."""
+        `then` on completion. Raises ValueError unless they are those of the plan."""
+        if parts.keys() != self._targets[slot].keys():
+            missing = [name for name in self._targets[slot] if name not in parts]
+            unknown = [name for name in parts if name not in self._targets[slot]]
+            raise ValueError(
+                "The tensors to copy are not those of the plan: they lack "
+                f"{', '.join(missing[:3]) or 'none'}, and have {', '.join(unknown[:3]) or 'none'} "
+                "beside it."
+            )
         targets = [self._targets[slot][name] for name in parts]
         sources = list(parts.values())
         if self._stream is not None:

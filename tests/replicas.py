@@ -184,8 +184,8 @@ class Replicas:
             own = {replica_run_id(run_id, number) for number in self.running}
             for existing in list_runs():
                 if existing.run_id in own:
-                    for rank in existing.ranks:
-                        RankLock(existing.path, rank).wait(20)
+                    for kind, rank in existing.owners:
+                        RankLock(existing.path, rank, kind).wait(20)
                     free_run(existing.run_id)
 
 

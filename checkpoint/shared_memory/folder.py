@@ -2,9 +2,10 @@
 
 `/dev/shm/torchtitan_lite-UID/RUN_ID` holds `rank-R.snapshots` and `rank-R.lock` per rank,
 `buddy-R.snapshots` and `buddy-R.lock` for the copies of a rank of another machine, and
-`published-R.snapshots` for the weights that a rank publishes.
-Invariants: only folders owned by this user and private to it are used; lock files are never removed
-while a run may use them, because a lock on an unlinked file has no effect.
+`published-R.snapshots` and `published-R.lock` for the weights that a rank publishes, with
+`published-R-S.lock` for the readers of each slot.
+Invariants: only folders owned by this user and private to it are used; a lock file is removed only
+by the holder of the rank's lock, and a lock on a removed file does not count.
 """
 
 import fcntl
@@ -13,8 +14,8 @@ import platform
 import re
 import stat
 import time
-from collections.abc import Container, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,8 @@ _RUN_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 OWN, COPY, PUBLISHED = "rank", "buddy", "published"
 """Kinds of regions: a rank's own snapshots, copies of those of a rank of another machine, and
 published weights of a rank."""
-_SNAPSHOTS = re.compile(r"(rank|buddy|published)-([0-9]{5})\.snapshots", re.ASCII)
+_KINDS = (OWN, COPY, PUBLISHED)
+_OF_RANK = re.compile(r"(rank|buddy|published)-([0-9]{5})\.(snapshots|lock)", re.ASCII)
 _POLL_S = 0.02
 
 
@@ -38,9 +40,17 @@ class SharedMemoryRun:
     run_id: str
     path: Path
     bytes: int
-    ranks: tuple[int, ...]
-    owners: dict[int, int]
-    """Rank -> process that holds its lock now; 0 if unknown."""
+    ranks: Mapping[str, tuple[int, ...]]
+    """Kind of regions -> ranks that have one."""
+    owners: Mapping[tuple[str, int], int]
+    """(kind, rank) -> process that holds its lock now; 0 if unknown."""
+    pinned: tuple[int, ...]
+    """Ranks whose publisher has ended, and of which a subscriber still reads a version."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a process writes or reads it now."""
+        return bool(self.owners or self.pinned)
 
 
 def run_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path:
@@ -70,17 +80,7 @@ def region_path(folder: Path, rank: int, kind: str = OWN) -> Path:
 
 def region_files(folder: Path, kind: str = OWN) -> dict[int, Path]:
     """Return the snapshot files of a kind in a run's folder, by rank."""
-    found: dict[int, Path] = {}
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        # Another process has removed the folder with its contents.
-        return found
-    for name in names:
-        match = _SNAPSHOTS.fullmatch(name)
-        if match and match[1] == kind:
-            found[int(match[2])] = folder / name
-    return dict(sorted(found.items()))
+    return _rank_files(folder, kind, "snapshots")
 
 
 def existing_run_folder(run_id: str, *, base: Path = SHARED_MEMORY) -> Path | None:
@@ -98,8 +98,8 @@ def remove_regions(
     base: Path = SHARED_MEMORY,
 ) -> None:
     """Remove the unneeded snapshot files of all ranks except `keep`, the copies of those of all
-    ranks except `keep_copies`, and the folder if it is empty then. Safe to call concurrently.
-    Raises CheckpointError as `run_folder` does."""
+    ranks except `keep_copies`, what ended publishers have left, and the folder if it is empty then.
+    Safe to call concurrently. Raises CheckpointError as `run_folder` does."""
     folder = existing_run_folder(run_id, base=base)
     if folder is None:
         return
@@ -107,6 +107,7 @@ def remove_regions(
         for rank, path in region_files(folder, kind).items():
             if rank not in kept:
                 path.unlink(missing_ok=True)
+    remove_unpublished(folder)
     if not keep:
         # Writers that are still finishing hold locks in it.
         with suppress(OSError):
@@ -123,15 +124,26 @@ def list_runs(*, base: Path = SHARED_MEMORY) -> list[SharedMemoryRun]:
     for path in sorted(folder.iterdir()):
         if not _RUN_ID.fullmatch(path.name) or not path.is_dir():
             continue
-        regions = region_files(path)
-        owners = {rank: RankLock(path, rank).owner() for rank in _locked_ranks(path)}
+        owners = {
+            (kind, rank): owner
+            for kind in _KINDS
+            for rank in _rank_files(path, kind, "lock")
+            if (owner := RankLock(path, rank, kind).owner()) is not None
+        }
+        published = tuple(region_files(path, PUBLISHED))
         found.append(
             SharedMemoryRun(
                 run_id=path.name,
                 path=path,
                 bytes=sum(entry.stat().st_blocks * 512 for entry in path.iterdir()),
-                ranks=tuple(regions),
-                owners={rank: owner for rank, owner in owners.items() if owner is not None},
+                ranks={kind: tuple(region_files(path, kind)) for kind in _KINDS},
+                owners=owners,
+                # The locks of a live publisher are not tried, because it would skip a version.
+                pinned=tuple(
+                    rank
+                    for rank in published
+                    if (PUBLISHED, rank) not in owners and _is_pinned(path, rank)
+                ),
             )
         )
     return found
@@ -140,27 +152,61 @@ def list_runs(*, base: Path = SHARED_MEMORY) -> list[SharedMemoryRun]:
 def free_run(run_id: str, *, base: Path = SHARED_MEMORY) -> int:
     """Free the shared memory that a run has left, and return its bytes.
 
-    Raises CheckpointError if there is no such run, or if a process still writes for it.
+    Raises CheckpointError if there is no such run, if a process still writes for it, or if a
+    subscriber reads a version that it has published.
     """
     run = next((run for run in list_runs(base=base) if run.run_id == run_id), None)
     if run is None:
         raise CheckpointError(f"No run {run_id!r} holds shared memory in {_user_folder(base)}.")
-    locks = [RankLock(run.path, rank) for rank in {*run.ranks, *_locked_ranks(run.path)}]
-    locks += [RankLock(run.path, rank, COPY) for rank in region_files(run.path, COPY)]
-    try:
-        for lock in locks:
-            if not lock.try_acquire():
+    with ExitStack() as stack:
+        for kind in _KINDS:
+            for rank in sorted({*run.ranks[kind], *_rank_files(run.path, kind, "lock")}):
+                lock = RankLock(run.path, rank, kind)
+                if not lock.try_acquire():
+                    raise CheckpointError(
+                        f"Run {run_id} still writes: process {lock.owner()} holds {lock.path}. "
+                        "Wait until it ends, or end it."
+                    )
+                stack.callback(lock.release)
+        for path in run.path.glob(f"{PUBLISHED}-*-*.lock"):
+            descriptor = try_flock(path, fcntl.LOCK_EX)
+            if descriptor is None:
                 raise CheckpointError(
-                    f"Run {run_id} still writes: process {lock.owner()} holds {lock.path}. "
-                    "Wait until it ends, or end it."
+                    f"Run {run_id} is in use: a subscriber holds {path}. Wait until it has "
+                    "received the version, or end it."
                 )
+            stack.callback(release_flock, descriptor)
         for entry in list(run.path.iterdir()):
             entry.unlink()
         run.path.rmdir()
-    finally:
-        for lock in locks:
-            lock.release()
     return run.bytes
+
+
+def slot_lock_path(folder: Path, rank: int, slot: int) -> Path:
+    """Return the path of the lock of a slot of a rank's published versions."""
+    return folder / f"{PUBLISHED}-{rank:05d}-{slot}.lock"
+
+
+def unpublish(folder: Path, rank: int) -> None:
+    """Remove the published versions of a rank with their locks. The caller must hold the rank's
+    lock."""
+    region_path(folder, rank, PUBLISHED).unlink(missing_ok=True)
+    for path in _slot_locks(folder, rank):
+        path.unlink(missing_ok=True)
+    RankLock(folder, rank, PUBLISHED).path.unlink(missing_ok=True)
+
+
+def remove_unpublished(folder: Path) -> None:
+    """Remove what killed publishers have left in a run's folder: the regions whose lock is free.
+    Safe to call concurrently."""
+    regions, locked = (_rank_files(folder, PUBLISHED, suffix) for suffix in ("snapshots", "lock"))
+    for rank in {*regions, *locked}:
+        lock = RankLock(folder, rank, PUBLISHED)
+        # Another process may remove the folder.
+        with suppress(FileNotFoundError):
+            if lock.try_acquire():
+                unpublish(folder, rank)
+        lock.release()
 
 
 @contextmanager
@@ -183,7 +229,7 @@ def release_rank(folder: Path, rank: int) -> None:
     with suppress(OSError):
         if lock.try_acquire():
             lock.path.unlink(missing_ok=True)
-            for earlier in _locked_ranks(folder):
+            for earlier in _rank_files(folder, OWN, "lock"):
                 other = RankLock(folder, earlier)
                 if other.try_acquire():
                     other.path.unlink(missing_ok=True)
@@ -205,24 +251,35 @@ def machine_number() -> int:
 
 def try_flock(path: Path, operation: int, *, create: bool = True) -> int | None:
     """Lock the file at `path` by flock's `operation` without waiting, and return its descriptor,
-    which holds the lock; None if another process holds it. Raises FileNotFoundError for a missing
-    file unless `create`."""
+    which holds the lock until `release_flock`; None if another process holds it. Raises
+    FileNotFoundError for a missing file unless `create`."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
+    while True:
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # Its holder has removed the file after it was opened here.
         os.close(descriptor)
-        return None
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+
+
+def release_flock(descriptor: int) -> None:
+    """Release a lock of `try_flock`."""
+    # A process that was forked meanwhile has the descriptor, too.
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 class RankLock:
-    """Lock of one rank in the run's folder; its holder may write the rank's part, or the copy of
-    its snapshots.
+    """Lock of one rank in the run's folder; its holder may write the rank's part, the copy of its
+    snapshots, or what it publishes.
 
     It is a flock, which the kernel releases when the holder ends for any reason.
     """
@@ -278,7 +335,7 @@ class RankLock:
     def release(self) -> None:
         """Release the lock."""
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            release_flock(self._descriptor)
             self._descriptor = None
 
 
@@ -297,6 +354,30 @@ def _require_private(path: Path) -> None:
         )
 
 
-def _locked_ranks(folder: Path) -> list[int]:
-    names = [path.name for path in folder.glob("rank-*.lock")]
-    return sorted(int(name[5:10]) for name in names if name[5:10].isdigit())
+def _rank_files(folder: Path, kind: str, suffix: str) -> dict[int, Path]:
+    """Return the files of a kind in a run's folder, by rank."""
+    found: dict[int, Path] = {}
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        # Another process has removed the folder with its contents.
+        return found
+    for name in names:
+        match = _OF_RANK.fullmatch(name)
+        if match and (match[1], match[3]) == (kind, suffix):
+            found[int(match[2])] = folder / name
+    return dict(sorted(found.items()))
+
+
+def _slot_locks(folder: Path, rank: int) -> list[Path]:
+    return list(folder.glob(f"{PUBLISHED}-{rank:05d}-*.lock"))
+
+
+def _is_pinned(folder: Path, rank: int) -> bool:
+    """Return whether a subscriber reads a version of a rank whose publisher has ended."""
+    for path in _slot_locks(folder, rank):
+        descriptor = try_flock(path, fcntl.LOCK_EX)
+        if descriptor is None:
+            return True
+        release_flock(descriptor)
+    return False

@@ -21,12 +21,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests import launch
 from tests.forks import FORK_SERVER
-from torchtitan_lite.checkpoint.shared_memory.folder import SHARED_MEMORY, run_folder
+from torchtitan_lite.checkpoint.shared_memory.folder import (
+    SHARED_MEMORY,
+    run_folder,
+    slot_lock_path,
+)
 from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import PublishError
 from torchtitan_lite.mesh import start_mesh
 from torchtitan_lite.publish import Subscriber, Subscription, Target, Update
-from torchtitan_lite.publish.pins import pin_path
 from torchtitan_lite.publish.publisher import Publisher
 from torchtitan_lite.publish.sources import PUBLISHED_FILE, PinnedPart, read_json
 from torchtitan_lite.schema.comm import CommConfig
@@ -335,7 +338,7 @@ def _publish_with_faults(folder: Path, rank: int, store: str) -> None:
         publisher = Publisher(
             config, tensors, mesh, run_id=RUN_ID, folder=folder, model={}, secret=SECRET
         )
-        locks = [pin_path(run_folder(RUN_ID), rank, slot) for slot in range(3)]
+        locks = [slot_lock_path(run_folder(RUN_ID), rank, slot) for slot in range(3)]
         published = []
         for version in range(1, 13):
             if rank == 1 and version in (3, 6):
@@ -377,5 +380,6 @@ def test_an_error_of_one_rank_neither_blocks_nor_ends_training(folder: Path) -> 
     warnings = [line for line in lines if "is not published" in line]
     assert len(warnings) == 2
     assert "Version 3 is not published: rank 1: IsADirectoryError" in warnings[0]
-    assert "Version 9 is not published: rank 1: KeyError('b')" in warnings[1]
+    assert "Version 9 is not published: rank 1: ValueError" in warnings[1]
+    assert "they lack none, and have b beside it" in warnings[1]
     assert (folder / "log-1").read_text() == ""

@@ -13,6 +13,9 @@ from typing import Any
 
 from torchtitan_lite.checkpoint import Manifest, layouts_of, read_manifest_alone, verify
 from torchtitan_lite.checkpoint.shared_memory import (
+    COPY,
+    OWN,
+    PUBLISHED,
     SHARED_MEMORY,
     Region,
     SharedMemoryRun,
@@ -60,7 +63,7 @@ def _inspect_memory(options: argparse.Namespace, base: Path) -> int:
     freed: list[str] = []
     if options.free is not None:
         runs = {run.run_id: run for run in list_runs(base=base)}
-        ids = [options.free] if options.free else [i for i, run in runs.items() if not run.owners]
+        ids = [options.free] if options.free else [i for i, run in runs.items() if not run.is_used]
         unused = [_memory_record(runs[run_id]) for run_id in ids if run_id in runs]
         if not options.free and unused and not options.yes and not _confirmed(unused):
             return 2
@@ -78,11 +81,11 @@ def _confirmed(unused: Sequence[Mapping[str, Any]]) -> bool:
     print(_format_memory(unused, []), file=sys.stderr)
     if not sys.stdin.isatty():
         raise UserError(
-            f"--free without RUN_ID would free the snapshots of {len(unused)} runs listed above. "
+            f"--free without RUN_ID would free the memory of {len(unused)} runs listed above. "
             "Confirm with --yes, or name one run."
         )
     list_runs = "this run" if len(unused) == 1 else f"these {len(unused)} runs"
-    print(f"Free the snapshots of {list_runs}? [y/N] ", end="", file=sys.stderr, flush=True)
+    print(f"Free the memory of {list_runs}? [y/N] ", end="", file=sys.stderr, flush=True)
     is_confirmed = sys.stdin.readline().strip().lower() in ("y", "yes")
     if not is_confirmed:
         print("Nothing was freed.", file=sys.stderr)
@@ -206,23 +209,45 @@ def _size(num_bytes: int) -> str:
 def _format_memory(runs: Sequence[Mapping[str, Any]], freed: Sequence[str]) -> str:
     lines = [f"Freed run {run_id}." for run_id in freed]
     for run in runs:
-        lines += [
-            f"run {run['run_id']}",
-            f"  {run['bytes'] / 2**20:,.1f} MiB of {len(run['ranks'])} ranks",
-            f"  checkpoints in {run['root'] or 'an unknown place'}",
-            f"  complete steps: {', '.join(map(str, run['steps'])) or 'none'}",
-            *(
-                f"  rank {rank} is written by process {pid or 'unknown'}"
-                for rank, pid in run["writers"].items()
-            ),
-        ]
-    return "\n".join(lines or ["No run left snapshots in shared memory."])
+        lines += [f"run {run['run_id']}, {run['bytes'] / 2**20:,.1f} MiB"]
+        for what, record in (
+            ("snapshots", run),
+            ("buddy copies", run["copies"]),
+            ("published weights", run["published"]),
+        ):
+            if record["ranks"]:
+                steps = ", ".join(map(str, record["steps"])) or "none"
+                lines.append(f"  {what} of {len(record['ranks'])} ranks, complete steps: {steps}")
+            lines += [
+                f"  {what} of rank {rank} are written by process {pid or 'unknown'}"
+                for rank, pid in record["writers"].items()
+            ]
+        if run["root"]:
+            lines.append(f"  checkpoints in {run['root']}")
+        if pinned := ", ".join(map(str, run["published"]["pinned"])):
+            lines.append(f"  subscribers read published weights of ranks {pinned}")
+    return "\n".join(lines or ["No run holds shared memory."])
 
 
 def _memory_record(run: SharedMemoryRun) -> dict[str, Any]:
+    own, copies, published = (_kind_record(run, kind) for kind in (OWN, COPY, PUBLISHED))
+    # Publishers do not know where checkpoints are.
+    roots = (own.pop("roots") | copies.pop("roots") | published.pop("roots")) - {""}
+    return {
+        "run_id": run.run_id,
+        "root": ", ".join(sorted(roots)),
+        "bytes": run.bytes,
+        **own,
+        "copies": copies,
+        "published": published | {"pinned": list(run.pinned)},
+    }
+
+
+def _kind_record(run: SharedMemoryRun, kind: str) -> dict[str, Any]:
+    """Describe the regions of a kind; steps are those that all of them hold."""
     roots: set[str] = set()
     steps: list[set[int]] = []
-    for path in region_files(run.path).values():
+    for path in region_files(run.path, kind).values():
         # A damaged one has no step.
         held: set[int] = set()
         with suppress(DamagedSnapshot):
@@ -232,10 +257,8 @@ def _memory_record(run: SharedMemoryRun) -> dict[str, Any]:
             region.close()
         steps.append(held)
     return {
-        "run_id": run.run_id,
-        "root": ", ".join(sorted(roots)),
+        "roots": roots,
+        "ranks": list(run.ranks[kind]),
         "steps": sorted(set.intersection(*steps)) if steps else [],
-        "bytes": run.bytes,
-        "ranks": list(run.ranks),
-        "writers": {str(rank): owner for rank, owner in run.owners.items()},
+        "writers": {str(rank): pid for (of, rank), pid in run.owners.items() if of == kind},
     }

@@ -23,7 +23,7 @@ def hugging_face_to_json(model: HuggingFaceModel) -> dict[str, Any]:
 def empty_state_dict(subscriber: Subscriber) -> dict[str, torch.Tensor]:
     """Return tensors for all weights under their names in transformers, as they are published.
     Raises PublishError if transformers does not have the model."""
-    rules = _keys_of(subscriber)
+    rules = _key_rules(subscriber)
     return {
         one.key: torch.zeros(one.shape, dtype=one.dtype)
         for group in export_tensors(rules, subscriber.tensors, None)
@@ -33,10 +33,10 @@ def empty_state_dict(subscriber: Subscriber) -> dict[str, torch.Tensor]:
 
 def hugging_face_config(subscriber: Subscriber) -> dict[str, Any]:
     """Return the config.json of the model. Raises PublishError if transformers does not have it."""
-    _keys_of(subscriber)
+    config = _published_model(subscriber)["config"]
     dtypes = [spec.dtype for spec in subscriber.tensors.values() if spec.dtype.is_floating_point]
     dtype = str(dtypes[0]).removeprefix("torch.")
-    return {**subscriber.config[HUGGING_FACE]["config"], "dtype": dtype}
+    return {**config, "dtype": dtype}
 
 
 def hugging_face_targets(
@@ -47,7 +47,7 @@ def hugging_face_targets(
 
     Raises PublishError, with the first names, if either side has a tensor that the other lacks.
     """
-    rules = _keys_of(subscriber)
+    rules = _key_rules(subscriber)
     targets: list[Target] = []
     filled: set[int] = set()
     lacking: list[str] = []
@@ -90,12 +90,23 @@ def hugging_face_targets(
     return targets
 
 
-def _keys_of(subscriber: Subscriber) -> list[HuggingFaceKey]:
+def _published_model(subscriber: Subscriber) -> Mapping[str, Any]:
+    """Return the form of `hugging_face_to_json`. Raises PublishError if transformers does not have
+    the model."""
     known = subscriber.config.get(HUGGING_FACE)
     if not known:
         raise PublishError(
             f"The model that {subscriber.where} publishes is unknown to transformers."
         )
+    if not isinstance(known, dict) or not isinstance(known.get("config"), dict):
+        raise PublishError(f"{subscriber.where} describes its model without a config.json.")
+    return known
+
+
+def _key_rules(subscriber: Subscriber) -> list[HuggingFaceKey]:
+    """Return the names of the published model. Raises PublishError as `_published_model` does, and
+    for invalid ones."""
+    known = _published_model(subscriber)
     try:
         return [
             HuggingFaceKey(

@@ -6,15 +6,9 @@ shared memory of checkpoints.
 """
 
 import fcntl
-import os
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.shared_memory import try_flock
-
-
-def pin_path(folder: Path, rank: int, slot: int) -> Path:
-    """Return the path of the lock of a slot of a rank's published versions."""
-    return folder / f"published-{rank:05d}-{slot}.lock"
+from torchtitan_lite.checkpoint.shared_memory import release_flock, try_flock
 
 
 class SlotLock:
@@ -34,7 +28,5 @@ class SlotLock:
     def release(self) -> None:
         """Release the lock, if it is held."""
         if self._descriptor is not None:
-            # A process that was forked meanwhile has the descriptor, too.
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            os.close(self._descriptor)
+            release_flock(self._descriptor)
             self._descriptor = None

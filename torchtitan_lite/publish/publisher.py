@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,21 @@ from torchtitan_lite.checkpoint import (
 from torchtitan_lite.checkpoint.collective import first_message
 from torchtitan_lite.checkpoint.shared_memory import (
     PUBLISHED,
+    RankLock,
     Region,
     RegionDescription,
     SlotState,
-    region_files,
+    remove_unpublished,
     run_folder,
+    slot_lock_path,
+    unpublish,
 )
 from torchtitan_lite.errors import PublishError
 from torchtitan_lite.host_collectives import all_gather_bytes, all_gather_ints, broadcast_bytes
 from torchtitan_lite.log import logger
 from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.publish.hugging_face import HUGGING_FACE, hugging_face_to_json
-from torchtitan_lite.publish.pins import SlotLock, pin_path
+from torchtitan_lite.publish.pins import SlotLock
 from torchtitan_lite.publish.sources import INDEX_VERSION, PUBLISHED_FILE, PURPOSE, STATUS_VERSION
 from torchtitan_lite.rpc.state_server import FramedState, StateServer
 from torchtitan_lite.schema.publish import PublishConfig
@@ -50,6 +53,8 @@ from torchtitan_lite.spec import ModelSpec
 from torchtitan_lite.train_state import model_tensors
 
 _POLL_S = 0.01
+_EARLIER_END_S = 30.0
+"""Time within which the process of an earlier session must have ended."""
 _HAS_SLOT, _HAS_PROBLEM = 1, 2
 """Flags of a rank, which the ranks exchange before each version."""
 _BETWEEN_REQUESTS_S = 0.3
@@ -77,17 +82,42 @@ class Publisher:
     ) -> None:
         """`tensors` are parameters and buffers by name, `folder` is for the file that tells where
         the run publishes, `model` describes the model. Every rank must call it. Raises
-        InsufficientMemory, and PublishError if the address cannot be used."""
+        CheckpointError on all ranks, and leaves nothing, if there is too little memory, the address
+        cannot be used, or another process publishes the part of this rank."""
         self._config, self._mesh = config, mesh
+        self._published_file = folder / PUBLISHED_FILE
+        self._server: StateServer | None = None
+        self._finishing: Future[None] | None = None
+        self._is_skipping = False
+        """Whether the last call warned, or would have."""
+        self._problem = ""
+        """Error of this rank since the last call; "" if there is none."""
+        with ExitStack() as stack:
+            self._open(stack, tensors, run_id, model, secret)
+            self._resources = stack.pop_all()
+
+    def _open(
+        self,
+        stack: ExitStack,
+        tensors: Mapping[str, torch.Tensor],
+        run_id: str,
+        model: Mapping[str, Any],
+        secret: str,
+    ) -> None:
+        """Acquire what `stack` releases. The arguments are those of the publisher."""
+        config, mesh = self._config, self._mesh
         dtype = None if config.dtype is None else getattr(torch, config.dtype)
         plan = plan_save(tensors, mesh, dtype)
         # Unique to this start of the run.
         session = broadcast_bytes(secrets.token_hex(16).encode()).decode()
         about = _describe(plan, mesh, run_id, session, model)
         names = sum(len(name) + _DIGEST_BYTES for name in plan.placed)
-        self._region = run_on_all_ranks(
-            lambda: Region.create(
-                run_folder(run_id),
+
+        def create() -> Region:
+            shared = run_folder(run_id)
+            _lock(stack, shared, mesh.rank)
+            region = Region.create(
+                shared,
                 mesh.rank,
                 about.to_dict(),
                 plan.slot_bytes,
@@ -95,36 +125,35 @@ class Publisher:
                 num_slots=config.keep_versions + 1,
                 kind=PUBLISHED,
             )
-        )
+            stack.callback(region.close)
+            for slot in range(region.num_slots):
+                # Readers do not create it.
+                slot_lock_path(shared, mesh.rank, slot).touch(0o600)
+            return region
+
+        self._region = run_on_all_ranks(create)
         slots = [self._region.data(slot) for slot in range(self._region.num_slots)]
         self._copier = Copier(plan, slots, mesh.device.torch_device)
+        stack.callback(self._copier.close)
         self._held = about.tensors
         self._pool = ThreadPoolExecutor(1, "publish")
-        self._finishing: Future[None] | None = None
-        self._server: StateServer | None = None
+        stack.callback(self._pool.shutdown)
         self._session = session
-        self._published_file = folder / PUBLISHED_FILE
-        for slot in range(self._region.num_slots):
-            # Readers do not create it.
-            pin_path(self._region.path.parent, mesh.rank, slot).touch(0o600)
-        self._is_skipping = False
-        """Whether the last call warned, or would have."""
-        self._problem = ""
-        """Error of this rank since the last call; "" if there is none."""
         url = ""
         if config.address is not None:
-            self._server = run_on_all_ranks(
-                lambda: _open_server(config, secret, is_first=mesh.rank == 0)
-            )
+
+            def serve() -> StateServer:
+                server = _open_server(config, secret, is_first=mesh.rank == 0)
+                stack.callback(server.close)
+                return server
+
+            self._server = run_on_all_ranks(serve)
             url = self._server.url
         described = {"url": url, "description": about.to_dict(), "slot_bytes": plan.slot_bytes}
         everyone = all_gather_bytes(json.dumps(described).encode())
         if mesh.rank == 0:
-            for rank, path in region_files(self._region.path.parent, PUBLISHED).items():
-                if rank >= mesh.world_size:
-                    # Of a session that was killed.
-                    path.unlink(missing_ok=True)
             self._offer_index([json.loads(text) for text in everyone])
+            stack.callback(self._published_file.unlink, missing_ok=True)
         self._offer_status([])
         run_on_all_ranks(lambda: self._announce({"run_id": run_id, "url": url or None}))
 
@@ -200,22 +229,7 @@ class Publisher:
         self._finish_last()
         if self._problem and not self._is_skipping:
             logger.warning("%s", self._problem)
-        try:
-            self._pool.shutdown()
-        finally:
-            if self._server is not None:
-                self._server.close()
-            if self._mesh.rank == 0:
-                self._published_file.unlink(missing_ok=True)
-            self._copier.close()
-            self._region.unlink()
-            folder, rank = self._region.path.parent, self._region.rank
-            for slot in range(self._region.num_slots):
-                pin_path(folder, rank, slot).unlink(missing_ok=True)
-            self._region.close()
-            # Other ranks and snapshots may still use it.
-            with suppress(OSError):
-                folder.rmdir()
+        self._resources.close()
 
     def _finish_last(self) -> None:
         """Wait for the checksums of the last version, and keep an error as the problem."""
@@ -243,7 +257,7 @@ class Publisher:
                 continue
             if self._server is not None and self._server.idle_s(version) < _BETWEEN_REQUESTS_S:
                 continue
-            path = pin_path(self._region.path.parent, self._region.rank, slot)
+            path = slot_lock_path(self._region.path.parent, self._region.rank, slot)
             lock = SlotLock(path, exclusive=True)
             if lock.try_acquire():
                 return slot, lock
@@ -269,6 +283,8 @@ class Publisher:
 
     def _announce(self, where: Mapping[str, Any]) -> None:
         """Write where the run publishes."""
+        # What no rank of this session has locked is of one that was killed.
+        remove_unpublished(self._region.path.parent)
         if self._mesh.rank == 0:
             partial = self._published_file.with_suffix(".part")
             partial.write_text(json.dumps(where) + "\n", encoding="utf-8")
@@ -316,6 +332,26 @@ class _ServedStatus(FramedState):
         if self._newest is not None:
             self._server.touch(self._newest)
         yield from super().read(start, stop)
+
+
+def _lock(stack: ExitStack, folder: Path, rank: int) -> None:
+    """Acquire the lock of a rank's publisher until `stack` closes, which then removes what the rank
+    has published. Raises PublishError if another process holds it."""
+    lock = RankLock(folder, rank, PUBLISHED)
+    if not lock.acquire(_EARLIER_END_S):
+        raise PublishError(
+            f"Process {lock.owner() or 'of an unknown number'} already publishes the weights of "
+            f"rank {rank}: it holds {lock.path}. Wait until it ends, or end it."
+        )
+
+    def remove() -> None:
+        unpublish(folder, rank)
+        lock.release()
+        # Other ranks and snapshots may still use it.
+        with suppress(OSError):
+            folder.rmdir()
+
+    stack.callback(remove)
 
 
 def _describe(

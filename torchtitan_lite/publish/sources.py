@@ -22,9 +22,10 @@ from torchtitan_lite.checkpoint.shared_memory import (
     RegionDescription,
     existing_run_folder,
     region_files,
+    slot_lock_path,
 )
 from torchtitan_lite.errors import DamagedSnapshot, PublishError, RpcError
-from torchtitan_lite.publish.pins import SlotLock, pin_path
+from torchtitan_lite.publish.pins import SlotLock
 from torchtitan_lite.rpc.state_client import PeerEndpoint, StateConnection
 
 PURPOSE = "publish"
@@ -120,7 +121,8 @@ class SharedMemorySource:
         slot = self._region.complete_slots().get(version)
         if slot is None:
             raise VersionGone(f"{self._path} does not hold version {version}.")
-        lock = SlotLock(pin_path(self._path.parent, self.description.rank, slot), exclusive=False)
+        path = slot_lock_path(self._path.parent, self.description.rank, slot)
+        lock = SlotLock(path, exclusive=False)
         try:
             is_free = lock.try_acquire()
         except OSError as error:

@@ -314,20 +314,28 @@ class Subscriber:
 
     def _reopen(self) -> None:
         publication = open_publication(self._source, self._secret)
-        tensors = _tensors_of(publication)
-        shapes = {name: (spec.shape, spec.dtype) for name, spec in self.tensors.items()}
-        for name, spec in tensors.items():
-            if shapes.get(name) != (spec.shape, spec.dtype):
-                raise ModelChanged(
-                    f"{publication.where} publishes another model since its restart: {name} is "
-                    f"{spec.dtype} {list(spec.shape)}, and was {shapes.get(name)}."
-                )
+        with ExitStack() as stack:
+            for rank in publication.ranks:
+                stack.callback(rank.close)
+            tensors = _tensors_of(publication)
+            for name in sorted({*self.tensors, *tensors}):
+                found, before = _kind_of(tensors.get(name)), _kind_of(self.tensors.get(name))
+                if found != before:
+                    raise ModelChanged(
+                        f"{publication.where} publishes another model since its restart: {name} "
+                        f"is {found}, and was {before}."
+                    )
+            stack.pop_all()
         self.close()
         self.publication, self.tensors = publication, tensors
 
 
 class ModelChanged(PublishError):
     """A run that publishes another model than before."""
+
+
+def _kind_of(spec: TensorSpec | None) -> str:
+    return "absent" if spec is None else f"{spec.dtype} {list(spec.shape)}"
 
 
 def _tensors_of(publication: Publication) -> dict[str, TensorSpec]:

@@ -15,12 +15,8 @@ from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.manifest import Manifest, read_manifest
 from torchtitan_lite.checkpoint.shared_memory.folder import RankLock, free_run, list_runs
 from torchtitan_lite.checkpoint.storage.base import open_storage
-from torchtitan_lite.device import detect_device
-from torchtitan_lite.log import logger
-from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.schema.checkpoint import CheckpointConfig
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
 
 
 class SmallState:
@@ -67,12 +63,6 @@ class SmallState:
             self.step = values["train_state"]["step"]
         if "dataloader" in values:
             self.cursor = values["dataloader"]["cursor"]
-
-
-@pytest.fixture
-def mesh() -> Iterator[Mesh]:
-    with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as started:
-        yield started
 
 
 Manage = Callable[..., CheckpointManager]
@@ -143,8 +133,8 @@ def free_memory_of(dump_folder: Path) -> None:
     """Remove what a run left in shared memory, once its writers have exited."""
     for run in list_runs():
         if run.run_id == run_id_in(dump_folder):
-            for rank in run.ranks:
-                RankLock(run.path, rank).wait(100)
+            for kind, rank in run.owners:
+                RankLock(run.path, rank, kind).wait(100)
             free_run(run.run_id)
     assert run_id_in(dump_folder) not in [run.run_id for run in list_runs()]
 
@@ -154,17 +144,6 @@ def run_id_in(dump_folder: Path) -> str | None:
     with suppress(FileNotFoundError):
         return (dump_folder / "run_id").read_text().strip()
     return None
-
-
-@pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Collect the records of the project's logger, which does not propagate to the root."""
-    propagate = logger.propagate
-    logger.propagate = False
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-    logger.propagate = propagate
 
 
 def run_steps(manager: CheckpointManager, state: SmallState, num_steps: int) -> None:

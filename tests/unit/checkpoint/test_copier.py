@@ -79,3 +79,16 @@ def test_snapshots_work_without_locked_memory(
     (record,) = logged.records
     assert "cannot be page-locked (CUDA error 2)" in record.getMessage()
     copier.close()
+
+
+def test_tensors_of_another_plan_are_rejected(mesh: Mesh) -> None:
+    state, slots = SmallState(), _slots(mesh)
+    copier = Copier(plan_save(state.tensors(), mesh), slots, torch.device("cpu"))
+    fewer = {name: one for name, one in state.tensors().items() if name != "model.wide"}
+    for given, problem in (
+        (fewer, "they lack model.wide, and have none beside it"),
+        (state.tensors() | {"x": torch.ones(1)}, "they lack none, and have x beside it"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            copier.start(0, given, lambda: None)
+    copier.close()

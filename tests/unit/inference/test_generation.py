@@ -1,6 +1,6 @@
 """Generation with a KV cache equals a full forward pass per token."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,16 +19,13 @@ from tests.unit.models.tiny import (
     QWEN3_EXPERTS,
     QWEN3_NEXT,
 )
-from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.inference import BatchGenerator, Prompt, Sampling, generation
 from torchtitan_lite.inference.kv_cache import KeyValueCache
-from torchtitan_lite.mesh import Mesh, start_mesh
+from torchtitan_lite.mesh import Mesh
 from torchtitan_lite.models import deepseek_v3, gpt_oss, llama3, llama4, qwen3, qwen3_next
 from torchtitan_lite.nn.initialize import initialize
 from torchtitan_lite.nn.moe import MoEDims
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
 from torchtitan_lite.spec import ModelSpec
 
 GREEDY = Sampling(temperature=0.0)
@@ -54,12 +51,6 @@ STATE_WIDTHS = {
     "deepseek-v2": 8 + 10,
 }
 PROMPTS = ([5, 2, 9, 1, 30, 7, 7], [4], [11, 12, 13])
-
-
-@pytest.fixture
-def mesh() -> Iterator[Mesh]:
-    with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as started:
-        yield started
 
 
 def drawn(spec: ModelSpec, dtype: torch.dtype = torch.float64) -> nn.Module:

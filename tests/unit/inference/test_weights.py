@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,9 @@ from torchtitan_lite.cli import main
 from torchtitan_lite.config import Config, to_record
 from torchtitan_lite.data.corpus import open_corpus
 from torchtitan_lite.data.tokenizer import open_tokenizer
-from torchtitan_lite.device import detect_device
 from torchtitan_lite.errors import CheckpointError, UserError
 from torchtitan_lite.inference import open_weights, stop_ids, tokenizer_of
-from torchtitan_lite.mesh import Mesh, start_mesh
-from torchtitan_lite.schema.comm import CommConfig
-from torchtitan_lite.schema.parallelism import ParallelismConfig
-
-
-@pytest.fixture
-def mesh() -> Iterator[Mesh]:
-    with start_mesh(ParallelismConfig(), CommConfig(), detect_device("cpu")) as started:
-        yield started
+from torchtitan_lite.mesh import Mesh
 
 
 @pytest.fixture

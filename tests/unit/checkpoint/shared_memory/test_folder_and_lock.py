@@ -1,5 +1,6 @@
 """Folders of runs in shared memory, and the locks of their ranks."""
 
+import fcntl
 import os
 import secrets
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.checkpoint.shared_memory.folder import (
+    OWN,
     RankLock,
     free_run,
     list_runs,
@@ -38,7 +40,7 @@ def test_runs_are_listed_and_freed(tmp_path: Path) -> None:
     lock = RankLock(folder, 1)
     assert lock.try_acquire()
     (run,) = list_runs(base=tmp_path)
-    assert (run.run_id, run.ranks, run.owners) == (run_id, (1,), {1: os.getpid()})
+    assert (run.run_id, run.ranks[OWN], run.owners) == (run_id, (1,), {(OWN, 1): os.getpid()})
     assert run.bytes >= 3 << 20
     with pytest.raises(CheckpointError, match="still writes"):
         free_run(run_id, base=tmp_path)
@@ -84,3 +86,35 @@ def test_a_lock_is_released_when_its_process_exits(tmp_path: Path) -> None:
         holder.wait()
         assert holder.stdout is not None
         holder.stdout.close()
+
+
+def test_a_lock_on_a_removed_file_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (RankLock(tmp_path, 0) for _ in range(2))
+    assert first.try_acquire()
+    lock, calls = fcntl.flock, 0
+
+    def remove_before_the_first_call(descriptor: int, operation: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            first.path.unlink()
+            first.release()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_before_the_first_call)
+    assert second.try_acquire()
+    assert second.path.exists() and not RankLock(tmp_path, 0).try_acquire()
+    second.release()
+
+
+def test_a_released_lock_is_free_despite_a_forked_process(tmp_path: Path) -> None:
+    lock = RankLock(tmp_path, 0)
+    assert lock.try_acquire()
+    assert lock._descriptor is not None
+    # A fork shares the open file, as this does.
+    forked = os.dup(lock._descriptor)
+    lock.release()
+    assert RankLock(tmp_path, 0).owner() is None
+    os.close(forked)

@@ -1,0 +1,62 @@
+"""A publisher of one rank, in this process."""
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchtitan_lite.checkpoint.shared_memory import free_run
+from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.mesh import Mesh
+from torchtitan_lite.publish.publisher import Publisher
+from torchtitan_lite.schema.publish import PublishConfig
+
+Publish = Callable[..., Publisher]
+
+
+def open_publisher(
+    folder: Path,
+    run_id: str,
+    mesh: Mesh,
+    tensors: Mapping[str, torch.Tensor],
+    model: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Publisher:
+    """Open a publisher of `tensors` with these settings of [publish]."""
+    config = PublishConfig(enable=True, **settings)
+    return Publisher(
+        config,
+        tensors,
+        mesh,
+        run_id=run_id,
+        folder=folder,
+        model=model or {},
+        secret="0123456789abcdef0123456789abcdef",
+    )
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    """The id of a run whose shared memory is freed at the end."""
+    chosen = secrets.token_hex(16)
+    yield chosen
+    with suppress(CheckpointError):
+        free_run(chosen)
+
+
+@pytest.fixture
+def publish(tmp_path: Path, run_id: str, mesh: Mesh) -> Iterator[Publish]:
+    """Return a function (tensors, model, settings of [publish]) -> a publisher, which is closed at
+    the end."""
+    with ExitStack() as stack:
+
+        def opened(*args: Any, **settings: Any) -> Publisher:
+            publisher = open_publisher(tmp_path, run_id, mesh, *args, **settings)
+            stack.callback(publisher.close)
+            return publisher
+
+        yield opened
