@@ -36,9 +36,9 @@ from benchmarks.redistribute_planning import (
 from benchmarks.redistribute_variants import PLANNERS, measure_rank
 from benchmarks.state_dicts import Case, cases
 from scripts.dtensor_steps import predict_dtensor
+from scripts.reshard_explanation import lower_bound_bytes, traffic
 from torchtitan_lite.redistribute import Plan as RedistributionPlan
 from torchtitan_lite.redistribute import plan
-from torchtitan_lite.redistribute.explain import lower_bound_bytes, traffic
 
 DTENSOR_GOAL = 0.05
 

@@ -16,8 +16,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from scripts.reshard_explanation import format_bytes
 from torchtitan_lite.redistribute import HolderMesh, Layout, Plan
-from torchtitan_lite.redistribute.explain import format_bytes
 from torchtitan_lite.redistribute.partition import intervals
 from torchtitan_lite.torch_compat import (
     Operations,

@@ -15,16 +15,16 @@ from typing import Any, NoReturn, get_args
 
 from scripts.dtensor_steps import DTensorPrediction, describe_dtensor, predict_dtensor
 from scripts.layout_syntax import EXAMPLE, parse_dtype, parse_layout, parse_shape
-from scripts.reshard_svg import as_svg
-from torchtitan_lite.errors import UserError
-from torchtitan_lite.redistribute import Plan, plan
-from torchtitan_lite.redistribute.cost import BUCKET_BYTES, Costs, Transport, default_costs
-from torchtitan_lite.redistribute.explain import (
+from scripts.reshard_explanation import (
     explain,
     lower_bound_bytes,
     temporary_bytes,
     traffic,
 )
+from scripts.reshard_svg import as_svg
+from torchtitan_lite.errors import UserError
+from torchtitan_lite.redistribute import Plan, plan
+from torchtitan_lite.redistribute.cost import BUCKET_BYTES, Costs, Transport, default_costs
 
 
 def main(argv: list[str]) -> int:

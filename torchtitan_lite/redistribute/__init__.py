@@ -14,7 +14,6 @@ from torchtitan_lite.redistribute.dtensor import (
     redistribute,
     redistribute_state_dict,
 )
-from torchtitan_lite.redistribute.explain import explain
 from torchtitan_lite.redistribute.intersections import choose_owners
 from torchtitan_lite.redistribute.layout import Box, Layout, TensorSpec, local_box
 from torchtitan_lite.redistribute.placements import HolderMesh
@@ -35,7 +34,6 @@ __all__ = [
     "TensorSpec",
     "align_gradient",
     "choose_owners",
-    "explain",
     "gather_specs",
     "layout_from_json",
     "layout_to_json",

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from scripts.layout_syntax import parse_layout
-from torchtitan_lite.redistribute import Plan, plan
-from torchtitan_lite.redistribute.explain import (
+from scripts.reshard_explanation import (
     explain,
     format_bytes,
     lower_bound_bytes,
     temporary_bytes,
     traffic,
 )
+from torchtitan_lite.redistribute import Plan, plan
 
 _WAYS = [
     ("mesh=a:2,b:2 placements=S0,R", "mesh=c:4 placements=S0"),
