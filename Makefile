@@ -75,6 +75,7 @@ bench: setup ## Run every benchmark and write benchmarks/results/.
 	$(BIN)/python -m benchmarks.recovery --json benchmarks/results/recovery.json
 	$(BIN)/python -m benchmarks.rank_recovery --json benchmarks/results/rank_recovery.json
 	$(BIN)/python -m benchmarks.resize --json benchmarks/results/resize.json
+	$(BIN)/python -m benchmarks.publish --json benchmarks/results/publish.json
 	$(BIN)/python -m benchmarks.buddies --json benchmarks/results/buddies.json
 	$(BIN)/python -m benchmarks.lost_machine --json benchmarks/results/lost_machine.json
 	$(BIN)/python -m benchmarks.convert --json benchmarks/results/convert.json

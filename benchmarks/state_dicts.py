@@ -57,6 +57,9 @@ STATES = {
     # 20 tensors, 25 MB; 45 tensors, 45 MB.
     "small llama": llama(448, 1216, 3200, 2),
     "small moe": moe(256, 512, 1600, 1, 8),
+    # 92 tensors, 128 MiB; 38 tensors, 31 MiB.
+    "published": llama(512, 1408, 8000, 10),
+    "small published": llama(384, 1024, 4000, 4),
 }
 
 Technique = Callable[[str, HolderMesh], Layout]

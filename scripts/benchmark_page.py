@@ -62,6 +62,10 @@ TITLES = {
         "A live run on another mesh",
         "a save, a restart on the other mesh, and a load (peer)",
     ),
+    "publish": (
+        "Published weights",
+        "a gloo broadcast of the gathered model, and one safetensors file in shared memory (peers)",
+    ),
     "buddies": (
         "Copies of snapshots on another machine",
         "the same training without copies (floor)",
